@@ -12,7 +12,7 @@ from pathlib import Path
 from .exclusion import with_exclusion
 from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of
 from .guard import GUARD_S
-from .nodes import ALONE, Nodes
+from .nodes import ONE_NODE, Nodes
 
 #: Seconds that a job has left to end when no checkpoint comes.
 LEFT_S = 20
@@ -36,8 +36,8 @@ class SlurmJob:
     def __init__(self, run_dir: Path) -> None:
         self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]
         self.plan = self.files.plan
-        self.nodes = Nodes(self.files, self.job, self._look)
-        self.allocated = list(self.nodes.group_of)
+        self.nodes: Nodes  # Slurm says which, when the job begins
+        self.allocated: list[str] = []
         self.good: list[str] = []
         self.attempt = 0
         self.guard: subprocess.Popen[bytes] | None = None
@@ -114,13 +114,15 @@ class SlurmJob:
 
     def _begin(self) -> None:
         """Nodes that may be used; Slurm may have put the job into the queue again since it ran."""
+        self.nodes = Nodes(self.files, self.job, self._look)
+        self.allocated = list(self.nodes.group_of)
         again = os.environ.get("SLURM_RESTART_COUNT")
         if again:
             before = self.files.state()["on"] if self.files.state()["job"] == self.job else []
             gone = self._exclude({node: state for node in before if (state := self.nodes.lost_state(node))}, "lost")
-            self.say("again", f"job {self.job} runs again, for the {again}. time")
+            self.say("again", f"Slurm has started job {self.job} again (restart {again})")
             if gone:
-                self._restart(gone, f"in job {self.job} again")
+                self._restart(gone, "in this job")
         known = {line["node"] for line in self.files.lines("excluded.jsonl")}
         self.good = [node for node in self.allocated if node not in known]
         if self.plan["preflight"] and self.good:
@@ -241,7 +243,7 @@ class SlurmJob:
         try:
             answer("scontrol", "requeue", self.job)
             time.sleep(2 * ANSWER_S)
-            print(f"megarl: Slurm has not ended job {self.job} within {2 * ANSWER_S:.0f} s", flush=True)
+            self.say("ended", f"Slurm has taken the requeue, but not ended job {self.job} within {2 * ANSWER_S:.0f} s")
         except CommandFailed as error:
             print(f"megarl: Slurm does not requeue the job ({error}); the next one goes on", flush=True)
             self._next_job()
@@ -342,7 +344,7 @@ class SlurmJob:
         node = others[self.guards % len(others)]  # another one than before: that may be why it has ended
         self.guarded, self.guards = time.monotonic(), self.guards + 1
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]
-        place = [*ALONE, f"--nodelist={node}", f"--chdir={self.files.path}"]
+        place = [*ONE_NODE, f"--nodelist={node}", f"--chdir={self.files.path}"]
         self.guard = subprocess.Popen(["srun", *place, *command], stdin=subprocess.DEVNULL)
 
     def _end_guard(self) -> None:

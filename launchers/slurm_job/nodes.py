@@ -18,10 +18,17 @@ from .verdicts import failed_checks, link_faults, odd_versions
 STOP_S = 60.0
 #: States of nodes that run nothing; those that do not answer have a star.
 LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")
-#: Ports of the first node where processes meet: one of these, by the number of the job and the step.
-PORTS = (20000, 10000)
-#: How srun starts something on one node beside whatever else the job runs there.
-ALONE = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-kill=off")
+#: Ports of the first node where processes meet: the first one, how many jobs in a row have different ones (they may
+#: share a node), and how many steps in a row of each.
+PORTS = (20000, 100, 100)
+#: How srun starts something on one node, in addition to whatever else the job runs there.
+ONE_NODE = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-kill=off")
+
+
+def port_of(job: int, step: int) -> int:
+    """Where the processes of a step meet on its first node."""
+    first, jobs, steps = PORTS
+    return first + job % jobs * steps + step % steps
 
 
 class Nodes:
@@ -54,8 +61,9 @@ class Nodes:
         self._steps += 1
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
         if len(nodes) > 1:
-            port = PORTS[0] + (int(self._job) + self._steps) % PORTS[1]
-            environment.update(MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port))
+            environment.update(
+                MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port_of(int(self._job), self._steps))
+            )
         if self._plan["ray"]:  # who calls the job's Ray must know the token; it is in no file
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
         command = ["srun"]
@@ -103,7 +111,7 @@ class Nodes:
                 found = fields_of(answer("scontrol", "show", "node", "--oneliner", node))["NodeAddr"]
             else:
                 asked = ["ip", "-4", "-oneline", "address", "show", "dev", name]
-                words = answer("srun", *ALONE, f"--nodelist={node}", *asked).split()
+                words = answer("srun", *ONE_NODE, f"--nodelist={node}", *asked).split()
                 found = words[words.index("inet") + 1].partition("/")[0]
         except (KeyError, ValueError) as error:
             raise CommandFailed(f"no address of the first node, {node}: {error}") from error
@@ -175,7 +183,7 @@ class Nodes:
         """
         asked = {
             node: subprocess.Popen(
-                ["srun", *ALONE, *self._group(self.group_of[node]), f"--nodelist={node}", *command],
+                ["srun", *ONE_NODE, *self._group(self.group_of[node]), f"--nodelist={node}", *command],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             )
             for node, command in commands.items()

@@ -16,7 +16,7 @@ from megarl.config.launch import LaunchConfig, SlurmConfig
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.launchers import submit
 from megarl.launchers.slurm import Submission
-from megarl.launchers.slurm_job import files, guard
+from megarl.launchers.slurm_job import driver, files, guard
 from megarl.launchers.slurm_job import nodes as nodes_module
 from megarl.launchers.slurm_job.driver import SlurmJob
 from megarl.launchers.slurm_job.files import Folder
@@ -33,7 +33,7 @@ dead = (world / "dead").read_text().split() if (world / "dead").exists() else []
 if name == "sbatch":
     print("8")
 elif name == "scontrol" and given[:2] == ["show", "hostnames"]:
-    print("\n".join(given[2].split(",")))
+    print("\n".join(given[2].split(","))) if given[2] != "none" else sys.exit("Invalid hostlist: none")
 elif name == "scontrol" and given[:2] == ["show", "node"] and (world / "silent").exists():
     sys.exit("slurm_load_node error: Unable to contact slurm controller")
 elif name == "scontrol" and given[:2] == ["show", "node"] and given[-1] == "gone":
@@ -246,14 +246,40 @@ def test_a_warning_that_finds_no_run_yet_submits_the_next_job(world):
     assert not world.steps()
 
 
-def test_a_warning_counts_from_its_signal(world, monkeypatch):
+@pytest.fixture
+def here(world, monkeypatch):
+    """A job on n1 and n2, in this process."""
     submit.write_scripts(world.job())
     for name, value in world.outside("n1,n2").items():
         monkeypatch.setenv(name, value)
-    job = SlurmJob(world.run_dir)
-    monkeypatch.setattr(job, "_told", dict)  # Slurm does not answer
-    job.warned = time.monotonic() - 100
-    assert job._left_s() == pytest.approx(200, abs=5)  # the recipe's launch.slurm.warn_s is 300
+    return SlurmJob(world.run_dir)
+
+
+def test_a_requeue_that_slurm_takes_and_does_not_do_is_noted(world, here, monkeypatch):
+    monkeypatch.setattr(driver, "answer", lambda *command: "")
+    monkeypatch.setattr(driver.time, "sleep", lambda seconds: None)
+    with pytest.raises(driver.Over):
+        here._requeue("preempted")
+    assert submit.notes_of(world.run_dir)[-1]["text"].endswith("not ended job 7 within 120 s")
+
+
+def test_a_job_whose_nodes_slurm_does_not_tell_has_failed(world):
+    code, said = world.run("0", nodes="none")
+    assert code == 1
+    assert "Invalid hostlist: none" in said
+    assert submit.notes_of(world.run_dir)[-1]["kind"] == "failed"
+
+
+def test_steps_of_jobs_that_share_their_first_node_meet_at_different_ports():
+    ports = [nodes_module.port_of(job, step) for job in range(950, 1050) for step in range(1, 20)]
+    assert len(set(ports)) == len(ports)
+    assert 20000 <= min(ports) <= max(ports) < 30000  # below those that Linux gives out by itself
+
+
+def test_a_warning_counts_from_its_signal(here, monkeypatch):
+    monkeypatch.setattr(here, "_told", dict)  # Slurm does not answer
+    here.warned = time.monotonic() - 100
+    assert here._left_s() == pytest.approx(200, abs=5)  # the recipe's launch.slurm.warn_s is 300
 
 
 def test_a_preempted_job_goes_into_the_queue_again_and_submits_nothing(world):
@@ -309,7 +335,7 @@ def test_a_job_that_slurm_runs_again_leaves_out_the_first_node_that_it_lost(worl
     job = world.begin("0", nodes="n2,n3", again="1")
     said = job.communicate(timeout=60)[0]
     assert job.returncode == 0, said
-    assert "runs again, for the 1. time" in said
+    assert "Slurm has started job 7 again (restart 1)" in said
     assert world.excluded() == {"n1": "lost: Slurm says DOWN*"}
 
 
