@@ -133,7 +133,8 @@ def check_ecc(listed: Answer, remapped: Answer) -> NodeCheck:
     """No memory error that was not corrected since the driver was loaded, and none that could not be repaired."""
     if listed.error:
         return NodeCheck(True, f"not known: {listed.error}")
-    bad = [f"GPU {row[0]}: {row[2]} uncorrected ECC errors" for row in _rows(listed.text, 3) if _count(row[2])]
+    # A GPU without ECC says [N/A]; other texts, such as [GPU requires reset], are errors in place of a number.
+    bad = [f"GPU {row[0]}: {row[2]} uncorrected ECC errors" for row in _rows(listed.text, 3) if _yes(row[2])]
     if remapped.error:
         told = f"; remapped rows not known: {remapped.error}"
     else:
@@ -163,10 +164,6 @@ def check_xids(log: Answer, uptime_s: float) -> NodeCheck:
 def _rows(text: str, columns: int) -> list[list[str]]:
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return [row for row in rows if len(row) == columns]
-
-
-def _count(cell: str) -> int:
-    return int(cell) if cell.isdecimal() else 0  # GPUs without ECC say [N/A]
 
 
 def _yes(cell: str) -> bool:

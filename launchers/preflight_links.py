@@ -57,6 +57,8 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
+    # A wait that takes too long raises, as gloo's does: else nccl's watchdog ends the process, and its results with it.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     first = node == 0 and local == 0
     limit = datetime.timedelta(seconds=limit_s)
     store: Store = TCPStore(host, port, None, first, limit, wait_for_workers=False)

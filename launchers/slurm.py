@@ -30,6 +30,7 @@ from megarl.config.launch import SlurmConfig, SlurmTeamConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 from megarl.launchers.seats import NODES_OF, resource
+from megarl.launchers.slurm_job.exclusion import excluded_by
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
 PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"
@@ -147,7 +148,7 @@ def plan(job: Submission) -> dict[str, Any]:
         "clock_s": launch.preflight_clock_s,
         "bandwidth": launch.preflight_bandwidth,
         "tests": tests,
-        "exclude": [text.partition("=")[2] for text in slurm.options if text.startswith("--exclude=")],
+        "exclude": excluded_by(slurm.options),
         "groups": groups,
         "interface": slurm.interface,
         "ray": job.launcher == "ray" and cluster.nnodes > 1,
@@ -310,7 +311,9 @@ def _options(job: Submission) -> list[str]:
 def _nodes_of(job: Submission, part: Component) -> list[str]:
     """Options of sbatch for one kind of nodes."""
     own, slurm = part.settings, job.slurm
-    count = part.nodes + (0 if part.team else job.config.launch.spares)
+    spares = 0 if part.team else job.config.launch.spares
+    # With a range Slurm gives as many as are free when the job can begin: it does not wait for spares.
+    count = f"{part.nodes}-{part.nodes + spares}" if spares else f"{part.nodes}"
     found = [f"--nodes={count}", "--ntasks-per-node=1"]
     gres = own.gres if own.gres is not None or own.gpus_per_node is not None else slurm.gres
     if gres is not None:

@@ -40,6 +40,7 @@ from megarl.launchers.slurm import (
     node_script,
     plan,
 )
+from megarl.launchers.slurm_job.exclusion import with_exclusion
 from megarl.processes import write_atomically
 
 _ANSWER_S = 60.0
@@ -124,7 +125,7 @@ def check_cluster(job: Submission) -> None:
             found=job.slurm.image,
             fix="launch.slurm.container=apptainer where nodes have it, or no image",
         )
-    _sbatch(job_script(job), "--test-only", *_exclude(job))
+    _sbatch(_leaving_out(job, job_script(job)), "--test-only")
 
 
 def prepare(job: Submission) -> None:
@@ -137,7 +138,8 @@ def prepare(job: Submission) -> None:
 def submit(job: Submission) -> str:
     """Submit the script that `write_scripts` wrote; returns the job's number."""
     prepare(job)
-    number = _sbatch((job.folder / JOB).read_text(), "--parsable", *_exclude(job)).strip().partition(";")[0]
+    script = _leaving_out(job, (job.folder / JOB).read_text())
+    number = _sbatch(script, "--parsable").strip().partition(";")[0]
     with (job.folder / JOBS).open("a") as file:  # the jobs of a chain add theirs
         file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{job.config.cluster.nnodes}\n")
     return number
@@ -168,10 +170,10 @@ def latest_tests(run_dir: Path) -> dict[str, str]:
     return found | {node: f"failed ({reason})" for node, reason in bad.items() if node not in found}
 
 
-def _exclude(job: Submission) -> list[str]:
-    """Options of sbatch for the nodes that this run leaves out."""
-    names = [*plan(job)["exclude"], *excluded(job.run_dir)]
-    return [f"--exclude={','.join(names)}"] if names else []
+def _leaving_out(job: Submission, script: str) -> str:
+    """The script, without the nodes that this run leaves out."""
+    names = excluded(job.run_dir)
+    return with_exclusion(script, [*plan(job)["exclude"], *names] if names else [])
 
 
 def jobs_of(run_dir: Path) -> list[SubmittedJob]:

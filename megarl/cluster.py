@@ -64,7 +64,7 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
     from megarl.launchers.common import make_run_dir
     from megarl.launchers.preflight import check_run_folder
     from megarl.launchers.site import with_site
-    from megarl.launchers.slurm import Submission, check_settings, job_script, node_script
+    from megarl.launchers.slurm import Submission, check_settings, job_script, node_script, plan
     from megarl.launchers.submit import check_cluster, excluded, submit, write_scripts
 
     config = with_site(config)
@@ -77,9 +77,10 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
     job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
     check_settings(job)
     if arguments.dry_run:
-        print(
-            f"== launch/job.sh ==\n{job_script(job)}\n== launch/node.sh ==\n{node_script(job)}\nNothing was submitted."
-        )
+        files = {"job.sh": job_script(job), "node.sh": node_script(job), "plan.json": json.dumps(plan(job), indent=1)}
+        for name, text in files.items():
+            print(f"== launch/{name} ==\n{text}")
+        print("\nNothing was submitted.")
         return 0
     check_cluster(job)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.job)

@@ -14,5 +14,6 @@ of the container that megarl is in. For that its files import each other relativ
 
     driver.py    the job      nodes.py     which nodes are well
     files.py     RUN_DIR/launch, and Slurm's commands      verdicts.py  what the results of tests mean
+    exclusion.py nodes that sbatch leaves out
     guard.py     watches the driver from another node
 """

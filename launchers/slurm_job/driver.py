@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+from .exclusion import with_exclusion
 from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of
 from .guard import GUARD_S
-from .nodes import ALONE, Nodes, stop
+from .nodes import ONE_NODE, Nodes
 
 #: Seconds that a job has left to end when no checkpoint comes.
 LEFT_S = 20
@@ -35,13 +36,15 @@ class SlurmJob:
     def __init__(self, run_dir: Path) -> None:
         self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]
         self.plan = self.files.plan
-        self.nodes = Nodes(self.files, self.job)
-        self.allocated = list(self.nodes.group_of)
+        self.nodes: Nodes  # Slurm says which, when the job begins
+        self.allocated: list[str] = []
         self.good: list[str] = []
         self.attempt = 0
         self.guard: subprocess.Popen[bytes] | None = None
         self.guarded, self.guards = 0.0, 0  # when the last one was started, and how many there were
-        self.ended = self.warned = False
+        self.ended = False
+        self.warned: float | None = None  # when Slurm's warning came
+        self.deferred = False  # the warning is for a run that has not been started yet
 
     def run(self) -> int:
         """The exit code of the job."""
@@ -50,6 +53,7 @@ class SlurmJob:
         try:
             self._begin()
             while True:
+                self._heed()
                 nodes = self._choose()
                 code = self._watch(self._start(nodes))
                 if code == 0:
@@ -69,28 +73,56 @@ class SlurmJob:
             self.say("failed", str(error))
             return 1
         finally:
-            if self.guard is not None:
-                self.guard.terminate()
+            self._end_guard()
 
     def say(self, kind: str, text: str) -> None:
         """Print what happens, and note it."""
         self.files.say(self.job, kind, text)
 
     def _on_warning(self, number: int, frame: object) -> None:
-        self.warned = True
+        self.warned = time.monotonic()
 
     def _on_end(self, number: int, frame: object) -> None:
         self.ended = True
 
+    def _look(self) -> None:
+        """While nodes are asked.
+
+        Raises:
+            Over: the job has to end, and nodes must not be judged by steps that a signal has cut short. After a run has
+                failed, a warning waits as long as it can: the failure is judged first.
+        """
+        self.files.tell_alive()
+        late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S
+        if self.ended or late or not self.attempt:
+            self._heed()
+
+    def _heed(self) -> None:
+        """Signals that have come while the run does not run.
+
+        Raises:
+            Over: the job has to end.
+        """
+        if self.ended:
+            raise self._stopped()
+        if self.warned is not None and not self.deferred:
+            self._before_the_end(None)
+
+    def _stopped(self) -> Over:
+        self.say("stopped", "stopped by SIGTERM: scancel, preemption, or the end of the time limit")
+        return Over(143)
+
     def _begin(self) -> None:
         """Nodes that may be used; Slurm may have put the job into the queue again since it ran."""
+        self.nodes = Nodes(self.files, self.job, self._look)
+        self.allocated = list(self.nodes.group_of)
         again = os.environ.get("SLURM_RESTART_COUNT")
         if again:
             before = self.files.state()["on"] if self.files.state()["job"] == self.job else []
             gone = self._exclude({node: state for node in before if (state := self.nodes.lost_state(node))}, "lost")
-            self.say("again", f"job {self.job} runs again, for the {again}. time")
+            self.say("again", f"Slurm has started job {self.job} again (restart {again})")
             if gone:
-                self._restart(gone, f"in job {self.job} again")
+                self._restart(gone, "in this job")
         known = {line["node"] for line in self.files.lines("excluded.jsonl")}
         self.good = [node for node in self.allocated if node not in known]
         if self.plan["preflight"] and self.good:
@@ -167,24 +199,15 @@ class SlurmJob:
 
     # -- other jobs
 
-    def _excluded(self) -> str:
-        names = dict.fromkeys(line["node"] for line in self.files.lines("excluded.jsonl"))
-        return ",".join([*self.plan["exclude"], *names])
-
     def _next_job(self) -> None:
         """Submit the job that goes on when this one has ended."""
+        self._end_guard()  # this job must not go into the queue again in addition
         script = self.files.path / "job.sh"
         options = [f"--dependency=afterany:{self.job}"]
-        wanted, spares = self.plan["nodes"], self.plan["spares"]
-        if spares:  # a small cluster may have no spare left: the job must not wait for one
-            options.append(f"--nodes={wanted}-{wanted + spares}")
-        if self._excluded() and len(self.plan["groups"]) == 1:
-            options.append(f"--exclude={self._excluded()}")
-        elif self._excluded():  # options of the command line are those of the first component only
-            text = script.read_text()
+        if names := [*self.plan["exclude"], *(line["node"] for line in self.files.lines("excluded.jsonl"))]:
+            text = with_exclusion(script.read_text(), names)
             script = self.files.path / "next.sh"
-            line = f"#SBATCH --exclude={self._excluded()}\n#SBATCH --ntasks-per-node=1\n"
-            script.write_text(text.replace("#SBATCH --ntasks-per-node=1\n", line))
+            script.write_text(text)
         try:
             number = answer("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
         except CommandFailed as error:
@@ -210,16 +233,17 @@ class SlurmJob:
         try:
             end = time.mktime(time.strptime(self._told()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
         except (KeyError, ValueError):
-            return float(self.plan["warn_s"])
+            return float(self.plan["warn_s"]) - (time.monotonic() - (self.warned or time.monotonic()))
         return end - time.time()
 
     def _requeue(self, why: str) -> None:
         """Put this job into the queue again, which ends this program."""
         self.say("preempted", why)
+        self._end_guard()
         try:
             answer("scontrol", "requeue", self.job)
             time.sleep(2 * ANSWER_S)
-            print(f"megarl: Slurm has not ended job {self.job} within {2 * ANSWER_S:.0f} s", flush=True)
+            self.say("ended", f"Slurm has taken the requeue, but not ended job {self.job} within {2 * ANSWER_S:.0f} s")
         except CommandFailed as error:
             print(f"megarl: Slurm does not requeue the job ({error}); the next one goes on", flush=True)
             self._next_job()
@@ -238,8 +262,7 @@ class SlurmJob:
         spare = [node for node in self.good if node not in nodes]
         told = f", spare: {', '.join(spare)}" if spare else ""
         self.say("started", f"attempt {self.attempt} of job {self.job} on {', '.join(nodes)}{told}")
-        output = f"--output={str(self.files.path).replace('%', '%%')}/job-%j.TEAM-%n.txt"
-        return self.nodes.start(nodes, [output, "--open-mode=append"], more)
+        return self.nodes.start(nodes, more, "job-%j.TEAM-%n.txt")
 
     def _watch(self, step: subprocess.Popen[bytes]) -> int:
         """The exit code of a step.
@@ -251,42 +274,64 @@ class SlurmJob:
             self.files.tell_alive()
             self._keep_guard()
             if self.ended:
-                self.say("stopped", "stopped by SIGTERM: scancel, preemption, or the end of the time limit")
-                stop(step)
-                raise Over(143)
-            if self.warned:
-                self.warned = False
+                self.nodes.stop(step)
+                raise self._stopped()
+            if self.warned is not None:
                 self._before_the_end(step)
             time.sleep(LOOK_S)
+        if self.ended and code:  # scancel ends the step, too
+            raise self._stopped()
         return code
 
-    def _before_the_end(self, step: subprocess.Popen[bytes]) -> None:
-        """Slurm says that the job will end soon."""
+    def _before_the_end(self, step: subprocess.Popen[bytes] | None) -> None:
+        """Slurm says that the job will end soon.
+
+        Args:
+            step: the run; None: it does not run at the moment.
+
+        Raises:
+            Over: the next job goes on, or this one does in the queue.
+        """
         preempted = self._preempted()
-        left, wait_s = int((self.files.path / "chain").read_text()), max(1, int(self._left_s()) - LEFT_S)
+        left = int((self.files.path / "chain").read_text())
         why = "the job is preempted" if preempted else "the time limit is near"
-        save = self.files.path / "save"
-        save.touch()
-        if not preempted and left == 0:
-            self.say("limit", f"{why}, and no job of the chain is left; a checkpoint is written")
+        goes_on = preempted or left > 0
+        if step is None and not goes_on:
+            self.deferred = True
             return
+        if step is None:
+            self.say("limit", f"{why} before the run is started")
+        elif not self._save(step, why, goes_on):
+            return
+        if preempted:
+            if step is not None:
+                self.nodes.stop(step, LEFT_S / 2)
+            self._requeue("preempted; the job goes into the queue again")
+        self._next_job()
+        (self.files.path / "chain").write_text(f"{left - 1}\n")
+        if step is not None:
+            self.nodes.stop(step)  # last: there may be less time than that takes
+        raise Over(0)
+
+    def _save(self, step: subprocess.Popen[bytes], why: str, goes_on: bool) -> bool:
+        """Ask the run for a checkpoint; whether the job has to end now."""
+        save, self.deferred = self.files.path / "save", False
+        save.touch()
+        if not goes_on:
+            self.warned = None
+            self.say("limit", f"{why}, and no job of the chain is left; a checkpoint is written")
+            return False
+        wait_s = max(1, int(self._left_s()) - LEFT_S)
         self.say("limit", f"{why}: asking for a checkpoint, {wait_s} s at most")
         end = time.monotonic() + wait_s
         while save.exists() and step.poll() is None and time.monotonic() < end and not self.ended:
             self.files.tell_alive()
             time.sleep(LOOK_S)
-        if step.poll() == 0:
-            return
+        if step.poll() is not None:  # it has ended by itself, and how is judged as always
+            return False
         if save.exists():
             print("megarl: no checkpoint was written in time; the run goes on from an earlier one", flush=True)
-        if self.ended:
-            return
-        stop(step)
-        if preempted:
-            self._requeue("preempted; the job goes into the queue again")
-        self._next_job()
-        (self.files.path / "chain").write_text(f"{left - 1}\n")
-        raise Over(0)
+        return not self.ended
 
     def _keep_guard(self) -> None:
         """A small program on another node that watches this one; only where the job outlives a node."""
@@ -299,5 +344,10 @@ class SlurmJob:
         node = others[self.guards % len(others)]  # another one than before: that may be why it has ended
         self.guarded, self.guards = time.monotonic(), self.guards + 1
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]
-        place = [*ALONE, f"--nodelist={node}", f"--chdir={self.files.path}"]
+        place = [*ONE_NODE, f"--nodelist={node}", f"--chdir={self.files.path}"]
         self.guard = subprocess.Popen(["srun", *place, *command], stdin=subprocess.DEVNULL)
+
+    def _end_guard(self) -> None:
+        if self.guard is not None:
+            self.nodes.stop(self.guard, 5.0)  # its node may be lost
+            self.guard = None

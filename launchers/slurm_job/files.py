@@ -31,7 +31,8 @@ def answer(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CommandFailed(str(error)) from error
     if done.returncode:
-        raise CommandFailed(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
+        # scontrol prints some of its errors to stdout
+        raise CommandFailed(done.stderr.strip() or done.stdout.strip() or f"{command[0]} ended with {done.returncode}")
     return done.stdout
 
 

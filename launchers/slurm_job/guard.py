@@ -11,10 +11,11 @@ import os
 import time
 from pathlib import Path
 
-from .files import LOOK_S, CommandFailed, answer
+from .files import ANSWER_S, LOOK_S, CommandFailed, answer
 
-#: A job whose driver was silent for so long goes into the queue again.
-GUARD_S = 60.0
+#: A job whose driver was silent for so long goes into the queue again: longer than a command of Slurm takes, the only
+#: wait in which the driver writes nothing.
+GUARD_S = 2 * ANSWER_S
 
 
 def guard(run_dir: Path) -> int:

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from .files import CommandFailed, Folder, answer, fields_of
+from .files import LOOK_S, CommandFailed, Folder, answer, fields_of
 from .verdicts import failed_checks, link_faults, odd_versions
 
 #: Seconds for a step to end after its signal.
 STOP_S = 60.0
 #: States of nodes that run nothing; those that do not answer have a star.
 LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")
-#: Ports of the first node where processes meet: one of these, by the number of the job and the step.
-PORTS = (20000, 10000)
-#: How srun starts something on one node beside whatever else the job runs there.
-ALONE = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-kill=off")
+#: Ports of the first node where processes meet: the first one, how many jobs in a row have different ones (they may
+#: share a node), and how many steps in a row of each.
+PORTS = (20000, 100, 100)
+#: How srun starts something on one node, in addition to whatever else the job runs there.
+ONE_NODE = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-kill=off")
 
 
-def stop(step: subprocess.Popen[bytes]) -> None:
-    """End a step."""
-    step.terminate()
-    try:
-        step.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        step.kill()
+def port_of(job: int, step: int) -> int:
+    """Where the processes of a step meet on its first node."""
+    first, jobs, steps = PORTS
+    return first + job % jobs * steps + step % steps
 
 
 class Nodes:
@@ -37,10 +37,11 @@ class Nodes:
     Args:
         files: of the run.
         job: its number.
+        look: called while nodes are asked, several times a second; what it raises ends the asking, and blames none.
     """
 
-    def __init__(self, files: Folder, job: str) -> None:
-        self._files, self._plan, self._job = files, files.plan, job
+    def __init__(self, files: Folder, job: str, look: Callable[[], None]) -> None:
+        self._files, self._plan, self._job, self._look = files, files.plan, job, look
         self._steps = 0
         #: Which of the plan's groups each node of the job is in.
         self.group_of: dict[str, int] = {}
@@ -48,13 +49,21 @@ class Nodes:
             listed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}") or os.environ["SLURM_JOB_NODELIST"]
             self.group_of.update(dict.fromkeys(answer("scontrol", "show", "hostnames", listed).split(), number))
 
-    def start(self, nodes: list[str], options: list[str], more: list[str]) -> subprocess.Popen[bytes]:
-        """node.sh on these nodes; a step that ends when one of its tasks fails, or one of its nodes."""
+    def start(self, nodes: list[str], more: list[str], output: str = "") -> subprocess.Popen[bytes]:
+        """node.sh on these nodes.
+
+        Args:
+            nodes: of the job.
+            more: arguments of node.sh.
+            output: name of the file of RUN_DIR/launch for its output, with TEAM for the kind of its nodes. Such a step
+                ends when one of its tasks fails, or one of its nodes; without, it is a test that outlives its tasks.
+        """
         self._steps += 1
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
         if len(nodes) > 1:
-            port = PORTS[0] + (int(self._job) + self._steps) % PORTS[1]
-            environment.update(MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port))
+            environment.update(
+                MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port_of(int(self._job), self._steps))
+            )
         if self._plan["ray"]:  # who calls the job's Ray must know the token; it is in no file
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
         command = ["srun"]
@@ -62,11 +71,29 @@ class Nodes:
             mine = [node for node in nodes if self.group_of[node] == number]
             count = [f"--nodes={len(mine)}", f"--ntasks={len(mine)}", "--ntasks-per-node=1"]
             command += [":"] if number else []
-            command += ["--overlap", "--kill-on-bad-exit=1", "--no-kill=off", *self._group(number)]
+            ends = ["--kill-on-bad-exit=1"] if output else ["--kill-on-bad-exit=0", "--wait=0"]
+            command += ["--overlap", *ends, "--no-kill=off", *self._group(number)]
             command += [*count, f"--nodelist={','.join(mine)}"]
-            command += [option.replace("TEAM", group["team"] or "node") for option in options]
+            if output:
+                name = output.replace("TEAM", group["team"] or "node")
+                command += [f"--output={str(self._files.path).replace('%', '%%')}/{name}", "--open-mode=append"]
             command += [*group["srun"], *group["start"], *more]
         return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
+
+    def stop(self, step: subprocess.Popen[bytes], seconds: float | None = None) -> None:
+        """End a step; it has `seconds` for that, STOP_S unless told."""
+        step.terminate()
+        self._wait(step, STOP_S if seconds is None else seconds, self._files.tell_alive)
+        if step.poll() is None:
+            step.kill()
+
+    def _wait(self, step: subprocess.Popen[bytes], seconds: float, look: Callable[[], None]) -> None:
+        """Wait for a step to end, or until this time is over."""
+        end = time.monotonic() + seconds
+        while step.poll() is None and time.monotonic() < end:
+            look()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(LOOK_S)
 
     def _group(self, number: int) -> list[str]:
         """How srun is told which component of a heterogeneous job is meant."""
@@ -84,18 +111,25 @@ class Nodes:
                 found = fields_of(answer("scontrol", "show", "node", "--oneliner", node))["NodeAddr"]
             else:
                 asked = ["ip", "-4", "-oneline", "address", "show", "dev", name]
-                words = answer("srun", *ALONE, f"--nodelist={node}", *asked).split()
+                words = answer("srun", *ONE_NODE, f"--nodelist={node}", *asked).split()
                 found = words[words.index("inet") + 1].partition("/")[0]
         except (KeyError, ValueError) as error:
             raise CommandFailed(f"no address of the first node, {node}: {error}") from error
         return found
 
     def lost_state(self, node: str) -> str:
-        """What Slurm says of a node that is lost; empty: it is not."""
+        """What Slurm says of a node that is lost; empty: it is not.
+
+        Raises:
+            CommandFailed: Slurm does not answer, which says nothing of the node.
+        """
+        self._files.tell_alive()
         try:
             state = fields_of(answer("scontrol", "show", "node", "--oneliner", node)).get("State", "")
         except CommandFailed as error:
-            return str(error)
+            if f"Node {node} not found" in str(error):
+                return "Slurm does not know it any more"
+            raise
         return f"Slurm says {state}" if state.endswith("*") or any(word in state for word in LOST) else ""
 
     def roll_call(self, nodes: list[str]) -> dict[str, str]:
@@ -145,41 +179,60 @@ class Nodes:
         """Run a command on each node by itself; those where it fails, or does not end in time, and why.
 
         Raises:
-            CommandFailed: it fails everywhere.
+            CommandFailed: it fails everywhere, or Slurm does not answer: no node is blamed.
         """
         asked = {
             node: subprocess.Popen(
-                ["srun", *ALONE, *self._group(self.group_of[node]), f"--nodelist={node}", *command],
+                ["srun", *ONE_NODE, *self._group(self.group_of[node]), f"--nodelist={node}", *command],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             )
             for node, command in commands.items()
         }  # fmt: skip
-        bad, end = {}, time.monotonic() + self._plan["limit_s"]
-        for node, process in asked.items():
-            try:
-                said = process.communicate(timeout=max(0.1, end - time.monotonic()))[1].strip().splitlines()
-            except subprocess.TimeoutExpired:
-                process.kill()
-                bad[node] = f"no answer within {self._plan['limit_s']:g} s"
-                continue
-            self._files.tell_alive()
-            if process.returncode:
-                told = self.lost_state(node) or " / ".join(said[:2])[:300]
-                bad[node] = told or f"srun ended with {process.returncode}"
-        if len(bad) == len(commands) and (here := os.environ.get("SLURMD_NODENAME")) in bad:
-            # This node is here: it is not the nodes that fail, but Slurm, or what node.sh does on all of them.
-            raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {bad[here]}")
+        bad, lost, end = dict[str, str](), set[str](), time.monotonic() + self._plan["limit_s"]
+        try:
+            for node, process in asked.items():
+                said = self._said(process, end)
+                if said is None:
+                    bad[node] = f"no answer within {self._plan['limit_s']:g} s"
+                elif process.returncode:
+                    if told := self.lost_state(node):
+                        lost.add(node)
+                    bad[node] = told or " / ".join(said[:2])[:300] or f"srun ended with {process.returncode}"
+        finally:
+            for process in asked.values():
+                if process.poll() is None:
+                    process.kill()
+        self._look()
+        here = os.environ.get("SLURMD_NODENAME")
+        if len(bad) == len(commands) and (here in bad or len(lost) < len(bad)):
+            # It is not the nodes that fail, but Slurm, or what node.sh does on all of them: this node runs, or some of
+            # the nodes do by what Slurm says.
+            why = bad[here] if here in bad else next(why for node, why in bad.items() if node not in lost)
+            raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {why}")
         return bad
+
+    def _said(self, process: subprocess.Popen[str], end: float) -> list[str] | None:
+        """Lines that a program has printed to stderr when it ends; None: it still runs at `end`."""
+        while True:
+            self._look()
+            try:
+                return process.communicate(timeout=LOOK_S)[1].strip().splitlines()
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > end:
+                    return None
 
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:
         """Nodes that reach the others too slowly, or have another time."""
         gpus = min(group["gpus"] for group in self._plan["groups"])
-        more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus)]
-        step = self.start(nodes, [], more)
+        # A wait for others, one for each of two neighbours, and the same again for starting Python.
+        limit = ["--limit-s", f"{self._plan['limit_s'] / 4:g}"]
+        more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus), *limit]
+        step = self.start(nodes, more)
         try:
-            step.wait(self._plan["limit_s"])
-        except subprocess.TimeoutExpired:
-            stop(step)
+            self._wait(step, self._plan["limit_s"], self._look)
+        finally:
+            if step.poll() is None:
+                self.stop(step)
         if not (folder / "links.json").is_file():
             told = "pre-flight: how nodes reach each other could not be measured; the run starts anyway"
             self._files.say(self._job, "preflight", told)

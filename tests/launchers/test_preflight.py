@@ -23,7 +23,7 @@ from megarl.launchers.preflight import (
     check_xids,
     main,
 )
-from megarl.launchers.preflight_links import members_of, ring
+from megarl.launchers.preflight_links import measure, members_of, ring
 from megarl.processes import free_port
 
 EIGHT = "".join(f"{number}, NVIDIA H100 80GB HBM3, 0\n" for number in range(8))
@@ -43,6 +43,8 @@ def test_all_gpus_are_there():
         (EIGHT, ROWS, True, "none"),
         (EIGHT.replace("3, NVIDIA H100 80GB HBM3, 0", "3, NVIDIA H100 80GB HBM3, 2"), ROWS, False, "GPU 3: 2 uncorr"),
         (EIGHT.replace(", 0\n", ", [N/A]\n"), ROWS, True, "none"),  # a GPU without ECC
+        (EIGHT.replace("HBM3, 0\n3", "HBM3, [GPU requires reset]\n3"), ROWS, False, "GPU 2: [GPU requires reset] unc"),
+        (EIGHT.replace("HBM3, 0\n3", "HBM3, [Unknown Error]\n3"), ROWS, False, "GPU 2: [Unknown Error] unc"),
         (EIGHT, ROWS.replace("GPU-5, No, No", "GPU-5, No, Yes"), False, "GPU-5: a memory row could not be remapped"),
         (EIGHT, ROWS.replace("GPU-5, No, No", "GPU-5, Yes, No"), True, "1 GPUs wait for a reset"),
         (EIGHT, ROWS.replace("No", "0").replace("GPU-5, 0, 0", "GPU-5, 0, 1"), False, "GPU-5"),
@@ -110,6 +112,17 @@ def test_a_node_that_does_not_come_is_left_out():
     store.set("name/0", "n0")
     store.set("name/2", "n2")
     assert members_of(store, 3, limit_s=0.2) == [0, 2]
+
+
+def test_a_wait_of_nccl_that_takes_too_long_raises(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "")  # so that it is as before after the test
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "MEGARL_NODES": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("NODE_RANK", "0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert measure(tmp_path, 0, 10.0, 0) == 0
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"  # torch's own switch for that
 
 
 @pytest.mark.procs

@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl import cli
-from megarl.config.launch import LaunchConfig, SlurmConfig
+from megarl.config.launch import LaunchConfig, SlurmConfig, SlurmTeamConfig
 from megarl.config.load import load_config
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import ConfigError, UserError
 from megarl.launchers import preflight, slurm, submit
 from megarl.launchers.site import with_site
 from megarl.launchers.slurm import Submission, job_script, limit_minutes, node_script, plan
+from megarl.launchers.slurm_job.exclusion import with_exclusion
 
 GOLDEN = Path(__file__).parent / "golden"
 FULL = SlurmConfig(
@@ -154,9 +155,28 @@ def test_what_the_section_says_is_in_the_plan():
     assert apptainer["exclude"] == ["n[1-2]"]
 
 
+@pytest.mark.parametrize("option", ["--exclude=n[1-2]", "--exclude n[1-2]", "-x n[1-2]", "-xn[1-2]"])
+def test_nodes_to_leave_out_are_told_last_in_every_component(option):
+    teams = {"draw": SlurmTeamConfig(nodes=1)}
+    named = {"train": {"roles": ["actor"], "devices": 1}, "draw": {"roles": ["rollout"], "devices": 1}}
+    config = RunConfig(
+        name="x",
+        cluster=ClusterConfig(nproc=2, nnodes=2),
+        placement={"teams": named},
+        launch=LaunchConfig(slurm=SlurmConfig(options=[option], teams=teams)),
+    )
+    job = Submission(config, Path("/shared/run"), "train", "ray", Path("/shared"))
+    text = with_exclusion(job_script(job), [*plan(job)["exclude"], "n7"])
+    shellcheck(text)
+    header = text[: text.index("\n\n")]
+    for component in header.split("#SBATCH hetjob\n"):
+        assert component.splitlines()[-1] == '#SBATCH --exclude="n[1-2],n7"'  # sbatch takes the last one
+    assert with_exclusion(job_script(job), []) == job_script(job)
+
+
 def test_spares_are_nodes_of_a_job_that_outlives_one_of_them():
     text = job_script(submission(FULL, spares=2))
-    assert "#SBATCH --nodes=4\n" in text
+    assert "#SBATCH --nodes=2-4\n" in text
     assert "#SBATCH --no-kill\n" in text
 
 
@@ -353,7 +373,9 @@ def test_a_run_is_submitted_followed_and_ended(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
     arguments = ["launch", "grpo_quickstart", "--slurm", "launch.slurm.partition=gpu", "--run-dir", str(run_dir)]
     assert cli.main([*arguments, "--dry-run"]) == 0
-    assert "#SBATCH --partition=gpu" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "#SBATCH --partition=gpu" in shown
+    assert '"restarts": 3' in shown  # of plan.json
     assert not run_dir.exists()
     assert cli.main(arguments) == 0
     assert "job: 7" in capsys.readouterr().out

@@ -16,6 +16,11 @@ from megarl.config.launch import LaunchConfig, SlurmConfig
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.launchers import submit
 from megarl.launchers.slurm import Submission
+from megarl.launchers.slurm_job import driver, files, guard
+from megarl.launchers.slurm_job import nodes as nodes_module
+from megarl.launchers.slurm_job.driver import SlurmJob
+from megarl.launchers.slurm_job.files import Folder
+from megarl.launchers.slurm_job.nodes import Nodes
 from megarl.launchers.slurm_job.verdicts import failed_checks, link_faults, odd_versions, slow_nodes, wrong_clocks
 
 #: Each command of Slurm: notes how it was called, and does what WORLD (a folder) says.
@@ -28,7 +33,11 @@ dead = (world / "dead").read_text().split() if (world / "dead").exists() else []
 if name == "sbatch":
     print("8")
 elif name == "scontrol" and given[:2] == ["show", "hostnames"]:
-    print("\n".join(given[2].split(",")))
+    print("\n".join(given[2].split(","))) if given[2] != "none" else sys.exit("Invalid hostlist: none")
+elif name == "scontrol" and given[:2] == ["show", "node"] and (world / "silent").exists():
+    sys.exit("slurm_load_node error: Unable to contact slurm controller")
+elif name == "scontrol" and given[:2] == ["show", "node"] and given[-1] == "gone":
+    sys.exit(print("Node gone not found") or 1)
 elif name == "scontrol" and given[:2] == ["show", "node"]:
     print(f"NodeName={given[-1]} NodeAddr=10.0.0.1 State={'DOWN*' if given[-1] in dead else 'ALLOCATED'}")
 elif name == "scontrol" and given[:2] == ["show", "job"]:
@@ -39,7 +48,9 @@ elif name == "scontrol" and given[0] == "requeue":
 elif name == "srun":
     nodes = next(o for o in given if o.startswith("--nodelist=")).partition("=")[2].split(",")
     if given[-1] == "true":
-        if nodes[0] in dead:
+        (world / "called").touch()
+        time.sleep(2 if (world / "slow").exists() else 0)
+        if nodes[0] in dead or (world / "no steps").exists():
             sys.exit(f"srun: error: Task launch failed on node {nodes[0]}")
     elif given[-1] == "guard":
         time.sleep(60)
@@ -50,6 +61,14 @@ elif name == "srun":
     else:
         code = (world / "steps").read_text().split()
         (world / "steps").write_text(" ".join(code[1:]))
+        if code[0] == "cancelled":  # a step that ends with its job
+            os.kill(os.getppid(), 15)
+            sys.exit(143)
+        if code[0].startswith("fail"):  # a run that fails where it writes the checkpoint
+            (world / "waits").touch()
+            while not (pathlib.Path(os.environ["RUN_DIR"]) / "launch" / "save").exists(): time.sleep(0.05)
+            (world / "dead").write_text(code[0][5:])
+            sys.exit(3)
         if code[0] == "wait":  # as a run that is asked for a checkpoint
             save = pathlib.Path(os.environ["RUN_DIR"]) / "launch" / "save"
             (world / "waits").touch()
@@ -67,28 +86,36 @@ class World:
     """A run folder, and what Slurm answers."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.run_dir = folder / "world", folder / "run"
+        self.folder, self.run_dir = folder / "world", folder / "run of TEAM 100%"
         self.folder.mkdir()
         for name in ("srun", "scontrol", "sbatch"):
             file = self.folder / name
             file.write_text(f"#!{sys.executable}{COMMANDS}")
             file.chmod(0o755)
 
-    def begin(self, steps: str, nodes: str = "n1,n2,n3", again: str = "", **launch: object) -> subprocess.Popen[str]:
-        """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, or `wait`."""
+    def job(self, **launch: object) -> Submission:
+        """Of two nodes."""
         chain, restarts = launch.pop("chain", 0), launch.pop("restarts", 3)
         section = LaunchConfig(slurm=SlurmConfig(chain=chain, restarts=restarts), **{"preflight": False, **launch})
         config = RunConfig(name="x", cluster=ClusterConfig(nproc=2, nnodes=2, start_timeout_s=20), launch=section)
-        job = Submission(config, self.run_dir, "train", "torchrun", self.run_dir)
+        return Submission(config, self.run_dir, "train", "torchrun", self.run_dir)
+
+    def begin(self, steps: str, nodes: str = "n1,n2,n3", again: str = "", **launch: object) -> subprocess.Popen[str]:
+        """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, `wait`, `fail`, `fail:NODES`,
+        `cancelled`."""
+        job = self.job(**launch)
         if not again:
             submit.write_scripts(job)
             submit.prepare(job)
         (self.folder / "steps").write_text(steps)
-        outside = {**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "WORLD": str(self.folder)}
-        outside |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": "n1"}
-        outside |= {"RUN_DIR": str(self.run_dir)} | ({"SLURM_RESTART_COUNT": again} if again else {})
+        outside = self.outside(nodes) | ({"SLURM_RESTART_COUNT": again} if again else {})
         command = [sys.executable, "-m", "slurm_job", str(self.run_dir)]
         return subprocess.Popen(command, cwd=self.run_dir / "launch", env=outside, stdout=subprocess.PIPE, text=True)
+
+    def outside(self, nodes: str) -> dict[str, str]:
+        """Environment variables of the job."""
+        own = {"PATH": f"{self.folder}:{os.environ['PATH']}", "WORLD": str(self.folder), "RUN_DIR": str(self.run_dir)}
+        return {**os.environ, **own, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": "n1"}
 
     def run(self, steps: str, nodes: str = "n1,n2,n3", **launch: object) -> tuple[int, str]:
         """Its exit code, and what it prints."""
@@ -120,6 +147,8 @@ def test_a_run_that_ends_well_leaves_its_spare_node_in_peace(world):
     assert code == 0
     assert "attempt 1 of job 7 on n1, n2, spare: n3" in said
     assert world.steps() == ["--nodelist=n1,n2"]
+    output = f"--output={world.run_dir}%/launch/job-%j.node-%n.txt"  # a folder with %, which is %% there
+    assert world.asked("srun", output)
     assert not world.asked("sbatch")
 
 
@@ -140,7 +169,8 @@ def test_without_a_spare_node_the_next_job_goes_on_without_the_lost_one(world):
     assert code == 1
     assert "1 of the 2 nodes of this job can be used" in said
     (call,) = world.asked("sbatch")
-    assert "--dependency=afterany:7 --exclude=n2" in call
+    assert call.endswith(f"--dependency=afterany:7 {world.run_dir}/launch/next.sh")
+    assert "#SBATCH --exclude=n2\n" in (world.run_dir / "launch" / "next.sh").read_text()
     assert [job.number for job in submit.jobs_of(world.run_dir)] == ["8"]
 
 
@@ -178,6 +208,80 @@ def test_near_the_time_limit_a_checkpoint_is_written_and_the_next_job_submitted(
     assert len(world.asked("sbatch")) == 1
 
 
+def test_a_run_that_fails_while_its_checkpoint_is_awaited_has_failed(world):
+    job = world.begin("fail", chain=2)
+    wait_for(world.folder / "waits")
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 3, said
+    assert "exit code 3; all its nodes answer" in said
+    assert not world.asked("sbatch")
+
+
+def test_a_node_that_dies_while_a_checkpoint_is_awaited_does_not_end_the_chain(world):
+    job = world.begin("fail:n2", chain=2, spares=1)
+    wait_for(world.folder / "waits")
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, said
+    assert world.excluded().keys() == {"n2"}
+    assert len(world.asked("sbatch")) == 1
+    assert len(world.steps()) == 1
+
+
+def test_a_warning_that_finds_no_run_yet_submits_the_next_job(world):
+    (world.folder / "tests_of_nodes.py").write_text(
+        "import os, pathlib, time\n"
+        "def do(given, nodes):\n    pathlib.Path(os.environ['WORLD'], 'tested').touch()\n    time.sleep(50)\n"
+    )
+    job = world.begin("0", chain=2, preflight=True)
+    wait_for(world.folder / "tested")
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=15)[0]
+    assert job.returncode == 0, said
+    assert "the time limit is near before the run is started" in said
+    assert (world.run_dir / "launch" / "chain").read_text() == "1\n"
+    assert len(world.asked("sbatch")) == 1
+    assert not world.excluded()
+    assert not world.steps()
+
+
+@pytest.fixture
+def here(world, monkeypatch):
+    """A job on n1 and n2, in this process."""
+    submit.write_scripts(world.job())
+    for name, value in world.outside("n1,n2").items():
+        monkeypatch.setenv(name, value)
+    return SlurmJob(world.run_dir)
+
+
+def test_a_requeue_that_slurm_takes_and_does_not_do_is_noted(world, here, monkeypatch):
+    monkeypatch.setattr(driver, "answer", lambda *command: "")
+    monkeypatch.setattr(driver.time, "sleep", lambda seconds: None)
+    with pytest.raises(driver.Over):
+        here._requeue("preempted")
+    assert submit.notes_of(world.run_dir)[-1]["text"].endswith("not ended job 7 within 120 s")
+
+
+def test_a_job_whose_nodes_slurm_does_not_tell_has_failed(world):
+    code, said = world.run("0", nodes="none")
+    assert code == 1
+    assert "Invalid hostlist: none" in said
+    assert submit.notes_of(world.run_dir)[-1]["kind"] == "failed"
+
+
+def test_steps_of_jobs_that_share_their_first_node_meet_at_different_ports():
+    ports = [nodes_module.port_of(job, step) for job in range(950, 1050) for step in range(1, 20)]
+    assert len(set(ports)) == len(ports)
+    assert 20000 <= min(ports) <= max(ports) < 30000  # below those that Linux gives out by itself
+
+
+def test_a_warning_counts_from_its_signal(here, monkeypatch):
+    monkeypatch.setattr(here, "_told", dict)  # Slurm does not answer
+    here.warned = time.monotonic() - 100
+    assert here._left_s() == pytest.approx(200, abs=5)  # the recipe's launch.slurm.warn_s is 300
+
+
 def test_a_preempted_job_goes_into_the_queue_again_and_submits_nothing(world):
     (world.folder / "preempted").touch()
     job = world.begin("wait", chain=2)
@@ -206,14 +310,90 @@ def test_a_cancelled_job_submits_nothing(world):
     assert not world.asked("sbatch")
 
 
+def test_a_step_that_ends_with_its_cancelled_job_speaks_against_no_node(world):
+    code, said = world.run("cancelled", chain=2)
+    assert code == 143
+    assert "stopped by SIGTERM" in said
+    assert not (world.folder / "called").exists()  # no node was asked anything
+
+
+def test_nodes_that_are_asked_while_the_job_is_cancelled_are_not_blamed(world):
+    (world.folder / "slow").touch()
+    (world.folder / "no steps").touch()
+    job = world.begin("1", chain=2)
+    wait_for(world.folder / "called")
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 143, said
+    assert not world.excluded()
+    assert not world.asked("sbatch")
+
+
 def test_a_job_that_slurm_runs_again_leaves_out_the_first_node_that_it_lost(world):
     world.run("0", nodes="n1,n2")
     (world.folder / "dead").write_text("n1")
     job = world.begin("0", nodes="n2,n3", again="1")
     said = job.communicate(timeout=60)[0]
     assert job.returncode == 0, said
-    assert "runs again, for the 1. time" in said
+    assert "Slurm has started job 7 again (restart 1)" in said
     assert world.excluded() == {"n1": "lost: Slurm says DOWN*"}
+
+
+def test_a_slurm_that_does_not_answer_says_nothing_of_the_nodes(world):
+    world.run("0", nodes="n1,n2")
+    (world.folder / "silent").touch()
+    job = world.begin("0", nodes="n1,n2", again="1")
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 1
+    assert "Unable to contact slurm controller" in said
+    assert not world.excluded()
+
+
+def test_a_node_that_slurm_does_not_know_any_more_is_lost(world):
+    world.run("0", nodes="n1,gone")
+    job = world.begin("0", nodes="n1,n2", again="1")
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, said
+    assert world.excluded() == {"gone": "lost: Slurm does not know it any more"}
+
+
+@pytest.fixture
+def told_alive(monkeypatch):
+    """Times at which the driver tells its guard that it runs."""
+    told: list[float] = []
+    monkeypatch.setattr(Folder, "tell_alive", lambda self: told.append(time.monotonic()))
+    return told
+
+
+@pytest.fixture
+def nodes(world, monkeypatch):
+    """Of a job on n1 and n2, in this process."""
+    submit.write_scripts(world.job())
+    for name, value in world.outside("n1,n2").items():
+        monkeypatch.setenv(name, value)
+    folder = Folder(world.run_dir)
+    return Nodes(folder, "7", lambda: folder.tell_alive())
+
+
+def test_the_guard_hears_of_the_driver_while_this_waits_for_answers_of_nodes(world, nodes, told_alive):
+    (world.folder / "slow").touch()
+    assert nodes.roll_call(["n1", "n2"]) == {}
+    assert len(told_alive) >= 3
+
+
+def test_the_guard_hears_of_the_driver_while_this_waits_for_the_end_of_a_step(nodes, told_alive, monkeypatch):
+    monkeypatch.setattr(nodes_module, "STOP_S", 1.2)
+    with subprocess.Popen(["bash", "-c", "trap '' TERM; echo ready; sleep 30 & wait; wait"], stdout=-1) as step:
+        assert step.stdout is not None
+        step.stdout.readline()
+        nodes.stop(step)
+        step.stdout.close()
+    assert step.returncode == -signal.SIGKILL
+    assert len(told_alive) >= 2
+
+
+def test_the_guard_waits_longer_than_a_command_of_slurm_takes():
+    assert guard.GUARD_S > files.ANSWER_S + files.ALIVE_S + files.LOOK_S
 
 
 def wait_for(file: Path) -> None:
@@ -247,12 +427,32 @@ def test_a_node_that_fails_its_tests_is_left_out(world):
     assert world.excluded() == {"n1": "failed its pre-flight: gpus: 7 of 8 GPUs are visible"}
 
 
+def test_a_node_that_fails_in_the_test_of_links_does_not_end_it(world):
+    (world.folder / "tests_of_nodes.py").write_text(TESTS.format(failing=[]))
+    code, _ = world.run("0", spares=1, preflight=True)
+    assert code == 0
+    (call,) = world.asked("srun", "links")
+    assert "--kill-on-bad-exit=0 --wait=0" in call
+    assert call.endswith("--limit-s 5")  # of cluster.start_timeout_s = 20, which the whole test has
+    assert len(world.asked("srun", "--kill-on-bad-exit=1")) == 1  # the run
+
+
+def test_where_nothing_can_be_started_no_node_is_blamed_though_the_first_one_takes_no_part(world):
+    submit.write_scripts(world.job(preflight=False))
+    (world.run_dir / "launch" / "excluded.jsonl").write_text('{"node": "n1", "reason": "failed its pre-flight"}\n')
+    (world.folder / "no steps").touch()
+    code, said = world.run("1", spares=1)
+    assert code == 1
+    assert "nothing can be started on any of n2, n3: srun: error" in said
+    assert world.excluded().keys() == {"n1"}
+
+
 def test_with_too_few_nodes_that_pass_the_next_job_is_told_which_to_leave_out(world):
     (world.folder / "tests_of_nodes.py").write_text(TESTS.format(failing=["n2"]))
     code, said = world.run("0", nodes="n1,n2", preflight=True)
     assert code == 1
     assert "found:   n2: failed its pre-flight: gpus: 7 of 8 GPUs are visible" in said
-    assert "--exclude=n2" in world.asked("sbatch")[0]
+    assert "#SBATCH --exclude=n2\n" in (world.run_dir / "launch" / "next.sh").read_text()
     assert world.steps() == []
 
 
