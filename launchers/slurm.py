@@ -312,9 +312,8 @@ def _nodes_of(job: Submission, part: Component) -> list[str]:
     """Options of sbatch for one kind of nodes."""
     own, slurm = part.settings, job.slurm
     spares = 0 if part.team else job.config.launch.spares
-    # With a range Slurm gives as many as are free when the job can begin: it does not wait for spares.
-    count = f"{part.nodes}-{part.nodes + spares}" if spares else f"{part.nodes}"
-    found = [f"--nodes={count}", "--ntasks-per-node=1"]
+    # No range: of `--nodes=2-4 --ntasks-per-node=1` a Slurm of version 22.05 gave two, with four free.
+    found = [f"--nodes={part.nodes + spares}", "--ntasks-per-node=1"]
     gres = own.gres if own.gres is not None or own.gpus_per_node is not None else slurm.gres
     if gres is not None:
         found.append(f"--gres={_quoted(gres)}")

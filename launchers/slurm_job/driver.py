@@ -204,6 +204,9 @@ class SlurmJob:
         self._end_guard()  # this job must not go into the queue again in addition
         script = self.files.path / "job.sh"
         options = [f"--dependency=afterany:{self.job}"]
+        wanted, spares = self.plan["nodes"], self.plan["spares"]
+        if spares:  # a small cluster may have no spare left: the job must not wait for one
+            options.append(f"--nodes={wanted}-{wanted + spares}")
         if names := [*self.plan["exclude"], *(line["node"] for line in self.files.lines("excluded.jsonl"))]:
             text = with_exclusion(script.read_text(), names)
             script = self.files.path / "next.sh"

@@ -154,8 +154,8 @@ class LaunchConfig(Section):
     )
     spares: NonNegativeInt = Field(
         0,
-        description="nodes that a batch job has in addition to cluster.nnodes, as many as the cluster has free when it "
-        "begins, and that take the place of nodes that fail",
+        description="nodes that a batch job has in addition to cluster.nnodes, and waits for; they take the place of "
+        "nodes that fail",
     )
     preflight: bool = Field(
         True, description="a batch job tests its nodes before it starts the run, and leaves out those that fail"

@@ -176,7 +176,7 @@ def test_nodes_to_leave_out_are_told_last_in_every_component(option):
 
 def test_spares_are_nodes_of_a_job_that_outlives_one_of_them():
     text = job_script(submission(FULL, spares=2))
-    assert "#SBATCH --nodes=2-4\n" in text
+    assert "#SBATCH --nodes=4\n" in text
     assert "#SBATCH --no-kill\n" in text
 
 
