@@ -29,9 +29,13 @@ def a_slurm(folder: Path, nodes: int, more: str = slurm_cluster.PARTITION) -> It
         yield found
 
 
+#: Nodes are processes that share two cores: how fast they reach each other says nothing of them.
+SHARED = ("launch.preflight_bandwidth=0", "launch.preflight_clock_s=30")
+
+
 def launch(recipe: Path, run_dir: Path, *keys: str) -> int:
     """The exit code of the command, for two nodes."""
-    arguments = ["launch", str(recipe), "--slurm", "cluster.nnodes=2", "launch.slurm.partition=debug", *keys]
+    arguments = ["launch", str(recipe), "--slurm", "cluster.nnodes=2", "launch.slurm.partition=debug", *SHARED, *keys]
     return cli.main([*arguments, "--run-dir", str(run_dir)])
 
 
