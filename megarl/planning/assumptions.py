@@ -76,6 +76,7 @@ class PlanAssumptions:
         memory_share: of the memory's speed that is reached.
         decode_ms: of a decoding step that no byte and no FLOP explains.
         decode_layer_ms: the same of each layer.
+        decode_row_us: the same of each sample that runs.
         node_share: of the links inside a machine that is reached.
         node_hop_us: latency of a step of a ring inside a machine.
         link_share: of the link to other machines that is reached.
@@ -104,6 +105,7 @@ class PlanAssumptions:
     memory_share: float = 0.6
     decode_ms: float = 3.0
     decode_layer_ms: float = 0.0
+    decode_row_us: float = 0.0
     node_share: float = 0.7
     node_hop_us: float = 3.0
     link_share: float = 0.8
@@ -130,16 +132,17 @@ class PlanAssumptions:
 CPU = PlanAssumptions(
     gemm_share=1.0,
     expert_share=1.0,
-    gemm_half_rows=20.0,
+    gemm_half_rows=5.0,
     layer_ms=0.85,
     expert_ms=0.2,
     element_bytes=0.0,
     element_flops=410.0,
-    memory_share=1.0,
+    memory_share=0.6,
     decode_ms=0.0,
-    decode_layer_ms=0.85,
+    decode_layer_ms=0.35,
+    decode_row_us=20.0,
     node_share=0.5,
-    node_hop_us=150.0,
+    node_hop_us=500.0,
     link_share=0.8,
     hop_us=300.0,
     push_fixed_s=0.05,

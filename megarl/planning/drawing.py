@@ -77,17 +77,22 @@ class Decoder:
             tokens = running * self.ep / self.tp if self.ep > self.tp else running
             share = 1 - (1 - facts.experts_per_token / facts.experts) ** tokens
             met += self._experts * share * self.tp / max(self.tp, self.ep)
-        read = met * BYTES[self.dtype] / self.tp + self.key_bytes * context * running
+        weights, caches = met * BYTES[self.dtype] / self.tp, self.key_bytes * context * running
         # Stages work in turn, so that a token waits for the bytes and products of all of them.
         peak, filled = self.hardware.peak(self.dtype) * self.tp, running / (running + given.gemm_half_rows)
-        scores = sum(each * min(context, window or context) for window, each in self._counter.per_pair.items())
-        dense = self._counter.per_token + self._counter.per_head_token - self._expert_flops + scores
-        compute = running * dense / (peak * given.gemm_share * filled)
+        scores = running * sum(
+            each * min(context, window or context) for window, each in self._counter.per_pair.items()
+        )
+        dense = self._counter.per_token + self._counter.per_head_token - self._expert_flops
+        products = running * dense / (peak * given.gemm_share * filled)
         if self._expert_flops:
             rows = running * facts.experts_per_token / facts.experts
-            compute += running * self._expert_flops / (peak * given.expert_share * rows / (rows + given.gemm_half_rows))
-        seconds = given.decode_ms / 1e3 + facts.layers * given.decode_layer_ms / 1e3 + max(read / rate, compute)
-        return seconds + self._meeting(running), read
+            share = given.expert_share * rows / (rows + given.gemm_half_rows)
+            products += running * self._expert_flops / (peak * share)
+        seconds = (given.decode_ms + facts.layers * given.decode_layer_ms + running * given.decode_row_us / 1e3) / 1e3
+        # A layer's products and its attention come one after the other, each as slow as its bytes or its FLOPs.
+        seconds += max(weights / rate, products) + max(caches / rate, scores / (peak * given.gemm_share))
+        return seconds + self._meeting(running), weights + caches
 
     def _meeting(self, rows: float) -> float:
         """Two sums over the ranks of a layer, and what stages send each other, for so many rows."""
