@@ -355,7 +355,7 @@ class Checkpoints:
                 step,
                 c.trained,
                 extra,
-                files=surplus_file(c.context) | scores_file(c.context) | statistics_file(c.hf_config, c.layout.rank),
+                files=surplus_file(c.context) | scores_file(c.context) | statistics_file(c.hf_config, c.layout),
                 config=c.config.model_dump(mode="json"),
                 keep_last=settings.keep_last,
                 best=is_best,

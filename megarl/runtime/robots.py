@@ -162,10 +162,12 @@ def _own_name(robot: RobotConfig) -> str:
     return str(robot.simulator.get("name"))
 
 
-def statistics_file(hf: PretrainedConfig, rank: int) -> dict[str, bytes]:
+def statistics_file(hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
     """Names and contents of what a checkpoint keeps of the scale of actions; one rank of a team writes them."""
     known = getattr(hf, "action_statistics", None)
-    return {FILE: statistics_text(known).encode(), BOUNDS: _bounds(known).encode()} if known and rank == 0 else {}
+    return (
+        {FILE: statistics_text(known).encode(), BOUNDS: _bounds(known).encode()} if known and layout.rank == 0 else {}
+    )
 
 
 def _bounds(known: Mapping[str, DatasetStatistics]) -> str:

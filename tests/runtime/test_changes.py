@@ -170,6 +170,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         config=settings,
         run_dir=checkpoints.Path(),
         layout=SimpleNamespace(world=None),
+        hf_config=None,
         team=SimpleNamespace(store=None),
         kl_controller=controller,
         loading=loader,

@@ -75,6 +75,7 @@ def worker(tmp_path, monkeypatch):
             run_dir=tmp_path / "run",
             trained={} if name == "draw" else {name: engine},
             layout=layout,
+            hf_config=None,
             loading=loader,
             residency=Residency(),
             context=SimpleNamespace(kl_controller=loader, surplus=None, scores=None, layout=layout),

@@ -101,7 +101,7 @@ def of_run(run_dir, resume="auto", loader=None, roles=()):
     config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     fields = {"run_dir": run_dir, "trained": {}, "loading": loader, "layout": layout, "team": ONE_TEAM}
-    return Checkpoints(SimpleNamespace(config=config, **fields), roles)
+    return Checkpoints(SimpleNamespace(config=config, hf_config=None, **fields), roles)
 
 
 def find(run_dir, resume="auto", steps=9, loader=None):
@@ -159,7 +159,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=None, layout=layout, actor=actor)
     c.residency, c.held = Residency(), {}
-    c.context, c.team = SimpleNamespace(), OwnTeam(placement.teams[0], placement)
+    c.context, c.team, c.hf_config = SimpleNamespace(), OwnTeam(placement.teams[0], placement), None
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda *_: c)
     monkeypatch.setattr(loop.OwnTeam, "of_graph", lambda *_: None)
@@ -296,7 +296,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     trainer = SimpleNamespace(best_metric="val/acc", resume="auto")
     config = SimpleNamespace(trainer=trainer, model_dump=lambda mode: {})
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, scores=None, loading=part, kl_controller=part)
-    c.team = ONE_TEAM
+    c.team, c.hf_config = ONE_TEAM, None
     c.residency, c.context = Residency(), c
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     part.check_state = lambda state: None
@@ -408,7 +408,7 @@ def saving(monkeypatch, tmp_path):
     trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
     c = SimpleNamespace(config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path)
     c.loading, c.kl_controller, c.surplus, c.trained, c.residency = part, part, None, {}, Residency()
-    c.context, c.team, c.scores = c, ONE_TEAM, None
+    c.context, c.team, c.scores, c.hf_config = c, ONE_TEAM, None, None
     c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer
 
