@@ -97,7 +97,7 @@ def check_disk(run_dir: Path, disk_gb: float) -> NodeCheck:
 
 
 class Answer(NamedTuple):
-    """What a program printed; `error`: why it printed nothing of use."""
+    """What a program printed; `error`: why it printed nothing usable."""
 
     text: str
     error: str = ""

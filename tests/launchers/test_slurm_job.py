@@ -273,7 +273,7 @@ def test_a_job_whose_nodes_slurm_does_not_tell_has_failed(world):
 def test_steps_of_jobs_that_share_their_first_node_meet_at_different_ports():
     ports = [nodes_module.port_of(job, step) for job in range(950, 1050) for step in range(1, 20)]
     assert len(set(ports)) == len(ports)
-    assert 20000 <= min(ports) <= max(ports) < 30000  # below those that Linux gives out by itself
+    assert 20000 <= min(ports) <= max(ports) < 30000  # below those that Linux chooses by itself
 
 
 def test_a_warning_counts_from_its_signal(here, monkeypatch):
