@@ -20,7 +20,7 @@ from megarl.artifacts.trained import steps_in
 from megarl.errors import MegarlError
 from megarl.launchers.common import Job, Workers, clear, node_rank, prepare, process_of
 from megarl.launchers.supervise import End, supervise
-from megarl.runtime.health import forget, keep_attempt
+from megarl.runtime.health import forget, keep_attempt, old_errors
 from megarl.tracking.close import close_mlflow, show_end
 from megarl.tracking.restarts import note_restart
 
@@ -74,6 +74,8 @@ class Attempts:
         """
         if node_rank() == 0:
             forget(self._job.run_dir)
+        else:
+            self._job = dataclasses.replace(self._job, old=old_errors(self._job.run_dir))
         end = supervise(self._begin(), self._job)
         while end.exit_code and self._restart_is_left(end):
             workers = self._begin_again(end)

@@ -36,6 +36,7 @@ from megarl.launchers.output import OutputLog
 from megarl.machine import available_cores
 from megarl.processes import has_nvidia_device, worker_name
 from megarl.rendezvous import forget_token, ranks_text, write_token
+from megarl.runtime.health import Old, RankFailure, read_errors
 from megarl.runtime.worker import WATCHED
 from megarl.tracking.close import close_run, complete_trace
 
@@ -70,7 +71,8 @@ KEEP_FREED_MEMORY = {
 class Job:
     """What to run: `entry` is `pkg.mod:fn(config, run_dir)`.
 
-    `placement`: of a command whose roles may be in several teams; None: all workers are one.
+    `placement`: of a command whose roles may be in several teams; None: all workers are one. `old`: errors of an
+    earlier command, which are in the folder until the first machine's launcher has removed them.
     """
 
     entry: str
@@ -78,6 +80,11 @@ class Job:
     run_dir: Path
     log: OutputLog
     placement: Placement | None = None
+    old: Old = frozenset()
+
+    def errors(self) -> dict[int, RankFailure]:
+        """Failures that the ranks have left, by rank."""
+        return read_errors(self.run_dir, self.old)
 
     @property
     def separate(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from megarl.dag.placement import begins_again, needs_others
 from megarl.dag.stage import Role
 from megarl.errors import count
-from megarl.runtime.health import RankFailure, read_errors, set_aside
+from megarl.runtime.health import RankFailure, set_aside
 from megarl.tracking.restarts import note_restart
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Restarts:
         """
         if failure.repeats or failure.user_error or (failure.type and not failure.out_of_memory):
             return False
-        bad = {rank for rank, code in ended.items() if code} | read_errors(self._job.run_dir).keys()
+        bad = {rank for rank, code in ended.items() if code} | self._job.errors().keys()
         return self._again(failure.rank, bad, why)
 
     def after_hang(self, stuck: list[int], trouble: str) -> bool:

@@ -14,7 +14,7 @@ from megarl.errors import WorkerError
 from megarl.launchers.common import Job, Workers
 from megarl.launchers.restarts import Restarts
 from megarl.processes import oom_kills
-from megarl.runtime.health import RankFailure, Watch, read_beat, read_errors, where_text
+from megarl.runtime.health import RankFailure, Watch, read_beat, where_text
 
 POLL_S = 0.1
 SETTLE_S = 1.0  # after the first bad end: time for the others to show that they only lost a peer
@@ -81,7 +81,7 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
             return _end_of(failure, job)
         if len(ended) == len(ranks):
             return End(0)
-        errors = read_errors(job.run_dir).values()
+        errors = job.errors().values()
         if errors and time.time() - min(error.time for error in errors) > LINGER_S:
             failure = first_failure(workers, job, ended, oom_killed=False)
             if restarts.after_death(failure, _end_of(failure, job).why, ended):
@@ -115,7 +115,7 @@ def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed:
 
     Other signals come after such errors: a communication library ends its process with SIGABRT when a peer is lost.
     """
-    errors = read_errors(job.run_dir)
+    errors = job.errors()
     abrupt = [
         _abrupt_end(rank, code, workers, job, oom_killed) for rank, code in ended.items() if code and rank not in errors
     ]
@@ -163,7 +163,7 @@ def _signal_name(number: int) -> str:
 
 
 def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, int], more: list[str]) -> None:
-    for rank, other in read_errors(job.run_dir).items():
+    for rank, other in job.errors().items():
         if rank != failure.rank:
             job.log.record(job.name(rank), other.traceback)
     who, where = job.name(failure.rank), f"in phase {failure.phase} at step {failure.step}"
@@ -187,7 +187,7 @@ def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, i
 
 def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None) -> list[str]:
     """One line per rank: where it was. Long jobs show the first sixteen."""
-    now, lines, errors = time.time(), [], read_errors(job.run_dir)
+    now, lines, errors = time.time(), [], job.errors()
     ranks = [rank for rank in workers.ranks() if rank != skip]
     for rank in ranks[:16]:
         beat = read_beat(job.run_dir, rank)

@@ -178,9 +178,31 @@ def report(run_dir: Path, error: BaseException, rank: int) -> RankFailure:
     return _reported[1]
 
 
-def read_errors(run_dir: Path) -> dict[int, RankFailure]:
-    """Failures left in RUN_DIR/errors by rank."""
-    failures = [RankFailure(**json.loads(path.read_text())) for path in (run_dir / "errors").glob("rank_*.json")]
+#: Files of errors, each with its inode and its time: another error in a file of the same name has others.
+Old = frozenset[tuple[str, int, int]]
+
+
+def old_errors(run_dir: Path) -> Old:
+    """What is in RUN_DIR/errors now."""
+    found = set()
+    for path in (run_dir / "errors").glob("rank_*.json"):
+        with contextlib.suppress(FileNotFoundError):  # the first machine removes them
+            found.add(_mark(path))
+    return frozenset(found)
+
+
+def _mark(path: Path) -> tuple[str, int, int]:
+    status = path.stat()
+    return path.name, status.st_ino, status.st_mtime_ns
+
+
+def read_errors(run_dir: Path, old: Old = frozenset()) -> dict[int, RankFailure]:
+    """Failures left in RUN_DIR/errors by rank, without `old` ones."""
+    failures = []
+    for path in (run_dir / "errors").glob("rank_*.json"):
+        with contextlib.suppress(FileNotFoundError):  # another machine's launcher may put it aside
+            if not old or _mark(path) not in old:
+                failures.append(RankFailure(**json.loads(path.read_text())))
     return {failure.rank: failure for failure in failures}
 
 

@@ -47,17 +47,21 @@ def slow_reward(recipe: Path, seconds: float) -> str:
     return f"reward.name={file}:closeness"
 
 
-def wait(until: Callable[[], bool], what: str, seconds: float = 200) -> None:
-    """Until something is so."""
+def wait(until: Callable[[], bool], what: str, seconds: float = 200, run_dir: Path | None = None) -> None:
+    """Until something is so; where it does not come, the error shows what the run has said so far."""
     end = time.monotonic() + seconds
     while not until():
-        assert time.monotonic() < end, f"no {what} within {seconds} s"
+        assert time.monotonic() < end, f"no {what} within {seconds} s\n{said(run_dir) if run_dir else ''}"
         time.sleep(0.3)
 
 
 def wait_for_step(run_dir: Path, step: int, seconds: float = 200) -> None:
     """Until the run has done a step."""
-    wait(lambda: (run_dir / "metrics.jsonl").is_file() and (last_step(run_dir) or 0) >= step, f"step {step}", seconds)
+
+    def done() -> bool:
+        return (run_dir / "metrics.jsonl").is_file() and (last_step(run_dir) or 0) >= step
+
+    wait(done, f"step {step}", seconds, run_dir)
 
 
 def wait_for_end(run_dir: Path, seconds: float = 200) -> str:
@@ -67,7 +71,7 @@ def wait_for_end(run_dir: Path, seconds: float = 200) -> str:
         last = jobs_of(run_dir)[-1].number
         return not state_of(last).active and jobs_of(run_dir)[-1].number == last
 
-    wait(over, "end of the last job", seconds)
+    wait(over, "end of the last job", seconds, run_dir)
     return state_of(jobs_of(run_dir)[-1].number).name
 
 

@@ -250,6 +250,23 @@ def test_a_try_to_start_again_does_not_see_what_the_one_before_left(tmp_path, mo
     assert ["out of memory" in kept[0], "too early" in kept[1]] == [True, True]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_another_machine_does_not_take_an_error_of_an_earlier_command_for_one_of_this_run(tmp_path, monkeypatch, fails):
+    """Its launcher may look before that of the first machine has removed it."""
+    raises()(tmp_path)  # long ago
+    monkeypatch.setenv("NODE_RANK", "1")
+
+    def runs(run_dir: Path) -> dict[int, int]:
+        if fails:
+            raises()(run_dir)  # word for word
+        return {}
+
+    Script(monkeypatch, runs)
+    polls = iter([{}, {0: 0}])
+    monkeypatch.setattr(Ranks, "poll", lambda self: next(polls))
+    assert run(tmp_path, 0) == (1 if fails else 0)
+
+
 def test_a_first_start_that_is_refused_is_not_tried_again(tmp_path, monkeypatch):
     def refused(run_dir: Path) -> dict[int, int]:
         raise ConfigError("too few devices")
