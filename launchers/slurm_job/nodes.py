@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -29,6 +30,17 @@ def port_of(job: int, step: int) -> int:
     """Where the processes of a step meet on its first node."""
     first, jobs, steps = PORTS
     return first + job % jobs * steps + step % steps
+
+
+def is_free(port: int) -> bool:
+    """Nobody listens at this port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are just over do not matter
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 class Nodes:
@@ -58,12 +70,10 @@ class Nodes:
             output: name of the file of RUN_DIR/launch for its output, with TEAM for the kind of its nodes. Such a step
                 ends when one of its tasks fails, or one of its nodes; without, it is a test that outlives its tasks.
         """
-        self._steps += 1
+        port = self._next_port(nodes[0])
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
         if len(nodes) > 1:
-            environment.update(
-                MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port_of(int(self._job), self._steps))
-            )
+            environment.update(MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port))
         if self._plan["ray"]:  # who calls the job's Ray must know the token; it is in no file
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
         command = ["srun"]
@@ -79,6 +89,14 @@ class Nodes:
                 command += [f"--output={str(self._files.path).replace('%', '%%')}/{name}", "--open-mode=append"]
             command += [*group["srun"], *group["start"], *more]
         return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
+
+    def _next_port(self, first: str) -> int:
+        """Where the next step meets on its first node; if that is this node, one that is free."""
+        while True:
+            self._steps += 1
+            port = port_of(int(self._job), self._steps)
+            if first != os.environ.get("SLURMD_NODENAME") or self._steps >= PORTS[2] or is_free(port):
+                return port
 
     def stop(self, step: subprocess.Popen[bytes], seconds: float | None = None) -> None:
         """End a step; it has `seconds` for that, STOP_S unless told."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from megarl.launchers.slurm_job.nodes import PORTS
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 _START_S = 30.0
 
@@ -72,8 +74,8 @@ def address() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports one after another that nobody listens at."""
-    for first in range(17000 + os.getpid() % 500 * 8, 32000, count):
+    """Ports one after another that nobody listens at, below those where runs meet."""
+    for first in range(11000 + os.getpid() % 500 * 16, PORTS[0] - count, count):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 held.enter_context(socket.create_server(("", port)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -373,6 +374,14 @@ def nodes(world, monkeypatch):
         monkeypatch.setenv(name, value)
     folder = Folder(world.run_dir)
     return Nodes(folder, "7", lambda: folder.tell_alive())
+
+
+def test_a_port_of_this_node_that_is_taken_is_passed_over(nodes):
+    taken = nodes_module.port_of(7, 1)
+    with socket.create_server(("", taken)):
+        assert nodes._next_port("n1") == taken + 1
+        assert nodes._next_port("n1") == taken + 2
+    assert nodes._next_port("n2") == taken + 3  # of another node this one knows nothing
 
 
 def test_the_guard_hears_of_the_driver_while_this_waits_for_answers_of_nodes(world, nodes, told_alive):
