@@ -9,8 +9,8 @@ Memory: the peak resident set of the fullest process, less that of the same proc
 beside the fullest moment of the dry run's estimate. malloc gives back what is freed in these runs, so that the resident
 set is what is in use: what `cluster.keep_freed_memory` keeps for the next step is no need of the run. Seconds, in runs
 of their own: the median step after the first, and CPU-seconds of all processes over the cores they can use, beside
-`megarl plan` with this machine measured. They mean something only while nothing else runs; the table has the others'
-share of the machine.
+`megarl plan` for this machine, whose rates are the best of those measured before each run. They mean something only
+while nothing else runs; the table has the others' share of the machine.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def settings_of(size: str, layout: str) -> list[str]:
     hidden, layers, heads, width = SIZES[size]
     nproc, more = LAYOUTS[layout]
     model = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    model |= {"num_key_value_heads": heads // 2, "intermediate_size": width}
+    model |= {"num_key_value_heads": 2, "intermediate_size": width}
     found = [f"model.hf_config.{name}={value}" for name, value in model.items()]
     if layout == "ep2":
         found += [
@@ -127,8 +127,8 @@ def _train(settings: Sequence[str], environment: dict[str, str]) -> tuple[list[d
         return [line for line in read_jsonl(Path(folder) / "metrics.jsonl") if line["stage"] == "train"], others
 
 
-def planned(settings: Sequence[str]) -> dict[str, Any]:
-    """Seconds of a step and its phases by `megarl plan`."""
+def planned(settings: Sequence[str], rates: Sequence[float]) -> dict[str, Any]:
+    """Seconds of a step and its phases by `megarl plan`, on cores of these rates."""
     from megarl.config.load import load_config
     from megarl.planning.hardware import this_cpu
     from megarl.planning.step import model_sizes, plan_step
@@ -136,7 +136,8 @@ def planned(settings: Sequence[str]) -> dict[str, Any]:
 
     config = load_config(RECIPE, settings)
     graph = build_task_graph(config)
-    plan = plan_step(config, graph, model_sizes(config, graph), this_cpu(config.cluster.nproc, config.cluster.threads))
+    hardware = this_cpu(config.cluster.nproc, config.cluster.threads, rates)
+    plan = plan_step(config, graph, model_sizes(config, graph), hardware)
     return {"step_s": plan.step_s, "phases": plan.seconds}
 
 
@@ -171,6 +172,10 @@ def run(arguments: argparse.Namespace) -> int:
         for size, layout in itertools.product(sizes, layouts):
             _fill(result, kind, size, layout)
             save(result, path)
+    for name, case in result["cases"].items():
+        if "timed" in case:
+            case["planned"] = planned(settings_of(*_name_of(name)), result["rates"])
+    save(result, path)
     Console(highlight=False, width=120).print(*(TABLES[kind](result) for kind in KINDS))
     print(f"saved: {path}")
     return 0
@@ -179,6 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _fill(result: dict[str, Any], kind: str, size: str, layout: str) -> None:
     """Measure a case, if the result does not have it; what the formulas say is said again."""
     from megarl.config.load import load_config
+    from megarl.planning.measured import measure_cores
 
     settings, nproc = settings_of(size, layout), str(LAYOUTS[layout][0])
     case = result["cases"].setdefault(f"{size} {layout}", {})
@@ -191,8 +197,15 @@ def _fill(result: dict[str, Any], kind: str, size: str, layout: str) -> None:
         case["estimate"] = {"moment": moment, "bytes": needed, "terms": terms}
         return
     if "timed" not in case:
+        # Whatever else runs makes a measurement slower, never faster: the best of all is the machine's.
+        result["rates"] = [max(pair) for pair in zip(measure_cores(), result.get("rates") or (0.0,) * 3, strict=True)]
         case["timed"] = timed(settings)
-    case["planned"] = planned(settings)
+
+
+def _name_of(case: str) -> tuple[str, str]:
+    """(size, layout)."""
+    size, _, layout = case.partition(" ")
+    return size, layout
 
 
 def _some(given: str | None, known: dict[str, Any], where: str) -> list[str]:
@@ -208,7 +221,7 @@ def memory_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float]]:
     found = []
     for name, case in result["cases"].items():
         if "resident" in case:
-            size, _, layout = name.partition(" ")
+            size, layout = _name_of(name)
             more = case["resident"] - result["empty"][str(LAYOUTS[layout][0])]
             found.append((size, layout, more, case["estimate"]["bytes"]))
     return found
@@ -233,7 +246,7 @@ def seconds_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float, f
     found = []
     for name, case in result["cases"].items():
         if "timed" in case:
-            size, _, layout = name.partition(" ")
+            size, layout = _name_of(name)
             cores, seen = min(LAYOUTS[layout][0], result["machine"]["cores"]), case["timed"]
             found.append(
                 (size, layout, seen["wall_s"], seen["cpu_s"] / cores, case["planned"]["step_s"], seen["others_share"])

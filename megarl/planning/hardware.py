@@ -7,7 +7,7 @@ my_gpus.yaml    another kind: a mapping with the fields of `Hardware`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -223,19 +223,20 @@ def _read_file(file: Path) -> Hardware:
     return Hardware(**values)
 
 
-def this_cpu(processes: int, threads: int | None = None) -> Hardware:
-    """This machine as so many devices, measured now; takes about a second.
+def this_cpu(processes: int, threads: int | None = None, rates: Sequence[float] | None = None) -> Hardware:
+    """This machine as so many devices.
 
     Args:
         processes: that share its cores.
         threads: of each; None: an equal share of the cores.
+        rates: of one core, as `measure_cores` gives them; None: measured now, which takes about a second.
     """
     from megarl.machine import available_cores, host_memory
     from megarl.planning.measured import measure_cores
 
     cores = available_cores()
     used = min(threads or cores / processes, cores / processes)  # more threads than cores work in turn
-    bf16, fp32, copied = (rate * used for rate in measure_cores())
+    bf16, fp32, copied = (rate * used for rate in rates or measure_cores())
     return Hardware(
         name="cpu",
         bf16_tflops=bf16 / 1e12,
@@ -246,7 +247,7 @@ def this_cpu(processes: int, threads: int | None = None) -> Hardware:
         net_gbit=8 * _GLOO_GB_S,
         per_node=processes,
         host_gb_s=copied / 1e9,
-        source=f"measured now on one core, times {used:g} for each process: products of 1024 x 1024, copies of 64 MB",
+        source=f"measured on one core, times {used:g} for each process: products of 1024 x 1024, copies of 64 MB",
         gpu=False,
     )
 
