@@ -57,7 +57,6 @@ def test_two_nodes_have_the_metrics_of_the_local_launcher(recipe, local, tmp_pat
     assert f"finished, step {STEPS} of {STEPS}" in capsys.readouterr().out
 
 
-@pytest.mark.campaign("slurm")
 def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(recipe, local, tmp_path):
     run_dir = tmp_path / "run"
     assert launch(recipe, run_dir, "launch.launcher=ray") == 0
