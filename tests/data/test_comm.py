@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl import phase
 from megarl.comm import WorkerGroup, team_world
@@ -122,3 +123,21 @@ def test_three_processes():
         "rank 0 of two impatient ranks timed out waiting for what the other ranks give in phase step/probe "
         "(deadline 0.2 s, cluster.timeout_s)"
     )
+
+
+def _reduced(op: str) -> list[bool]:
+    """Whether `WorkerGroup.all_reduce` gives bit for bit what torch's gives, for some types and sizes."""
+    group, same = team_world(60.0), []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+        for size in (1, 1000, 1 << 19):  # the last one is above the limit
+            mine = (torch.randn(size, generator=torch.Generator().manual_seed(group.rank)) * 100).to(dtype)
+            theirs = mine.clone()
+            dist.all_reduce(theirs, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+            same.append(group.all_reduce(mine, op) is mine and torch.equal(mine, theirs))
+    return same
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_two_ranks_that_give_each_other_what_they_have_get_what_a_reduction_gives(op):
+    assert run_distributed(_reduced, 2, 60, op) == [[True] * 12] * 2
