@@ -15,7 +15,7 @@ import datetime
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,7 @@ from megarl.processes import LOOPBACK, address_towards
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 #: The same of two ranks: where gloo gives each what the other has, it takes 0.5 ms for 16 KB on a machine where its
 #: reduction takes 0.8 to 1.2 ms, and from 1 MB on as long. The sum of two numbers is the same in either order.
-_BOTH = {"sum": torch.add, "max": torch.maximum}
+_BOTH: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 _SMALL = 1 << 19
 _TOO_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 

@@ -14,7 +14,16 @@ T = TypeVar("T")
 #: By name, those of `megarl simulate` among them: shares that something is divided by, and other divisors.
 _SHARES = frozenset(
     (
-        *("gemm_share", "expert_share", "memory_share", "node_share", "link_share", "host_share", "read_share"),
+        *(
+            "gemm_share",
+            "expert_share",
+            "memory_share",
+            "node_share",
+            "scatter_share",
+            "link_share",
+            "host_share",
+            "read_share",
+        ),
         *("train_mfu", "prefill_mfu", "server_memory", "kept_groups", "usable_memory"),
     )
 )
@@ -73,11 +82,14 @@ class PlanAssumptions:
         expert_ms: of each expert of a rank in a forward pass, in addition.
         element_bytes: moved for each element that is kept for the backward pass, in forward and backward together.
         element_flops: of fp32 products that take as long as the work on such an element, where that is longer.
+        logit_elements: kept elements that the work on a logit takes as long as.
         memory_share: of the memory's speed that is reached.
         decode_ms: of a decoding step that no byte and no FLOP explains.
         decode_layer_ms: the same of each layer.
         decode_row_us: the same of each sample that runs.
+        decode_expert_ms: the same of each expert of a rank in each layer.
         node_share: of the links inside a machine that is reached.
+        scatter_share: of a link's rate in sums, that gathers and scatters reach.
         node_hop_us: latency of a step of a ring inside a machine.
         link_share: of the link to other machines that is reached.
         hop_us: latency of a step of a ring between machines.
@@ -102,11 +114,14 @@ class PlanAssumptions:
     expert_ms: float = 0.02
     element_bytes: float = 20.0
     element_flops: float = 0.0
+    logit_elements: float = 4.5
     memory_share: float = 0.6
     decode_ms: float = 3.0
     decode_layer_ms: float = 0.0
     decode_row_us: float = 0.0
+    decode_expert_ms: float = 0.0
     node_share: float = 0.7
+    scatter_share: float = 1.0
     node_hop_us: float = 3.0
     link_share: float = 0.8
     hop_us: float = 15.0
@@ -141,7 +156,9 @@ CPU = PlanAssumptions(
     decode_ms=0.0,
     decode_layer_ms=0.35,
     decode_row_us=20.0,
-    node_share=0.5,
+    decode_expert_ms=0.5,
+    node_share=0.25,
+    scatter_share=0.35,
     node_hop_us=500.0,
     link_share=0.8,
     hop_us=300.0,

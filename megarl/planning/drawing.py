@@ -30,6 +30,7 @@ class Decoder:
         ep: ranks that share the experts of a layer.
         hardware: that it runs on.
         given: what is assumed.
+        vpp: parts of each stage, which take turns.
     """
 
     facts: ModelFacts
@@ -39,6 +40,7 @@ class Decoder:
     ep: int
     hardware: Hardware
     given: PlanAssumptions
+    vpp: int = 1
 
     @cached_property
     def _counter(self) -> FlopCounter:
@@ -64,6 +66,11 @@ class Decoder:
         heads = self.facts.kv_heads / min(self.tp, self.facts.kv_heads)
         return 2 * self.facts.layers * heads * self.facts.head_dim * BYTES[self.dtype]
 
+    @property
+    def _pace(self) -> float:
+        """Share of a core that a process has while it works: stages do in turn."""
+        return min(1.0, self.hardware.cores * self.pp)
+
     def step(self, running: float, context: float) -> tuple[float, float]:
         """(seconds until each of `running` samples has one token more, bytes read by a rank). [G2]
 
@@ -71,7 +78,8 @@ class Decoder:
             running: samples side by side.
             context: tokens that each of them has, on average.
         """
-        facts, given, rate = self.facts, self.given, self.hardware.memory_tb_s * 1e12 * self.given.memory_share
+        facts, given, faster = self.facts, self.given, self._pace / self.hardware.pace
+        rate = self.hardware.memory_tb_s * 1e12 * given.memory_share * faster
         met = facts.parameters - self._experts
         if self._experts:
             tokens = running * self.ep / self.tp if self.ep > self.tp else running
@@ -79,7 +87,7 @@ class Decoder:
             met += self._experts * share * self.tp / max(self.tp, self.ep)
         weights, caches = met * BYTES[self.dtype] / self.tp, self.key_bytes * context * running
         # Stages work in turn, so that a token waits for the bytes and products of all of them.
-        peak, filled = self.hardware.peak(self.dtype) * self.tp, running / (running + given.gemm_half_rows)
+        peak, filled = self.hardware.peak(self.dtype) * self.tp * faster, running / (running + given.gemm_half_rows)
         scores = running * sum(
             each * min(context, window or context) for window, each in self._counter.per_pair.items()
         )
@@ -89,21 +97,33 @@ class Decoder:
             rows = running * facts.experts_per_token / facts.experts
             share = given.expert_share * rows / (rows + given.gemm_half_rows)
             products += running * self._expert_flops / (peak * share)
-        seconds = (given.decode_ms + facts.layers * given.decode_layer_ms + running * given.decode_row_us / 1e3) / 1e3
         # A layer's products and its attention come one after the other, each as slow as its bytes or its FLOPs.
-        seconds += max(weights / rate, products) + max(caches / rate, scores / (peak * given.gemm_share))
-        return seconds + self._meeting(running), weights + caches
+        seconds = max(weights / rate, products) + max(caches / rate, scores / (peak * given.gemm_share))
+        return seconds + self._fixed(running) + self._meeting(running), weights + caches
+
+    def _fixed(self, running: float) -> float:
+        """What no byte and no FLOP explains."""
+        facts, given = self.facts, self.given
+        experts = (facts.layers - facts.dense_layers) * facts.experts / self.ep if facts.is_moe else 0
+        layers = facts.layers * given.decode_layer_ms + experts * given.decode_expert_ms
+        return (given.decode_ms + layers + running * given.decode_row_us / 1e3) / 1e3 / self._pace
 
     def _meeting(self, rows: float) -> float:
-        """Two sums over the ranks of a layer, and what stages send each other, for so many rows."""
-        whole = rows * self.facts.hidden * BYTES[self.dtype]
-        sums = 2 * self.facts.layers
-        seconds = self._links.ring(sums * 2 * (self.tp - 1) / self.tp * whole, self.tp, steps=2 * sums)
+        """What the ranks of a layer, of its experts, and the stages send each other, for so many rows."""
+        facts, links, faster = self.facts, self._links, self._pace / self.hardware.pace
+        whole = rows * facts.hidden * BYTES[self.dtype]
+        mixed = facts.layers - facts.dense_layers if facts.is_moe else 0
+        apart = self.ep > self.tp  # experts of other ranks than those of the layer: rows are gathered, and summed up
+        sums = 2 * facts.layers - (mixed if apart else 0)
+        seconds = links.ring(sums * 2 * (self.tp - 1) / self.tp * whole, self.tp, steps=2 * sums, sums=True)
+        if apart:
+            seconds += links.ring(mixed * (self.ep - 1) * whole, self.ep, steps=mixed)
+            seconds += links.ring(mixed * 2 * (self.ep - 1) * whole, self.ep, steps=2 * mixed, sums=True)
         if self.pp > 1:
-            inside = self._links.inside(2, self.tp)
-            each = whole / self._links.rate(inside=inside) + self._links.hop(inside=inside)
-            seconds += self.pp * each
-        return seconds
+            inside = links.inside(2, self.tp)
+            each = whole / links.rate(inside=inside) + links.hop(inside=inside)
+            seconds += self.pp * self.vpp * each
+        return seconds / faster
 
     def prefill(self, prompts: float, tokens: float) -> float:
         """Seconds for so many prompts of so many tokens each. [G1]"""
@@ -114,7 +134,8 @@ class Decoder:
         rows = prompts * tokens
         filled = rows / (rows + self.given.gemm_half_rows)
         share = self.given.expert_share if self.facts.is_moe else self.given.gemm_share
-        return flops / (ranks * self.hardware.peak(self.dtype) * share * filled)
+        faster = self._pace / self.hardware.pace
+        return flops / (ranks * self.hardware.peak(self.dtype) * faster * share * filled)
 
     def generate(self, work: Workload, engines: int, slots: float, *, flows: bool = False) -> list[Cost]:
         """What a step takes, where so many engines share its samples evenly. [G3]

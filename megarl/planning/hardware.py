@@ -37,6 +37,7 @@ class Hardware:
         domain: devices that the fast links join; 0: those of a machine.
         nodes: machines.
         gpu: False: processes on CPU cores.
+        cores: of a process, where it is no GPU.
     """
 
     name: str
@@ -53,6 +54,12 @@ class Hardware:
     domain: int = 0
     nodes: int = 1
     gpu: bool = True
+    cores: float = 1.0
+
+    @property
+    def pace(self) -> float:
+        """Share of a core that a process has: what takes fixed time takes as much longer where they work in turn."""
+        return min(1.0, self.cores)
 
     @property
     def devices(self) -> int:
@@ -249,6 +256,7 @@ def this_cpu(processes: int, threads: int | None = None, rates: Sequence[float] 
         host_gb_s=copied / 1e9,
         source=f"measured on one core, times {used:g} for each process: products of 1024 x 1024, copies of 64 MB",
         gpu=False,
+        cores=used,
     )
 
 

@@ -31,9 +31,9 @@ class Links:
 
     def hop(self, *, inside: bool) -> float:
         """Seconds until a message begins to arrive."""
-        return (self.given.node_hop_us if inside else self.given.hop_us) / 1e6
+        return (self.given.node_hop_us if inside else self.given.hop_us) / 1e6 / self.hardware.pace
 
-    def ring(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0) -> float:
+    def ring(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0, sums: bool = False) -> float:
         """Seconds of collectives in which a rank sends `sent` bytes in all. [L1]
 
         Args:
@@ -41,11 +41,12 @@ class Links:
             size: ranks of the group; 1: nothing is sent.
             stride: how far apart they are.
             steps: collectives, each of which passes size - 1 steps of a ring.
+            sums: these are sums over the ranks, not gathers or scatters.
         """
         if size == 1:
             return 0.0
-        inside = self.inside(size, stride)
-        return sent / self.rate(inside=inside) + steps * (size - 1) * self.hop(inside=inside)
+        inside, share = self.inside(size, stride), 1.0 if sums else self.given.scatter_share
+        return sent / (self.rate(inside=inside) * share) + steps * (size - 1) * self.hop(inside=inside)
 
     def exchange(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0) -> float:
         """Seconds of all-to-alls in which a rank sends `sent` bytes to the others together. [L2]

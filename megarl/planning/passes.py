@@ -112,6 +112,11 @@ class ModelPass:
         return self.parallel.tp if self.parallel.sp or self.facts.is_moe else 1
 
     @property
+    def _pairs(self) -> int:
+        """Pairs of a query and a key that are computed for each one that counts."""
+        return 2 if self.parallel.cp > 1 else 1
+
+    @property
     def _element(self) -> int:
         return BYTES[self.dtype]
 
@@ -144,7 +149,9 @@ class ModelPass:
         one = replace(share, samples=share.samples / count)
         parts = [part for part in self._micro_batch(one, train=train) if part.seconds]
         waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
-        bubble = Cost("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts))
+        # Where processes take turns on a core, those that wait leave it to the others.
+        faster = min(1.0, self.hardware.cores * self.parallel.pp) / self.hardware.pace
+        bubble = Cost("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts) / faster)
         parts = [part.times(count) for part in parts]
         return [*parts, *([bubble] if waits else [])]
 
@@ -170,9 +177,11 @@ class ModelPass:
         layers = (tokens * (self._counter.per_token - self._expert_flops) + scores) / parallel.pp
         head_tokens = share.samples * share.response
         head = head_tokens * (2 * facts.hidden if self.value_head else self._counter.per_head_token)
+        # Logits of more than one chunk are not kept for the backward pass.
+        chunks = head_tokens / parallel.cp > self.engine.logits_chunk_tokens and not self.value_head
         once = scores / parallel.pp if train and self.engine.recompute == "selective" else 0.0
         rows = tokens / parallel.cp
-        work = passes * layers + (3 if train else 1) * head + once
+        work = passes * layers + (3 + chunks if train else 1) * head + once
         found = [Cost("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
         if self._expert_flops:
             rows *= facts.experts_per_token * parallel.ep * parallel.expert_tp / (parallel.tp * facts.experts)
@@ -182,10 +191,10 @@ class ModelPass:
         return found
 
     def _scores(self, share: Share) -> float:
-        """FLOPs of attention over the context, in all layers."""
+        """FLOPs of attention over the context, in all layers; with context parallelism of all pairs, masked."""
         whole = self._counter.forward([share.length], head_tokens=0)
         whole += self._counter.unevenness(share.length, share.variance)
-        return share.samples * (whole - share.length * self._counter.per_token)
+        return share.samples * (whole - share.length * self._counter.per_token) * self._pairs
 
     def _filled(self, rows: float) -> float:
         """Share of the rate of large products that one of so many rows reaches."""
@@ -198,8 +207,11 @@ class ModelPass:
         elements = share.tokens / parallel.cp * (4 * facts.hidden / self._split_residual + split / parallel.tp)
         if not self.hardware.gpu:  # attention writes its probabilities
             square = share.length**2 + share.variance
-            elements += share.samples * facts.heads / parallel.tp * square / parallel.cp
+            elements += self._pairs * share.samples * facts.heads / parallel.tp * square / parallel.cp
         elements *= facts.layers / parallel.pp
+        if not self.value_head:
+            logits = share.samples * share.response * facts.vocab / (parallel.tp * parallel.cp)
+            elements += self.given.logit_elements * logits * (3 if passes > 1 else 1) / passes  # not recomputed
         moved = self.given.element_bytes / (self.hardware.memory_tb_s * 1e12 * self.given.memory_share)
         return elements * passes / 3 * max(moved, self.given.element_flops / self.hardware.peak("fp32"))
 
@@ -207,7 +219,7 @@ class ModelPass:
         facts, parallel = self.facts, self.parallel
         layers = facts.layers / parallel.pp
         experts = facts.experts / parallel.ep * (1 - facts.dense_layers / facts.layers) if facts.is_moe else 0
-        return layers * (self.given.layer_ms + experts * self.given.expert_ms) / 1e3
+        return layers * (self.given.layer_ms + experts * self.given.expert_ms) / 1e3 / self.hardware.pace
 
     def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
         """Megatron's two all-reduces of a layer in each direction, or as many gathers and scatters with sp."""
@@ -218,16 +230,17 @@ class ModelPass:
         # Forward and backward each; recomputing adds a forward; with sp a backward pass gathers its input again.
         times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)
         sent = times * sums / parallel.pp * 2 * (tp - 1) / tp * whole
-        seconds = self._links.ring(sent, tp, steps=times * sums / parallel.pp * 2)
+        split = self._split_residual > 1
+        seconds = self._links.ring(sent, tp, steps=times * sums / parallel.pp * 2, sums=not split)
         return Cost("T4", "tensor and sequence parallel", seconds, sent)
 
     def _context(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Keys and values of a layer are gathered; backward gathers them again and scatters their gradients."""
+        """Keys and values of a layer are gathered, and their gradients scattered; recomputing gathers them again."""
         facts, parallel = self.facts, self.parallel
-        cp, times = parallel.cp, passes
+        cp, times = parallel.cp, passes - 1 if train else 1
         keys = share.tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * self._element
         sent = times * facts.layers / parallel.pp * (cp - 1) / cp * keys
-        seconds = self._links.ring(sent, cp, parallel.tp, steps=times * facts.layers / parallel.pp)
+        seconds = self._links.ring(sent, cp, parallel.tp, steps=times * 2 * facts.layers / parallel.pp)
         return Cost("T5", "context parallel", seconds, sent)
 
     def _experts(self, share: Share, times: float) -> list[Cost]:
@@ -271,7 +284,10 @@ class ModelPass:
             groups.append((expert, max(1, self.devices // (experts * parallel.pp)), experts))
         sent = sum(held * each * (size - 1) / size for held, size, _ in groups)
         seconds = sum(
-            self._links.ring(held * each * (size - 1) / size, size, stride, steps=2) for held, size, stride in groups
+            self._links.ring(
+                held * each * (size - 1) / size, size, stride, steps=2, sums=not engine.distributed_optimizer
+            )
+            for held, size, stride in groups
         )
         what = "reduction of gradients"
         if engine.overlap_grad_reduce and seconds:

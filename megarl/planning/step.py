@@ -151,11 +151,11 @@ class StepFormulas:
         """What draws samples."""
         config, facts = self.config, self.policy
         if config.rollout.engine == "sglang":
-            tp, pp, ep = config.rollout.sglang.tp_size, 1, config.rollout.sglang.ep_size
+            tp, pp, ep, vpp = config.rollout.sglang.tp_size, 1, config.rollout.sglang.ep_size, 1
         else:
             parallel = self._team(Role.ROLLOUT).parallel
-            tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
-        return Decoder(facts, config.rollout_dtype, tp, pp, ep, self.hardware, self.given)
+            tp, pp, ep, vpp = parallel.tp, parallel.pp, parallel.ep, parallel.vpp or 1
+        return Decoder(facts, config.rollout_dtype, tp, pp, ep, self.hardware, self.given, vpp)
 
     @cached_property
     def room(self) -> ServerRoom:

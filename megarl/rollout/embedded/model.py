@@ -25,13 +25,11 @@ from megarl.kernels.cpu import load as load_kernels
 from megarl.models.head import head_logits
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 from megarl.rollout.embedded.attention import Attend, HeadNorm, RopeTables
-from megarl.rollout.embedded.moe import MoE
+from megarl.rollout.embedded.moe import Linear, MoE
 from megarl.rollout.embedded.parallel import Mesh
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
-
-Linear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Layer:
         if config.qk_layernorm:
             weights = torch.stack([recipe.cast(n.weight) for n in (attention.q_layernorm, attention.k_layernorm)])
         self._head_norm = HeadNorm(weights, self._eps)
-        self._moe = MoE(mlp, config, mesh, recipe.dtype) if hasattr(mlp, "router") else None
+        self._moe = MoE(mlp, config, mesh, recipe.linear) if hasattr(mlp, "router") else None
         if self._moe is None:
             self._up, self._down = recipe.linear(mlp.linear_fc1.weight), recipe.linear(mlp.linear_fc2.weight)
 

@@ -7,6 +7,7 @@ brings the results home. Decoding batches are small, so this moves little and ne
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from megarl.rollout.embedded.parallel import Mesh
 
+Linear = Callable[[Tensor], Tensor]
+
 _EVERY_TOKEN = 512
 """Up to so many tokens reading an expert's weights takes a GPU about as long as computing all tokens with them."""
 
@@ -22,21 +25,27 @@ _EVERY_TOKEN = 512
 class MoE:
     """Router and local experts of one layer, read from a Megatron MoELayer.
 
+    Args:
+        module: the MoELayer.
+        config: Megatron's.
+        mesh: process groups.
+        linear: makes x [n, in] -> x W^T of a weight.
+
     Raises:
         ValueError: the layer routes in a way this class does not compute.
     """
 
-    def __init__(self, module: Any, config: Any, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, module: Any, config: Any, mesh: Mesh, linear: Callable[[Tensor], Linear]) -> None:
         if config.moe_router_score_function != "softmax" or config.moe_router_num_groups:
             raise ValueError("embedded generation supports plain softmax top-k routing only")
         if getattr(config, "moe_router_enable_expert_bias", False) or config.moe_shared_expert_intermediate_size:
             raise ValueError("embedded generation supports no expert bias and no shared experts")
-        self._mesh, self._dtype = mesh, dtype
+        self._mesh = mesh
         self._topk, self._pre_softmax = config.moe_router_topk, config.moe_router_pre_softmax
         self._scale = config.moe_router_topk_scaling_factor
         self._router = module.router.weight.detach().float()
         self._experts = [
-            (expert.linear_fc1.weight.detach().to(dtype), expert.linear_fc2.weight.detach().to(dtype))
+            (linear(expert.linear_fc1.weight), linear(expert.linear_fc2.weight))
             for expert in module.experts.local_experts
         ]
         self._first = mesh.ep.rank * len(self._experts)
@@ -84,9 +93,9 @@ class MoE:
             if start == end:
                 continue
             token = order[start:end] // topk
-            gate, value = F.linear(x[token], up).chunk(2, dim=-1)
+            gate, value = up(x[token]).chunk(2, dim=-1)
             inner = F.silu(gate) * value * weights.flatten()[order[start:end], None]
-            out.index_add_(0, token, F.linear(inner.to(x.dtype), down))
+            out.index_add_(0, token, down(inner.to(x.dtype)))
         return out
 
     def _run_all(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
@@ -95,7 +104,7 @@ class MoE:
         for number, (up, down) in enumerate(self._experts):
             chosen = local == number
             share = (weights * chosen).sum(1, keepdim=True)
-            gate, value = F.linear(x, up).chunk(2, dim=-1)
+            gate, value = up(x).chunk(2, dim=-1)
             inner = (F.silu(gate) * value * share).masked_fill_(~chosen.any(1, keepdim=True), 0)  # inf * 0 is NaN
-            out += F.linear(inner.to(x.dtype), down)
+            out += down(inner.to(x.dtype))
         return out
