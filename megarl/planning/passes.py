@@ -165,7 +165,7 @@ class ModelPass:
             Cost("T3", "fixed time of layers", passes * self._fixed()),
             self._tensor(share, passes, train=train),
             self._context(share, passes, train=train),
-            *self._experts(share, 2 + again if train else 1),
+            *self._experts(share, 1 + again, train=train),
             self._pipeline(share, train=train),
         ]
 
@@ -243,15 +243,19 @@ class ModelPass:
         seconds = self._links.ring(sent, cp, parallel.tp, steps=times * 2 * facts.layers / parallel.pp)
         return Cost("T5", "context parallel", seconds, sent)
 
-    def _experts(self, share: Share, times: float) -> list[Cost]:
-        """Tokens go to their experts and back; with etp the ranks of an expert gather them and scatter their sums."""
+    def _experts(self, share: Share, forwards: int, *, train: bool) -> list[Cost]:
+        """Tokens go to their experts and back; with etp the ranks of an expert gather them and scatter their sums.
+
+        Before them go how many there are, and with them the router's weights, which have their gradient.
+        """
         facts, parallel = self.facts, self.parallel
         if not facts.is_moe:
             return []
         ep, etp, layers = parallel.ep, parallel.expert_tp, (facts.layers - facts.dense_layers) / parallel.pp
+        times = forwards + train
         routed = share.tokens / (parallel.cp * parallel.tp) * facts.experts_per_token * facts.hidden * self._element
         sent = times * layers * 2 * routed * (ep - 1) / ep
-        seconds = self._links.exchange(sent, ep, etp, steps=times * layers * 2)
+        seconds = self._links.exchange(sent, ep, etp, steps=layers * (4 * forwards + 3 * train))
         gathered = times * layers * 2 * routed * (etp - 1)
         seconds += self._links.ring(gathered, etp, steps=times * layers * 2)
         return [Cost("T6", "experts: all-to-all", seconds, sent + gathered)]

@@ -33,6 +33,7 @@ IDEAL = PlanAssumptions(
     layer_ms=0.0,
     expert_ms=0.0,
     element_bytes=0.0,
+    logit_elements=0.0,
     node_share=1.0,
     node_hop_us=0.0,
     link_share=1.0,

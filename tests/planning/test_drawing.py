@@ -16,8 +16,8 @@ from tests.planning.planned import H100, IDEAL
 from tests.planning.test_passes import DENSE, EXPERTS
 
 
-def decoder(facts=DENSE, given=IDEAL, tp=1, pp=1, ep=1):
-    return Decoder(facts, "bf16", tp, pp, ep, H100, given)
+def decoder(facts=DENSE, given=IDEAL, tp=1, pp=1, ep=1, hardware=H100, vpp=1):
+    return Decoder(facts, "bf16", tp, pp, ep, hardware, given, vpp)
 
 
 def test_a_step_reads_weights_and_caches():
@@ -120,3 +120,39 @@ def test_ranks_meet_twice_in_a_layer():
     given = replace(IDEAL, node_hop_us=5.0)
     slower, faster = (decoder(given=each, tp=2).step(1, 0)[0] for each in (given, IDEAL))
     assert slower - faster == pytest.approx(16 * 2 * 5e-6)
+
+
+def hops(**layout):
+    """Of one step of one row, in steps of a ring."""
+    given = replace(IDEAL, node_hop_us=1.0)
+    slower, faster = (decoder(given=each, **layout).step(1, 0)[0] for each in (given, IDEAL))
+    return round((slower - faster) * 1e6)
+
+
+def test_experts_of_other_ranks_gather_and_sum_all_rows():
+    """G2: 8 layers: 8 gathers and 8 sums of 2 steps over 2 ranks; beside a sum in each layer where tp is 2, too."""
+    assert hops(facts=EXPERTS, ep=2) == 8 + 8 * 2
+    assert hops(facts=EXPERTS, tp=2, ep=2) == hops(facts=EXPERTS, tp=2) == 16 * 2
+    assert hops(facts=EXPERTS, tp=2, ep=4) == 8 * 2 + (8 + 8 * 2) * 3
+
+
+def test_stages_hand_over_as_often_as_they_have_parts():
+    assert (hops(pp=2), hops(pp=2, vpp=2)) == (2, 4)
+
+
+def test_experts_of_a_rank_take_their_time():
+    """G2: 32 experts of 8 layers, on 4 ranks."""
+    slower, faster = (
+        decoder(EXPERTS, given, ep=4).step(1, 0)[0] for given in (replace(IDEAL, decode_expert_ms=0.5), IDEAL)
+    )
+    assert slower - faster == pytest.approx(8 * 32 / 4 * 0.5e-3)
+
+
+@pytest.mark.parametrize(("pp", "times"), [(1, 2), (2, 1)])
+def test_processes_that_share_a_core_decode_in_turn(pp, times):
+    """Half a core each: fixed times double, but not of two stages, which work in turn anyhow."""
+    given = replace(IDEAL, decode_ms=1.0, node_hop_us=100.0)
+    full = replace(H100, gpu=False)
+    half = replace(full, cores=0.5, bf16_tflops=full.bf16_tflops / 2, memory_tb_s=full.memory_tb_s / 2)
+    alone, together = (decoder(given=given, tp=2, pp=pp, hardware=one).step(4, 100)[0] for one in (full, half))
+    assert together == pytest.approx(times * alone, rel=1e-3)  # links are not divided: a millionth of it is bytes

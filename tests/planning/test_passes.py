@@ -65,14 +65,25 @@ def part(parts, formula):
 
 @pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_products_are_the_flops_of_the_model_over_its_ranks(facts):
-    """T1. With everything ideal a pass takes what `FlopCounter` counts, the head for response tokens only."""
-    one = FlopCounter.of(facts).forward([1024.0], head_tokens=768.0)
-    for parallel, devices in (({}, 8), ({"tp": 2}, 8), ({"tp": 2, "cp": 2}, 8)):
-        ranks = model(devices=devices, **parallel).parallel.model_parallel_size
-        found = seconds_by(model(facts, devices, **parallel).forward(SHARE))["T1"]
-        assert found == pytest.approx(64 * one / ranks / 989e12)
-        found = seconds_by(model(facts, devices, **parallel).update(SHARE, 1, 1))["T1"]
-        assert found == pytest.approx(3 * 64 * one / ranks / 989e12)
+    """T1. With everything ideal a pass takes what `FlopCounter` counts, the head for response tokens only; backward
+    computes logits again, and context parallel ranks all pairs of a query and a key."""
+    counter = FlopCounter.of(facts)
+    layers, head = counter.forward([1024.0], head_tokens=0), 768.0 * counter.per_head_token
+    scores = layers - 1024 * counter.per_token
+    for parallel, more in (({}, 0.0), ({"tp": 2}, 0.0), ({"tp": 2, "cp": 2}, scores)):
+        ranks = model(**parallel).parallel.model_parallel_size
+        found = seconds_by(model(facts, **parallel).forward(SHARE))["T1"]
+        assert found == pytest.approx(64 * (layers + more + head) / ranks / 989e12)
+        found = seconds_by(model(facts, **parallel).update(SHARE, 1, 1))["T1"]
+        assert found == pytest.approx(64 * (3 * (layers + more) + 4 * head) / ranks / 989e12)
+
+
+def test_logits_of_one_chunk_are_kept_for_the_backward_pass():
+    """T1. A micro-batch has 8 samples, so 6,144 tokens with logits."""
+    chunks, one = (
+        seconds_by(model(engine={"logits_chunk_tokens": tokens}).update(SHARE, 1, 1))["T1"] for tokens in (6143, 6144)
+    )
+    assert chunks - one == pytest.approx(64 * 768 * FlopCounter.of(DENSE).per_head_token / 989e12)
 
 
 def test_products_of_uneven_lengths_are_the_mean_over_them():
@@ -88,9 +99,9 @@ def test_recomputation_adds_a_forward_pass_of_the_layers():
     layers, head = counter.forward([1024.0], head_tokens=0), 768.0 * counter.per_head_token
     scores = layers - 1024 * counter.per_token
     for mode, flops in (
-        ("none", 3 * (layers + head)),
-        ("full", 4 * layers + 3 * head),
-        ("selective", 3 * (layers + head) + scores),
+        ("none", 3 * layers + 4 * head),
+        ("full", 4 * layers + 4 * head),
+        ("selective", 3 * layers + 4 * head + scores),
     ):
         found = seconds_by(model(engine={"recompute": mode}).update(SHARE, 1, 1))["T1"]
         assert found == pytest.approx(64 * flops / 989e12), mode
@@ -110,11 +121,38 @@ def test_elements_are_counted_as_memory_counts_them():
     assert seconds_by(model(given=given).forward(SHARE))["T2"] == pytest.approx(elements * 20 / 3 / 3.35e12)
 
 
-def test_on_a_cpu_the_probabilities_count_too():
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_logit_counts_as_some_elements(recompute):
+    """T2: those of response tokens, on as many ranks as share them; they are not recomputed."""
+    without, given = replace(IDEAL, element_bytes=20.0), replace(IDEAL, element_bytes=20.0, logit_elements=3.0)
+    seconds = [
+        seconds_by(model(given=one, tp=2, cp=2, engine={"recompute": recompute}).update(SHARE, 1, 1))["T2"]
+        for one in (without, given)
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(3 * 64 * 768 * 32000 / 4 * 20 / 3.35e12)
+
+
+@pytest.mark.parametrize(("cp", "pairs"), [(1, 1), (2, 2)])
+def test_on_a_cpu_the_probabilities_count_too(cp, pairs):
     given = replace(IDEAL, element_flops=100.0)
-    elements = 64 * 8 * (1024 * (4 * 1024 + 2 * (16 + 8) * 64 + 3 * 4096) + 16 * 1024**2)
-    found = seconds_by(model(given=given, hardware=TWO_CORES).update(SHARE, 1, 1))["T2"]
+    elements = 64 * 8 * (1024 * (4 * 1024 + 2 * (16 + 8) * 64 + 3 * 4096) + pairs * 16 * 1024**2) / cp
+    found = seconds_by(model(given=given, hardware=TWO_CORES, devices=2, cp=cp).update(SHARE, 1, 1))["T2"]
     assert found == pytest.approx(elements * 100 / TWO_CORES.peak("fp32"))
+
+
+def test_processes_that_share_a_core_take_turns():
+    """What is fixed takes twice as long; in the bubble stages that wait leave the core to the others."""
+    given = replace(IDEAL, layer_ms=1.0)
+    shared = replace(TWO_CORES, cores=0.5)
+    for parallel, bubble in (({}, 1.0), ({"pp": 2}, 0.5)):
+        alone, together = (
+            model(given=given, hardware=one, devices=2, **parallel).forward(SHARE) for one in (TWO_CORES, shared)
+        )
+        assert seconds_by(together)["T3"] == pytest.approx(2 * seconds_by(alone)["T3"])
+        if parallel:
+            rest = [total([one for one in parts if one.formula != "T8"]) for parts in (alone, together)]
+            waits = [part(parts, "T8").seconds for parts in (alone, together)]
+            assert waits[1] / rest[1] == pytest.approx(bubble * waits[0] / rest[0])
 
 
 @pytest.mark.parametrize(("sp", "sums"), [(False, 2), (True, 2.5)])
@@ -127,9 +165,24 @@ def test_tensor_parallel_ranks_sum_twice_in_a_layer_and_direction(sp, sums):
 
 
 def test_context_parallel_ranks_gather_keys_and_values():
-    """T5: forward gathers, backward gathers and scatters: 3 times (n - 1) / n of all keys and values."""
-    found = part(model(cp=4).update(SHARE, 1, 1), "T5")
-    assert found.bytes == pytest.approx(3 * 8 * 3 / 4 * 64 * 1024 * 2 * 8 * 64 * 2)
+    """T5: forward gathers, backward scatters: twice (n - 1) / n of all keys and values; recomputing gathers again."""
+    for recompute, times in (("none", 2), ("full", 3)):
+        found = part(model(cp=4, engine={"recompute": recompute}).update(SHARE, 1, 1), "T5")
+        assert found.bytes == pytest.approx(times * 8 * 3 / 4 * 64 * 1024 * 2 * 8 * 64 * 2)
+
+
+def test_gathers_and_scatters_have_a_share_of_the_rate_of_sums():
+    """L1, with TP's sums (T4), SP's and CP's gathers (T4, T5), and gradients that are scattered or summed (T9)."""
+    given = replace(IDEAL, scatter_share=0.5)
+    for formula, slower, layout, engine in (
+        ("T4", 1, {"tp": 2}, {}),
+        ("T4", 2, {"tp": 2, "sp": True}, {}),
+        ("T5", 2, {"cp": 2}, {}),
+        ("T9", 2, {}, {}),
+        ("T9", 1, {}, {"distributed_optimizer": False}),
+    ):
+        both = [part(model(given=one, engine=engine, **layout).update(SHARE, 1, 1), formula) for one in (IDEAL, given)]
+        assert both[1].seconds == pytest.approx(slower * both[0].seconds)
 
 
 def test_experts_send_tokens_there_and_back():
