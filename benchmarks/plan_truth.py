@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(size: str, layout: str) -> list[str]:
-    """`key=value` of a case; a mixture has four experts of a quarter of the width, two for each token."""
+    """`key=value` of a case; a mixture has four experts of half of the width, two for each token."""
     hidden, layers, heads, width = SIZES[size]
     nproc, more = LAYOUTS[layout]
     model = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
@@ -127,8 +127,8 @@ def _train(settings: Sequence[str], environment: dict[str, str]) -> tuple[list[d
         return [line for line in read_jsonl(Path(folder) / "metrics.jsonl") if line["stage"] == "train"], others
 
 
-def planned(settings: Sequence[str], rates: Sequence[float]) -> dict[str, Any]:
-    """Seconds of a step and its phases by `megarl plan`, on cores of these rates."""
+def planned(settings: Sequence[str], rates: Sequence[float], cores: int) -> dict[str, Any]:
+    """Seconds of a step and its phases by `megarl plan`, on so many cores of these rates."""
     from megarl.config.load import load_config
     from megarl.planning.hardware import this_cpu
     from megarl.planning.step import model_sizes, plan_step
@@ -136,7 +136,7 @@ def planned(settings: Sequence[str], rates: Sequence[float]) -> dict[str, Any]:
 
     config = load_config(RECIPE, settings)
     graph = build_task_graph(config)
-    hardware = this_cpu(config.cluster.nproc, config.cluster.threads, rates)
+    hardware = this_cpu(config.cluster.nproc, config.cluster.threads, rates, cores)
     plan = plan_step(config, graph, model_sizes(config, graph), hardware)
     return {"step_s": plan.step_s, "phases": plan.seconds}
 
@@ -172,9 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         for size, layout in itertools.product(sizes, layouts):
             _fill(result, kind, size, layout)
             save(result, path)
-    for name, case in result["cases"].items():
-        if "timed" in case:
-            case["planned"] = planned(settings_of(*_name_of(name)), result["rates"])
+    _plan_again(result)
     save(result, path)
     Console(highlight=False, width=120).print(*(TABLES[kind](result) for kind in KINDS))
     print(f"saved: {path}")
@@ -200,6 +198,17 @@ def _fill(result: dict[str, Any], kind: str, size: str, layout: str) -> None:
         # Whatever else runs makes a measurement slower, never faster: the best of all is the machine's.
         result["rates"] = [max(pair) for pair in zip(measure_cores(), result.get("rates") or (0.0,) * 3, strict=True)]
         case["timed"] = timed(settings)
+
+
+def _plan_again(result: dict[str, Any]) -> None:
+    """What the planner says now of each timed case, by the best rates of all."""
+    from megarl.planning.measured import measure_cores
+
+    timed_cases = {name: case for name, case in result["cases"].items() if "timed" in case}
+    if timed_cases and "rates" not in result:
+        result["rates"] = list(measure_cores())
+    for name, case in timed_cases.items():
+        case["planned"] = planned(settings_of(*_name_of(name)), result["rates"], result["machine"]["cores"])
 
 
 def _name_of(case: str) -> tuple[str, str]:

@@ -71,8 +71,10 @@ KEEP_FREED_MEMORY = {
 class Job:
     """What to run: `entry` is `pkg.mod:fn(config, run_dir)`.
 
-    `placement`: of a command whose roles may be in several teams; None: all workers are one. `old`: errors of an
-    earlier command, which are in the folder until the first machine's launcher has removed them.
+    `placement`: of a command whose roles may be in several teams; None: all workers are one. `old`: errors that
+    another machine's launcher found when it began: of an earlier command, until the first machine's has removed them. A
+    launcher that begins after workers of the first machine have failed does not hear of that, and its own workers wait
+    for them until `cluster.start_timeout_s`.
     """
 
     entry: str

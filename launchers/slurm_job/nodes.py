@@ -91,12 +91,16 @@ class Nodes:
         return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
 
     def _next_port(self, first: str) -> int:
-        """Where the next step meets on its first node; if that is this node, one that is free."""
-        while True:
+        """Where the next step meets on its first node; if that is this node, one that is free.
+
+        Of a node whose ports are all taken it is the last one, and the step says so itself.
+        """
+        for _ in range(PORTS[2]):
             self._steps += 1
             port = port_of(int(self._job), self._steps)
-            if first != os.environ.get("SLURMD_NODENAME") or self._steps >= PORTS[2] or is_free(port):
-                return port
+            if first != os.environ.get("SLURMD_NODENAME") or is_free(port):
+                break
+        return port
 
     def stop(self, step: subprocess.Popen[bytes], seconds: float | None = None) -> None:
         """End a step; it has `seconds` for that, STOP_S unless told."""

@@ -28,8 +28,9 @@ class Decoder:
         tp: ranks that share every layer.
         pp: stages, which work one after the other.
         ep: ranks that share the experts of a layer.
-        hardware: that it runs on.
+        hardware: that it runs on, while a stage works.
         given: what is assumed.
+        etp: ranks that share an expert of an embedded engine; 0: a server's, whose experts tp divides in any case.
         vpp: parts of each stage, which take turns.
     """
 
@@ -40,6 +41,7 @@ class Decoder:
     ep: int
     hardware: Hardware
     given: PlanAssumptions
+    etp: int = 0
     vpp: int = 1
 
     @cached_property
@@ -67,9 +69,14 @@ class Decoder:
         return 2 * self.facts.layers * heads * self.facts.head_dim * BYTES[self.dtype]
 
     @property
-    def _pace(self) -> float:
-        """Share of a core that a process has while it works: stages do in turn."""
-        return min(1.0, self.hardware.cores * self.pp)
+    def _holders(self) -> int:
+        """Ranks that share one set of experts."""
+        return self.ep * self.etp if self.etp else self.tp
+
+    @property
+    def _gathered(self) -> int:
+        """Ranks whose rows each of them computes with its experts: an embedded engine gathers them."""
+        return self._holders if self.etp and self.ep > 1 else 1
 
     def step(self, running: float, context: float) -> tuple[float, float]:
         """(seconds until each of `running` samples has one token more, bytes read by a rank). [G2]
@@ -78,52 +85,63 @@ class Decoder:
             running: samples side by side.
             context: tokens that each of them has, on average.
         """
-        facts, given, faster = self.facts, self.given, self._pace / self.hardware.pace
-        rate = self.hardware.memory_tb_s * 1e12 * given.memory_share * faster
-        met = facts.parameters - self._experts
+        facts, given, rate = self.facts, self.given, self.hardware.memory_tb_s * 1e12 * self.given.memory_share
+        met = (facts.parameters - self._experts) / self.tp
         if self._experts:
-            tokens = running * self.ep / self.tp if self.ep > self.tp else running
-            share = 1 - (1 - facts.experts_per_token / facts.experts) ** tokens
-            met += self._experts * share * self.tp / max(self.tp, self.ep)
-        weights, caches = met * BYTES[self.dtype] / self.tp, self.key_bytes * context * running
+            # Ranks of one tensor-parallel group have the same rows.
+            tokens = running * max(1.0, self._gathered / self.tp)
+            met += self._experts / self._holders * (1 - (1 - facts.experts_per_token / facts.experts) ** tokens)
+        weights, caches = met * BYTES[self.dtype], self.key_bytes * context * running
         # Stages work in turn, so that a token waits for the bytes and products of all of them.
-        peak, filled = self.hardware.peak(self.dtype) * self.tp * faster, running / (running + given.gemm_half_rows)
+        peak, filled = self.hardware.peak(self.dtype) * self.tp, running / (running + given.gemm_half_rows)
         scores = running * sum(
             each * min(context, window or context) for window, each in self._counter.per_pair.items()
         )
         dense = self._counter.per_token + self._counter.per_head_token - self._expert_flops
-        products = running * dense / (peak * given.gemm_share * filled)
-        if self._expert_flops:
-            rows = running * facts.experts_per_token / facts.experts
-            share = given.expert_share * rows / (rows + given.gemm_half_rows)
-            products += running * self._expert_flops / (peak * share)
+        products = running * dense / (peak * given.gemm_share * filled) + self._expert_products(running)
         # A layer's products and its attention come one after the other, each as slow as its bytes or its FLOPs.
         seconds = max(weights / rate, products) + max(caches / rate, scores / (peak * given.gemm_share))
         return seconds + self._fixed(running) + self._meeting(running), weights + caches
 
+    def _expert_products(self, running: float) -> float:
+        """Seconds of the products of experts, on a rank."""
+        if not self._expert_flops:
+            return 0.0
+        facts, given, all_rows = self.facts, self.given, running * self._gathered
+        rows = all_rows * facts.experts_per_token / facts.experts
+        share = given.expert_share * rows / (rows + given.gemm_half_rows)
+        return all_rows * self._expert_flops / self._holders / (self.hardware.peak(self.dtype) * share)
+
     def _fixed(self, running: float) -> float:
         """What no byte and no FLOP explains."""
         facts, given = self.facts, self.given
-        experts = (facts.layers - facts.dense_layers) * facts.experts / self.ep if facts.is_moe else 0
+        experts = self._mixed * facts.experts / self.ep if facts.is_moe else 0
         layers = facts.layers * given.decode_layer_ms + experts * given.decode_expert_ms
-        return (given.decode_ms + layers + running * given.decode_row_us / 1e3) / 1e3 / self._pace
+        return (given.decode_ms + layers + running * given.decode_row_us / 1e3) / 1e3 / self.hardware.pace
+
+    @property
+    def _mixed(self) -> int:
+        """Layers with experts."""
+        return self.facts.layers - self.facts.dense_layers if self.facts.is_moe else 0
 
     def _meeting(self, rows: float) -> float:
         """What the ranks of a layer, of its experts, and the stages send each other, for so many rows."""
-        facts, links, faster = self.facts, self._links, self._pace / self.hardware.pace
+        facts, links, mixed, group = self.facts, self._links, self._mixed, self._gathered
         whole = rows * facts.hidden * BYTES[self.dtype]
-        mixed = facts.layers - facts.dense_layers if facts.is_moe else 0
-        apart = self.ep > self.tp  # experts of other ranks than those of the layer: rows are gathered, and summed up
-        sums = 2 * facts.layers - (mixed if apart else 0)
-        seconds = links.ring(sums * 2 * (self.tp - 1) / self.tp * whole, self.tp, steps=2 * sums, sums=True)
-        if apart:
-            seconds += links.ring(mixed * (self.ep - 1) * whole, self.ep, steps=mixed)
-            seconds += links.ring(mixed * 2 * (self.ep - 1) * whole, self.ep, steps=2 * mixed, sums=True)
+
+        def sums(number: int, size: int, rows: int = 1) -> float:
+            return links.ring(number * 2 * (size - 1) / size * rows * whole, size, steps=2 * number, sums=True)
+
+        seconds = sums(2 * facts.layers - (mixed if self.etp else 0), self.tp)
+        if group > 1:  # rows of all of them come together, and their sum is theirs
+            seconds += links.ring(mixed * (group - 1) * whole, group, steps=mixed) + sums(mixed, group, group)
+        elif mixed and self.etp:
+            seconds += sums(mixed, self.etp)
         if self.pp > 1:
             inside = links.inside(2, self.tp)
             each = whole / links.rate(inside=inside) + links.hop(inside=inside)
             seconds += self.pp * self.vpp * each
-        return seconds / faster
+        return seconds
 
     def prefill(self, prompts: float, tokens: float) -> float:
         """Seconds for so many prompts of so many tokens each. [G1]"""
@@ -134,8 +152,7 @@ class Decoder:
         rows = prompts * tokens
         filled = rows / (rows + self.given.gemm_half_rows)
         share = self.given.expert_share if self.facts.is_moe else self.given.gemm_share
-        faster = self._pace / self.hardware.pace
-        return flops / (ranks * self.hardware.peak(self.dtype) * faster * share * filled)
+        return flops / (ranks * self.hardware.peak(self.dtype) * share * filled)
 
     def generate(self, work: Workload, engines: int, slots: float, *, flows: bool = False) -> list[Cost]:
         """What a step takes, where so many engines share its samples evenly. [G3]

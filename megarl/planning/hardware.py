@@ -75,6 +75,14 @@ class Hardware:
         """FLOP/s of a device for products in fp32 or bf16."""
         return (self.fp32_tflops if dtype == "fp32" else self.bf16_tflops) * 1e12
 
+    def while_others_wait(self, stages: int) -> Hardware:
+        """The same where one of so many stages works at a time: on cores that processes share, it has more of them."""
+        more = min(1.0, self.cores * stages) / self.pace
+        if more == 1.0:
+            return self
+        rates = {name: getattr(self, name) * more for name in ("bf16_tflops", "fp32_tflops", "memory_tb_s", "cores")}
+        return replace(self, **rates)
+
     def describe(self) -> str:
         """As it is asked for."""
         return f"{self.name}x{self.per_node}x{self.nodes}"
@@ -230,18 +238,21 @@ def _read_file(file: Path) -> Hardware:
     return Hardware(**values)
 
 
-def this_cpu(processes: int, threads: int | None = None, rates: Sequence[float] | None = None) -> Hardware:
+def this_cpu(
+    processes: int, threads: int | None = None, rates: Sequence[float] | None = None, cores: int | None = None
+) -> Hardware:
     """This machine as so many devices.
 
     Args:
         processes: that share its cores.
         threads: of each; None: an equal share of the cores.
         rates: of one core, as `measure_cores` gives them; None: measured now, which takes about a second.
+        cores: of the machine; None: as many as this process may use.
     """
     from megarl.machine import available_cores, host_memory
     from megarl.planning.measured import measure_cores
 
-    cores = available_cores()
+    cores = cores or available_cores()
     used = min(threads or cores / processes, cores / processes)  # more threads than cores work in turn
     bf16, fp32, copied = (rate * used for rate in rates or measure_cores())
     return Hardware(

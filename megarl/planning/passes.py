@@ -150,8 +150,10 @@ class ModelPass:
         parts = [part for part in self._micro_batch(one, train=train) if part.seconds]
         waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
         # Where processes take turns on a core, those that wait leave it to the others.
-        faster = min(1.0, self.hardware.cores * self.parallel.pp) / self.hardware.pace
-        bubble = Cost("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts) / faster)
+        moving = replace(self, hardware=self.hardware.while_others_wait(self.parallel.pp))
+        bubble = Cost(
+            "T8", f"pipeline bubble, {count} micro-batches", waits * total(moving._micro_batch(one, train=train))
+        )
         parts = [part.times(count) for part in parts]
         return [*parts, *([bubble] if waits else [])]
 
@@ -211,7 +213,9 @@ class ModelPass:
         elements *= facts.layers / parallel.pp
         if not self.value_head:
             logits = share.samples * share.response * facts.vocab / (parallel.tp * parallel.cp)
-            elements += self.given.logit_elements * logits * (3 if passes > 1 else 1) / passes  # not recomputed
+            elements += (
+                self.given.logit_elements * logits * (3 if passes > 1 else 1) / passes
+            )  # recompute=full adds none
         moved = self.given.element_bytes / (self.hardware.memory_tb_s * 1e12 * self.given.memory_share)
         return elements * passes / 3 * max(moved, self.given.element_flops / self.hardware.peak("fp32"))
 

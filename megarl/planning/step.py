@@ -151,11 +151,12 @@ class StepFormulas:
         """What draws samples."""
         config, facts = self.config, self.policy
         if config.rollout.engine == "sglang":
-            tp, pp, ep, vpp = config.rollout.sglang.tp_size, 1, config.rollout.sglang.ep_size, 1
-        else:
-            parallel = self._team(Role.ROLLOUT).parallel
-            tp, pp, ep, vpp = parallel.tp, parallel.pp, parallel.ep, parallel.vpp or 1
-        return Decoder(facts, config.rollout_dtype, tp, pp, ep, self.hardware, self.given, vpp)
+            servers = config.rollout.sglang
+            return Decoder(facts, config.rollout_dtype, servers.tp_size, 1, servers.ep_size, self.hardware, self.given)
+        parallel = self._team(Role.ROLLOUT).parallel
+        tp, pp, ep, etp = parallel.tp, parallel.pp, parallel.ep, parallel.expert_tp
+        hardware = self.hardware.while_others_wait(pp)
+        return Decoder(facts, config.rollout_dtype, tp, pp, ep, hardware, self.given, etp, parallel.vpp or 1)
 
     @cached_property
     def room(self) -> ServerRoom:
@@ -206,7 +207,8 @@ class StepFormulas:
     def _drawing(self, node: Node) -> list[Cost]:
         room, all_of_them = self.room, node.declared.resamples  # else one greedy response to every prompt
         decoder = self.decoder
-        key = ("draw", all_of_them, decoder.tp, decoder.pp, decoder.ep, room.engines, room.slots)
+        layout = (decoder.tp, decoder.pp, decoder.ep, decoder.etp, decoder.vpp)
+        key = ("draw", all_of_them, layout, room.engines, room.slots)
         if key not in self.memo:
             work = self.work if all_of_them else replace(self.work, samples=1)
             parts = decoder.generate(work, room.engines, room.slots, flows=self.config.async_.order == "as_ready")

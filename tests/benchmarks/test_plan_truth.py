@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,9 @@ from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from megarl.errors import UserError
 from megarl.machine import this_machine
+
+RESULT = json.loads((Path(plan_truth.__file__).parent / "results" / "plan-2x-amd-epyc.json").read_text())
+DOCS = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -65,3 +71,37 @@ def test_what_was_measured_is_not_measured_again(tmp_path, monkeypatch, capsys):
 def test_an_unknown_layout_is_refused(tmp_path):
     with pytest.raises(UserError, match="there is no such case"):
         plan_truth.run(SimpleNamespace(json=tmp_path / "plan.json", sizes=None, layouts="tp3", kind="memory"))
+
+
+def test_times_without_rates_are_planned_with_those_of_now(tmp_path, monkeypatch):
+    """A file of before rates were kept; measured again they may only become better."""
+    file, rates = tmp_path / "plan.json", iter([[2e11, 1e11, 2e10], [3e11, 5e10, 2e10]])
+    timed = {"wall_s": 3.0, "cpu_s": 2.0, "phases": {}, "others_share": 0.0}
+    file.write_text(json.dumps(result(timed=timed)))
+    monkeypatch.setattr("megarl.planning.measured.measure_cores", lambda: next(rates))
+    monkeypatch.setattr(plan_truth, "timed", lambda settings: timed)
+    for layouts in ("tp2", "1"):
+        assert plan_truth.run(SimpleNamespace(json=file, sizes="10M", layouts=layouts, kind="seconds")) == 0
+    found = json.loads(file.read_text())
+    assert found["rates"] == [3e11, 1e11, 2e10]
+    assert {name: case["planned"]["step_s"] > 0 for name, case in found["cases"].items()} == {
+        "10M tp2": True,
+        "10M 1": True,
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_planner_says_what_was_measured(size):
+    """The acceptance of the planner, with the measurements that are kept: a fifth of seconds, a tenth of memory."""
+    far = []
+    for layout in LAYOUTS:
+        case, settings = RESULT["cases"][f"{size} {layout}"], settings_of(size, layout)
+        said = plan_truth.planned(settings, RESULT["rates"], RESULT["machine"]["cores"])
+        step = said["step_s"] / case["timed"]["wall_s"]
+        more = case["resident"] - RESULT["empty"][str(LAYOUTS[layout][0])]
+        memory = fullest(load_config(RECIPE, settings))[1] / more
+        if abs(step - 1) > plan_truth.SECONDS_WITHIN or abs(memory - 1) > plan_truth.MEMORY_WITHIN:
+            far.append((layout, step, memory))
+        for seen, ratio in ((f"{more / 1e6:.0f}", memory), (f"{case['timed']['wall_s']:.2f}", step)):
+            assert re.search(rf"\| {re.escape(seen)}, {ratio:.2f} \|", DOCS), (layout, seen, ratio)
+    assert far == []

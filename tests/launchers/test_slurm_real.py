@@ -86,11 +86,11 @@ def test_a_chain_of_jobs_has_the_metrics_of_one(recipe, local, tmp_path, capsys)
     chain = ("launch.slurm.chain=2", "launch.slurm.warn_s=60", "trainer.save_every=0")
     assert launch(recipe, run_dir, *chain, slow_reward(recipe, 0.4)) == 0
     for link in (1, 2):
-        wait(lambda at=link: len(jobs_of(run_dir)) == at, f"link {link}")
+        wait(lambda at=link: len(jobs_of(run_dir)) == at, f"link {link}", run_dir=run_dir)
         wait_for_step(run_dir, 3 * link)
         number = jobs_of(run_dir)[-1].number
         subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
-        wait(lambda of=number: not state_of(of).active, "end of the link")
+        wait(lambda of=number: not state_of(of).active, "end of the link", run_dir=run_dir)
         assert state_of(number).name == "COMPLETED", said(run_dir)
     wait_for_end(run_dir)
     assert len(jobs_of(run_dir)) == 3

@@ -16,8 +16,8 @@ from tests.planning.planned import H100, IDEAL
 from tests.planning.test_passes import DENSE, EXPERTS
 
 
-def decoder(facts=DENSE, given=IDEAL, tp=1, pp=1, ep=1, hardware=H100, vpp=1):
-    return Decoder(facts, "bf16", tp, pp, ep, hardware, given, vpp)
+def decoder(facts=DENSE, given=IDEAL, tp=1, pp=1, ep=1, hardware=H100, etp=0, vpp=1):
+    return Decoder(facts, "bf16", tp, pp, ep, hardware, given, etp, vpp)
 
 
 def test_a_step_reads_weights_and_caches():
@@ -129,11 +129,29 @@ def hops(**layout):
     return round((slower - faster) * 1e6)
 
 
-def test_experts_of_other_ranks_gather_and_sum_all_rows():
-    """G2: 8 layers: 8 gathers and 8 sums of 2 steps over 2 ranks; beside a sum in each layer where tp is 2, too."""
-    assert hops(facts=EXPERTS, ep=2) == 8 + 8 * 2
-    assert hops(facts=EXPERTS, tp=2, ep=2) == hops(facts=EXPERTS, tp=2) == 16 * 2
-    assert hops(facts=EXPERTS, tp=2, ep=4) == 8 * 2 + (8 + 8 * 2) * 3
+def test_experts_of_an_embedded_engine_gather_and_sum_all_rows():
+    """G2: in each of 8 layers attention's sum over tp (2 steps), a gather and a sum over all ranks of the experts."""
+    assert hops(facts=EXPERTS, ep=2, etp=1) == 8 * (1 + 2)
+    assert hops(facts=EXPERTS, tp=2, ep=2, etp=1) == 8 * (2 + 1 + 2)
+    assert hops(facts=EXPERTS, tp=2, ep=4, etp=1) == 8 * (2 + 3 * (1 + 2))
+    assert hops(facts=EXPERTS, tp=2, etp=2) == 8 * (2 + 2)  # each has a slice of every expert, and the same rows
+    assert hops(facts=EXPERTS, tp=2, ep=2) == 8 * (2 + 2)  # a server
+
+
+def test_ranks_of_experts_compute_the_rows_of_all():
+    """G2: 8 ranks with 4 of 32 experts each compute what each would by itself, for products of 8 times the rows."""
+    given = replace(IDEAL, gemm_half_rows=64.0)
+    one, eight = (decoder(EXPERTS, given, ep=ep, etp=1)._expert_products(128.0) for ep in (1, 8))
+    assert one / eight == pytest.approx((1 + 64 / 16) / (1 + 64 / 128))
+    four = decoder(EXPERTS, given, tp=2, ep=4, etp=1)._expert_products(128.0)  # tp's two ranks bring the same rows
+    assert one / four == pytest.approx((1 + 64 / 16) / (1 + 64 / 64))
+
+
+def test_ranks_of_experts_hold_a_share_of_them():
+    every = 2 * EXPERTS.parameters_of["experts"]
+    rest = 2 * EXPERTS.parameters - every
+    assert decoder(EXPERTS, ep=8, etp=1).step(4096, 0)[1] == pytest.approx(rest + every / 8)
+    assert decoder(EXPERTS, tp=2, ep=4, etp=2).step(4096, 0)[1] == pytest.approx(rest / 2 + every / 8)
 
 
 def test_stages_hand_over_as_often_as_they_have_parts():
@@ -143,16 +161,21 @@ def test_stages_hand_over_as_often_as_they_have_parts():
 def test_experts_of_a_rank_take_their_time():
     """G2: 32 experts of 8 layers, on 4 ranks."""
     slower, faster = (
-        decoder(EXPERTS, given, ep=4).step(1, 0)[0] for given in (replace(IDEAL, decode_expert_ms=0.5), IDEAL)
+        decoder(EXPERTS, given, ep=4, etp=1).step(1, 0)[0] for given in (replace(IDEAL, decode_expert_ms=0.5), IDEAL)
     )
     assert slower - faster == pytest.approx(8 * 32 / 4 * 0.5e-3)
 
 
-@pytest.mark.parametrize(("pp", "times"), [(1, 2), (2, 1)])
-def test_processes_that_share_a_core_decode_in_turn(pp, times):
-    """Half a core each: fixed times double, but not of two stages, which work in turn anyhow."""
+@pytest.mark.parametrize("link_gb_s", [450.0, 1e-3])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_processes_that_share_a_core_decode_in_turn(pp, link_gb_s):
+    """Half a core each: all but the bytes that they send takes twice as long, and nothing does of two stages."""
     given = replace(IDEAL, decode_ms=1.0, node_hop_us=100.0)
-    full = replace(H100, gpu=False)
+    full = replace(H100, gpu=False, node_gb_s=link_gb_s)
     half = replace(full, cores=0.5, bf16_tflops=full.bf16_tflops / 2, memory_tb_s=full.memory_tb_s / 2)
-    alone, together = (decoder(given=given, tp=2, pp=pp, hardware=one).step(4, 100)[0] for one in (full, half))
-    assert together == pytest.approx(times * alone, rel=1e-3)  # links are not divided: a millionth of it is bytes
+    alone, together = (
+        decoder(given=given, tp=2, pp=pp, hardware=one.while_others_wait(pp)).step(4, 100)[0] for one in (full, half)
+    )
+    sums = 16 * 4 * 1024 * 2  # 16 sums of 4 rows, half of whose bytes go out twice
+    bytes_ = (sums + (pp * 4 * 1024 * 2 if pp > 1 else 0)) / link_gb_s / 1e9
+    assert together == pytest.approx(alone if pp == 2 else 2 * alone - bytes_)

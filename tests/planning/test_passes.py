@@ -140,19 +140,17 @@ def test_on_a_cpu_the_probabilities_count_too(cp, pairs):
     assert found == pytest.approx(elements * 100 / TWO_CORES.peak("fp32"))
 
 
-def test_processes_that_share_a_core_take_turns():
-    """What is fixed takes twice as long; in the bubble stages that wait leave the core to the others."""
+@pytest.mark.parametrize("link_gb_s", [4.3, 1e-3])
+def test_processes_that_share_a_core_take_turns(link_gb_s):
+    """What is fixed takes twice as long; in the bubble stages that wait leave the core to the others, not the link."""
     given = replace(IDEAL, layer_ms=1.0)
-    shared = replace(TWO_CORES, cores=0.5)
-    for parallel, bubble in (({}, 1.0), ({"pp": 2}, 0.5)):
-        alone, together = (
-            model(given=given, hardware=one, devices=2, **parallel).forward(SHARE) for one in (TWO_CORES, shared)
-        )
-        assert seconds_by(together)["T3"] == pytest.approx(2 * seconds_by(alone)["T3"])
-        if parallel:
-            rest = [total([one for one in parts if one.formula != "T8"]) for parts in (alone, together)]
-            waits = [part(parts, "T8").seconds for parts in (alone, together)]
-            assert waits[1] / rest[1] == pytest.approx(bubble * waits[0] / rest[0])
+    full = replace(TWO_CORES, node_gb_s=link_gb_s)
+    half = replace(full, cores=0.5, bf16_tflops=full.bf16_tflops / 2)
+    alone, together = (model(given=given, hardware=one, devices=2, pp=2).forward(SHARE) for one in (full, half))
+    assert seconds_by(together)["T3"] == pytest.approx(2 * seconds_by(alone)["T3"])
+    assert part(together, "T1").seconds == pytest.approx(2 * part(alone, "T1").seconds)
+    for formula in ("T7", "T8"):
+        assert part(together, formula).seconds == pytest.approx(part(alone, formula).seconds)
 
 
 @pytest.mark.parametrize(("sp", "sums"), [(False, 2), (True, 2.5)])
