@@ -13,8 +13,21 @@ T = TypeVar("T")
 
 #: By name, those of `megarl simulate` among them: shares that something is divided by, and other divisors.
 _SHARES = frozenset(
-    "gemm_share expert_share memory_share node_share scatter_share link_share host_share read_share train_mfu"
-    " prefill_mfu server_memory kept_groups usable_memory".split()
+    (
+        "gemm_share",
+        "expert_share",
+        "memory_share",
+        "node_share",
+        "scatter_share",
+        "link_share",
+        "host_share",
+        "read_share",
+        "train_mfu",
+        "prefill_mfu",
+        "server_memory",
+        "kept_groups",
+        "usable_memory",
+    )
 )
 _DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "link_times"))
 
