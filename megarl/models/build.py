@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -55,6 +56,7 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
 
             chunk = VlaModel(hf_config, tconf, spec, sight, **settings)
         _mark_split(chunk)
+        _let_go(chunk)
         # Megatron makes some parameters on the host whatever the device (routers), and a module of ours may, too.
         chunks.append(chunk.to(device()))
     return chunks
@@ -71,6 +73,21 @@ def _mark_split(chunk: PolicyModel) -> None:
         dim = next((dim for kind, dim in kinds.items() if isinstance(module, kind)), None)
         if dim is not None and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+
+
+def _let_go(chunk: PolicyModel) -> None:
+    """Experts forget the probabilities of their last rows, which Megatron keeps and nobody reads again.
+
+    Where layers are computed again in the backward pass, a layer's input and its gradient would stay with them until
+    the layer is computed the next time.
+    """
+
+    def forget(layer: MoELayer, given: Any, output: Any) -> None:
+        layer.token_dispatcher.probs = None
+
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(forget)
 
 
 def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

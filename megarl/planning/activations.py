@@ -155,14 +155,6 @@ class Activations:
         each = self.stream if self.engine.recompute == "full" else self.layer
         return self.facts.layers / self.parallel.pp * each + self.stream
 
-    @property
-    def left(self) -> float:
-        """What a backward pass leaves: where layers are recomputed, a mixture's dispatcher keeps the router's
-        probabilities, and with them the layer's input and the gradient of that, until the layer is computed again."""
-        if not self.facts.is_moe or self.engine.recompute != "full":
-            return 0.0
-        return self.sparse * self.facts.layers / self.parallel.pp * 2 * self.stream
-
     def in_flight(self, *, last: bool) -> float:
         """Micro-batches whose activations a stage holds at most: the first stage, or the last."""
         pp, vpp = self.parallel.pp, self.parallel.vpp or 1
@@ -219,13 +211,11 @@ class Activations:
     def needed(self, *, last: bool) -> Needed:
         """At the fullest moment of the passes, on a rank of the first or the last stage."""
         alone, flying = self.parallel.pp == 1, self.in_flight(last=last)
-        less = 1.0 / (self.parallel.vpp or 1)
-        # What a backward pass leaves, the next forward pass of a layer replaces: it is there among the last ones.
-        ending = max(flying - less, 0.0) * self.micro_batch + self.left
-        moments = [Needed(flying * self.micro_batch, self.passing), Needed(ending, self.passing)]
+        moments = [Needed(flying * self.micro_batch, self.passing)]
         if last or alone:
             gathered = self.element * self.passes.tokens * self.facts.hidden if self.split_stream else 0.0
             moments.append(Needed(flying * self.micro_batch + self.stream, gathered, self.head))
         if not last or alone:
-            moments.append(Needed(ending, self.embedding))
+            done = 1.0 / (self.parallel.vpp or 1)
+            moments.append(Needed(max(flying - done, 0.0) * self.micro_batch, self.embedding))
         return max(moments, key=lambda needed: needed.bytes)

@@ -90,6 +90,11 @@ def test_formulas_are_within_a_tenth_of_the_engine(one, tracked):
         assert said[name] == pytest.approx(seen[name], rel=0.1), name
 
 
+def test_layers_of_experts_that_are_computed_again_leave_nothing(tracked):
+    """Only Megatron's buffers are left, as without recomputation."""
+    assert tracked["experts, recomputed"]["left"] <= tracked["wide experts"]["left"]
+
+
 @pytest.mark.campaign("memory")
 @pytest.mark.parametrize("one", real_cases(), ids=lambda one: one.name)
 def test_formulas_are_within_a_tenth_at_real_size(one, tmp_path):
