@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ ProctrackType=proctrack/pgid
 ReturnToService=2
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmdSpoolDir={folder}/spool.%n
+SlurmdSpoolDir={spool}/%n
 StateSaveLocation={folder}/state
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
@@ -124,6 +125,12 @@ def cluster(folder: Path, nodes: int = 2, more: str = PARTITION) -> Iterator[Clu
     Raises:
         DoesNotRunHere: its nodes are not idle within half a minute.
     """
+    # Sockets lie there, whose paths have 108 bytes at most: those of pytest's folders are longer.
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as spool:
+        yield from _cluster(folder, Path(spool), nodes, more)
+
+
+def _cluster(folder: Path, spool: Path, nodes: int, more: str) -> Iterator[Cluster]:
     _start_munge()
     folder.mkdir(parents=True)
     (folder / "state").mkdir()
@@ -131,8 +138,8 @@ def cluster(folder: Path, nodes: int = 2, more: str = PARTITION) -> Iterator[Clu
     conf = folder / "slurm.conf"
     conf.write_text(
         _CONF.format(
-            host=socket.gethostname(), address=address(), folder=folder, nodes=nodes, controller=controller,
-            first=ports[0], last=ports[-1], more=more,
+            host=socket.gethostname(), address=address(), folder=folder, spool=spool, nodes=nodes,
+            controller=controller, first=ports[0], last=ports[-1], more=more,
             job=1 + os.getpid() % 97 * 100,  # the ports of a run go by it, and other tests have clusters of their own
         )
     )  # fmt: skip
