@@ -148,14 +148,15 @@ class ModelPass:
         count = self.micro_batches(share)
         one = replace(share, samples=share.samples / count)
         parts = [part for part in self._micro_batch(one, train=train) if part.seconds]
+        found = [part.times(count) for part in parts]
         waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
-        # Where processes take turns on a core, those that wait leave it to the others.
-        moving = replace(self, hardware=self.hardware.while_others_wait(self.parallel.pp))
-        bubble = Cost(
-            "T8", f"pipeline bubble, {count} micro-batches", waits * total(moving._micro_batch(one, train=train))
-        )
-        parts = [part.times(count) for part in parts]
-        return [*parts, *([bubble] if waits else [])]
+        if waits:
+            # Where processes take turns on a core, those that wait leave it to the others.
+            hardware = self.hardware.while_others_wait(self.parallel.pp)
+            if hardware is not self.hardware:
+                parts = replace(self, hardware=hardware)._micro_batch(one, train=train)
+            found.append(Cost("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts)))
+        return found
 
     def _micro_batch(self, share: Share, *, train: bool) -> list[Cost]:
         """Of the fullest stage, which is the last one: its layers and the head."""
