@@ -18,7 +18,7 @@ from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.machine import Machine
-from megarl.planning.memory import Memory, Moment, device_memory
+from megarl.planning.memory import GpuRoom, Memory, Moment, device_memory, held
 from megarl.planning.shards import Sizes
 from megarl.store.size import LEAST, refuse_too_large
 
@@ -32,14 +32,25 @@ def check_machine(
     config: RunConfig,
     sizes: Sizes,
     placement: Placement | None,
-    machine: Machine,
+    machine: Machine | None,
     checks: Checklist,
     *,
     launcher: str | None,
     job: str,
     starts: bool,
 ) -> None:
-    """Processes and memory of `job`. `starts`: on this machine; False: a dry run."""
+    """Processes and memory of `job`.
+
+    Args:
+        machine: that this process runs on; None: it is none of the run's, and only what the recipe says of its own
+            devices counts.
+        starts: on this machine; False: a dry run.
+    """
+    if machine is None:
+        placed = None if config.cluster.device_memory_gb is None else _divided(sizes, placement, checks)
+        if placed is not None:
+            _check_devices(config, sizes, placed, None, checks, job=job, starts=False)
+        return
     cluster = config.cluster
     _check_store(config, placement, machine, launcher, checks, starts)
     wanted = cluster.device_memory_gb
@@ -63,22 +74,33 @@ def check_machine(
         checks.skip("machine", "not known: Ray chooses the machines")
     elif not gpu:
         _check_cores(config, machine, checks, starts)
-    unknown = sizes[Role.ACTOR] is None
-    if unknown or placement is None or not all(map(divides_devices, placement.teams)):
-        checks.skip("memory", "not known: " + ("the model's sizes" if unknown else "the layout does not divide"))
+    placed = _divided(sizes, placement, checks)
+    if placed is None:
         return
-    for team in placement.teams if gpu else ():
-        device = device_memory(config, sizes, team, gpu=True, job=job)
-        if placement.separate:
-            moments = (replace(moment, name=f"team {team.name}: {moment.name}") for moment in device.moments)
-            device = Memory(tuple(moments))
-        _check_device(config, device, machine, checks, starts)
+    if gpu:
+        _check_devices(config, sizes, placed, machine, checks, job=job, starts=starts)
     if not gpu or (machine.has_gpu and starts):
-        host = host_memory(config, sizes, placement, gpu=gpu, job=job)
+        host = host_memory(config, sizes, placed, gpu=gpu, job=job)
         _judge(host, machine.memory, _HOST, checks, refuse=starts and not gpu)
 
 
 _HOST = "this machine's memory"
+
+
+def _divided(sizes: Sizes, placement: Placement | None, checks: Checklist) -> Placement | None:
+    """The teams, where their memory can be estimated."""
+    unknown = sizes[Role.ACTOR] is None
+    if not unknown and placement is not None and all(map(divides_devices, placement.teams)):
+        return placement
+    checks.skip("memory", "not known: " + ("the model's sizes" if unknown else "the layout does not divide"))
+    return None
+
+
+def gpu_room(config: RunConfig, machine: Machine | None) -> GpuRoom | None:
+    """The GPU that the recipe names, or the one that is here; None: neither."""
+    named = config.cluster.device_memory_gb
+    size = named * 1e9 if named is not None else machine.gpu_memory if machine is not None else None
+    return None if size is None else GpuRoom(size)
 
 
 def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts: bool) -> None:
@@ -153,13 +175,33 @@ def _check_store(
         )
 
 
-def _check_device(config: RunConfig, memory: Memory, machine: Machine, checks: Checklist, starts: bool) -> None:
+def _check_devices(
+    config: RunConfig,
+    sizes: Sizes,
+    placement: Placement,
+    machine: Machine | None,
+    checks: Checklist,
+    *,
+    job: str,
+    starts: bool,
+) -> None:
+    """The fullest rank of every team."""
+    room = gpu_room(config, machine)
+    for team in placement.teams:
+        device = device_memory(config, sizes, team, gpu=True, job=job, room=room)
+        if placement.separate:
+            moments = (replace(moment, name=f"team {team.name}: {moment.name}") for moment in device.moments)
+            device = replace(device, moments=tuple(moments))
+        _check_device(config, device, machine, checks, starts)
+
+
+def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, checks: Checklist, starts: bool) -> None:
     """The fullest rank against its GPU: the one that the recipe names, or the one that is here."""
     named = config.cluster.device_memory_gb
     limits = []
     if named is not None:
         limits.append((named * 1e9, f"a GPU of {named:g} GB (cluster.device_memory_gb)", True))
-    if machine.gpu_memory is not None and (starts or named is None):
+    if machine is not None and machine.gpu_memory is not None and (starts or named is None):
         refuse = starts and machine.gpu_certain
         limits.append((machine.gpu_memory, f"this machine's GPU of {machine.gpu_memory / 1e9:.0f} GB", refuse))
     if not limits:
@@ -193,7 +235,7 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
             checks.warn("memory", _key(key), message, found=f"{needed.least / 1e9:,.1f} GB", fix=fix)
         return
     # What shrinks by itself, and terms that are a sum of many, count with what they take for certain.
-    moments = {moment.name: _expected(moment) for moment in memory.moments}
+    moments = {moment.name: held(moment.terms) for moment in memory.moments}
     name = max(moments, key=lambda key: moments[key])
     if moments[name] > _TIGHT * capacity:
         moment = next(moment for moment in memory.moments if moment.name == name)
@@ -206,11 +248,6 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
         )
     else:
         checks.ok("memory", f"{name} takes about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}")
-
-
-def _expected(moment: Moment) -> float:
-    """The estimate, with a cache that adapts to the room there is at its least."""
-    return sum(part.least if part.shrinks else part.bytes for part in moment.terms)
 
 
 def _key(keys: str) -> str:

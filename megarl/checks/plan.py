@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megarl.checks.checklist import Check
 from megarl.checks.host import host_memory
 from megarl.checks.layout import divides_devices
+from megarl.checks.machine import gpu_room
 from megarl.checks.recipe import Checked, check_config
 from megarl.config.correction import describe_correction
 from megarl.config.load import dump_config
@@ -21,7 +22,7 @@ from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
-from megarl.planning.memory import device_memory, server_bytes
+from megarl.planning.memory import Memory, device_memory, server_bytes
 from megarl.store.size import handover_bytes, object_store_bytes, steps_held
 
 ROWS_SHOWN = 64
@@ -93,11 +94,10 @@ def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machi
     """Who holds what on how many workers, what its ranks need, and what the samples between teams need."""
     rows = [("team", "roles", "layout", "workers", "GB per rank", "nodes")]
     known = checked.sizes[Role.ACTOR] is not None
-    gpu = _on_gpus(config, machine)
     for team in placement.teams:
         memory = "?"
         if known and divides_devices(team):
-            memory = f"{device_memory(config, checked.sizes, team, gpu=gpu).peak.bytes / 1e9:.3f}"
+            memory = f"{_team_memory(config, checked, team, machine).peak.bytes / 1e9:.3f}"
         roles = ", ".join(role.value for role in team.roles)
         rows.append((team.name, roles, _layout_text(team), str(team.devices), memory, ", ".join(team.nodes) or "-"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
@@ -133,6 +133,11 @@ def _layout_text(team: TeamPlan) -> str:
     sizes = team.parallel.model_dump(exclude_defaults=True)
     words = [name if value is True else f"{name} {value}" for name, value in sizes.items()]
     return ", ".join([*words, f"dp {team.replicas}"])
+
+
+def _team_memory(config: RunConfig, checked: Checked, team: TeamPlan, machine: Machine) -> Memory:
+    gpu = _on_gpus(config, machine)
+    return device_memory(config, checked.sizes, team, gpu=gpu, room=gpu_room(config, machine) if gpu else None)
 
 
 def _on_gpus(config: RunConfig, machine: Machine) -> bool:
@@ -194,7 +199,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
     for team in placement.teams:
         if placement.separate:
             lines.append(f"team {team.name}")
-        memory = device_memory(config, checked.sizes, team, gpu=gpu)
+        memory = _team_memory(config, checked, team, machine)
         lines += [_memory_line(part.what, part.bytes) for part in memory.terms()]
         lines.append(_memory_line(f"peak ({memory.peak.name})", memory.peak.bytes))
     ranks = -(-config.cluster.nproc // config.cluster.nnodes)
@@ -203,7 +208,11 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
         if not gpu:  # there it is one of the terms
             lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
-        lines.append("(a server's cache comes on top, up to memory_fraction of a GPU or, on a CPU, max_total_tokens)")
+        if gpu_room(config, machine) is None:
+            lines.append(
+                "(a server's cache comes on top, of a GPU up to memory_fraction of what is free, on a CPU up to "
+                "max_total_tokens)"
+            )
         if config.rollout.sglang.colocated:
             lines.append("(on GPUs, the servers are on the trainer's devices)")
     return "\n".join(lines)

@@ -121,7 +121,7 @@ def _plan(
 ) -> int:
     from rich.console import Console
 
-    from megarl.checks.plan_report import as_json, rest_of, tables
+    from megarl.checks.plan_report import as_json, misfits, rest_of, tables
     from megarl.planning.step import model_sizes, plan_step
 
     sizes = model_sizes(config, graph)
@@ -129,11 +129,11 @@ def _plan(
     rest = rest_of(config, plan, sizes)
     if arguments.json:
         print(json.dumps(as_json(arguments.recipe, plan, rest), indent=1))
-        return 0
-    console = Console(highlight=False)
-    for part in tables(arguments.recipe, plan, rest):
-        console.print(part)
-    return 0
+    else:
+        console = Console(highlight=False)
+        for part in tables(arguments.recipe, plan, rest):
+            console.print(part)
+    return 2 if misfits(plan) else 0
 
 
 def _search(

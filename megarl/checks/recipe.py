@@ -73,7 +73,7 @@ def check_config(
         hf: sizes of the model; None: read from the local files that the recipe names.
         launcher: also check what this launcher cannot do.
         job: train, sft, eval or generate: what it does not use is not looked at.
-        machine: also check whether the run fits this machine.
+        machine: also check whether the run fits this machine; None: it is none of the run's.
         starts: the run starts on `machine`; else it may be meant for another one, and what does not fit is a warning.
     """
     checks = Checklist()
@@ -112,8 +112,7 @@ def check_config(
     check_places(config, checks)
     check_secrets(config, checks)
     check_packages(config, placement, checks, launcher, job)
-    if machine is not None:
-        check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
+    check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     return Checked(checks.items, sizes, graph, placement)
 
 

@@ -390,7 +390,8 @@ def _check_colocated(config: RunConfig, checks: Checklist) -> None:
             allowed="false with rollout.sglang.urls",
             fix=f"set {key}=false, or rollout.sglang.urls=[]",
         )
-    if not config.actor.engine.offload:
+    judged = servers.memory_fraction is not None and config.cluster.device_memory_gb is not None
+    if not config.actor.engine.offload and not judged:  # else the check of memory knows whether there is room
         checks.warn(
             _NAME,
             key,

@@ -296,12 +296,15 @@ class Space:
                     for experts in self._experts(tp, devices // pp):
                         chunks = [vpp for vpp in (2, 4) if pp > 1 and facts.layers % (pp * vpp) == 0]
                         for vpp in (None, *chunks):
-                            one = ParallelConfig(
-                                tp=tp, pp=pp, vpp=vpp, cp=cp, sp=tp > 1 and not facts.is_moe, **experts
-                            )
+                            one = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sp=tp > 1 and self._splits, **experts)
                             if makes_replicas(devices, one) and not layout_problems("actor.parallel", one, facts):
                                 found.append(one)
         return [one for one in found if self._fits_others(one, spread)]
+
+    @property
+    def _splits(self) -> bool:
+        """Whether layouts say `sp`. Mixtures of experts split their sequences in any case: as the recipe has it."""
+        return not self.facts.is_moe or self.config.actor.parallel.sp
 
     def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
         """How experts may be divided, over the ranks of a stage: by their number, or also by their width."""

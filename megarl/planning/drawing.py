@@ -12,7 +12,7 @@ from megarl.planning.flops import FlopCounter, token_flops
 from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
 from megarl.planning.passes import Cost
-from megarl.planning.shards import BYTES
+from megarl.planning.shards import BYTES, key_value_bytes
 from megarl.planning.workload import Workload
 
 _POINTS = 32
@@ -64,9 +64,8 @@ class Decoder:
 
     @cached_property
     def key_bytes(self) -> float:
-        """Keys and values of one token on a rank, in all layers: a head is never divided, but copied."""
-        heads = self.facts.kv_heads / min(self.tp, self.facts.kv_heads)
-        return 2 * self.facts.layers * heads * self.facts.head_dim * BYTES[self.dtype]
+        """Keys and values of one token on a rank, in all layers."""
+        return key_value_bytes(self.facts, self.tp, self.dtype)
 
     @property
     def _holders(self) -> int:

@@ -9,6 +9,7 @@ formulas and has the tables of what was measured.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megarl.artifacts.facts import ModelFacts
@@ -19,10 +20,32 @@ from megarl.config.training import EngineConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.planning.activations import Activations, Needed, Passes
-from megarl.planning.shards import BYTES, Sizes, layout_key, parameter_bytes, state_bytes
-from megarl.residency import ACTOR, CRITIC, GRADIENTS, PARAMETERS, REFERENCE, SERVERS, TEACHER, WEIGHTS, needed
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.shards import (
+    BYTES,
+    MOMENT_BYTES,
+    STEP_BYTES,
+    Sizes,
+    key_value_bytes,
+    layout_key,
+    parameter_bytes,
+    state_bytes,
+)
+from megarl.residency import (
+    ACTOR,
+    CRITIC,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    REFERENCE,
+    SERVERS,
+    TEACHER,
+    WEIGHTS,
+    needed,
+)
 
 ROUGH = 1.5
+SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
 PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
 """On a CPU the embedded engine re-orders weights up to this size once, where it decodes at least so many tokens."""
 # Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
@@ -75,10 +98,29 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class GpuRoom:
+    """A GPU that a server may be on.
+
+    Attributes:
+        bytes: of it.
+        server_share: of what is free when the server starts, for its weights and cache, where the recipe names none.
+    """
+
+    bytes: float
+    server_share: float = PlanAssumptions.server_memory
+
+
+@dataclass(frozen=True)
 class Memory:
-    """An estimate: the moments of a step."""
+    """An estimate.
+
+    Attributes:
+        moments: of a step.
+        free: bytes of the device that are free when a server starts on it; 0: none does, or the device is not known.
+    """
 
     moments: tuple[Moment, ...]
+    free: float = 0.0
 
     @property
     def peak(self) -> Moment:
@@ -189,7 +231,7 @@ def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
 
 
 def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of weights on every GPU of a server; its cache comes on top, up to `memory_fraction`."""
+    """Bytes of weights on every GPU of a server, without its cache."""
     servers = config.rollout.sglang
     split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
     return parameter_bytes(facts, split, config.rollout_dtype)
@@ -204,25 +246,51 @@ def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
     # Further arguments may quantise the weights, or hold them elsewhere.
     least = 0.0 if servers.extra_args else size / BYTES[config.rollout_dtype] if config.sync.fp8 else size
     keys = "rollout.sglang.tp_size, rollout.sglang.ep_size"
-    return [Term("a server's weights, per rank of it", size, keys, least)]
+    return [Term(_SERVER_WEIGHTS, size, keys, least)]
 
 
-def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str = "train") -> Memory:
+def _server_cache(config: RunConfig, sizes: Sizes, share: float, free: float) -> Term:
+    """Keys and values of a server that takes its share of what is free on its GPU when it starts."""
+    servers, facts = config.rollout.sglang, _known(sizes, Role.ROLLOUT)
+    size = max(0.0, (servers.memory_fraction or share) * free - server_bytes(config, facts))
+    if servers.max_total_tokens is not None:
+        size = min(size, servers.max_total_tokens * key_value_bytes(facts, servers.tp_size, config.rollout_dtype))
+    # Further arguments may say something else, and without a share it is SGLang's choice.
+    least = 0.0 if servers.extra_args or servers.memory_fraction is None else size
+    return Term(SERVER_CACHE, size, "rollout.sglang.memory_fraction, rollout.sglang.max_total_tokens", least)
+
+
+def beside_servers(moment: Moment) -> float:
+    """Bytes of a moment that are no server's, where what adapts to the room there is has its least."""
+    return held(term for term in moment.terms if term.what not in (_SERVER_WEIGHTS, SERVER_CACHE))
+
+
+def held(terms: Iterable[Term]) -> float:
+    """Bytes of terms, where what adapts to the room there is has its least."""
+    return sum(part.least if part.shrinks else part.bytes for part in terms)
+
+
+def device_memory(
+    config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str = "train", room: GpuRoom | None = None
+) -> Memory:
     """Estimate of what the fullest rank of a team holds on its device.
 
     Args:
         sizes: of the models; the policy's are known, and stand for those that are not.
         team: its layout divides its workers.
+        room: of the device; None: not known, and the cache of a server on it is left out.
     """
     servers = _server_weights(config, sizes) if gpu and Role.ROLLOUT in team.roles else []
     shared = servers if config.rollout.colocated else []
-    on_its_own = [Moment("a server", tuple(servers))] if servers and not shared else []
     models = _Models(config, sizes, team, shared, gpu=gpu)
+    known = room if servers else None
+    free = 0.0 if known is None else max(0.0, known.bytes - (models.when_servers_start(job) if shared else 0.0))
+    cache = [] if known is None else [_server_cache(config, sizes, known.server_share, free)]
+    on_its_own = [Moment("a server", (*servers, *cache))] if servers and not shared else []
+    drawing = _drawing(config, sizes, team, job, gpu=gpu) + (cache if shared else [])
     if job in ("eval", "generate"):
         weights = models.state[ACTOR][PARAMETERS]
-        return Memory(
-            (Moment("generation", (weights, *shared, *_drawing(config, sizes, team, job, gpu=gpu))), *on_its_own)
-        )
+        return Memory((Moment("generation", (weights, *shared, *drawing)), *on_its_own), free)
     moments = []
     if Role.ACTOR in team.roles:
         learning = _learning_terms("actor", config, models.facts[ACTOR], team, gpu=gpu, job=job)
@@ -230,7 +298,6 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
     if job == "sft":
         return Memory((replace(moments[0], name="the update"),))
     if Role.ROLLOUT in team.roles:
-        drawing = _drawing(config, sizes, team, job, gpu=gpu)
         moments += [Moment("generation", (*models.resident("generate"), *drawing)), *on_its_own]
     if gpu and Role.ACTOR in team.roles:
         moments.append(Moment("a checkpoint", tuple(models.resident("checkpoint"))))
@@ -240,7 +307,7 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
     if CRITIC in models.state:
         values = _learning_terms("critic", config, models.facts[CRITIC], team, gpu=gpu)
         moments.append(Moment("the critic's update", (*models.resident("update", CRITIC), *values)))
-    return Memory(tuple(moments))
+    return Memory(tuple(moments), free)
 
 
 def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
@@ -284,7 +351,8 @@ class _Models:
     """
 
     def __init__(self, config: RunConfig, sizes: Sizes, team: TeamPlan, servers: list[Term], *, gpu: bool) -> None:
-        self._gpu, dtype, dp = gpu, config.model.dtype, team.replicas
+        self._gpu, self._dtype, dp = gpu, config.model.dtype, team.replicas
+        dtype = self._dtype
         self.facts = {role.value: _known(sizes, role) for role in team.roles}
         self.state: dict[str, dict[str, Term]] = {}
         self._always: list[Term] = []
@@ -313,6 +381,14 @@ class _Models:
             for kind, part in parts.items()
             if kind in wanted.get(name, ()) or not self._offloads[name] or not (self._gpu or kind == GRADIENTS)
         ]
+
+    def when_servers_start(self, job: str) -> float:
+        """Bytes on the device at this time; what stays there all the time has no Adam moments before the first step."""
+        if job in ("eval", "generate"):
+            return self.state[ACTOR][PARAMETERS].bytes
+        learners = [role for role in (ACTOR, CRITIC) if role in self.state and not self._offloads[role]]
+        moments = sum(self.state[role][OPTIMIZER].bytes for role in learners) * MOMENT_BYTES / STEP_BYTES[self._dtype]
+        return held(part for part in self.resident("start_servers") if part.what != _SERVER_WEIGHTS) - moments
 
 
 def learned_parts(

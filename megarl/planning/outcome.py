@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megarl.dag.placement import Placement
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.hardware import Hardware
-from megarl.planning.memory import Moment
+from megarl.planning.memory import Moment, held
 from megarl.planning.passes import Cost, total
 
 ROOM_KEYS = (
@@ -139,14 +139,12 @@ class Filled:
     Attributes:
         team: whose device.
         moment: what is held, by term.
-        bytes: of them, with the cache of a server that shares the device.
     """
 
     team: str
     moment: Moment
-    bytes: float
 
-
-def held(moment: Moment) -> float:
-    """Bytes of a moment, where what adapts to the room there is has its least."""
-    return sum(part.least if part.shrinks else part.bytes for part in moment.terms)
+    @property
+    def bytes(self) -> float:
+        """Of them, where what adapts to the room there is has its least."""
+        return held(self.moment.terms)

@@ -24,7 +24,8 @@ from megarl.planning.candidates import RECOMPUTE, Choice, Space, Spread
 from megarl.planning.drawing import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
-from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan, held
+from megarl.planning.memory import beside_servers
+from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan
 from megarl.planning.passes import Cost, total
 from megarl.planning.shards import Sizes, state_bytes
 from megarl.planning.step import StepFormulas
@@ -219,18 +220,20 @@ class Search:
         return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, self._memo)
 
     def _fraction(self, formulas: StepFormulas) -> float | None:
-        """`memory_fraction` of servers on the trainer's devices: what other parts leave while samples are drawn.
+        """`memory_fraction` of servers on the trainer's devices, of what other parts leave while samples are drawn.
 
         None: servers do not share devices. 0: nothing is left for weights and a cache of one sample.
         """
         if not formulas.config.rollout.colocated:
             return None
         team = next(team for team in formulas.placement.teams if Role.ROLLOUT in team.roles)
-        moment = next(one for one in formulas.memory[team.name].moments if one.name == "generation")
-        weights, memory = formulas.server_weights, self._hardware.memory_gb * 1e9
-        left = (self.limit - (held(moment) - weights)) / memory
-        fraction = min(_MOST, math.floor(left * _FRACTIONS) / _FRACTIONS)
-        return fraction if fraction * memory >= weights + self._sample(formulas) else 0.0
+        memory = formulas.memory[team.name]
+        moment, free = next(one for one in memory.moments if one.name == "generation"), memory.free
+        if free <= 0:
+            return 0.0
+        share = (self.limit - beside_servers(moment)) / free
+        fraction = min(_MOST, math.floor(share * _FRACTIONS) / _FRACTIONS)
+        return fraction if fraction * free >= formulas.server_weights + self._sample(formulas) else 0.0
 
     def _sample(self, formulas: StepFormulas) -> float:
         """Bytes of keys and values of the longest sample on a rank of a server."""

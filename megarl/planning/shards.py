@@ -17,8 +17,10 @@ from megarl.dag.stage import Role
 BYTES = {"fp32": 4, "bf16": 2}
 GRADIENT = 4
 """Bytes of a gradient: buffers are float32 whatever the parameters are."""
-STEP_BYTES = {"fp32": 8, "bf16": 12}
-"""Bytes of optimizer state per parameter: two float32 moments, and a float32 master where parameters are shorter."""
+MOMENT_BYTES = 8
+"""Of a parameter: Adam has two float32 moments of it, from the first step on."""
+STEP_BYTES = {"fp32": MOMENT_BYTES, "bf16": MOMENT_BYTES + 4}
+"""Bytes of optimizer state per parameter: its moments, and a float32 master where parameters are shorter."""
 
 #: Sizes of each role's model; None: not known here.
 Sizes = Mapping[Role, ModelFacts | None]
@@ -55,6 +57,12 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head:
         ends = max(first, last)
     dense = layers * sum(part[name] * times for name, times in share.items()) + ends
     return dense, layers * part["expert"] * facts.experts / parallel.ep * share["moe"]
+
+
+def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:
+    """Keys and values of one token on a rank, in all layers: a head is never divided, but copied."""
+    heads = facts.kv_heads / min(tp, facts.kv_heads)
+    return 2 * facts.layers * heads * facts.head_dim * BYTES[dtype]
 
 
 @lru_cache(maxsize=4096)

@@ -25,8 +25,8 @@ from megarl.planning.drawing import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
-from megarl.planning.memory import Memory, device_memory, server_bytes
-from megarl.planning.outcome import Filled, PlannedPhase, ServerRoom, StepPlan, held
+from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory, held, server_bytes
+from megarl.planning.outcome import Filled, PlannedPhase, ServerRoom, StepPlan
 from megarl.planning.passes import Cost, ModelPass, total
 from megarl.planning.schedule import Schedule
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
@@ -167,12 +167,18 @@ class StepFormulas:
             return self._own_room(token)
         servers = self.config.rollout.sglang
         weights = self.server_weights
-        fraction = servers.memory_fraction or self.given.server_memory
-        size = max(0.0, fraction * self.hardware.memory_gb * 1e9 - weights)
-        tokens = min(size / token, servers.max_total_tokens or float("inf"))
+        tokens = min(self._cache_of_servers() / token, servers.max_total_tokens or float("inf"))
         sample = work.prompt + work.lengths.expected
         slots = float(max(1, min(servers.max_concurrency, int(tokens / sample))))
-        return ServerRoom(servers.count, servers.ranks, weights, size, tokens, slots, self._longest)
+        return ServerRoom(servers.count, servers.ranks, weights, tokens * token, tokens, slots, self._longest)
+
+    def _cache_of_servers(self) -> float:
+        """Bytes for keys and values of a device of a server: what a run's own servers take, or those that run already,
+        which are on devices of their own."""
+        moments = [one for team in self.placement.teams for one in self.memory[team.name].moments]
+        found = [part.bytes for moment in moments for part in moment.terms if part.what == SERVER_CACHE]
+        share = self.config.rollout.sglang.memory_fraction or self.given.server_memory
+        return max(found) if found else max(0.0, share * self.hardware.memory_gb * 1e9 - self.server_weights)
 
     @property
     def _longest(self) -> float:
@@ -192,7 +198,7 @@ class StepFormulas:
         slots = min(config.rollout.max_running, math.ceil(self.work.number / engines))
         if self.hardware.gpu:
             drawing = next(one for one in self.memory[team.name].moments if one.name == "generation")
-            left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(drawing) - row)
+            left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(drawing.terms) - row)
             slots = max(1, min(slots, int(left / row)))
         weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
         tokens = slots * self._longest
@@ -390,19 +396,14 @@ class StepFormulas:
     @cached_property
     def memory(self) -> dict[str, Memory]:
         """Of the fullest rank of each team. [M1]"""
+        gpu, room = self.hardware.gpu, GpuRoom(self.hardware.memory_gb * 1e9, self.given.server_memory)
         return {
-            team.name: device_memory(self.config, self.sizes, team, gpu=self.hardware.gpu)
-            for team in self.placement.teams
+            team.name: device_memory(self.config, self.sizes, team, gpu=gpu, room=room) for team in self.placement.teams
         }
 
     def filled(self) -> list[Filled]:
-        """The fullest device of each team in each of its moments, with a cache of servers on it. [M1]"""
-        found = []
-        for team in self.placement.teams:
-            for moment in self.memory[team.name].moments:
-                shares = self.config.rollout.colocated and moment.name == "generation"
-                found.append(Filled(team.name, moment, held(moment) + (self.room.bytes if shares else 0.0)))
-        return found
+        """The fullest device of each team in each of its moments. [M1]"""
+        return [Filled(team.name, one) for team in self.placement.teams for one in self.memory[team.name].moments]
 
     def plan(self) -> StepPlan:
         """All of it."""

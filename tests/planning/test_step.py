@@ -13,7 +13,7 @@ from megarl.errors import ConfigError
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import KINDS
 from megarl.planning.lengths import Lengths
-from megarl.planning.outcome import held
+from megarl.planning.memory import SERVER_CACHE
 from megarl.planning.schedule import Schedule
 from megarl.planning.step import occupied
 from tests.planning.planned import H100, TWO_CORES, planned, read
@@ -128,7 +128,7 @@ def test_more_devices_are_never_slower_at_equal_layout():
 def test_recomputing_takes_longer_and_needs_less():
     plans = [planned(BIG, f"actor.engine.recompute={mode}") for mode in ("none", "selective", "full")]
     seconds = [plan.seconds["actor_train"] for plan in plans]
-    update = [held(plan.filled[0].moment) for plan in plans]
+    update = [plan.filled[0].bytes for plan in plans]
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[-1]
     assert update == sorted(update, reverse=True)
@@ -148,9 +148,10 @@ def test_longer_responses_take_longer():
 
 
 def test_servers_have_what_the_recipe_gives_them():
-    """K1: 0.6 x 80 GB less 16.4 GB of weights; 144 KiB of keys and values for each token of Qwen3-8B."""
+    """K1: 0.6 of what half of the parameters (tp 2) leaves of 80 GB, less 16.4 GB of weights; 144 KiB of keys
+    and values for each token of Qwen3-8B."""
     room = planned(BIG).room
-    assert room.bytes == pytest.approx(0.6 * 80e9 - room.weights)
+    assert room.bytes == pytest.approx(0.6 * (80e9 - 8.191e9) - room.weights, rel=1e-4)
     assert room.weights == pytest.approx(2 * 8.19e9, rel=0.01)
     assert room.tokens == pytest.approx(room.bytes / (2 * 36 * 8 * 128 * 2))
     assert room.slots == 128
@@ -165,7 +166,24 @@ def test_a_small_cache_lets_fewer_samples_run():
 def test_a_cache_on_the_trainers_device_counts_there():
     plan = planned(BIG)
     drawing = next(one for one in plan.filled if one.moment.name == "generation")
-    assert drawing.bytes == pytest.approx(held(drawing.moment) + plan.room.bytes)
+    terms = {part.what: part.bytes for part in drawing.moment.terms}
+    assert terms[SERVER_CACHE] == pytest.approx(plan.room.bytes)
+    assert drawing.bytes == pytest.approx(terms["actor parameters"] + plan.room.weights + plan.room.bytes)
+
+
+def test_servers_take_their_share_of_what_is_free_when_they_start():
+    """Whatever the share, the device is not full; and what comes later, the first step's Adam moments, comes on top."""
+    for share in (0.5, 0.95):
+        drawing = drawn(f"rollout.sglang.memory_fraction={share}")
+        assert drawing.bytes == pytest.approx(8.191e9 + share * (80e9 - 8.191e9), rel=1e-4)
+    stays = drawn("rollout.sglang.memory_fraction=0.5", "actor.engine.offload=false")
+    held = {part.what: part.bytes for part in stays.moment.terms}
+    others = sum(size for what, size in held.items() if what.startswith(("actor", "reference")))
+    assert stays.bytes == pytest.approx(others + 0.5 * (80e9 - (others - held["actor optimizer"] * 8 / 12)), rel=1e-4)
+
+
+def drawn(*overrides):
+    return next(one for one in planned(BIG, *overrides).filled if one.moment.name == "generation")
 
 
 def test_a_checkpoint_is_14_bytes_of_each_parameter():
