@@ -29,7 +29,7 @@ from pathlib import Path
 from megarl.errors import UserError
 
 CASES = ("S", "M")
-RESULTS = Path("benchmarks/results")
+RESULTS = Path("runs/bench")
 HISTORY = Path("benchmarks/history.jsonl")
 
 

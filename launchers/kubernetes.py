@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from megarl.config.base import raise_problems
 from megarl.config.launch import KubernetesConfig
 from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
@@ -75,15 +76,19 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
             or the kind cannot start this run.
     """
     settings = config.launch.kubernetes
-    for key in ("image", "claim"):
-        if getattr(settings, key) is None:
-            raise ConfigError(
-                "pods need an image with megarl, and a volume for the run folder",
+    raise_problems(
+        [
+            ConfigError(
+                f"pods need {what}",
                 where=f"launch.kubernetes.{key}",
                 found=None,
                 allowed="the name of one",
-                fix=f"set launch.kubernetes.{key}=NAME (docs/launching.md)",
+                fix=f"set launch.kubernetes.{key}=NAME (docs/launching.md says how to get one)",
             )
+            for key, what in (("image", "an image with megarl"), ("claim", "a volume for the run folder"))
+            if getattr(settings, key) is None
+        ]
+    )
     _refuse_credentials(settings)
     name = object_name(config.name, stamp)
     mount = PurePosixPath(settings.mount)

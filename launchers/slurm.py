@@ -28,7 +28,7 @@ from typing import Any
 from megarl.artifacts import batch
 from megarl.config.launch import SlurmConfig, SlurmTeamConfig
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 from megarl.launchers.seats import NODES_OF, resource
 from megarl.launchers.slurm_job.exclusion import excluded_by
 
@@ -278,6 +278,18 @@ def check_settings(job: Submission) -> None:
         )
 
 
+def doubtful(job: Submission) -> list[str]:
+    """Settings that Slurm takes and that most likely are not what is wanted."""
+    given = job.slurm.cpus_per_node is not None or any("cpu" in option for option in job.slurm.options)
+    if given or all(part.settings.cpus_per_node is not None for part in components(job.config)):
+        return []
+    workers = max(part.workers // part.nodes for part in components(job.config))
+    return [
+        "launch.slurm.cpus_per_node is not set: at many sites a node's one task gets one core then, for "
+        f"{count(workers, 'worker')}; sinfo --Node --long shows the CPUs of nodes"
+    ]
+
+
 def gpus_per_node(config: RunConfig, part: Component | None = None) -> int:
     """GPUs that a node is asked for; `part`: of these nodes, else of those that the teams share."""
     part = part or components(config)[0]
@@ -321,12 +333,12 @@ def _nodes_of(job: Submission, part: Component) -> list[str]:
         found.append(f"--gpus-per-node={gpus}")
     if (cpus := own.cpus_per_node or slurm.cpus_per_node) is not None:
         found.append(f"--cpus-per-task={cpus}")
-    for key in ("partition", "account", "qos", "time", "constraint"):
+    for key in ("partition", "account", "qos", "time", "constraint", "memory"):
         value = getattr(own, key, None)
         if value is None:
             value = getattr(slurm, key)
         if value is not None:
-            found.append(f"--{key}={_quoted(value)}")
+            found.append(f"--{'mem' if key == 'memory' else key}={_quoted(value)}")
     return found
 
 

@@ -227,7 +227,13 @@ def _ask(program: str, *arguments: str) -> str:
     except subprocess.TimeoutExpired as error:
         raise UnavailableError(f"Slurm gives no answer within {_ANSWER_S:.0f} s", where=program) from error
     if done.returncode:
-        raise UnavailableError(f"Slurm does not answer: {done.stderr.strip()}", where=_told(program, arguments))
+        lines = dict.fromkeys(line.partition("error: ")[2] or line for line in done.stderr.splitlines() if line.strip())
+        raise UnavailableError(
+            f"Slurm does not answer: {'; '.join(lines)}",
+            where=_told(program, arguments),
+            fix="its commands are here, but the cluster's slurm.conf or its controller is not: run this where "
+            f"{program} works; --dry-run shows the script anywhere",
+        )
     return done.stdout
 
 

@@ -59,23 +59,21 @@ def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], Run
 
 
 def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
-    from megarl.checks.recipe import check_config
-    from megarl.config.base import raise_problems
     from megarl.launchers.common import make_run_dir
     from megarl.launchers.preflight import check_run_folder
     from megarl.launchers.site import with_site
-    from megarl.launchers.slurm import Submission, check_settings, job_script, node_script, plan
+    from megarl.launchers.slurm import Submission, check_settings, doubtful, job_script, node_script, plan
     from megarl.launchers.submit import check_cluster, excluded, submit, write_scripts
 
     config = with_site(config)
     launcher = _launcher(arguments.launcher or config.launch.launcher, config)
-    # This machine is not one of the job's, so nothing is asked of its devices.
-    checked = check_config(config, launcher=launcher, job=arguments.job, machine=None)
-    raise_problems([check.problem() for check in checked.items if check.status == "fail"])
+    _check(config, launcher, arguments.job)
     parent = Path(config.tracking.dir) / config.name
     run_dir = (arguments.run_dir or parent / "STAMP").resolve()
     job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
     check_settings(job)
+    for doubt in doubtful(job):
+        print(f"megarl: warning: {doubt}", file=sys.stderr)
     if arguments.dry_run:
         files = {"job.sh": job_script(job), "node.sh": node_script(job), "plan.json": json.dumps(plan(job), indent=1)}
         for name, text in files.items():
@@ -103,14 +101,11 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
-    from megarl.checks.recipe import check_config
-    from megarl.config.base import raise_problems
     from megarl.launchers.kubernetes import as_yaml, create, make_job, manifests
 
     run_dir = None if arguments.run_dir is None else str(arguments.run_dir)
     job = make_job(config, arguments.job, arguments.launcher, run_dir, time.strftime("%Y%m%d-%H%M%S"))
-    checked = check_config(config, launcher=job.launcher, job=arguments.job, machine=None)
-    raise_problems([check.problem() for check in checked.items if check.status == "fail"])
+    _check(config, job.launcher, arguments.job)
     if arguments.dry_run:
         print(as_yaml(manifests(job)) + "# Nothing was submitted.")
         return 0
@@ -120,6 +115,18 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
     print(f"run folder in the pods: {job.run_dir}\n  kubectl get{space} {kind} {job.name}")
     print(f"  kubectl delete{space} {kind}/{job.name} configmap/{job.name}")
     return 0
+
+
+def _check(config: RunConfig, launcher: str, job: str) -> None:
+    """Refuse what cannot work, and show what is doubtful; this machine is none of the job's."""
+    from megarl.checks.recipe import check_config
+    from megarl.config.base import raise_problems
+
+    checked = check_config(config, launcher=launcher, job=job, machine=None)
+    raise_problems([check.problem() for check in checked.items if check.status == "fail"])
+    for check in checked.items:
+        if check.status == "warn":  # not in what --dry-run prints, which is handed on as it is
+            print(f"megarl: warning: {check.problem()}", file=sys.stderr)
 
 
 def _launcher(name: str, config: RunConfig) -> str:

@@ -33,8 +33,8 @@ def reference() -> str:
                 lines += _own_keys(key.path, "reward.kwargs", "name")
         elif (entries := entries_of(key.info)) is not None:
             inside = [Key(f"{key.path}.NAME.{name}", info, None) for name, info in entries.model_fields.items()]
-            required = dict.fromkeys((entry.path for entry in inside), PydanticUndefined)
-            lines += _table(f"`{key.path}.NAME`", _sentence(entries), inside, required)
+            own = {entry.path: entry.info.get_default(call_default_factory=True) for entry in inside}
+            lines += _table(f"`{key.path}.NAME`", _sentence(entries), inside, own)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -148,9 +148,13 @@ def main(peer: Peer, doc: str | None, argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--case", required=True, help="of benchmarks/cases, or a recipe file")
     parser.add_argument("--steps", type=int, metavar="N", help="counted steps (default: the case's)")
-    parser.add_argument("--print", action="store_true", help="only print the command")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--print", action="store_true", help="only print the command; the rows that it reads, --write")
+    only.add_argument("--write", action="store_true", help="only write the rows that the command reads")
     parser.add_argument(
-        "--python", default=sys.executable, help=f"interpreter that has {peer.name} (default: this one)"
+        "--python",
+        default=sys.executable,
+        help=f"interpreter that has {peer.name} (default: this one; printed: python)",
     )
     folder = cache_folder() / "bench" / "peers"
     parser.add_argument("--data", type=Path, default=folder, help=f"folder of the rows (default: {folder})")
@@ -162,7 +166,11 @@ def main(peer: Peer, doc: str | None, argv: Sequence[str] | None = None) -> int:
         work = work_of(arguments.case, peer.name, arguments.steps, rows, peer.no_such)
         command = peer.command(work, arguments)
         if arguments.print:
-            print(shlex.join(command))
+            _print(work, command, arguments.python)
+            return 0
+        if arguments.write:
+            _write(peer, work)
+            print(f"wrote {work.rows}")
             return 0
         return _run(peer, work, command, arguments)
     except MegarlError as error:
@@ -170,12 +178,24 @@ def main(peer: Peer, doc: str | None, argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+def _print(work: Work, command: list[str], python: str) -> None:
+    """The command as text; that of an interpreter which nobody has named is the reader's own `python`."""
+    named = "python" if python == sys.executable else python
+    print(shlex.join(named if part == sys.executable else part for part in command))
+    if not work.rows.is_file():
+        print(f"megarl: warning: it reads {work.rows}, which --write in place of --print writes", file=sys.stderr)
+
+
+def _write(peer: Peer, work: Work) -> None:
+    work.rows.parent.mkdir(parents=True, exist_ok=True)
+    peer.write(work)
+
+
 def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespace) -> int:
     from megarl.tracking.machine import machine_info
 
     _check_import(peer.name, arguments.python)
-    work.rows.parent.mkdir(parents=True, exist_ok=True)
-    peer.write(work)
+    _write(peer, work)
     output, others_share = run_program(command, merged=True)  # slime logs to standard error
     found = peer.per_gpu(output, work.config.cluster.nproc)[WARM_UP:]
     if not found:

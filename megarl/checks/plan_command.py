@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hardware", metavar="KIND", help=kinds)
     parser.add_argument("--search", action="store_true", help="rank layouts and placements by the seconds of a step")
-    parser.add_argument("--top", metavar="N", type=int, default=10, help="of them that are shown (default: 10)")
+    parser.add_argument("--top", metavar="N", type=int, help="with --search: of them that are shown (default: 10)")
     text = "with --search: write the best as a recipe that extends this one"
     parser.add_argument("--write", metavar="FILE", type=Path, help=text)
     assume = "an assumption; may be repeated; --assumptions lists them"
@@ -57,10 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
         for one in fields(PlanAssumptions):
             print(f"{one.name:<18}{one.default:>8g}{getattr(CPU, one.name):>8g}")
         return 0
-    if arguments.top < 1:
+    if arguments.top is not None and not arguments.search:
+        raise UserError("only a search has a table to cut", where="--top", found=arguments.top, fix="add --search")
+    if arguments.top is not None and arguments.top < 1:
         raise UserError("a table has rows", where="--top", found=arguments.top, allowed="1 or more")
     if arguments.write is not None and not arguments.search:
-        raise UserError("only a search has a best recipe", where="--write", found=str(arguments.write), fix="--search")
+        raise UserError(
+            "only a search has a best recipe", where="--write", found=str(arguments.write), fix="add --search"
+        )
     if arguments.write is not None and arguments.write.exists():
         raise UserError("there is such a file", where="--write", found=str(arguments.write), fix="name another one")
     config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS)
@@ -69,11 +73,29 @@ def run(arguments: argparse.Namespace) -> int:
 
         raise robot_problem()
     graph = build_task_graph(config)
+    if not arguments.search:  # which does not keep the layout
+        _refuse_layout(config, graph)
     hardware = choose_hardware(arguments.hardware, config, graph, search=arguments.search)
     given = assume(PlanAssumptions.of(gpu=hardware.gpu), pairs(arguments.assume))
     if arguments.search:
         return _search(arguments, config, graph, hardware, given)
     return _plan(arguments, config, graph, hardware, given)
+
+
+def _refuse_layout(config: RunConfig, graph: TaskGraph) -> None:
+    """Raise what `--dry-run` says of layouts and batches."""
+    from megarl.checks.checklist import Checklist
+    from megarl.checks.layout import check_cluster, check_layouts
+    from megarl.checks.settings import check_batches
+    from megarl.config.base import raise_problems
+    from megarl.dag.placement import place
+    from megarl.planning.step import model_sizes
+
+    checks, placement = Checklist(), place(graph, config)
+    check_cluster(config, checks, None)
+    check_layouts(config, placement, model_sizes(config, graph), checks)
+    check_batches(config, placement, checks)
+    raise_problems([check.problem() for check in checks.items if check.status == "fail"])
 
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
@@ -145,7 +167,7 @@ def _search(
     from megarl.planning.search import Search
     from megarl.planning.step import model_sizes
 
-    result = Search(config, graph, model_sizes(config, graph), hardware, given).run(arguments.top)
+    result = Search(config, graph, model_sizes(config, graph), hardware, given).run(arguments.top or 10)
     if arguments.json:
         print(json.dumps(found_as_json(arguments.recipe, result), indent=1))
     else:

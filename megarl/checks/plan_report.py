@@ -111,7 +111,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _phases(recipe: str, plan: StepPlan) -> Table:
     title = f"{recipe} on {plan.hardware.describe()}: {plan.step_s:.3g} s a step, by formulas"
-    made = _table(title, "phase", "team", "s", "of the step", "GB", "by", "what")
+    made = _table(title, "phase", "team", "s", "of the step", "GB moved", "by", "what")
     for phase in plan.phases:
         made.add_row(phase.name, phase.team, f"{phase.seconds:.3g}", f"{phase.seconds / plan.step_s:.0%}", "", "", "")
         for part in phase.parts:

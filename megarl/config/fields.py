@@ -177,6 +177,7 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
         where: the place that it was given at.
     """
     out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
+    allowed, form = describe_allowed(info), _form(detail)
     fix: str | None
     if value is None and section_of(info):
         what, fix = f"the section {path} is empty", "give it keys, or remove the line to use the defaults"
@@ -184,12 +185,22 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
         what, fix = f"{path} has a wrong type", f"write {value} without quotes"
     else:
         what = f"{path} is out of range" if out_of_range else f"{path} has a wrong type"
+        if form is not None:
+            what, allowed = f"{path} cannot be read", f"{allowed}: {form}"
         if typing.get_origin(info.annotation) is Literal and isinstance(value, str):
             what = f"{path} has an unknown value"
         fix = _suggest(value, info)
     # `found=None` would be left out of the message.
     found = "null" if value is None else value
-    return ConfigError(what, where=where, found=found, allowed=describe_allowed(info), fix=fix)
+    return ConfigError(what, where=where, found=found, allowed=allowed, fix=fix)
+
+
+def _form(detail: ErrorDetails) -> str | None:
+    """What a value of the right type has to look like; None: it is not that."""
+    context = detail.get("ctx", {})
+    if detail["type"] == "string_pattern_mismatch":
+        return f"it has to match {context['pattern']}"
+    return str(context["error"]) if detail["type"] == "value_error" and "error" in context else None
 
 
 def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -26,6 +27,18 @@ def _named(values: dict[str, str]) -> dict[str, str]:
     if wrong or any("\0" in value for value in values.values()):
         raise ValueError(f"names of letters, digits and _, not {wrong[0]!r}" if wrong else "values without NUL")
     return values
+
+
+def _time(text: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        raise ValueError('minutes, "HH:MM:SS" or "D-HH:MM:SS" in quotes')
+    return text
+
+
+def _quantity(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)?([KMGTPE]i?|m|k)?", text):
+        raise ValueError("a number with a unit, as 64Gi, 500m or 32")
+    return text
 
 
 #: What stands in a `#SBATCH` line by itself.
@@ -53,7 +66,7 @@ class SlurmConfig(Section):
     partition: Word | None = Field(None, description="sbatch --partition")
     account: Word | None = Field(None, description="sbatch --account")
     qos: Word | None = Field(None, description="sbatch --qos")
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = Field(
+    time: Annotated[str, AfterValidator(_time)] | None = Field(
         None, description='sbatch --time: minutes, "HH:MM:SS" or "D-HH:MM:SS" in quotes; null: the partition\'s'
     )
     constraint: Line | None = Field(None, description="sbatch --constraint")
@@ -63,7 +76,14 @@ class SlurmConfig(Section):
         "set, else none. Servers that a node starts need theirs in addition",
     )
     gres: Line | None = Field(None, description="sbatch --gres in place of --gpus-per-node, as `gpu:h100:8`")
-    cpus_per_node: PositiveInt | None = Field(None, description="sbatch --cpus-per-task; a node has one task")
+    cpus_per_node: PositiveInt | None = Field(
+        None,
+        description="sbatch --cpus-per-task; a node has one task. null: what Slurm gives a task, which is one core at "
+        "many sites",
+    )
+    memory: Word | None = Field(
+        None, description="sbatch --mem, of a node, as `200G`; 0: all that it has; null: the partition's"
+    )
     chain: NonNegativeInt = Field(
         0,
         description="further jobs that a run submits by itself, one after another, where the time limit comes before "
@@ -88,13 +108,16 @@ class SlurmConfig(Section):
     modules: list[Word] = Field(default_factory=list, description="`module load` on every node")
     setup: list[str] = Field(
         default_factory=list,
-        description="lines of bash on every node before megarl starts, as `source /shared/venv/bin/activate`",
+        description="lines of bash on every node before megarl starts, as `ulimit -l unlimited`; `python` says which "
+        "interpreter runs megarl",
     )
     environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(
         default_factory=dict, description="variables that are set on every node; no credentials, the file is plain text"
     )
     python: str | None = Field(
-        None, description="interpreter on the nodes; null: the one that submits, in a container `python`"
+        None,
+        description="interpreter on the nodes, as `/shared/venv/bin/python`; null: the one that submits, which they "
+        "have to see, in a container `python`",
     )
     interface: Word | None = Field(
         None, description="network that processes meet in, as `ib0`; null: the one of Slurm's addresses of the nodes"
@@ -108,7 +131,7 @@ class SlurmConfig(Section):
 
 
 #: A quantity of Kubernetes: `64Gi`, `500m`, `32`.
-Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?([KMGTPE]i?|m|k)?$")]
+Quantity = Annotated[str, AfterValidator(_quantity)]
 #: A name of an object of Kubernetes.
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
 

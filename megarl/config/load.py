@@ -463,7 +463,10 @@ def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document
     key = find_key(path)
     assert key is not None
     if detail["type"] == "missing":
-        place, name = _origin(document, path, file), key.path.rpartition(".")[2]
+        # What stands beside it is where it was left out, and may be an override.
+        beside = [origin for other, origin in document.origins.items() if other[: len(path) - 1] == path[:-1]]
+        place = beside[-1] if beside and len(path) > 1 else _origin(document, path, file)
+        name = key.path.rpartition(".")[2]
         return ConfigError(f"{key.path} is missing", where=place, allowed=describe_allowed(key.info), fix=f"add {name}")
     value: Any = document.data
     for part in path:

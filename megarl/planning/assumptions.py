@@ -32,8 +32,13 @@ _SHARES = frozenset(
 _DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "link_times"))
 
 
-def assume(base: T, values: Mapping[str, str]) -> T:
+def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
     """A dataclass of numbers with some of them replaced by name.
+
+    Args:
+        base: that has them all.
+        values: of some, as text.
+        where: they were given, for messages.
 
     Raises:
         ConfigError: there is no such name, or the value is no number that it may have.
@@ -44,17 +49,27 @@ def assume(base: T, values: Mapping[str, str]) -> T:
         if name not in names:
             near = close_matches(name, names)
             fix = f"did you mean {near[0]}?" if near else None
-            raise ConfigError("no such assumption", where="--assume", found=name, allowed=names, fix=fix)
-        changed[name] = _number(name, text)
+            raise ConfigError("no such assumption", where=where, found=name, allowed=names, fix=fix)
+        changed[name] = _number(name, text, where)
     return replace(base, **changed)  # type: ignore[type-var]
 
 
-def pairs(texts: Sequence[str]) -> dict[str, str]:
-    """`name=value` by name."""
-    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+def pairs(texts: Sequence[str], where: str = "--assume") -> dict[str, str]:
+    """`name=value` by name.
+
+    Raises:
+        ConfigError: one has no `=`.
+    """
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError("this sets nothing", where=where, found=text, allowed="NAME=VALUE")
+        found[name] = value
+    return found
 
 
-def _number(name: str, text: str) -> float:
+def _number(name: str, text: str, where: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -68,7 +83,7 @@ def _number(name: str, text: str) -> float:
     else:
         good, allowed = 0 <= value < math.inf, "a number from 0 on"
     if not good:
-        raise ConfigError("this is no such number", where=f"--assume {name}", found=text, allowed=allowed)
+        raise ConfigError("this is no such number", where=f"{where} {name}", found=text, allowed=allowed)
     return value
 
 

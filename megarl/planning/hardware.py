@@ -192,6 +192,15 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
     file = Path(text).expanduser()
     if file.is_file():
         return _read_file(file), True
+    part = re.fullmatch(r"([a-z0-9]+?)x(\d+)", text.lower())
+    if part is not None and part[1] in KINDS:
+        raise ConfigError(
+            "this says how many devices a machine has, and not how many machines there are",
+            where=_WHERE,
+            found=text,
+            allowed="devices of a machine x machines",
+            fix=f"write {text}x1 for one machine",
+        )
     near = close_matches(text.lower().partition("x")[0], list(KINDS))
     raise ConfigError(
         "there is no such hardware",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -65,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     study = Study(
         arguments.recipe,
         tuple(arguments.overrides),
-        tuple(tuple(shlex.split(text)) for text in arguments.what_if),
+        tuple(_settings(text) for text in arguments.what_if),
         tuple(arguments.assume),
         arguments.run_dir,
         _numbers(arguments.gpus),
@@ -74,13 +73,50 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.seed,
     )
     rows = study.rows()
-    console.print(table(rows, arguments.recipe, arguments.run_dir))
+    for part in tables(rows, arguments.recipe, arguments.run_dir):
+        console.print(part)
     for line in verdicts(rows):
         console.print(line)
+    if same := study.as_measured():
+        console.print(
+            f"as the run measured it, on any number of devices: {same}. Tokens did not explain these seconds there, so "
+            "that more devices may well bring more than the table says"
+        )
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(as_json(rows), indent=1) + "\n")
     return 0
+
+
+def _settings(text: str) -> tuple[str, ...]:
+    """`KEY=VALUE KEY=VALUE`, divided where it is blank outside of brackets and quotes.
+
+    Raises:
+        UserError: a bracket or a quote is not closed, or a part sets nothing.
+    """
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "\"'":
+            quote = sign
+        else:
+            depth += (sign in "[{") - (sign in "]}")
+        if sign.isspace() and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    found = tuple(part for part in parts if part)
+    if depth or quote:
+        raise UserError("a bracket or a quote is not closed", where="--what-if", found=text)
+    if wrong := [part for part in found if "=" not in part]:
+        raise UserError(
+            f"{wrong[0]!r} sets nothing",
+            where="--what-if",
+            found=text,
+            allowed="KEY=VALUE, with blanks between several",
+        )
+    return found
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -90,25 +126,35 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def table(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> Table:
-    """A row per run; efficiency is tokens per second and device beside the first row of the same kind."""
+def tables(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> list[Table]:
+    """A table for the recipe and one for each `what if`, a row per number of devices: readable in 80 columns.
+
+    Efficiency is tokens per second and device beside the table's first row.
+    """
     from rich.table import Table
 
     source = f"seconds of {run_dir}" if run_dir is not None else "seconds by formulas (--assumptions)"
-    steps = len(rows[0].outcome.ends)
-    made = Table(title=f"{recipe}: {steps} steps, {source}", title_justify="left")
-    columns = ("what if", "devices", "servers", "prompts", "step s", "tokens/s", "effic.", "train", "draw")
-    for column in (*columns, "wait", "push", "store", "age"):
-        left = column == "what if"
-        made.add_column(column, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+    made: dict[str, Table] = {}
     first: dict[str, StudyRow] = {}
     for row in rows:
         base, shares = first.setdefault(row.what, row), row.outcome.shares
+        if row.what not in made:
+            head = f"{recipe}: {len(row.outcome.ends)} steps, {source}\n" if not made else ""
+            made[row.what] = Table(
+                title=head + row.what, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False
+            )
+            columns = ("devices", "servers", "prompts", "step s", "tok/s", "effic.", "train", "draw", "wait", "push")
+            for column in (*columns, "store", "age"):
+                made[row.what].add_column(column, justify="right", no_wrap=True)
         cells = [str(row.system.devices), str(row.system.servers), str(row.system.groups), f"{row.outcome.step_s:.3g}"]
         cells += [f"{row.outcome.tokens_per_s:.0f}", f"{row.per_device / base.per_device:.0%}"]
         parts = (shares.training, shares.drawing, shares.samples, shares.push, shares.coordinator)
-        made.add_row(row.what, *cells, *(f"{part:.1%}" for part in parts), f"{row.outcome.staleness:.2f}")
-    return made
+        made[row.what].add_row(*cells, *map(_percent, parts), f"{row.outcome.staleness:.2f}")
+    return list(made.values())
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
 
 
 def verdicts(rows: Sequence[StudyRow]) -> list[str]:

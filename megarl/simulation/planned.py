@@ -77,13 +77,13 @@ class Assumptions:
     server_restart_s: float = 120.0
     train_restart_s: float = 300.0
 
-    def having(self, values: Mapping[str, str]) -> Assumptions:
-        """These, with values by name.
+    def having(self, values: Mapping[str, str], where: str = "--assume") -> Assumptions:
+        """These, with values by name. `where`: they were given, for messages.
 
         Raises:
             ConfigError: there is no such name, or the value is no number from 0 on.
         """
-        return assume(self, values)
+        return assume(self, values, where)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megarl.components import COMPONENTS
+from megarl.config.fields import fields_of
 from megarl.config.load import load_config
+from megarl.config.run import RunConfig
 from megarl.planning.assumptions import pairs
 from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
@@ -20,7 +23,7 @@ from megarl.simulation.planned import Assumptions, plan_seconds
 from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import System, read_system
 
-RECIPE = "as it is"
+RECIPE, WHAT_IF = "as it is", "--what-if"
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,30 @@ class Study:
         Raises:
             UserError: a recipe, an override, an assumption, or a run folder that does not fit.
         """
-        measured = None if self.run_dir is None else calibrate(self.run_dir)
-        return [row for changed in [(), *self.what_if] for row in self._of(changed, measured)]
+        return [row for changed in [(), *self.what_if] for row in self._of(changed, self.measured)]
+
+    @cached_property
+    def measured(self) -> Calibration | None:
+        """What the run tells; None: formulas are used."""
+        return None if self.run_dir is None else calibrate(self.run_dir)
+
+    def as_measured(self) -> str | None:
+        """What takes as long on any number of devices, where that matters; None: all follows their number."""
+        if self.measured is None or len(self.devices) < 2:
+            return None
+        nodes, step = self.measured.seconds.nodes, self.measured.step_s
+        said = [
+            f"{id} ({line.fixed / step:.0%} of its step)"
+            for id, line in nodes.items()
+            if not line.per_token and line.fixed >= 0.01 * step
+        ]
+        return ", ".join(["a decoding step", *said])
 
     def _of(self, changed: Sequence[str], measured: Calibration | None) -> list[StudyRow]:
-        keys = [one for one in changed if "." in one.partition("=")[0]]
-        named = [one for one in changed if one not in keys and one.partition("=")[0] != "async"]
-        keys += [one for one in changed if one.partition("=")[0] == "async"]
-        given = Assumptions().having(pairs([*self.assumed, *named]))
+        sections = fields_of(RunConfig)
+        keys = [one for one in changed if "." in (name := one.partition("=")[0]) or name in sections]
+        named = [one for one in changed if one not in keys]
+        given = Assumptions().having(pairs(self.assumed)).having(pairs(named, WHAT_IF), WHAT_IF)
         config = load_config(_file(self.recipe), [*self.overrides, *keys], components=COMPONENTS)
         graph = build_task_graph(config)
         system = read_system(config, graph)
