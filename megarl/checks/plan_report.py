@@ -43,7 +43,7 @@ def rest_of(config: RunConfig, plan: StepPlan, sizes: Sizes) -> list[Figure]:
     fullest = max(plan.placement.teams, key=lambda team: descriptors(team.devices, team.parallel))
     return [
         Figure("host memory of a machine", host.bytes / 1e9, "GB", "M2"),
-        Figure("process groups of a rank", len(group_sizes(fullest.devices, fullest.parallel)), "", "D1"),
+        Figure("process groups of a rank", 1 + len(group_sizes(fullest.devices, fullest.parallel)), "", "D1"),
         Figure("file descriptors of a rank", descriptors(fullest.devices, fullest.parallel), "", "D1"),
     ]
 

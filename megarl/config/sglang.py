@@ -46,7 +46,10 @@ class SGLangConfig(Section):
         "the update; set memory_fraction, and actor.engine.offload",
     )
     memory_fraction: float | None = Field(
-        None, gt=0, lt=1, description="of a GPU's memory for weights and cache; null: SGLang's choice"
+        None,
+        gt=0,
+        lt=1,
+        description="for weights and cache, of what is free on a GPU when the server starts; null: SGLang's choice",
     )
     max_total_tokens: PositiveInt | None = Field(
         None, description="tokens in a server's key/value cache; null: what fits, 65536 on a CPU"

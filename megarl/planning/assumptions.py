@@ -112,7 +112,7 @@ class PlanAssumptions:
         hop_us: latency of a step of a ring between machines.
         overlap_share: of gradients' reduction that the backward pass hides, with overlap_grad_reduce.
         host_share: of the link to host memory that is reached.
-        server_memory: share of a GPU that a server takes where the recipe names none.
+        server_memory: share that a server takes of what is free on its GPU, where the recipe names none.
         server_push_ms: calls of a server for new weights.
         push_fixed_s: of new weights, whatever their size.
         step_s: of a step, in no phase: metrics, files, Python.

@@ -95,6 +95,7 @@ class Search:
         self.space = Space(config, roles_of(graph), facts, hardware)
         self.limit = given.usable_memory * hardware.memory_gb * 1e9
         self._memo: dict[tuple[object, ...], list[Cost]] = {}
+        self._caches: dict[tuple[object, ...], float] = {}
         self._nearest: tuple[float, Choice, Filled | None] | None = None
         self._only_samples = False  # that servers have no room for is what some choice lacks, and nothing else
 
@@ -217,7 +218,8 @@ class Search:
         return (formulas.step_seconds(), formulas) if self._fits(choice, formulas) else None
 
     def _formulas(self, config: RunConfig, placement: Placement) -> StepFormulas:
-        return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, self._memo)
+        known = (self._memo, self._caches)
+        return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, *known)
 
     def _fraction(self, formulas: StepFormulas) -> float | None:
         """`memory_fraction` of servers on the trainer's devices, of what other parts leave while samples are drawn.

@@ -35,7 +35,7 @@ from megarl.planning.workload import Share, Workload
 #: What does not depend on how engines and servers spend memory.
 _KEPT = (
     *("work", "policy", "schedule", "decoder", "server_weights", "handed", "keys", "weights"),
-    *("_moved", "_home", "_links"),
+    *("_moved", "_home", "_links", "_spread"),
 )
 _FIELD_BYTES = 8.0
 """Of a token's field between teams, as `megarl.store.size` counts them."""
@@ -83,6 +83,7 @@ class StepFormulas:
         hardware: that it runs on.
         given: what is assumed.
         memo: passes and generation that were found before, of the same recipe in other layouts.
+        caches: the same of servers' caches.
     """
 
     config: RunConfig
@@ -92,6 +93,7 @@ class StepFormulas:
     hardware: Hardware
     given: PlanAssumptions
     memo: dict[tuple[object, ...], list[Cost]] = field(default_factory=dict)
+    caches: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def again(self, config: RunConfig) -> StepFormulas:
         """The formulas for a recipe that differs only in how engines and servers spend memory."""
@@ -172,9 +174,23 @@ class StepFormulas:
         slots = float(max(1, min(servers.max_concurrency, int(tokens / sample))))
         return ServerRoom(servers.count, servers.ranks, weights, tokens * token, tokens, slots, self._longest)
 
+    @cached_property
+    def _spread(self) -> tuple[object, ...]:
+        """What tells teams and servers from others."""
+        servers = self.config.rollout.sglang
+        teams = ((team.name, repr(team.parallel), team.devices) for team in self.placement.teams)
+        return (servers.tp_size, servers.ep_size, servers.colocated, *teams)
+
     def _cache_of_servers(self) -> float:
-        """Bytes for keys and values of a device of a server: what a run's own servers take, or those that run already,
-        which are on devices of their own."""
+        """Bytes for keys and values of a device of a server, which do not depend on what an update takes."""
+        offloads = (self.config.actor.engine.offload, self.config.critic.engine.offload)
+        key = (*self._spread, *offloads, self.config.rollout.sglang.memory_fraction)
+        if key not in self.caches:
+            self.caches[key] = self._find_cache()
+        return self.caches[key]
+
+    def _find_cache(self) -> float:
+        """What a run's own servers take, or those that run already, which are on devices of their own."""
         moments = [one for team in self.placement.teams for one in self.memory[team.name].moments]
         found = [part.bytes for moment in moments for part in moment.terms if part.what == SERVER_CACHE]
         share = self.config.rollout.sglang.memory_fraction or self.given.server_memory

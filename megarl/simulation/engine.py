@@ -168,10 +168,10 @@ class Simulation:
     def _train(self, rules: Any) -> Steps:
         failure, saved = self.next_failure(self.system.train.devices), 0.0
         for step in range(1, self.steps + 1):
-            began = self.env.now - self._spent["push"]
+            began = self._without_pushes()
             yield from rules.before_step(step)
             groups = yield from rules.samples(step)
-            self._spent["samples"] += self.env.now - self._spent["push"] - began
+            self._spent["samples"] += self._without_pushes() - began
             yield from self.walk(self.system.train, groups, step)
             if self.env.now > failure:
                 self._dead[1] += 1
@@ -179,11 +179,17 @@ class Simulation:
                 failure = self.env.now + self.next_failure(self.system.train.devices)
             if step % self.faults.save_every == 0:
                 saved = self.env.now
-            yield from rules.after_step(step)
+            began = self._without_pushes()
+            yield from rules.after_step(step)  # in order, weights wait for samples that the ones before have to draw
+            self._spent["samples"] += self._without_pushes() - began
             self.outcome.ends.append(self.env.now)
             self.outcome.tokens.append(sum(self._tokens.pop(number) for number in groups))
             if self.system.others:
                 yield self.env.all_of([self.event("over", team.name, step) for team in self.system.others])
+
+    def _without_pushes(self) -> float:
+        """The time, but for seconds of pushes."""
+        return float(self.env.now - self._spent["push"])
 
     def _scores(self, team: SimTeam, rules: Any) -> Steps:
         for step in range(1, self.steps + 1):

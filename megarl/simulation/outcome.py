@@ -18,7 +18,7 @@ class Shares(NamedTuple):
         drawing: the mean replica decodes something.
         push: weights are on their way.
         coordinator: it answers calls.
-        samples: the actor's team waits for samples.
+        samples: the actor's team waits for samples, and for those that have to be drawn before new weights go.
     """
 
     training: float

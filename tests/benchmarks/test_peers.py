@@ -175,9 +175,12 @@ def test_tokens_per_second_are_read_from_their_logs():
     assert slime.per_gpu(log, 16) == [1000.0]
 
 
-def test_print_needs_no_package_and_a_run_says_that_it_is_missing(capsys):
-    assert main(verl.PEER, "", ["--case", CASE, "--print"]) == 0
-    assert "trainer.total_training_steps=6" in capsys.readouterr().out
+def test_print_needs_no_package_and_a_run_says_that_it_is_missing(tmp_path, capsys):
+    assert main(verl.PEER, "", ["--case", CASE, "--print", "--data", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("python -m verl")  # nobody has named an interpreter, and ours does not have it
+    assert "trainer.total_training_steps=6" in shown.out
+    assert f"{tmp_path}/verl.parquet, which --write" in shown.err
     assert main(verl.PEER, "", ["--case", CASE]) == 2
     assert "--python: verl does not import there" in capsys.readouterr().err
 
@@ -202,6 +205,12 @@ def test_a_log_on_standard_error_is_read(tmp_path, capsys):
     assert json.loads((tmp_path / "out.json").read_text())["tokens_per_s_per_gpu"] == [1000.0]  # the first warms up
     assert stand_in("print('nothing of a step')", argv) == 1
     assert "names no step:\nnothing of a step" in capsys.readouterr().err
+
+
+def test_rows_can_be_written_by_themselves(tmp_path, capsys):
+    assert stand_in("raise SystemExit", ["--data", str(tmp_path), "--write"]) == 0
+    assert (tmp_path / "json.jsonl").is_file()
+    assert f"wrote {tmp_path}/json.jsonl" in capsys.readouterr().out
 
 
 def test_an_import_that_hangs_is_told(monkeypatch, tmp_path, capsys):

@@ -36,7 +36,8 @@ def test_tables_name_phases_memory_and_hardware(capsys):
 
 
 def test_what_does_not_fit_is_said(capsys):
-    _, shown, _ = run(capsys, BIG, "actor.engine.micro_batch_tokens=262144", "actor.engine.offload=false")
+    code, shown, _ = run(capsys, BIG, "actor.engine.micro_batch_tokens=262144", "actor.engine.offload=false")
+    assert code == 2
     assert "does not fit: the actor's update holds" in shown
     assert "actor.engine.micro_batch_tokens" in shown
 
@@ -100,7 +101,11 @@ def test_assumptions_are_listed_and_documented(capsys):
         ([BIG, "--hardware", "h300"], "there is no such hardware"),
         ([BIG, "--hardware", "cpux2x3"], "only this machine can be measured"),
         ([BIG, "--assume", "speed=3"], "no such assumption"),
-        ([BIG, "--top", "0"], "--top"),
+        ([BIG, "--search", "--top", "0"], "--top"),
+        ([BIG, "--top", "3"], "add --search"),
+        ([BIG, "--hardware", "h100x8"], "write h100x8x1"),
+        ([BIG, "actor.parallel.tp=3"], "actor.parallel.tp: tp 3 does not divide"),
+        ([BIG, "actor.mini_batch_size=6"], "actor.mini_batch_size"),
         ([BIG, "--write", "/tmp/never.yaml"], "--search"),
         (["srpo_metaworld"], "simulators"),
         (["no_such_recipe"], "no_such_recipe"),
@@ -112,6 +117,18 @@ def test_mistakes_are_the_users_to_fix(arguments, part, capsys):
     code, _, complaint = run(capsys, *arguments)
     assert code == 2
     assert part in complaint
+
+
+def test_a_dry_run_and_a_plan_say_the_same_of_memory(capsys):
+    """With the servers' cache, which is most of it here."""
+    keys = [BIG, "rollout.sglang.memory_fraction=0.95"]
+    _, shown, _ = run(capsys, *keys, "--json")
+    fullest = next(one["value"] for one in json.loads(shown)["numbers"] if one["name"] == "fullest device")
+    cli.main(["train", *keys, "--dry-run"])
+    shown = capsys.readouterr().out
+    assert f"generation may take {fullest:.1f} GB" in shown
+    assert "[warn] memory: rollout.sglang.memory_fraction" in shown
+    assert re.search(rf"peak \(generation\) +{fullest:.1f}", shown)
 
 
 def written(tmp_path, capsys, *arguments):
@@ -128,9 +145,11 @@ def test_the_best_is_written_as_a_recipe_that_a_dry_run_accepts(recipe, tmp_path
     assert f"extends: {recipe}\n" in text
     assert "nproc: 16" in text
     assert "algorithm" not in text
-
+    assert "sp:" not in text or recipe == BIG  # mixtures split their sequences whatever it says
     assert cli.main(["train", str(file), "--dry-run"]) == 0
-    assert "0 fail" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "0 fail" in shown
+    assert re.findall(r"\[warn\] (?!servers: rollout.sglang.python)", shown) == []
 
 
 def test_overrides_are_part_of_what_is_written(tmp_path, capsys):

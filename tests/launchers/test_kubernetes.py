@@ -187,7 +187,7 @@ def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "more", "said"),
     [
-        ((), {}, "launch.kubernetes.image"),
+        ((), {}, r"launch\.kubernetes\.image(?s:.*)launch\.kubernetes\.claim"),
         (NEEDED[:1], {}, "launch.kubernetes.claim"),
         (NEEDED, {"run_dir": "/srv/run"}, "below launch.kubernetes.mount=/data/runs"),
         (NEEDED, {"run_dir": "/data/runs/../../etc"}, "below launch.kubernetes.mount=/data/runs"),

@@ -143,6 +143,7 @@ def test_what_the_section_says_is_in_the_script():
         assert line in text.splitlines()
     assert "--gpus-per-node" not in text
     assert "--no-kill" not in text
+    assert "#SBATCH --mem=0" in job_script(submission(SlurmConfig(memory="0")))
 
 
 def test_what_the_section_says_is_in_the_plan():
@@ -325,6 +326,29 @@ def test_what_slurm_refuses_is_told_with_its_key(tmp_path, monkeypatch, said, ke
         submit.check_cluster(submission(SlurmConfig(partition="gpu")))
     assert said in str(error.value)
     assert str(error.value).startswith(key)
+
+
+def test_a_slurm_that_knows_no_cluster_is_told_in_a_line(tmp_path, monkeypatch):
+    said = "sinfo: error: DNS lookup failed\\nsinfo: error: DNS lookup failed\\nsinfo: fatal: no configuration\\n"
+    commands(tmp_path / "bin", monkeypatch, sinfo=f"printf '{said}' >&2; exit 1")
+    with pytest.raises(UserError, match=r"answer: DNS lookup failed; sinfo: fatal: no configuration\n(?s:.*)slurm\.conf"):
+        submit.check_cluster(submission(SlurmConfig()))
+
+
+def test_what_is_doubtful_is_shown_beside_the_scripts(capsys):
+    recipe, key = "grpo_qwen3_8b_8gpu", "launch.slurm.cpus_per_node"
+    assert cli.main(["launch", recipe, "--slurm", "--dry-run", "rollout.sglang.memory_fraction=0.95"]) == 0
+    shown = capsys.readouterr()
+    assert f"megarl: warning: {key}" in shown.err
+    assert "megarl: warning: rollout.sglang.memory_fraction: generation may take" in shown.err
+    assert "warning" not in shown.out
+    assert cli.main(["launch", recipe, "--slurm", "--dry-run", f"{key}=96"]) == 0
+    assert key not in capsys.readouterr().err
+
+
+def test_devices_that_are_too_small_are_refused_before_anything_is_submitted(capsys):
+    assert cli.main(["launch", "grpo_qwen3_8b_8gpu", "--slurm", "--dry-run", "cluster.device_memory_gb=40"]) == 2
+    assert "a GPU of 40 GB (cluster.device_memory_gb) holds 40.0" in capsys.readouterr().err
 
 
 def test_a_wrong_partition_and_a_missing_slurm_are_told(tmp_path, monkeypatch):

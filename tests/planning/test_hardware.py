@@ -36,7 +36,7 @@ def test_links_join_a_machine_or_a_rack():
     [
         ("h10x8x4", "did you mean h100"),
         ("h100x0x4", "1 or more"),
-        ("h100x8", "no such hardware"),
+        ("h100x8", "write h100x8x1 for one machine"),
         ("nothing.yaml", "YAML"),
     ],
 )

@@ -131,6 +131,12 @@ def test_what_if_rows_change_the_recipe_and_assumptions():
     [
         (Study("grpo_quickstart", assumed=("lnk_gbit=3",)), "did you mean link_gbit"),
         (Study("grpo_quickstart", assumed=("link_gbit=fast",)), "a number above 0"),
+        (Study("grpo_quickstart", what_if=(("lnk_gbit=3",),)), r"--what-if(?s:.*)did you mean link_gbit"),
+        (
+            Study("grpo_quickstart", what_if=(("placement.teams.draw.devices=3",),)),
+            r"override 'placement.*roles is missing",
+        ),
+        (Study("grpo_quickstart", what_if=(("asinc={max_staleness: 1}",),)), r"--what-if(?s:.*)asinc"),
         (Study(str(RUNS / "in_order"), run_dir=RUNS / "in_order", devices=(3,)), "multiples of 2"),
     ],
 )

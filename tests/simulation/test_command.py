@@ -1,0 +1,70 @@
+"""`megarl simulate` as a user types it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = str(Path(__file__).parent / "recorded" / "synchronous")
+
+
+def run(capsys, *arguments):
+    """(exit code, what was printed, what was complained about)."""
+    code = cli.main(["simulate", *arguments])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_a_table_for_each_what_if_is_readable_in_80_columns(capsys):
+    what_if = "async={max_staleness: 1, order: in_order}"
+    code, shown, _ = run(capsys, RUN, "--steps", "20", "--what-if", what_if, "--gpus", "2,4")
+    assert code == 0
+    assert what_if in shown
+    rows = [line.split() for line in shown.splitlines() if re.match(r" +[24] ", line)]
+    assert [row[0] for row in rows] == ["2", "4", "2", "4"]
+    assert {len(row) for row in rows} == {12}
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_what_a_run_does_not_tell_of_more_devices_is_said(capsys):
+    _, shown, _ = run(capsys, RUN, "--run", RUN, "--steps", "20", "--gpus", "2,4")
+    assert "on any number of devices: a decoding step, actor_train" in " ".join(shown.split())
+    for arguments in (["--run", RUN], ["--gpus", "2,4"]):  # one number of devices; formulas, which all follow it
+        _, shown, _ = run(capsys, RUN, "--steps", "20", *arguments)
+        assert "any number" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("async={max_staleness:", "not closed"),
+        ("async.max_staleness:1", "'async.max_staleness:1' sets nothing"),
+        ("link_times=2 fast", "'fast' sets nothing"),
+        ("link_times='2", "not closed"),
+    ],
+)
+def test_what_if_names_what_cannot_be_read(text, said, capsys):
+    code, _, complaint = run(capsys, "grpo_quickstart", "--what-if", text)
+    assert code == 2
+    assert "--what-if" in complaint
+    assert said in complaint
+
+
+def commands():
+    """Those of the docs that need no run folder."""
+    text = (ROOT / "docs" / "simulating.md").read_text()
+    case = re.search(r"^CASE=(\S+)", text, re.MULTILINE)
+    found = re.findall(r"^megarl simulate (?!RE|RUN)(.+)$", text, re.MULTILINE)
+    return [line.replace("$CASE", str(ROOT / case[1])) for line in found]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_of_the_docs_work(line, capsys):
+    arguments = re.sub(r"(?<=--gpus )(\d+)[,\d]*", r"\1", line)  # the first of several numbers
+    assert run(capsys, *shlex.split(arguments, comments=True), "--steps", "6")[0] == 0
