@@ -331,7 +331,7 @@ def test_what_slurm_refuses_is_told_with_its_key(tmp_path, monkeypatch, said, ke
 def test_a_slurm_that_knows_no_cluster_is_told_in_a_line(tmp_path, monkeypatch):
     said = "sinfo: error: DNS lookup failed\\nsinfo: error: DNS lookup failed\\nsinfo: fatal: no configuration\\n"
     commands(tmp_path / "bin", monkeypatch, sinfo=f"printf '{said}' >&2; exit 1")
-    with pytest.raises(UserError, match=r"answer: DNS lookup failed; sinfo: fatal: no configuration\n(?s:.*)slurm\.conf"):
+    with pytest.raises(UserError, match=r"DNS lookup failed; sinfo: fatal: no configuration\n(?s:.*)slurm\.conf"):
         submit.check_cluster(submission(SlurmConfig()))
 
 
