@@ -280,7 +280,8 @@ def check_settings(job: Submission) -> None:
 
 def doubtful(job: Submission) -> list[str]:
     """Settings that Slurm takes and that most likely are not what is wanted."""
-    given = job.slurm.cpus_per_node is not None or any("cpu" in option for option in job.slurm.options)
+    named = any(word in option for option in job.slurm.options for word in ("cpu", "exclusive"))
+    given = named or job.slurm.cpus_per_node is not None
     if given or all(part.settings.cpus_per_node is not None for part in components(job.config)):
         return []
     workers = max(part.workers // part.nodes for part in components(job.config))

@@ -22,7 +22,7 @@ from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
-from megarl.planning.memory import Memory, device_memory, server_bytes
+from megarl.planning.memory import Memory, device_memory, held, server_bytes
 from megarl.store.size import handover_bytes, object_store_bytes, steps_held
 
 ROWS_SHOWN = 64
@@ -97,7 +97,7 @@ def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machi
     for team in placement.teams:
         memory = "?"
         if known and divides_devices(team):
-            memory = f"{_team_memory(config, checked, team, machine).peak.bytes / 1e9:.3f}"
+            memory = f"{_peak(_team_memory(config, checked, team, machine), machine, config)[1] / 1e9:.3f}"
         roles = ", ".join(role.value for role in team.roles)
         rows.append((team.name, roles, _layout_text(team), str(team.devices), memory, ", ".join(team.nodes) or "-"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
@@ -200,8 +200,12 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
         if placement.separate:
             lines.append(f"team {team.name}")
         memory = _team_memory(config, checked, team, machine)
-        lines += [_memory_line(part.what, part.bytes) for part in memory.terms()]
-        lines.append(_memory_line(f"peak ({memory.peak.name})", memory.peak.bytes))
+        adapts = {part: gpu and part.shrinks and part.bytes > part.least for part in memory.terms()}
+        lines += [
+            _memory_line(part.what + (", at most" if up_to else ""), part.bytes) for part, up_to in adapts.items()
+        ]
+        name, size = _peak(memory, machine, config)
+        lines.append(_memory_line(f"peak ({name})", size))
     ranks = -(-config.cluster.nproc // config.cluster.nnodes)
     host = host_memory(config, checked.sizes, placement, gpu=gpu).peak
     lines.append(_memory_line(f"host memory of a machine ({count(ranks, 'rank')})", host.bytes))
@@ -216,6 +220,14 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
         if config.rollout.sglang.colocated:
             lines.append("(on GPUs, the servers are on the trainer's devices)")
     return "\n".join(lines)
+
+
+def _peak(memory: Memory, machine: Machine, config: RunConfig) -> tuple[str, float]:
+    """(name, bytes) of the fullest moment. On a GPU what adapts to the room there is counts with its least."""
+    gpu = _on_gpus(config, machine)
+    sizes = {moment.name: held(moment.terms) if gpu else moment.bytes for moment in memory.moments}
+    name = max(sizes, key=lambda key: sizes[key])
+    return name, sizes[name]
 
 
 def _memory_line(name: str, size: float) -> str:
