@@ -110,14 +110,27 @@ def _kinds(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping
     return [{resource(name if name in own else ""): _SHARE} if own else {} for name in names]
 
 
+def server_gpus(config: RunConfig, lent: int) -> int:
+    """GPUs of a machine's servers in addition to those that workers have. `lent`: of these, to servers."""
+    servers = config.rollout.sglang
+    here = servers.servers // config.cluster.nnodes * servers.ranks if chooses_gpus(config) else 0
+    return max(0, here - lent)
+
+
+def gpus_of_a_node(config: RunConfig) -> int:
+    """GPUs of its workers, and of the servers that it starts."""
+    workers = config.cluster.nproc // config.cluster.nnodes
+    lent = sum(team.devices for team in config.placement.teams.values() if team.roles == [Role.ROLLOUT.value])
+    named = config.rollout.sglang.gpus if config.rollout.engine == "sglang" else None
+    return max(workers + server_gpus(config, lent), 1 + max(named or [-1]))
+
+
 def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:
     """GPUs of the servers of one machine, in addition to those of workers that leave theirs to them."""
     team = next((team for team in teams if Role.ROLLOUT in team.roles), None)
     if team is None or not chooses_gpus(config):
         return 0
-    servers = config.rollout.sglang
-    lent = team.devices if lends(config, team) else 0
-    return max(0, servers.servers // config.cluster.nnodes * servers.ranks - lent)
+    return server_gpus(config, team.devices if lends(config, team) else 0)
 
 
 def _too_few(

@@ -23,15 +23,32 @@ from megarl.config.base import raise_problems
 from megarl.config.launch import KubernetesConfig
 from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError, UnavailableError, UserError
+from megarl.credentials import CREDENTIAL
+from megarl.errors import ConfigError, UnavailableError, UserError, count
+from megarl.launchers.bundles import gpus_of_a_node
 
 RECIPE_FOLDER, RECIPE = "/etc/megarl", "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ANSWER_S = 60.0
-_CREDENTIAL = re.compile(r"(?i)token|secret|password|passwd|api_?key|credential")
 _REFERENCE = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 Manifest = dict[str, Any]
+#: Fields that are written here, and the keys that they come from.
+_POD = {
+    "containers": "launch.kubernetes.container",
+    "restartPolicy": "cluster.max_restarts",
+    "serviceAccountName": "launch.kubernetes.service_account",
+    "imagePullSecrets": "launch.kubernetes.image_pull_secret",
+    "nodeSelector": "launch.kubernetes.node_selector",
+}
+_CONTAINER = {
+    "name": "the launcher's own",
+    "image": "launch.kubernetes.image",
+    "command": "--job",
+    "args": "--job",
+    "env": "launch.kubernetes.environment and secrets",
+    "resources": "launch.kubernetes.resources",
+}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -67,6 +84,14 @@ class KubernetesJob:
         """The section `launch.kubernetes`."""
         return self.config.launch.kubernetes
 
+    @property
+    def in_pods(self) -> RunConfig:
+        """The recipe of the pods: launchers on several machines do not start again together, the JobSet does it."""
+        cluster = self.config.cluster
+        if self.launcher != "torchrun" or cluster.nnodes == 1:
+            return self.config
+        return self.config.model_copy(update={"cluster": cluster.model_copy(update={"max_restarts": 0})})
+
 
 def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str | None, stamp: str) -> KubernetesJob:
     """What a recipe asks for.
@@ -90,6 +115,7 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
         ]
     )
     _refuse_credentials(settings)
+    _check_fields(config)
     name = object_name(config.name, stamp)
     mount = PurePosixPath(settings.mount)
     folder = PurePosixPath(run_dir) if run_dir is not None else mount / config.name / stamp
@@ -107,7 +133,7 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
     """Manifests are plain text. Messages name variables, never their values."""
     key = "launch.kubernetes.environment"
     for name in settings.environment:
-        if _CREDENTIAL.search(name):
+        if CREDENTIAL.search(name):
             raise ConfigError(
                 "manifests are plain text, and this looks like a credential",
                 where=f"{key}.{name}",
@@ -122,6 +148,50 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
                 allowed="SECRET/KEY: a secret of the namespace, and a key in it; never the value",
                 fix="kubectl create secret generic SECRET --from-file=KEY=FILE makes one",
             )
+
+
+def _check_fields(config: RunConfig) -> None:
+    """Fields that manifests have already, sizes that cannot be, and what Kubernetes has no part for."""
+    settings = config.launch.kubernetes
+    for key, own in (("pod", _POD), ("container", _CONTAINER)):
+        for name in getattr(settings, key):
+            if name in own:
+                what, fix = "this field comes from other keys", own[name]
+                raise ConfigError(what, where=f"launch.kubernetes.{key}.{name}", fix=f"see {fix}")
+    if config.launch.spares:
+        what, found = "Kubernetes replaces pods itself, and has no spare nodes", config.launch.spares
+        raise ConfigError(what, where="launch.spares", found=found, fix="set launch.spares=0")
+    if settings.memory is not None and (size := quantity(settings.memory)) < (
+        least := quantity(settings.shared_memory)
+    ):
+        raise ConfigError(
+            "shared memory counts as memory of the pod",
+            where="launch.kubernetes.memory",
+            found=f"{settings.memory} = {size / 1e9:,.3g} GB",
+            allowed=f"more than launch.kubernetes.shared_memory={settings.shared_memory}, {least / 1e9:,.3g} GB",
+            fix="name its unit, as 512Gi, or less shared memory",
+        )
+    needed, given = gpus_of_a_node(config), settings.gpus_per_node
+    if config.cluster.device_memory_gb is not None and given is not None and given < needed:
+        raise ConfigError(
+            f"the run takes {count(needed, 'GPU')} of a pod: one for each worker, and those of its servers",
+            where="launch.kubernetes.gpus_per_node",
+            found=given,
+            allowed=f"{needed} or more",
+            fix="ask for as many, or for more pods: cluster.nnodes",
+        )
+
+
+def quantity(text: str) -> float:
+    """A quantity of Kubernetes as a number."""
+    found = re.fullmatch(r"([\d.]+)(\w*)", text)
+    assert found is not None, "the configuration has checked it"
+    number, unit = float(found[1]), found[2]
+    if unit == "m":
+        return number / 1000
+    power = "kKMGTPE".index(unit[0]) if unit else 0
+    exponent = max(1, power) if unit else 0
+    return number * float(1024**exponent if unit.endswith("i") else 1000**exponent)
 
 
 def _launcher(config: RunConfig, asked: str | None) -> str:
@@ -159,7 +229,7 @@ def object_name(name: str, stamp: str) -> str:
 def manifests(job: KubernetesJob) -> list[Manifest]:
     """The objects, in the order in which they are created."""
     recipe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job, queued=False)}
-    recipe["data"] = {RECIPE: dump_config(job.config)}
+    recipe["data"] = {RECIPE: dump_config(job.in_pods)}
     return [recipe, _ray_job(job) if job.launcher == "ray" else _job_set(job)]
 
 
@@ -214,9 +284,10 @@ def _job_set(job: KubernetesJob) -> Manifest:
         {"name": "MASTER_ADDR", "value": f"{job.name}-{_WORKERS}-0-0.{job.name}"},
         {"name": "MASTER_PORT", "value": str(_PORT)},
     ]
-    pod = _pod(job, {"command": _arguments(job), "env": [*(meet if nodes > 1 else []), *_environment(job)]})
+    environment = [*(meet if nodes > 1 else []), *_environment(job)]
+    template = _template(job, {"command": _arguments(job), "env": environment})
     indexed = {"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0}
-    replicated = {"name": _WORKERS, "replicas": 1, "template": {"spec": {**indexed, "template": {"spec": pod}}}}
+    replicated = {"name": _WORKERS, "replicas": 1, "template": {"spec": {**indexed, "template": template}}}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -234,7 +305,7 @@ def _ray_job(job: KubernetesJob) -> Manifest:
     """The head works like the other pods, so that a run has as many pods as nodes."""
     import ray
 
-    head, worker = ({"spec": _pod(job, {"env": _environment(job)}, name)} for name in ("ray-head", "ray-worker"))
+    head, worker = (_template(job, {"env": _environment(job)}, name) for name in ("ray-head", "ray-worker"))
     others = job.config.cluster.nnodes - 1
     sizes = {"replicas": others, "minReplicas": others, "maxReplicas": others}
     cluster: Manifest = {
@@ -257,20 +328,30 @@ def _ray_job(job: KubernetesJob) -> Manifest:
     }
 
 
-def _pod(job: KubernetesJob, more: Manifest, name: str = "megarl") -> Manifest:
+def _template(job: KubernetesJob, more: Manifest, name: str = "megarl") -> Manifest:
+    annotations = dict(job.settings.annotations)
+    head: Manifest = {"metadata": {"annotations": annotations}} if annotations else {}
+    return {**head, "spec": _pod(job, more, name)}
+
+
+def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
     settings = job.settings
     mounts = {"runs": settings.mount, "recipe": RECIPE_FOLDER, "shared-memory": "/dev/shm"}
     container: Manifest = {"name": name, "image": settings.image, **more}
     resources = _resources(job)
     if resources:
         container["resources"] = resources
-    container["volumeMounts"] = [{"name": key, "mountPath": path} for key, path in mounts.items()]
+    own = dict(settings.container)
+    added = own.pop("volumeMounts", [])
+    container["volumeMounts"] = [*({"name": key, "mountPath": path} for key, path in mounts.items()), *added]
+    container |= own
     volumes = [
         {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
         {"name": "recipe", "configMap": {"name": job.name}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
     ]
-    pod: Manifest = {"containers": [container], "volumes": volumes}
+    fields = dict(settings.pod)
+    pod: Manifest = {"containers": [container], "volumes": [*volumes, *fields.pop("volumes", [])], **fields}
     if name == "megarl":
         pod["restartPolicy"] = "Never"  # KubeRay has its own for Ray's pods
     if settings.service_account is not None:
@@ -286,8 +367,8 @@ def _resources(job: KubernetesJob) -> Manifest:
     settings, cluster = job.settings, job.config.cluster
     gpus = settings.gpus_per_node
     if gpus is None:
-        gpus = cluster.nproc // cluster.nnodes if cluster.device_memory_gb is not None else 0
-    requests, limits = {}, {}
+        gpus = gpus_of_a_node(job.config) if cluster.device_memory_gb is not None else 0
+    requests, limits = dict(settings.resources), dict(settings.resources)
     if settings.cpus_per_node is not None:
         requests["cpu"] = settings.cpus_per_node
     if settings.memory is not None:

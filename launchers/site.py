@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megarl.config.fields import fields_of, wrong_value
 from megarl.config.launch import SlurmConfig
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import read_yaml
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, close_matches
 
 
 def clusters_file() -> Path:
@@ -31,6 +32,14 @@ def with_site(config: RunConfig) -> RunConfig:
     clusters = _read(file)
     if name is None and len(clusters) == 1:
         (name,) = clusters
+    if name is None and clusters:
+        raise ConfigError(
+            "there are several clusters, and none is chosen",
+            where="launch.cluster",
+            found=None,
+            allowed=sorted(clusters),
+            fix=f"launch.cluster={min(clusters)}, or another of {file}",
+        )
     if name is None:
         return config
     if name not in clusters:
@@ -51,18 +60,33 @@ def with_site(config: RunConfig) -> RunConfig:
 
 def _read(file: Path) -> dict[str, SlurmConfig]:
     if not file.is_file():
+        if named := os.environ.get("MEGARL_CLUSTERS"):
+            raise ConfigError("there is no such file", where="MEGARL_CLUSTERS", found=named, fix="name it, or unset it")
         return {}
-    data: dict[str, Any] = read_yaml(file).data
-    found = {}
-    for name, values in data.items():
-        try:
-            found[name] = SlurmConfig.model_validate(values or {})
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(
-                f"this file is wrong: {first['msg']}",
-                where=f"{file}: {'.'.join(map(str, (name, *first['loc'])))}",
-                found=first["input"],
-                allowed="the keys of launch.slurm below the name of each cluster",
-            ) from error
-    return found
+    try:
+        data: Any = read_yaml(file).data
+    except ConfigError as error:
+        what = "this is no file of clusters" if "recipe" in error.what else error.what
+        raise ConfigError(what, where=error.where, found=error.found, allowed=_FORM) from error
+    return {name: _cluster(file, name, values) for name, values in data.items()}
+
+
+def _cluster(file: Path, name: str, values: Any) -> SlurmConfig:
+    """The keys of one cluster."""
+    where, known = f"{file}: {name}", fields_of(SlurmConfig)
+    if not isinstance(values or {}, dict):
+        raise ConfigError("a cluster is a mapping", where=where, found=values, allowed=_FORM)
+    for key in values or {}:
+        if key not in known:
+            near = close_matches(str(key), known)
+            fix = f"did you mean {near[0]}?" if near else None
+            raise ConfigError("launch.slurm has no such key", where=f"{where}.{key}", allowed=list(known), fix=fix)
+    try:
+        return SlurmConfig.model_validate(values or {})
+    except ValidationError as error:
+        detail = error.errors()[0]
+        key = str(detail["loc"][0])
+        raise wrong_value(detail, f"{name}.{key}", known[key], values[key], where=f"{where}.{key}") from error
+
+
+_FORM = "names of clusters, and below each of them keys of launch.slurm"

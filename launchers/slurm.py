@@ -19,6 +19,7 @@ the configuration checks that.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from megarl.artifacts import batch
 from megarl.config.launch import SlurmConfig, SlurmTeamConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, count
+from megarl.launchers.bundles import gpus_of_a_node
 from megarl.launchers.seats import NODES_OF, resource
 from megarl.launchers.slurm_job.exclusion import excluded_by
 
@@ -109,12 +111,16 @@ def job_script(job: Submission) -> str:
     """
     cluster, slurm = job.config.cluster, job.slurm
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
-    lines += [f"# {job.config.name}: {cluster.nproc} processes on {cluster.nnodes} nodes. By hand: sbatch {JOB}"]
+    lines += [
+        f"# {job.config.name}: {cluster.nproc} processes on {count(cluster.nnodes, 'node')}. By hand: sbatch {JOB}"
+    ]
     lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}"]
     # What follows runs outside of a container. Variables that it sets go to all nodes, so it sets none without need.
     python = "python3" if slurm.image is not None else slurm.python or sys.executable
-    if slurm.image is None and not python.startswith("/"):
-        lines += _setup(slurm)
+    if slurm.image is not None:
+        lines += _modules(slurm)  # such as that of apptainer, which an image does not have
+    elif not python.startswith("/"):
+        lines += [*_modules(slurm), *_own_lines(slurm)]
     lines += [
         "unset PYTHONSAFEPATH",
         f'cd "$run_dir/{batch.FOLDER}"',
@@ -132,7 +138,7 @@ def plan(job: Submission) -> dict[str, Any]:
         {
             "team": part.team,
             "nodes": part.nodes,
-            "gpus": gpus_per_node(job.config, part),
+            "gpus": _gpus_to_test(job.config, part),
             "srun": _srun_options(job, part),
             "start": _start(job, part),
         }
@@ -160,7 +166,7 @@ def node_script(job: Submission) -> str:
     """What srun starts once on every node: the run, or with `preflight ...` its tests."""
     slurm = job.slurm
     lines = ["#!/bin/bash", f"# One node of {JOB}: its number is SLURM_NODEID.", "set -euo pipefail"]
-    lines += [f"cd {shlex.quote(str(job.workdir))}", *_setup(slurm)]
+    lines += [f"cd {shlex.quote(str(job.workdir))}", *([] if slurm.image else _modules(slurm)), *_own_lines(slurm)]
     if slurm.interface is not None:
         name = shlex.quote(slurm.interface)
         lines += [f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"]
@@ -185,8 +191,17 @@ def node_script(job: Submission) -> str:
     )
 
 
-def _setup(slurm: SlurmConfig) -> list[str]:
-    return [*(f"module load {shlex.quote(module)}" for module in slurm.modules), *slurm.setup]
+def _modules(slurm: SlurmConfig) -> list[str]:
+    """Lines that load modules: shells of batch jobs may lack the function, and its own code unset variables."""
+    if not slurm.modules:
+        return []
+    loads = [f"module load {shlex.quote(module)}" for module in slurm.modules]
+    return ["set +eu", "type module > /dev/null 2>&1 || source /etc/profile", "set -e", *loads, "set -u"]
+
+
+def _own_lines(slurm: SlurmConfig) -> list[str]:
+    """Lines of the site's, which may use variables that are not set."""
+    return ["set +u", *slurm.setup, "set -u"] if slurm.setup else []
 
 
 @dataclass(frozen=True)
@@ -235,62 +250,6 @@ def components(config: RunConfig) -> list[Component]:
     return [rest, *apart]
 
 
-def check_settings(job: Submission) -> None:
-    """What would fail only on the nodes.
-
-    Raises:
-        ConfigError: nodes of teams, or a container, cannot be as they are set.
-    """
-    parts, slurm = components(job.config), job.slurm
-    if len(parts) > 1 and job.launcher != "ray":
-        what = "nodes of different kinds run teams, which takes Ray"
-        raise ConfigError(what, where="launch.slurm.teams", found=job.launcher, fix="launch.launcher=ray")
-    if len(parts) > 1 and job.config.launch.spares:
-        raise ConfigError(
-            "a heterogeneous job has no spare nodes",
-            where="launch.spares",
-            found=job.config.launch.spares,
-            allowed="0 with launch.slurm.teams",
-            fix="a job that loses a node submits the next one without it",
-        )
-    if slurm.image is None:
-        for key in ("mounts", "container"):
-            if found := getattr(slurm, key):
-                what = "this is of a container, and there is none"
-                raise ConfigError(what, where=f"launch.slurm.{key}", found=found, fix="set launch.slurm.image")
-        return
-    for mount in slurm.mounts:
-        part = mount.split(":")
-        if not 2 <= len(part) <= 3 or not all(part) or "," in mount or not part[1].startswith("/"):
-            raise ConfigError(
-                "this is no mount of a container",
-                where="launch.slurm.mounts",
-                found=mount,
-                allowed="FROM:TO or FROM:TO:ro, TO with / in front, no comma",
-            )
-    file = Path(slurm.image)
-    if (slurm.image.startswith(("/", "./")) or file.suffix in (".sif", ".sqsh")) and not (job.workdir / file).exists():
-        raise ConfigError(
-            "there is no such image",
-            where="launch.slurm.image",
-            found=slurm.image,
-            fix="name a file that all nodes see, or an image of a registry",
-        )
-
-
-def doubtful(job: Submission) -> list[str]:
-    """Settings that Slurm takes and that most likely are not what is wanted."""
-    named = any(word in option for option in job.slurm.options for word in ("cpu", "exclusive"))
-    given = named or job.slurm.cpus_per_node is not None
-    if given or all(part.settings.cpus_per_node is not None for part in components(job.config)):
-        return []
-    workers = max(part.workers // part.nodes for part in components(job.config))
-    return [
-        "launch.slurm.cpus_per_node is not set: at many sites a node's one task gets one core then, for "
-        f"{count(workers, 'worker')}; sinfo --Node --long shows the CPUs of nodes"
-    ]
-
-
 def gpus_per_node(config: RunConfig, part: Component | None = None) -> int:
     """GPUs that a node is asked for; `part`: of these nodes, else of those that the teams share."""
     part = part or components(config)[0]
@@ -299,7 +258,24 @@ def gpus_per_node(config: RunConfig, part: Component | None = None) -> int:
         given = config.launch.slurm.gpus_per_node
     if given is not None:
         return given
-    return part.workers // part.nodes if config.cluster.device_memory_gb is not None else 0
+    return gpus_needed(config, part) if config.cluster.device_memory_gb is not None else 0
+
+
+def _gpus_to_test(config: RunConfig, part: Component) -> int:
+    """GPUs that the tests of a node look for."""
+    given = gres_gpus(part.settings.gres or config.launch.slurm.gres or "")
+    return gpus_per_node(config, part) if given is None else given
+
+
+def gpus_needed(config: RunConfig, part: Component) -> int:
+    """GPUs of the workers of a node, and of servers that it starts in addition."""
+    return part.workers // part.nodes if config.launch.slurm.teams else gpus_of_a_node(config)
+
+
+def gres_gpus(gres: str) -> int | None:
+    """GPUs that a --gres asks for; None: it does not say."""
+    found = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)??(?::(\d+))?(?=$|[,(])", gres)
+    return sum(int(number or 1) for number in found) if found else None
 
 
 def _options(job: Submission) -> list[str]:

@@ -62,18 +62,21 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
     from megarl.launchers.common import make_run_dir
     from megarl.launchers.preflight import check_run_folder
     from megarl.launchers.site import with_site
-    from megarl.launchers.slurm import Submission, check_settings, doubtful, job_script, node_script, plan
+    from megarl.launchers.slurm import Submission, job_script, node_script, plan
+    from megarl.launchers.slurm_settings import check_settings, doubtful, memory_bytes
     from megarl.launchers.submit import check_cluster, excluded, submit, write_scripts
 
     config = with_site(config)
     launcher = _launcher(arguments.launcher or config.launch.launcher, config)
-    _check(config, launcher, arguments.job)
+    slurm = config.launch.slurm
+    memory = ("launch.slurm.memory", memory_bytes(slurm.memory))
+    _check(config, launcher, arguments.job, image=slurm.image is not None, memory=memory)
     parent = Path(config.tracking.dir) / config.name
     run_dir = (arguments.run_dir or parent / "STAMP").resolve()
     job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
     check_settings(job)
     for doubt in doubtful(job):
-        print(f"megarl: warning: {doubt}", file=sys.stderr)
+        _warn(doubt)
     if arguments.dry_run:
         files = {"job.sh": job_script(job), "node.sh": node_script(job), "plan.json": json.dumps(plan(job), indent=1)}
         for name, text in files.items():
@@ -101,11 +104,13 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
-    from megarl.launchers.kubernetes import as_yaml, create, make_job, manifests
+    from megarl.launchers.kubernetes import as_yaml, create, make_job, manifests, quantity
 
     run_dir = None if arguments.run_dir is None else str(arguments.run_dir)
     job = make_job(config, arguments.job, arguments.launcher, run_dir, time.strftime("%Y%m%d-%H%M%S"))
-    _check(config, job.launcher, arguments.job)
+    given = job.settings.memory
+    memory = ("launch.kubernetes.memory", None if given is None else quantity(given))
+    _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory)
     if arguments.dry_run:
         print(as_yaml(manifests(job)) + "# Nothing was submitted.")
         return 0
@@ -117,16 +122,38 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
     return 0
 
 
-def _check(config: RunConfig, launcher: str, job: str) -> None:
-    """Refuse what cannot work, and show what is doubtful; this machine is none of the job's."""
+def _check(config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None]) -> None:
+    """Refuse what cannot work, and show what is doubtful; this machine is none of the job's.
+
+    Args:
+        image: nodes run an image, whose servers' interpreter is not known here.
+        memory: key and bytes of a node's memory; None: it is not said.
+    """
+    from megarl.checks.host import host_memory
     from megarl.checks.recipe import check_config
     from megarl.config.base import raise_problems
+    from megarl.dag.stage import Role
 
     checked = check_config(config, launcher=launcher, job=job, machine=None)
-    raise_problems([check.problem() for check in checked.items if check.status == "fail"])
-    for check in checked.items:
-        if check.status == "warn":  # not in what --dry-run prints, which is handed on as it is
-            print(f"megarl: warning: {check.problem()}", file=sys.stderr)
+    checks = [check for check in checked.items if not (image and check.key == "rollout.sglang.python")]
+    raise_problems([check.problem() for check in checks if check.status == "fail"])
+    for check in checks:
+        if check.status == "warn":
+            _warn(str(check.problem()))
+    (key, size), placement = memory, checked.placement
+    if size is None or placement is None or checked.sizes[Role.ACTOR] is None:
+        return
+    gpu = config.cluster.device_memory_gb is not None
+    needed = host_memory(config, checked.sizes, placement, gpu=gpu, job=job).needed
+    if needed.least > size:
+        _warn(
+            f"{key}: {size / 1e9:,.3g} GB, and the processes of a node hold {needed.least / 1e9:,.3g} GB or more there"
+        )
+
+
+def _warn(text: str) -> None:
+    """Not in what --dry-run prints, which is handed on as it is."""
+    print(f"megarl: warning: {text}", file=sys.stderr)
 
 
 def _launcher(name: str, config: RunConfig) -> str:

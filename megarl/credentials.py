@@ -12,6 +12,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 MASK = "***"
 USER, PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+CREDENTIAL = re.compile(r"(?i)token|secret|password|passwd|api_?key|credential")
+"""In the name of a variable: its value is one."""
 
 
 def _userinfo(ends: str) -> re.Pattern[str]:

@@ -7,6 +7,7 @@ the machine's own limits warn only, and those that the recipe names (`cluster.de
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 
@@ -18,11 +19,12 @@ from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.machine import Machine
-from megarl.planning.memory import GpuRoom, Memory, Moment, device_memory, held
-from megarl.planning.shards import Sizes
+from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, Moment, device_memory, held, server_bytes
+from megarl.planning.outcome import ROOM_KEYS
+from megarl.planning.shards import Sizes, key_value_bytes
 from megarl.store.size import LEAST, refuse_too_large
 
-_TIGHT = 0.9
+TIGHT = 0.9
 _START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers
 _SLOW = 4  # workers per core
 _LARGEST_GPU_GB = 288.0  # of one GPU that is sold; no device holds more
@@ -193,6 +195,33 @@ def _check_devices(
             moments = (replace(moment, name=f"team {team.name}: {moment.name}") for moment in device.moments)
             device = replace(device, moments=tuple(moments))
         _check_device(config, device, machine, checks, starts)
+        if room is not None and not config.rollout.sglang.extra_args and device.needed.least <= room.bytes:
+            certain = starts and machine is not None and machine.gpu_certain
+            refuse = config.cluster.device_memory_gb is not None or certain
+            _check_cache(config, sizes, device, checks, refuse=refuse)
+
+
+def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checklist, *, refuse: bool) -> None:
+    """A server has room for the keys and values of the longest sample."""
+    cache = next((part for part in memory.terms() if part.what == SERVER_CACHE), None)
+    facts, servers = sizes[Role.ACTOR], config.rollout.sglang
+    if cache is None or facts is None or servers.memory_fraction is None:
+        return
+    token, longest = key_value_bytes(facts, servers.tp_size, config.rollout_dtype), config.longest_sequence()
+    if cache.bytes >= longest * token:
+        return
+    weights = server_bytes(config, facts)
+    least = math.ceil(100 * (weights + longest * token) / memory.free) / 100 if memory.free else 1.0
+    key, found, fix = "rollout.sglang.memory_fraction", servers.memory_fraction, f"what it goes by: {ROOM_KEYS}"
+    message = (
+        f"a server has room for {int(cache.bytes / token):,} tokens next to {weights / 1e9:,.1f} GB of weights on a "
+        f"GPU of which {memory.free / 1e9:,.1f} GB are free when it starts, and the longest sample has {longest:,}"
+    )
+    if refuse:
+        allowed = f"{least:g} or more" if least < 1 else "more ranks for a server, or shorter samples"
+        checks.fail("memory", key, message, found=found, allowed=allowed, fix=fix)
+    else:
+        checks.warn("memory", key, message, found=found, fix=fix)
 
 
 def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, checks: Checklist, starts: bool) -> None:
@@ -218,8 +247,8 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
     if needed.least > capacity:
         key = needed.largest()[0].keys.partition(",")[0]
         message = (
-            f"{needed.name} needs {needed.least / 1e9:,.1f} GB or more, and {what} holds {capacity / 1e9:,.1f}: "
-            f"{_largest(needed)}"
+            f"{needed.name} needs {needed.least / 1e9:,.1f} GB or more (about {held(needed.terms) / 1e9:,.1f}), and "
+            f"{what} holds {capacity / 1e9:,.1f}: {_largest(needed)}"
         )
         fix = f"change what takes the most: {'; '.join(dict.fromkeys(part.keys for part in needed.largest()))}"
         if refuse:
@@ -237,13 +266,13 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
     # What shrinks by itself, and terms that are a sum of many, count with what they take for certain.
     moments = {moment.name: held(moment.terms) for moment in memory.moments}
     name = max(moments, key=lambda key: moments[key])
-    if moments[name] > _TIGHT * capacity:
+    if moments[name] > TIGHT * capacity:
         moment = next(moment for moment in memory.moments if moment.name == name)
         checks.warn(
             "memory",
             _key(moment.largest()[0].keys.partition(",")[0]),
-            f"{name} may take {moments[name] / 1e9:,.1f} GB, and {what} holds {capacity / 1e9:,.1f}: "
-            f"{_largest(moment)}",
+            f"{name} may take {moments[name] / 1e9:,.1f} GB, more than {TIGHT:.0%} of the {capacity / 1e9:,.1f} of "
+            f"{what}: {_largest(moment)}",
             fix=f"when it runs out: {'; '.join(dict.fromkeys(part.keys for part in moment.largest()))}",
         )
     else:

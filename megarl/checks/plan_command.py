@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.errors import ConfigError, UserError
+from megarl.errors import ConfigError, UserError, count
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -83,19 +83,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_layout(config: RunConfig, graph: TaskGraph) -> None:
-    """Raise what `--dry-run` says of layouts and batches."""
+    """Raise what `--dry-run` says of layouts, batches, lengths and servers; the plan itself says what does not fit."""
     from megarl.checks.checklist import Checklist
     from megarl.checks.layout import check_cluster, check_layouts
-    from megarl.checks.settings import check_batches
+    from megarl.checks.settings import check_batches, check_sampling
+    from megarl.checks.sglang import check_servers
     from megarl.config.base import raise_problems
     from megarl.dag.placement import place
+    from megarl.dag.stage import Role
     from megarl.planning.step import model_sizes
 
-    checks, placement = Checklist(), place(graph, config)
+    checks, placement, sizes = Checklist(), place(graph, config), model_sizes(config, graph)
     check_cluster(config, checks, None)
-    check_layouts(config, placement, model_sizes(config, graph), checks)
+    check_layouts(config, placement, sizes, checks)
     check_batches(config, placement, checks)
-    raise_problems([check.problem() for check in checks.items if check.status == "fail"])
+    check_sampling(config, sizes[Role.ACTOR], checks)
+    check_servers(config, placement, sizes[Role.ACTOR], checks, None)
+    here = "rollout.sglang.python"  # what is installed where the plan is made says nothing of where it is carried out
+    raise_problems([check.problem() for check in checks.items if check.status == "fail" and check.key != here])
 
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
@@ -122,6 +127,10 @@ def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, se
         hardware, counted = this_cpu(int(processes), cluster.threads), bool(counts)
     else:
         hardware, counted = (KINDS["h100"], False) if text is None else read_hardware(text)
+        if text is None and cluster.device_memory_gb not in (None, hardware.memory_gb):
+            hardware = replace(
+                hardware, memory_gb=cluster.device_memory_gb, source=f"{hardware.source}; memory: recipe"
+            )
     if counted and search:
         return hardware
     takes, machines_taken = occupied(config, place(graph, config)), cluster.nnodes
@@ -129,11 +138,14 @@ def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, se
         return replace(hardware, per_node=-(-takes // machines_taken), nodes=machines_taken)
     if (takes, machines_taken) != (hardware.devices, hardware.nodes):
         raise ConfigError(
-            f"the recipe takes {takes} devices on {machines_taken} machines",
+            f"the recipe takes {takes} devices on {count(machines_taken, 'machine')}"
+            + (f", {cluster.nproc} for workers and the others for servers" if takes > cluster.nproc else ""),
             where="--hardware",
-            found=f"{hardware.devices} devices on {hardware.nodes} machines",
+            found=f"{hardware.devices} devices on {count(hardware.nodes, 'machine')}",
             allowed="as many, or --search, which finds what all of them may do",
-            fix=f"set cluster.nproc={hardware.devices} cluster.nnodes={hardware.nodes}, or add --search",
+            fix="other cluster.nproc, cluster.nnodes and rollout.sglang.servers, other --hardware, or --search"
+            if takes > cluster.nproc
+            else f"set cluster.nproc={hardware.devices} cluster.nnodes={hardware.nodes}, or add --search",
         )
     return hardware
 
@@ -163,15 +175,28 @@ def _search(
 ) -> int:
     from rich.console import Console
 
-    from megarl.checks.plan_report import found_as_json, found_table
+    from megarl.checks.plan_report import found_as_json, found_table, misfits
+    from megarl.dag.placement import place
     from megarl.planning.search import Search
-    from megarl.planning.step import model_sizes
+    from megarl.planning.step import model_sizes, occupied, plan_step
 
-    result = Search(config, graph, model_sizes(config, graph), hardware, given).run(arguments.top or 10)
+    sizes = model_sizes(config, graph)
+    result = Search(config, graph, sizes, hardware, given).run(arguments.top or 10)
+
+    def as_it_is() -> str:
+        try:
+            plan = plan_step(config, graph, sizes, hardware, given)
+        except ConfigError as error:
+            return error.what
+        fits = ", and does not fit" if misfits(plan) else ""
+        return f"{plan.step_s:.3g} s a step, {plan.fullest.bytes / 1e9:.1f} GB{fits}"
+
     if arguments.json:
         print(json.dumps(found_as_json(arguments.recipe, result), indent=1))
     else:
         Console(highlight=False).print(found_table(arguments.recipe, result))
+        if occupied(config, place(graph, config)) == hardware.devices:
+            print(f"the recipe as it is: {as_it_is()}")
     if arguments.write is not None:
         from megarl.checks.plan_recipe import write_recipe
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.checks.descriptors import descriptors, group_sizes
 from megarl.checks.host import host_memory
+from megarl.checks.machine import TIGHT
 from megarl.config.run import RunConfig
 from megarl.planning.memory import Moment, Term
 from megarl.planning.outcome import ROOM_KEYS, StepPlan
@@ -74,7 +75,11 @@ def tables(recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]
     """A plan as tables, and whether it fits."""
     shown: list[Table | str] = [_phases(recipe, plan), _numbers([*figures(plan), *rest]), _memory(plan)]
     shown.append(f"hardware: {plan.hardware.source}")
-    return [*shown, *(f"does not fit: {one}" for one in misfits(plan))]
+    tight = plan.fullest.bytes > TIGHT * 1e9 * plan.hardware.memory_gb
+    found = [f"does not fit: {one}" for one in misfits(plan)]
+    if tight and not found:
+        found = [f"tight: {plan.fullest.moment.name} holds more than {TIGHT:.0%} of a device; {_keys(plan)}"]
+    return [*shown, *found]
 
 
 def misfits(plan: StepPlan) -> list[str]:
@@ -82,14 +87,18 @@ def misfits(plan: StepPlan) -> list[str]:
     found = []
     fullest, limit, room = plan.fullest, plan.hardware.memory_gb, plan.room
     if fullest.bytes > limit * 1e9:
-        keys = "; ".join(dict.fromkeys(part.keys for part in _largest(fullest.moment)))
-        found.append(f"{fullest.moment.name} holds {fullest.bytes / 1e9:,.1f} of {limit:.3g} GB; {_GOES_BY} {keys}")
+        found.append(f"{fullest.moment.name} holds {fullest.bytes / 1e9:,.1f} of {limit:.3g} GB; {_keys(plan)}")
     if not room.fits:
         found.append(
             f"an engine has room for {int(room.tokens):,} tokens next to {room.weights / 1e9:,.1f} GB of weights on a "
             f"device, and the longest sample has {room.longest:,.0f}; {_GOES_BY} {ROOM_KEYS}"
         )
     return found
+
+
+def _keys(plan: StepPlan) -> str:
+    """What the fullest moment goes by."""
+    return f"{_GOES_BY} {'; '.join(dict.fromkeys(part.keys for part in _largest(plan.fullest.moment)))}"
 
 
 def _largest(moment: Moment) -> list[Term]:
@@ -111,6 +120,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _phases(recipe: str, plan: StepPlan) -> Table:
     title = f"{recipe} on {plan.hardware.describe()}: {plan.step_s:.3g} s a step, by formulas"
+    title += ", if it fitted" if misfits(plan) else ""
     made = _table(title, "phase", "team", "s", "of the step", "GB moved", "by", "what")
     for phase in plan.phases:
         made.add_row(phase.name, phase.team, f"{phase.seconds:.3g}", f"{phase.seconds / plan.step_s:.0%}", "", "", "")

@@ -25,9 +25,12 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
     """Prompts per step, per mini-batch and per replica."""
     data = config.data
     minis = {f"{role}.mini_batch_size": getattr(config, role).mini_batch_size for role in ("actor", "critic")}
-    fit = divisors(data.batch_size)
+    whole = divisors(data.batch_size)
     for key, mini in minis.items():
-        if mini is not None and mini not in fit:
+        if mini is not None and mini not in whole:
+            team = None if placement is None else placement.of_role(Role(key.partition(".")[0]))
+            replicas = team.replicas if team is not None and divides_devices(team) else 1
+            fit = [size for size in whole if size % replicas == 0] or whole
             nearest = min((abs(size - mini), size) for size in fit)[1]
             checks.fail(
                 "mini-batches",

@@ -390,8 +390,19 @@ def _check_colocated(config: RunConfig, checks: Checklist) -> None:
             allowed="false with rollout.sglang.urls",
             fix=f"set {key}=false, or rollout.sglang.urls=[]",
         )
-    judged = servers.memory_fraction is not None and config.cluster.device_memory_gb is not None
-    if not config.actor.engine.offload and not judged:  # else the check of memory knows whether there is room
+    nnodes, gpus = config.cluster.nnodes, config.cluster.device_memory_gb is not None
+    workers, here = config.cluster.nproc // nnodes, servers.servers // nnodes
+    if gpus and here * servers.ranks > workers and not servers.first_gpu_given:
+        most = workers // servers.ranks * nnodes
+        checks.fail(
+            _NAME,
+            "rollout.sglang.servers",
+            f"{count(here, 'server')} of {count(servers.ranks, 'rank')} on the GPUs of {count(workers, 'worker')}",
+            found=servers.servers,
+            allowed=f"servers * tp_size up to {workers * nnodes}",
+            fix=f"set rollout.sglang.servers={most}" if most else f"set rollout.sglang.tp_size to {workers} or less",
+        )
+    if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):  # else memory is checked
         checks.warn(
             _NAME,
             key,

@@ -147,6 +147,8 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
     if origin is dict:
         if isinstance(args[1], type) and issubclass(args[1], Section):
             return f"mapping of names to sections with the keys {', '.join(args[1].model_fields)}"
+        if args[1] is str:
+            return "mapping of names to text"
         return "mapping"
     if annotation is type(None):
         return "null"

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from megarl.config.base import Section
 
@@ -29,9 +37,46 @@ def _named(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
+def _option(text: str) -> str:
+    name = text.split("=")[0].split()[0] if text.strip() else ""
+    if not name.startswith("-"):
+        raise ValueError(f"options of sbatch begin with -, as --exclusive; not {text!r}")
+    if name in _WRITTEN:
+        raise ValueError(f"{name} is written by megarl launch: {_WRITTEN[name]}")
+    return text
+
+
+#: Options that the batch script has already, and the keys that they come from.
+_WRITTEN = {
+    "--nodes": "cluster.nnodes and launch.spares",
+    "-N": "cluster.nnodes and launch.spares",
+    "--ntasks": "a node has one task",
+    "-n": "a node has one task",
+    "--ntasks-per-node": "a node has one task",
+    "--output": "RUN_DIR/launch",
+    "-o": "RUN_DIR/launch",
+    "--chdir": "the folder that is submitted from",
+    "-D": "the folder that is submitted from",
+    "--signal": "launch.slurm.warn_s",
+    "--gpus-per-node": "launch.slurm.gpus_per_node",
+    "--cpus-per-task": "launch.slurm.cpus_per_node",
+    "-c": "launch.slurm.cpus_per_node",
+    "--partition": "launch.slurm.partition",
+    "-p": "launch.slurm.partition",
+    "--time": "launch.slurm.time",
+    "-t": "launch.slurm.time",
+    "--mem": "launch.slurm.memory",
+}
+
+
+def _as_text(value: object) -> object:
+    """A number of minutes, or of megabytes, without quotes."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _time(text: str) -> str:
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
-        raise ValueError('minutes, "HH:MM:SS" or "D-HH:MM:SS" in quotes')
+        raise ValueError("minutes, HH:MM:SS or D-HH:MM:SS")
     return text
 
 
@@ -66,14 +111,14 @@ class SlurmConfig(Section):
     partition: Word | None = Field(None, description="sbatch --partition")
     account: Word | None = Field(None, description="sbatch --account")
     qos: Word | None = Field(None, description="sbatch --qos")
-    time: Annotated[str, AfterValidator(_time)] | None = Field(
-        None, description='sbatch --time: minutes, "HH:MM:SS" or "D-HH:MM:SS" in quotes; null: the partition\'s'
+    time: Annotated[str, BeforeValidator(_as_text), AfterValidator(_time)] | None = Field(
+        None, description="sbatch --time: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's"
     )
     constraint: Line | None = Field(None, description="sbatch --constraint")
     gpus_per_node: NonNegativeInt | None = Field(
         None,
-        description="sbatch --gpus-per-node; null: one for each process of a node where cluster.device_memory_gb is "
-        "set, else none. Servers that a node starts need theirs in addition",
+        description="sbatch --gpus-per-node; null: one for each process of a node, and those of its servers, where "
+        "cluster.device_memory_gb is set, else none",
     )
     gres: Line | None = Field(None, description="sbatch --gres in place of --gpus-per-node, as `gpu:h100:8`")
     cpus_per_node: PositiveInt | None = Field(
@@ -81,7 +126,7 @@ class SlurmConfig(Section):
         description="sbatch --cpus-per-task; a node has one task. null: what Slurm gives a task, which is one core at "
         "many sites",
     )
-    memory: Word | None = Field(
+    memory: Annotated[Word, BeforeValidator(_as_text)] | None = Field(
         None, description="sbatch --mem, of a node, as `200G`; 0: all that it has; null: the partition's"
     )
     chain: NonNegativeInt = Field(
@@ -104,12 +149,18 @@ class SlurmConfig(Section):
         description="teams of placement.teams that have nodes of their own, of other hardware (a heterogeneous job, "
         "under Ray); the other teams share the rest",
     )
-    options: list[Line] = Field(default_factory=list, description="further options of sbatch, as `--exclusive`")
-    modules: list[Word] = Field(default_factory=list, description="`module load` on every node")
+    options: list[Annotated[Line, AfterValidator(_option)]] = Field(
+        default_factory=list, description="further options of sbatch, as `--exclusive`"
+    )
+    modules: list[Word] = Field(
+        default_factory=list,
+        description="`module load` on every node; with an image outside of it, on the first node, whose environment "
+        "goes to the others",
+    )
     setup: list[str] = Field(
         default_factory=list,
-        description="lines of bash on every node before megarl starts, as `ulimit -l unlimited`; `python` says which "
-        "interpreter runs megarl",
+        description="lines of bash on every node before megarl starts, inside of an image, as `ulimit -l unlimited`; "
+        "`python` says which interpreter runs megarl",
     )
     environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(
         default_factory=dict, description="variables that are set on every node; no credentials, the file is plain text"
@@ -131,7 +182,7 @@ class SlurmConfig(Section):
 
 
 #: A quantity of Kubernetes: `64Gi`, `500m`, `32`.
-Quantity = Annotated[str, AfterValidator(_quantity)]
+Quantity = Annotated[str, BeforeValidator(_as_text), AfterValidator(_quantity)]
 #: A name of an object of Kubernetes.
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
 
@@ -155,7 +206,9 @@ class KubernetesConfig(Section):
     image_pull_secret: ObjectName | None = Field(None, description="name of the secret that the image is pulled with")
     queue: ObjectName | None = Field(None, description="local queue of Kueue; null: none")
     gpus_per_node: NonNegativeInt | None = Field(
-        None, description="nvidia.com/gpu of a pod; null: its processes where cluster.device_memory_gb is set, else 0"
+        None,
+        description="nvidia.com/gpu of a pod; null: one for each of its processes, and those of its servers, where "
+        "cluster.device_memory_gb is set, else 0",
     )
     cpus_per_node: Quantity | None = Field(None, description="requested CPUs of a pod; null: none are requested")
     memory: Quantity | None = Field(None, description="memory of a pod, requested and its limit; null: none")
@@ -163,6 +216,18 @@ class KubernetesConfig(Section):
     node_selector: dict[str, str] = Field(default_factory=dict, description="labels of machines that pods may be on")
     environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(
         default_factory=dict, description="variables of the pods; no credentials"
+    )
+    resources: dict[str, Quantity] = Field(
+        default_factory=dict, description="further resources of a pod, requested and their limit, as rdma/hca: 1"
+    )
+    annotations: dict[str, str] = Field(default_factory=dict, description="of the pods")
+    pod: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further fields of the pods' spec, as tolerations, affinity, hostNetwork; volumes are added",
+    )
+    container: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further fields of their container, as securityContext; volumeMounts are added",
     )
     secrets: Annotated[dict[str, str], AfterValidator(_named)] = Field(
         default_factory=dict, description="variables out of secrets of the namespace, as HF_TOKEN: my-secret/token"
@@ -195,7 +260,7 @@ class LaunchConfig(Section):
     cluster: str | None = Field(
         None,
         description="name in the site's file of clusters, ~/.config/megarl/clusters.yaml (or MEGARL_CLUSTERS): keys of "
-        "launch.slurm by cluster. null: the only one, if there is one",
+        "launch.slurm by cluster. null: the only one; several take a name",
     )
     slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="batch jobs")
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="jobs of Kubernetes")

@@ -201,7 +201,8 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
             allowed="devices of a machine x machines",
             fix=f"write {text}x1 for one machine",
         )
-    near = close_matches(text.lower().partition("x")[0], list(KINDS))
+    name = text.lower().partition("x")[0]
+    near = [f"{name}x8x4"] if name in KINDS else close_matches(name, list(KINDS))
     raise ConfigError(
         "there is no such hardware",
         where=_WHERE,

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megarl.config.run import RunConfig
+from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.lengths import Lengths
 
@@ -57,9 +58,20 @@ class Workload:
 
     @classmethod
     def of(cls, config: RunConfig, given: PlanAssumptions) -> Workload:
-        """Of a step of `megarl train`. An episode of several turns counts as one response of all its tokens."""
+        """Of a step of `megarl train`. An episode of several turns counts as one response of all its tokens.
+
+        Raises:
+            ConfigError: responses are assumed to be longer than they may be.
+        """
         sampling = config.rollout.sampling
         longest = config.response_tokens(sampling)
+        if given.mean_tokens > longest:
+            raise ConfigError(
+                "responses are longer on average than the longest one",
+                where="--assume mean_tokens",
+                found=f"{given.mean_tokens:g}",
+                allowed=f"up to {longest}, of rollout.sampling.max_new_tokens",
+            )
         fixed = sampling.ignore_eos and not given.mean_tokens
         mean = given.mean_tokens or (longest if fixed else longest / 4)
         prompt = given.prompt_tokens or config.data.max_prompt_tokens / 2

@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(part)
     for line in verdicts(rows):
         console.print(line)
+    if other := study.other_model():
+        console.print(f"warning: {other}")
     if same := study.as_measured():
         console.print(
             f"as the run measured it, on any number of devices: {same}. Tokens did not explain these seconds there, so "
@@ -107,6 +109,8 @@ def _settings(text: str) -> tuple[str, ...]:
         else:
             parts[-1] += sign
     found = tuple(part for part in parts if part)
+    if not found:
+        raise UserError("this sets nothing", where="--what-if", found=text, allowed="KEY=VALUE")
     if depth or quote:
         raise UserError("a bracket or a quote is not closed", where="--what-if", found=text)
     if wrong := [part for part in found if "=" not in part]:
@@ -129,15 +133,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 def tables(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> list[Table]:
     """A table for the recipe and one for each `what if`, a row per number of devices: readable in 80 columns.
 
-    Efficiency is tokens per second and device beside the table's first row.
+    Efficiency is tokens per second and device beside the first row of all.
     """
     from rich.table import Table
 
     source = f"seconds of {run_dir}" if run_dir is not None else "seconds by formulas (--assumptions)"
     made: dict[str, Table] = {}
-    first: dict[str, StudyRow] = {}
     for row in rows:
-        base, shares = first.setdefault(row.what, row), row.outcome.shares
+        shares = row.outcome.shares
         if row.what not in made:
             head = f"{recipe}: {len(row.outcome.ends)} steps, {source}\n" if not made else ""
             made[row.what] = Table(
@@ -147,7 +150,7 @@ def tables(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> list[
             for column in (*columns, "store", "age"):
                 made[row.what].add_column(column, justify="right", no_wrap=True)
         cells = [str(row.system.devices), str(row.system.servers), str(row.system.groups), f"{row.outcome.step_s:.3g}"]
-        cells += [f"{row.outcome.tokens_per_s:.0f}", f"{row.per_device / base.per_device:.0%}"]
+        cells += [f"{row.outcome.tokens_per_s:.0f}", f"{row.per_device / rows[0].per_device:.0%}"]
         parts = (shares.training, shares.drawing, shares.samples, shares.push, shares.coordinator)
         made[row.what].add_row(*cells, *map(_percent, parts), f"{row.outcome.staleness:.2f}")
     return list(made.values())
@@ -167,8 +170,9 @@ def verdicts(rows: Sequence[StudyRow]) -> list[str]:
             if row.per_device < 0.9 * same[0].per_device:
                 lost = losses(same[0], row)
                 name = max(lost, key=lost.__getitem__)
-                step = f"{lost[name]:.3g} s of a step of {row.outcome.step_s:.3g} s"
-                found.append(f"{what}: below 90% from {row.system.devices} devices on, most by {name} ({step})")
+                step = f"{lost[name]:.3g} of the {row.outcome.step_s:.3g} s of a step are lost to it"
+                devices = f"from {row.system.devices} devices on below 90% of {same[0].system.devices}"
+                found.append(f"{what}: {devices}, most by {name}: {step}")
                 break
     for row in rows:
         servers, trainers = row.outcome.failures

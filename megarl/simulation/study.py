@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,8 @@ from megarl.components import COMPONENTS
 from megarl.config.fields import fields_of
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.errors import ConfigError
 from megarl.planning.assumptions import pairs
 from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
@@ -87,6 +89,17 @@ class Study:
         """What the run tells; None: formulas are used."""
         return None if self.run_dir is None else calibrate(self.run_dir)
 
+    def other_model(self) -> str | None:
+        """Why the run's seconds may not be the recipe's; None: it is the same model."""
+        if self.run_dir is None:
+            return None
+        here, there = (
+            load_config(file, keys, components=COMPONENTS, check_own=False).model
+            for file, keys in ((_file(self.recipe), self.overrides), (str(self.run_dir / "config.yaml"), ()))
+        )
+        same = (here.path, here.hf_config) == (there.path, there.hf_config)
+        return None if same else "the seconds are those of the run's model, which is not the recipe's"
+
     def as_measured(self) -> str | None:
         """What takes as long on any number of devices, where that matters; None: all follows their number."""
         if self.measured is None or len(self.devices) < 2:
@@ -103,13 +116,23 @@ class Study:
         sections = fields_of(RunConfig)
         keys = [one for one in changed if "." in (name := one.partition("=")[0]) or name in sections]
         named = [one for one in changed if one not in keys]
-        given = Assumptions().having(pairs(self.assumed)).having(pairs(named, WHAT_IF), WHAT_IF)
+        assumed, more = pairs(self.assumed), pairs(named, WHAT_IF)
+        given = Assumptions().having(assumed).having(more, WHAT_IF)
         config = load_config(_file(self.recipe), [*self.overrides, *keys], components=COMPONENTS)
         graph = build_task_graph(config)
         system = read_system(config, graph)
         longest = config.rollout.sampling.max_new_tokens
         lengths = Lengths(given.mean_tokens or longest / 4, given.sigma, longest)
+        if given.mean_tokens > longest:
+            raise ConfigError(
+                "responses are longer on average than the longest one",
+                where="mean_tokens",
+                found=f"{given.mean_tokens:g}",
+                allowed=f"up to rollout.sampling.max_new_tokens={longest}",
+            )
         if measured is not None:
+            _refuse_unused({"--assume": assumed, WHAT_IF: more})
+            _refuse_other(graph, measured, self.run_dir)
             lengths = replace(measured.lengths, longest=longest)
             system = replace(system, prompt_tokens=measured.prompt_tokens)
         faults = Faults(
@@ -127,6 +150,37 @@ class Study:
             outcome = Simulation(scaled, seconds, lengths, self.steps, seed=self.seed, faults=faults).run()
             rows.append(StudyRow(" ".join(changed) or RECIPE, scaled, outcome, time.perf_counter() - began))
         return rows
+
+
+_WITH_A_RUN = ("link_times", "device_hours", "server_restart_s", "train_restart_s")
+"""Assumptions that count beside seconds and lengths of a run."""
+
+
+def _refuse_unused(given: Mapping[str, Mapping[str, str]]) -> None:
+    for where, values in given.items():
+        for name in values:
+            if name not in _WITH_A_RUN:
+                raise ConfigError(
+                    "with --run this comes from the run",
+                    where=where,
+                    found=name,
+                    allowed=_WITH_A_RUN,
+                    fix="leave it out",
+                )
+
+
+def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None) -> None:
+    """A run of another graph does not tell what the nodes of this one take."""
+    draws = {id for id in graph.order() if graph[id].declared.resamples}
+    missing = [id for id in graph.order() if id not in measured.seconds.nodes and id not in draws]
+    if missing:
+        raise ConfigError(
+            "this run has not measured all nodes of the recipe",
+            where="--run",
+            found=f"{run_dir}, without {', '.join(missing)}",
+            allowed="a run of the same recipe",
+            fix=f"megarl simulate {run_dir} --run {run_dir}",
+        )
 
 
 def _file(recipe: str) -> str:

@@ -106,6 +106,11 @@ def test_assumptions_are_listed_and_documented(capsys):
         ([BIG, "--hardware", "h100x8"], "write h100x8x1"),
         ([BIG, "actor.parallel.tp=3"], "actor.parallel.tp: tp 3 does not divide"),
         ([BIG, "actor.mini_batch_size=6"], "actor.mini_batch_size"),
+        ([BIG, "rollout.sampling.max_new_tokens=65536"], "exceed the model's 40960 positions"),
+        ([BIG, "rollout.sglang.tp_size=2"], "set rollout.sglang.servers=4"),
+        ([BIG, "--assume", "mean_tokens=5000"], "up to 1024"),
+        ([BIG, "--hardware", "h100x8x1", "rollout.sglang.colocated=false"], "8 for workers and the others for servers"),
+        ([BIG, "--hardware", "h100x8x4x2"], "did you mean h100x8x4"),
         ([BIG, "--write", "/tmp/never.yaml"], "--search"),
         (["srpo_metaworld"], "simulators"),
         (["no_such_recipe"], "no_such_recipe"),
@@ -117,6 +122,38 @@ def test_mistakes_are_the_users_to_fix(arguments, part, capsys):
     code, _, complaint = run(capsys, *arguments)
     assert code == 2
     assert part in complaint
+
+
+def test_the_memory_that_a_recipe_names_is_that_of_the_plan(capsys):
+    code, shown, _ = run(capsys, BIG, "cluster.device_memory_gb=40")
+    assert code == 2
+    assert "of 40 GB" in " ".join(shown.split())
+
+
+def test_what_nearly_fills_a_device_is_said(capsys):
+    code, shown, _ = run(capsys, BIG, "rollout.sglang.memory_fraction=0.95")
+    assert code == 0
+    assert "tight: generation holds more than 90% of a device" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"), [([], "27.9 s a step"), (["actor.parallel.tp=3"], "the layout does not divide the workers")]
+)
+def test_a_search_says_what_the_recipe_itself_takes(keys, said, capsys):
+    _, shown, _ = run(capsys, BIG, *keys, "--search", "--top", "1")
+    assert f"the recipe as it is: {said}" in shown
+
+
+@pytest.mark.parametrize("keys", [["memory_fraction=0.2"], ["memory_fraction=0.3", "actor.engine.offload=false"]])
+def test_servers_without_room_are_refused_by_dry_run_and_plan(keys, capsys):
+    keys = [BIG, f"rollout.sglang.{keys[0]}", *keys[1:]]
+    assert run(capsys, *keys)[0] == 2
+    assert cli.main(["train", *keys, "--dry-run"]) == 2
+    complaint = capsys.readouterr().err
+    assert "rollout.sglang.memory_fraction: a server has room for 0 tokens" in complaint
+    least = float(re.search(r"allowed: (0\.\d+) or more", complaint)[1])
+    keys[1] = f"rollout.sglang.memory_fraction={least}"
+    assert cli.main(["train", *keys, "--dry-run"]) == 0
 
 
 def test_a_dry_run_and_a_plan_say_the_same_of_memory(capsys):

@@ -33,10 +33,19 @@ FULL = (
     "launch.kubernetes.environment={NCCL_DEBUG: WARN}",
     "launch.kubernetes.secrets={HF_TOKEN: hub/token, WANDB_API_KEY: wandb/key}",
 )
+FABRIC = (
+    "launch.kubernetes.resources={rdma/hca: 1}",
+    "launch.kubernetes.annotations={example.org/network: ib}",
+    "launch.kubernetes.pod={tolerations: [{key: gpu, operator: Exists}], hostNetwork: true, "
+    "volumes: [{name: hub, hostPath: {path: /hub}}]}",
+    "launch.kubernetes.container={securityContext: {capabilities: {add: [IPC_LOCK]}}, "
+    "volumeMounts: [{name: hub, mountPath: /hub}]}",
+)
 CASES = {
     "one node": ("grpo_quickstart", ()),
     "four nodes": ("grpo_qwen3_30b_a3b_32gpu", FULL),
     "teams": ("grpo_quickstart", (TEAMS, "cluster.nproc=2", *FULL)),
+    "fabric": ("grpo_qwen3_30b_a3b_32gpu", (*FABRIC, "cluster.max_restarts=3")),
     "ray on nodes": ("grpo_qwen3_30b_a3b_32gpu", ("launch.kubernetes.kind=rayjob",)),
 }
 
@@ -129,6 +138,35 @@ def test_ranks_of_a_jobset_meet_at_its_first_pod():
     assert len(f"{name}-workers-0-3") <= 63
 
 
+@pytest.mark.parametrize("kind", ["jobset", "rayjob"])
+def test_fields_of_a_cluster_join_those_that_are_written(kind):
+    _, job = objects("grpo_qwen3_30b_a3b_32gpu", *NEEDED, *FABRIC, f"launch.kubernetes.kind={kind}")
+    for template in pods(job):
+        assert template["metadata"]["annotations"] == {"example.org/network": "ib"}
+        pod = template["spec"]
+        (found,) = pod["containers"]
+        assert pod["hostNetwork"] is True
+        assert [one["name"] for one in pod["volumes"]] == ["runs", "recipe", "shared-memory", "hub"]
+        assert [one["name"] for one in found["volumeMounts"]] == ["runs", "recipe", "shared-memory", "hub"]
+        assert found["resources"]["limits"] == {"rdma/hca": "1", "nvidia.com/gpu": "8"}
+        assert found["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+
+
+def test_pods_of_a_jobset_are_started_again_by_it_and_not_by_their_launchers():
+    """Launchers on several machines refuse to: each would start by itself."""
+    recipe, job = made("fabric")
+    assert job["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    assert "max_restarts: 0" in recipe["data"]["recipe.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("512", 512), ("500m", 0.5), ("16Gi", 16 * 2**30), ("2k", 2000), ("1.5M", 1.5e6), ("1Ki", 1024)],
+)
+def test_quantities(text, number):
+    assert kubernetes.quantity(text) == number
+
+
 def test_a_ray_cluster_has_a_pod_for_every_node():
     _, job = made("ray on nodes")
     cluster = job["spec"]["rayClusterSpec"]
@@ -189,6 +227,11 @@ def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
     [
         ((), {}, r"launch\.kubernetes\.image(?s:.*)launch\.kubernetes\.claim"),
         (NEEDED[:1], {}, "launch.kubernetes.claim"),
+        ((*NEEDED, "launch.kubernetes.memory=512"), {}, "name its unit, as 512Gi"),
+        ((*NEEDED, "launch.spares=1"), {}, "launch.spares"),
+        ((*NEEDED, "launch.kubernetes.pod={nodeSelector: {}}"), {}, "launch.kubernetes.node_selector"),
+        ((*NEEDED, "launch.kubernetes.container={env: []}"), {}, "launch.kubernetes.environment"),
+        ((*NEEDED, "cluster.device_memory_gb=80", "launch.kubernetes.gpus_per_node=1"), {}, "takes 2 GPUs of a pod"),
         (NEEDED, {"run_dir": "/srv/run"}, "below launch.kubernetes.mount=/data/runs"),
         (NEEDED, {"run_dir": "/data/runs/../../etc"}, "below launch.kubernetes.mount=/data/runs"),
         ((*NEEDED, TEAMS, "cluster.nproc=2", "launch.kubernetes.kind=jobset"), {}, "rayjob"),

@@ -21,7 +21,6 @@ from megarl.config.load import load_config
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import ConfigError, UserError
 from megarl.launchers import preflight, slurm, submit
-from megarl.launchers.site import with_site
 from megarl.launchers.slurm import Submission, job_script, limit_minutes, node_script, plan
 from megarl.launchers.slurm_job.exclusion import with_exclusion
 
@@ -90,35 +89,6 @@ def test_the_scripts_of_the_recipe_for_32_gpus(golden, keys, name, monkeypatch):
     if name != "plan.json":
         shellcheck(text)
     assert text == (GOLDEN / f"{golden}.{name}").read_text()
-
-
-TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [reference], devices: 2}}"
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        (["launch.slurm.teams={c: {nodes: 1}}"], r"launch\.slurm\.teams\.c(?s:.*)allowed: a, b"),
-        (["launch.slurm.teams={b: {nodes: 3}}"], r"launch\.slurm\.teams\.b\.nodes(?s:.*)devices = 2"),
-        (["launch.slurm.teams={b: {nodes: 2}}"], r"2 workers on 0 of cluster\.nnodes = 2"),
-        (["launch.slurm.teams={b: {nodes: 1}}", "launch.spares=1"], r"launch\.spares"),
-        (["launch.slurm.mounts=[/a:/b]"], r"launch\.slurm\.mounts(?s:.*)set launch\.slurm\.image"),
-        (["launch.slurm={image: x, mounts: [/a]}"], r"launch\.slurm\.mounts: this is no mount"),
-        (["launch.slurm.image=./none.sqsh"], r"launch\.slurm\.image: there is no such image"),
-    ],
-)
-def test_settings_that_would_fail_on_the_nodes_are_refused(keys, said, tmp_path):
-    config = load_config("grpo_quickstart", [TEAMS, "cluster={nproc: 4, nnodes: 2}", *keys])
-    with pytest.raises(ConfigError, match=said):
-        slurm.check_settings(Submission(config, tmp_path / "run", "train", "ray", tmp_path))
-
-
-def test_teams_with_nodes_of_their_own_take_ray(tmp_path):
-    config = load_config(
-        "grpo_quickstart", [TEAMS, "cluster={nproc: 4, nnodes: 2}", "launch.slurm.teams={b: {nodes: 1}}"]
-    )
-    with pytest.raises(ConfigError, match="which takes Ray"):
-        slurm.check_settings(Submission(config, tmp_path / "run", "train", "torchrun", tmp_path))
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
@@ -274,28 +244,6 @@ def test_paths_that_cannot_stand_in_a_script_are_refused(path):
 def test_wrong_values_are_refused_with_their_key(values):
     with pytest.raises(ConfigError, match=r"launch\.slurm\."):
         load_config("grpo_quickstart", [f"launch.slurm={values}"])
-
-
-# -- the site's file ----------------------------------------------------------------------------------------------
-
-
-def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
-    file = tmp_path / "clusters.yaml"
-    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
-    config = load_config("grpo_quickstart", ["launch.slurm={partition: mine, environment: {A: '1'}}"])
-    assert with_site(config) is config
-    file.write_text("alps: {partition: theirs, account: a1, environment: {A: '2', B: '3'}}\n")
-    slurm_ = with_site(config).launch.slurm
-    assert (slurm_.partition, slurm_.account, slurm_.environment) == ("mine", "a1", {"A": "1", "B": "3"})
-    file.write_text("alps: {account: a1}\nother: {account: b1}\n")
-    assert with_site(config) is config  # which of them, nobody says
-    named = load_config("grpo_quickstart", ["launch.cluster=other"])
-    assert with_site(named).launch.slurm.account == "b1"
-    with pytest.raises(ConfigError, match=r"launch\.cluster: there is no such cluster(?s:.*)alps, other"):
-        with_site(load_config("grpo_quickstart", ["launch.cluster=third"]))
-    file.write_text("alps: {acount: a1}\n")
-    with pytest.raises(ConfigError, match=r"clusters\.yaml: alps\.acount"):
-        with_site(config)
 
 
 # -- what Slurm says, by stand-ins of its commands: tests/launchers/test_slurm_real.py has the real ones --------------

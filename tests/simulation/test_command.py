@@ -40,9 +40,45 @@ def test_what_a_run_does_not_tell_of_more_devices_is_said(capsys):
         assert "any number" not in shown
 
 
+def test_efficiency_is_beside_the_recipe_as_it_is(capsys):
+    _, shown, _ = run(capsys, RUN, "--steps", "20", "--what-if", "link_times=1", "--gpus", "2,4")
+    rows = [line.split() for line in shown.splitlines() if re.match(r" +[24] ", line)]
+    assert rows[0] == rows[2]
+    assert rows[1] == rows[3]
+    assert rows[0][5] == "100%"
+    assert rows[1][5] != "100%"
+
+
+CASE = str(ROOT / "benchmarks" / "cases" / "llama31_8b_h100x16_ahead.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([RUN, "--run", RUN, "--what-if", "train_mfu=0.3"], "with --run this comes from the run"),
+        ([RUN, "--run", RUN, "--assume", "step_s=3"], "with --run this comes from the run"),
+        ([CASE, "--run", RUN], "without old_logp, rollout_correction, ref_logp"),
+        ([CASE, "--assume", "mean_tokens=5000"], "up to rollout.sampling.max_new_tokens=3968"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments, said, capsys):
+    code, _, complaint = run(capsys, *arguments)
+    assert code == 2
+    assert said in complaint
+
+
+def test_another_model_than_the_runs_is_said(capsys):
+    keys = ["model.hf_config.hidden_size=128", "--run", RUN, "--steps", "6"]
+    _, shown, _ = run(capsys, RUN, *keys)
+    assert "the seconds are those of the run's model" in shown
+    _, shown, _ = run(capsys, RUN, "--run", RUN, "--steps", "6")
+    assert "run's model" not in shown
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("", "sets nothing"),
         ("async={max_staleness:", "not closed"),
         ("async.max_staleness:1", "'async.max_staleness:1' sets nothing"),
         ("link_times=2 fast", "'fast' sets nothing"),

@@ -1,0 +1,164 @@
+"""Settings of batch jobs that fail only on the nodes, or that Slurm takes and nobody wants."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+from megarl.config.launch import SlurmConfig
+from megarl.config.run import RunConfig
+from megarl.credentials import CREDENTIAL
+from megarl.errors import ConfigError, count
+from megarl.launchers.slurm import (
+    Component,
+    Submission,
+    components,
+    gpus_needed,
+    gpus_per_node,
+    gres_gpus,
+    limit_minutes,
+)
+
+_MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+def check_settings(job: Submission) -> None:
+    """What would fail only on the nodes.
+
+    Raises:
+        ConfigError: nodes of teams, GPUs, variables, the chain or a container cannot be as they are set.
+    """
+    parts, slurm = components(job.config), job.slurm
+    _check_parts(job, parts)
+    _check_gpus(job.config, parts)
+    _check_environment(slurm)
+    limit = limit_minutes(slurm.time)
+    if slurm.chain and limit is not None and slurm.warn_s >= 60 * limit:
+        raise ConfigError(
+            "a chain goes on from the signal before the time limit, and this one would come before the job begins",
+            where="launch.slurm.warn_s",
+            found=slurm.warn_s,
+            allowed=f"less than launch.slurm.time, {60 * limit:g} s",
+            fix=f"launch.slurm.warn_s={max(1, int(20 * limit))}, or a longer launch.slurm.time",
+        )
+    if slurm.image is not None:
+        _check_container(job, slurm.image)
+        return
+    for key in ("mounts", "container"):
+        if found := getattr(slurm, key):
+            what = "this is of a container, and there is none"
+            raise ConfigError(what, where=f"launch.slurm.{key}", found=found, fix="set launch.slurm.image")
+
+
+def _check_parts(job: Submission, parts: list[Component]) -> None:
+    """Nodes of teams."""
+    if len(parts) > 1 and job.launcher != "ray":
+        what = "nodes of different kinds run teams, which takes Ray"
+        raise ConfigError(what, where="launch.slurm.teams", found=job.launcher, fix="launch.launcher=ray")
+    if len(parts) > 1 and job.config.launch.spares:
+        raise ConfigError(
+            "a heterogeneous job has no spare nodes",
+            where="launch.spares",
+            found=job.config.launch.spares,
+            allowed="0 with launch.slurm.teams",
+            fix="a job that loses a node submits the next one without it",
+        )
+
+
+def _check_gpus(config: RunConfig, parts: list[Component]) -> None:
+    """A node has a GPU for each of its workers, and for the servers that it starts."""
+    if config.cluster.device_memory_gb is None:
+        return
+    for part in parts:
+        needed, own = gpus_needed(config, part), part.settings
+        section = f"launch.slurm.teams.{part.team}" if part.team else "launch.slurm"
+        gres = own.gres if own.gres is not None or own.gpus_per_node is not None else config.launch.slurm.gres
+        given, key = (gpus_per_node(config, part), "gpus_per_node") if gres is None else (gres_gpus(gres) or 0, "gres")
+        by_option = any("--gpu" in option or option.startswith("-G") for option in config.launch.slurm.options)
+        if given < needed and not by_option:
+            raise ConfigError(
+                f"the run takes {count(needed, 'GPU')} of a node: one for each worker, and those of its servers",
+                where=f"{section}.{key}",
+                found=gres if gres is not None else given,
+                allowed=f"{needed} or more",
+                fix="ask for as many, or for more nodes: cluster.nnodes",
+            )
+
+
+def _check_environment(slurm: SlurmConfig) -> None:
+    """Scripts are plain text in the run folder, and the job itself says where processes meet."""
+    for name in slurm.environment:
+        where = f"launch.slurm.environment.{name}"
+        if CREDENTIAL.search(name):
+            raise ConfigError(
+                "the script of the nodes is plain text, and this looks like a credential",
+                where=where,
+                allowed="variables that are no credentials",
+                fix=f"export {name} in the shell that submits: sbatch hands its environment on",
+            )
+        if name in _MEETING or name.startswith("SLURM_"):
+            what = "the job sets this by itself"
+            raise ConfigError(
+                what, where=where, found=slurm.environment[name], fix="launch.slurm.interface, or nothing"
+            )
+
+
+def _check_container(job: Submission, image: str) -> None:
+    """Mounts, and the image: a file that is there, or a name in the form that its runtime takes."""
+    for mount in job.slurm.mounts:
+        part = mount.split(":")
+        if not 2 <= len(part) <= 3 or not all(part) or "," in mount or not part[1].startswith("/"):
+            raise ConfigError(
+                "this is no mount of a container",
+                where="launch.slurm.mounts",
+                found=mount,
+                allowed="FROM:TO or FROM:TO:ro, TO with / in front, no comma",
+            )
+    apptainer = job.slurm.container == "apptainer"
+    if ("#" in image and apptainer) or ("://" in image and not apptainer):
+        raise ConfigError(
+            f"{'apptainer' if apptainer else 'pyxis'} takes no such name",
+            where="launch.slurm.image",
+            found=image,
+            allowed="docker://REGISTRY/NAME:TAG, or a .sif" if apptainer else "REGISTRY#NAME:TAG, or a .sqsh",
+            fix="write it so, or set launch.slurm.container",
+        )
+    file = Path(image)
+    if (image.startswith(("/", "./")) or file.suffix in (".sif", ".sqsh")) and not (job.workdir / file).exists():
+        raise ConfigError(
+            "there is no such image",
+            where="launch.slurm.image",
+            found=image,
+            fix="name a file that all nodes see, or an image of a registry",
+        )
+
+
+def doubtful(job: Submission) -> list[str]:
+    """Settings that Slurm takes and that most likely are not what is wanted."""
+    slurm, found = job.slurm, []
+    named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
+    for part in components(job.config):
+        cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
+        key = f"launch.slurm.{f'teams.{part.team}.' if part.team else ''}cpus_per_node"
+        if cpus is None and not named:
+            found.append(
+                f"{key} is not set: at many sites a node's one task gets one core then, for "
+                f"{count(workers, 'worker')}; sinfo --Node --long shows the CPUs of nodes"
+            )
+        elif cpus is not None and cpus < workers:
+            found.append(f"{key}={cpus} are less than one for each of {count(workers, 'worker')}")
+    if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
+        found.append(f"launch.slurm.python={slurm.python} is not on this machine; nodes have to see it")
+    for folder in (job.run_dir, job.workdir):
+        if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
+            found.append(f"{folder} is in a folder for temporary files, which other nodes do not see as a rule")
+    return list(dict.fromkeys(found))
+
+
+def memory_bytes(text: str | None) -> float | None:
+    """Bytes of a `--mem`; None: it is not said, or 0, which is all that a node has."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper()) if text else None
+    if found is None or not int(found[1]):
+        return None
+    return float(int(found[1]) * 1024 ** (1 + "KMGT".index(found[2] or "M")))

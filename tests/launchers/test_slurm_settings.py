@@ -1,0 +1,170 @@
+"""Settings of batch jobs: what fails only on the nodes, and what a site's file says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from megarl.config.launch import SlurmConfig
+from megarl.config.load import load_config
+from megarl.errors import ConfigError
+from megarl.launchers import slurm, slurm_settings
+from megarl.launchers.site import with_site
+from megarl.launchers.slurm import Submission, job_script, node_script, plan
+from tests.launchers.test_slurm import submission
+
+TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [reference], devices: 2}}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["launch.slurm.teams={c: {nodes: 1}}"], r"launch\.slurm\.teams\.c(?s:.*)allowed: a, b"),
+        (["launch.slurm.teams={b: {nodes: 3}}"], r"launch\.slurm\.teams\.b\.nodes(?s:.*)devices = 2"),
+        (["launch.slurm.teams={b: {nodes: 2}}"], r"2 workers on 0 of cluster\.nnodes = 2"),
+        (["launch.slurm.teams={b: {nodes: 1}}", "launch.spares=1"], r"launch\.spares"),
+        (["launch.slurm.mounts=[/a:/b]"], r"launch\.slurm\.mounts(?s:.*)set launch\.slurm\.image"),
+        (["launch.slurm={image: x, mounts: [/a]}"], r"launch\.slurm\.mounts: this is no mount"),
+        (["launch.slurm.image=./none.sqsh"], r"launch\.slurm\.image: there is no such image"),
+        (["launch.slurm.image=docker://a/b:1"], r"launch\.slurm\.image: pyxis takes no such name"),
+        (
+            ["launch.slurm={image: 'a#b:1', container: apptainer}"],
+            r"launch\.slurm\.image: apptainer takes no such name",
+        ),
+        (["launch.slurm.environment={HF_TOKEN: abc}"], r"launch\.slurm\.environment\.HF_TOKEN(?s:.*)export HF_TOKEN"),
+        (["launch.slurm.environment={MASTER_ADDR: me}"], r"launch\.slurm\.environment\.MASTER_ADDR"),
+        (["launch.slurm={chain: 1, time: '4'}"], r"launch\.slurm\.warn_s(?s:.*)warn_s=80"),
+    ],
+)
+def test_settings_that_would_fail_on_the_nodes_are_refused(keys, said, tmp_path):
+    config = load_config("grpo_quickstart", [TEAMS, "cluster={nproc: 4, nnodes: 2}", *keys])
+    with pytest.raises(ConfigError, match=said):
+        slurm_settings.check_settings(Submission(config, tmp_path / "run", "train", "ray", tmp_path))
+
+
+def test_teams_with_nodes_of_their_own_take_ray(tmp_path):
+    config = load_config(
+        "grpo_quickstart", [TEAMS, "cluster={nproc: 4, nnodes: 2}", "launch.slurm.teams={b: {nodes: 1}}"]
+    )
+    with pytest.raises(ConfigError, match="which takes Ray"):
+        slurm_settings.check_settings(Submission(config, tmp_path / "run", "train", "torchrun", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "said"),
+    [
+        ([], 8, ""),
+        (["rollout.sglang.colocated=false"], 16, ""),  # eight servers on GPUs of their own
+        (["launch.slurm.gpus_per_node=4"], 0, "launch.slurm.gpus_per_node: the run takes 8 GPUs of a node"),
+        (["launch.slurm.gres=gpu:h100:4"], 0, "launch.slurm.gres: the run takes 8 GPUs of a node"),
+        (["launch.slurm.gres=disk"], 0, "launch.slurm.gres"),
+        (["launch.slurm={gres: disk, options: [--gpus=8]}"], 8, ""),
+        (["launch.slurm.gres=gpu:h100:8,disk:1"], 8, ""),
+    ],
+)
+def test_a_node_has_the_gpus_of_its_workers_and_servers(keys, gpus, said, tmp_path):
+    config = load_config("grpo_qwen3_8b_8gpu", keys)
+    job = Submission(config, tmp_path / "run", "train", "local", tmp_path)
+    if said:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            slurm_settings.check_settings(job)
+        return
+    slurm_settings.check_settings(job)
+    assert plan(job)["groups"][0]["gpus"] == gpus
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu", 1),
+        ("gpu:4", 4),
+        ("gpu:h100", 1),
+        ("gpu:h100:4(S:0-1)", 4),
+        ("disk:1,gpu:a:2,gpu:b:3", 5),
+        ("disk", None),
+    ],
+)
+def test_gpus_of_a_gres(gres, gpus):
+    assert slurm.gres_gpus(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512", 512 * 2**20), ("8G", 8 * 2**30), ("2TB", 2 * 2**40), ("0", None), (None, None)]
+)
+def test_memory_of_a_node(text, size):
+    assert slurm_settings.memory_bytes(text) == size
+
+
+def test_modules_are_loaded_outside_of_an_image():
+    """An image has no modules, and what starts it may be one."""
+    section = SlurmConfig(modules=["apptainer/1.3"], setup=["ulimit -l unlimited"])
+    for image, places in ((None, (False, True)), ("docker://a/b:1", (True, False))):
+        job = submission(section.model_copy(update={"image": image, "container": "apptainer" if image else None}))
+        loaded = tuple("module load apptainer/1.3" in text.splitlines() for text in (job_script(job), node_script(job)))
+        assert loaded == places
+        assert "ulimit -l unlimited" in node_script(job).splitlines()
+
+
+def test_a_shell_without_modules_takes_them_from_the_profile(tmp_path):
+    """As shells of batch jobs are, which read no profile; a profile may use variables that nobody has set."""
+    (tmp_path / "profile").write_text('true $NOBODY_HAS_SET_THIS; module() { echo "$@"; }\n')
+    text = node_script(submission(SlurmConfig(modules=["cuda/12"])))
+    lines = text.splitlines()[: text.splitlines().index("set -u") + 1]
+    lines = [line.replace("/etc/profile", f"{tmp_path}/profile") for line in lines if not line.startswith("cd ")]
+    done = subprocess.run(["bash"], input="\n".join(lines), capture_output=True, text=True, check=True)
+    assert done.stdout == "load cuda/12\n"
+
+
+# -- the site's file ----------------------------------------------------------------------------------------------
+
+
+def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
+    file = tmp_path / "clusters.yaml"
+    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
+    config = load_config("grpo_quickstart", ["launch.slurm={partition: mine, environment: {A: '1'}}"])
+    with pytest.raises(ConfigError, match="MEGARL_CLUSTERS: there is no such file"):
+        with_site(config)
+    monkeypatch.delenv("MEGARL_CLUSTERS")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert with_site(config) is config
+    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
+    file.write_text("alps: {partition: theirs, account: a1, environment: {A: '2', B: '3'}}\n")
+    slurm_ = with_site(config).launch.slurm
+    assert (slurm_.partition, slurm_.account, slurm_.environment) == ("mine", "a1", {"A": "1", "B": "3"})
+    file.write_text("alps: {account: a1}\nother: {account: b1}\n")
+    with pytest.raises(ConfigError, match=r"launch\.cluster: there are several clusters(?s:.*)alps, other"):
+        with_site(config)
+    named = load_config("grpo_quickstart", ["launch.cluster=other"])
+    assert with_site(named).launch.slurm.account == "b1"
+    with pytest.raises(ConfigError, match=r"launch\.cluster: there is no such cluster(?s:.*)alps, other"):
+        with_site(load_config("grpo_quickstart", ["launch.cluster=third"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("alps: {acount: a1}", r"clusters\.yaml: alps\.acount(?s:.*)did you mean account"),
+        ("partition: gpu", r"clusters\.yaml: partition: a cluster is a mapping"),
+        ("[alps]", "this is no file of clusters"),
+        ("", "this is no file of clusters"),
+        ("alps: {options: [exclusive]}", "begin with -, as --exclusive"),
+        ("alps: {options: [--nodes=3]}", r"cluster\.nnodes and launch\.spares"),
+        ("alps: {environment: {A: 1}}", "mapping of names to text"),
+    ],
+)
+def test_a_wrong_file_of_clusters_is_told_with_its_key(text, said, tmp_path, monkeypatch):
+    file = tmp_path / "clusters.yaml"
+    file.write_text(f"{text}\n")
+    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
+    with pytest.raises(ConfigError, match=said):
+        with_site(load_config("grpo_quickstart"))
+
+
+def test_numbers_of_a_site_need_no_quotes(tmp_path, monkeypatch):
+    file = tmp_path / "clusters.yaml"
+    file.write_text("alps: {memory: 0, time: 30}\nbern: {time: 12:00:00, memory: 200G}\n")
+    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
+    found = [with_site(load_config("grpo_quickstart", [f"launch.cluster={name}"])) for name in ("alps", "bern")]
+    assert [(one.launch.slurm.memory, one.launch.slurm.time) for one in found] == [("0", "30"), ("200G", "12:00:00")]
