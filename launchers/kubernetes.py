@@ -31,6 +31,7 @@ RECIPE_FOLDER, RECIPE = "/etc/megarl", "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ANSWER_S = 60.0
+_LEAST = 16 * 1024.0**2  # bytes of a pod
 _REFERENCE = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 Manifest = dict[str, Any]
 #: Fields that are written here, and the keys that they come from.
@@ -158,26 +159,32 @@ def _check_fields(config: RunConfig) -> None:
             if name in own:
                 what, fix = "this field comes from other keys", own[name]
                 raise ConfigError(what, where=f"launch.kubernetes.{key}.{name}", fix=f"see {fix}")
+        added = getattr(settings, key).get("volumes" if key == "pod" else "volumeMounts") or []
+        if not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
+            what, where = "these are no mappings", f"launch.kubernetes.{key}"
+            raise ConfigError(what, where=where, found=added, allowed="a list of mappings, as Kubernetes takes them")
     if config.launch.spares:
         what, found = "Kubernetes replaces pods itself, and has no spare nodes", config.launch.spares
         raise ConfigError(what, where="launch.spares", found=found, fix="set launch.spares=0")
-    if settings.memory is not None and (size := quantity(settings.memory)) < (
-        least := quantity(settings.shared_memory)
-    ):
+    if settings.memory is not None and quantity(settings.memory) < _LEAST:
         raise ConfigError(
-            "shared memory counts as memory of the pod",
+            "a pod has more memory than this",
             where="launch.kubernetes.memory",
-            found=f"{settings.memory} = {size / 1e9:,.3g} GB",
-            allowed=f"more than launch.kubernetes.shared_memory={settings.shared_memory}, {least / 1e9:,.3g} GB",
-            fix="name its unit, as 512Gi, or less shared memory",
+            found=f"{settings.memory}, which are bytes" if settings.memory.isdecimal() else settings.memory,
+            allowed="16Mi or more",
+            fix="name its unit, as 512Gi",
         )
+    for name, key in (("cpu", "cpus_per_node"), ("memory", "memory"), ("nvidia.com/gpu", "gpus_per_node")):
+        if name in settings.resources:
+            what = "this resource has a key of its own"
+            raise ConfigError(what, where=f"launch.kubernetes.resources.{name}", fix=f"launch.kubernetes.{key}")
     needed, given = gpus_of_a_node(config), settings.gpus_per_node
-    if config.cluster.device_memory_gb is not None and given is not None and given < needed:
+    if config.cluster.device_memory_gb is not None and given is not None and 0 < given < needed:
         raise ConfigError(
             f"the run takes {count(needed, 'GPU')} of a pod: one for each worker, and those of its servers",
             where="launch.kubernetes.gpus_per_node",
             found=given,
-            allowed=f"{needed} or more",
+            allowed=f"{needed} or more; 0 where resources ask for other GPUs",
             fix="ask for as many, or for more pods: cluster.nnodes",
         )
 
@@ -342,7 +349,7 @@ def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
     if resources:
         container["resources"] = resources
     own = dict(settings.container)
-    added = own.pop("volumeMounts", [])
+    added = own.pop("volumeMounts", None) or []
     container["volumeMounts"] = [*({"name": key, "mountPath": path} for key, path in mounts.items()), *added]
     container |= own
     volumes = [
@@ -351,7 +358,7 @@ def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
     ]
     fields = dict(settings.pod)
-    pod: Manifest = {"containers": [container], "volumes": [*volumes, *fields.pop("volumes", [])], **fields}
+    pod: Manifest = {"containers": [container], "volumes": [*volumes, *(fields.pop("volumes", None) or [])], **fields}
     if name == "megarl":
         pod["restartPolicy"] = "Never"  # KubeRay has its own for Ray's pods
     if settings.service_account is not None:

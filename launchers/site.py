@@ -32,7 +32,7 @@ def with_site(config: RunConfig) -> RunConfig:
     clusters = _read(file)
     if name is None and len(clusters) == 1:
         (name,) = clusters
-    if name is None and clusters:
+    if name is None and clusters and config.launch.slurm == SlurmConfig():  # else it may mean to stand by itself
         raise ConfigError(
             "there are several clusters, and none is chosen",
             where="launch.cluster",
@@ -85,8 +85,9 @@ def _cluster(file: Path, name: str, values: Any) -> SlurmConfig:
         return SlurmConfig.model_validate(values or {})
     except ValidationError as error:
         detail = error.errors()[0]
-        key = str(detail["loc"][0])
-        raise wrong_value(detail, f"{name}.{key}", known[key], values[key], where=f"{where}.{key}") from error
+        key, place = str(detail["loc"][0]), ".".join(map(str, detail["loc"]))
+        value = values[key] if place == key else detail["input"]
+        raise wrong_value(detail, place, known[key], value, where=f"{where}.{place}") from error
 
 
 _FORM = "names of clusters, and below each of them keys of launch.slurm"

@@ -261,9 +261,15 @@ def gpus_per_node(config: RunConfig, part: Component | None = None) -> int:
     return gpus_needed(config, part) if config.cluster.device_memory_gb is not None else 0
 
 
+def gres_of(config: RunConfig, part: Component) -> str | None:
+    """The --gres of these nodes, in place of --gpus-per-node; a team's own number of GPUs replaces the one of all."""
+    own = part.settings
+    return own.gres if own.gres is not None or own.gpus_per_node is not None else config.launch.slurm.gres
+
+
 def _gpus_to_test(config: RunConfig, part: Component) -> int:
-    """GPUs that the tests of a node look for."""
-    given = gres_gpus(part.settings.gres or config.launch.slurm.gres or "")
+    """GPUs that the tests of a node look for, and a container gets."""
+    given = gres_gpus(gres_of(config, part) or "")
     return gpus_per_node(config, part) if given is None else given
 
 
@@ -303,7 +309,7 @@ def _nodes_of(job: Submission, part: Component) -> list[str]:
     spares = 0 if part.team else job.config.launch.spares
     # No range: of `--nodes=2-4 --ntasks-per-node=1` a Slurm of version 22.05 gave two, with four free.
     found = [f"--nodes={part.nodes + spares}", "--ntasks-per-node=1"]
-    gres = own.gres if own.gres is not None or own.gpus_per_node is not None else slurm.gres
+    gres = gres_of(job.config, part)
     if gres is not None:
         found.append(f"--gres={_quoted(gres)}")
     elif gpus := gpus_per_node(job.config, part):
@@ -320,9 +326,11 @@ def _nodes_of(job: Submission, part: Component) -> list[str]:
 
 
 def limit_minutes(time: str | None) -> float | None:
-    """Minutes of a `--time` of sbatch; None: the partition's."""
-    if time is None:
-        return None
+    """Minutes of a `--time` of sbatch; None: the partition's, or 0, which is no limit."""
+    return None if time is None else _minutes(time) or None
+
+
+def _minutes(time: str) -> float:
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:  # D-HH[:MM[:SS]]
@@ -350,7 +358,7 @@ def _start(job: Submission, part: Component) -> list[str]:
         start = ["env", f"{NODES_OF}={resource(part.team)}", *start]
     if slurm.image is None or slurm.container != "apptainer":
         return start
-    nvidia = ["--nv"] if gpus_per_node(job.config, part) else []
+    nvidia = ["--nv"] if _gpus_to_test(job.config, part) else []
     return ["apptainer", "exec", *nvidia, "--bind", _mounts(job), slurm.image, *start]
 
 

@@ -17,6 +17,7 @@ from megarl.launchers.slurm import (
     gpus_needed,
     gpus_per_node,
     gres_gpus,
+    gres_of,
     limit_minutes,
 )
 
@@ -67,23 +68,27 @@ def _check_parts(job: Submission, parts: list[Component]) -> None:
 
 
 def _check_gpus(config: RunConfig, parts: list[Component]) -> None:
-    """A node has a GPU for each of its workers, and for the servers that it starts."""
-    if config.cluster.device_memory_gb is None:
-        return
-    for part in parts:
-        needed, own = gpus_needed(config, part), part.settings
-        section = f"launch.slurm.teams.{part.team}" if part.team else "launch.slurm"
-        gres = own.gres if own.gres is not None or own.gpus_per_node is not None else config.launch.slurm.gres
-        given, key = (gpus_per_node(config, part), "gpus_per_node") if gres is None else (gres_gpus(gres) or 0, "gres")
-        by_option = any("--gpu" in option or option.startswith("-G") for option in config.launch.slurm.options)
-        if given < needed and not by_option:
+    """A node that is asked for GPUs has one for each worker and rank of its servers."""
+    for part in parts if config.cluster.device_memory_gb is not None else ():
+        needed, gres, given = gpus_needed(config, part), gres_of(config, part), _asked_gpus(config, part)
+        if 0 < given < needed:
             raise ConfigError(
                 f"the run takes {count(needed, 'GPU')} of a node: one for each worker, and those of its servers",
-                where=f"{section}.{key}",
-                found=gres if gres is not None else given,
-                allowed=f"{needed} or more",
+                where=f"{_section(part)}.{'gpus_per_node' if gres is None else 'gres'}",
+                found=given if gres is None else gres,
+                allowed=f"{needed} or more; 0 GPUs where options ask for them, or nodes are given whole",
                 fix="ask for as many, or for more nodes: cluster.nnodes",
             )
+
+
+def _asked_gpus(config: RunConfig, part: Component) -> int:
+    """GPUs that Slurm is asked for."""
+    gres = gres_of(config, part)
+    return gpus_per_node(config, part) if gres is None else gres_gpus(gres) or 0
+
+
+def _section(part: Component) -> str:
+    return f"launch.slurm.teams.{part.team}" if part.team else "launch.slurm"
 
 
 def _check_environment(slurm: SlurmConfig) -> None:
@@ -98,10 +103,8 @@ def _check_environment(slurm: SlurmConfig) -> None:
                 fix=f"export {name} in the shell that submits: sbatch hands its environment on",
             )
         if name in _MEETING or name.startswith("SLURM_"):
-            what = "the job sets this by itself"
-            raise ConfigError(
-                what, where=where, found=slurm.environment[name], fix="launch.slurm.interface, or nothing"
-            )
+            what, fix = "the job sets this by itself", "leave it out; launch.slurm.interface chooses the network"
+            raise ConfigError(what, where=where, found=slurm.environment[name], fix=fix)
 
 
 def _check_container(job: Submission, image: str) -> None:
@@ -115,13 +118,15 @@ def _check_container(job: Submission, image: str) -> None:
                 found=mount,
                 allowed="FROM:TO or FROM:TO:ro, TO with / in front, no comma",
             )
-    apptainer = job.slurm.container == "apptainer"
-    if ("#" in image and apptainer) or ("://" in image and not apptainer):
+    apptainer, scheme = job.slurm.container == "apptainer", image.partition("://")[0] if "://" in image else ""
+    if ("#" in image and apptainer) or (scheme not in ("", "docker", "dockerd") and not apptainer):
         raise ConfigError(
             f"{'apptainer' if apptainer else 'pyxis'} takes no such name",
             where="launch.slurm.image",
             found=image,
-            allowed="docker://REGISTRY/NAME:TAG, or a .sif" if apptainer else "REGISTRY#NAME:TAG, or a .sqsh",
+            allowed="docker://REGISTRY/NAME:TAG, or a .sif"
+            if apptainer
+            else "[docker://]REGISTRY#NAME:TAG, dockerd://NAME:TAG, or a .sqsh",
             fix="write it so, or set launch.slurm.container",
         )
     file = Path(image)
@@ -140,7 +145,7 @@ def doubtful(job: Submission) -> list[str]:
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in components(job.config):
         cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
-        key = f"launch.slurm.{f'teams.{part.team}.' if part.team else ''}cpus_per_node"
+        key = f"{_section(part)}.cpus_per_node"
         if cpus is None and not named:
             found.append(
                 f"{key} is not set: at many sites a node's one task gets one core then, for "
@@ -150,6 +155,13 @@ def doubtful(job: Submission) -> list[str]:
             found.append(f"{key}={cpus} are less than one for each of {count(workers, 'worker')}")
     if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
         found.append(f"launch.slurm.python={slurm.python} is not on this machine; nodes have to see it")
+    parts = components(job.config) if job.config.cluster.device_memory_gb is not None else []
+    asks = any(word in option for option in slurm.options for word in ("gpu", "exclusive", "-G"))
+    for part in parts:
+        if not asks and not _asked_gpus(job.config, part):
+            found.append(
+                f"{_section(part)} asks for no GPU, and the run takes {gpus_needed(job.config, part)} of a node"
+            )
     for folder in (job.run_dir, job.workdir):
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
             found.append(f"{folder} is in a folder for temporary files, which other nodes do not see as a rule")

@@ -134,7 +134,7 @@ def _check(config: RunConfig, launcher: str, job: str, *, image: bool, memory: t
     from megarl.config.base import raise_problems
     from megarl.dag.stage import Role
 
-    checked = check_config(config, launcher=launcher, job=job, machine=None)
+    checked = check_config(config, launcher=launcher, job=job, here=False)
     checks = [check for check in checked.items if not (image and check.key == "rollout.sglang.python")]
     raise_problems([check.problem() for check in checks if check.status == "fail"])
     for check in checks:

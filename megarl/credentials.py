@@ -12,8 +12,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 MASK = "***"
 USER, PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
-CREDENTIAL = re.compile(r"(?i)token|secret|password|passwd|api_?key|credential")
-"""In the name of a variable: its value is one."""
+CREDENTIAL = re.compile(r"(?i)(?:^|_)(?:token|secret|password|passwd|passphrase|(?:api|access|secret|private)_?key)$")
+"""The end of a variable's name whose value is one; TOKENIZERS_PARALLELISM and paths of files are none."""
 
 
 def _userinfo(ends: str) -> re.Pattern[str]:

@@ -203,18 +203,19 @@ def _check_devices(
 
 def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checklist, *, refuse: bool) -> None:
     """A server has room for the keys and values of the longest sample."""
-    cache = next((part for part in memory.terms() if part.what == SERVER_CACHE), None)
     facts, servers = sizes[Role.ACTOR], config.rollout.sglang
-    if cache is None or facts is None or servers.memory_fraction is None:
+    starts = any(part.what == SERVER_CACHE for part in memory.terms())
+    if not starts or facts is None or servers.memory_fraction is None:
         return
     token, longest = key_value_bytes(facts, servers.tp_size, config.rollout_dtype), config.longest_sequence()
-    if cache.bytes >= longest * token:
-        return
     weights = server_bytes(config, facts)
+    room = max(0.0, servers.memory_fraction * memory.free - weights)  # max_total_tokens has a check of its own
+    if room >= longest * token:
+        return
     least = math.ceil(100 * (weights + longest * token) / memory.free) / 100 if memory.free else 1.0
     key, found, fix = "rollout.sglang.memory_fraction", servers.memory_fraction, f"what it goes by: {ROOM_KEYS}"
     message = (
-        f"a server has room for {int(cache.bytes / token):,} tokens next to {weights / 1e9:,.1f} GB of weights on a "
+        f"a server has room for {int(room / token):,} tokens next to {weights / 1e9:,.1f} GB of weights on a "
         f"GPU of which {memory.free / 1e9:,.1f} GB are free when it starts, and the longest sample has {longest:,}"
     )
     if refuse:

@@ -86,21 +86,23 @@ def _refuse_layout(config: RunConfig, graph: TaskGraph) -> None:
     """Raise what `--dry-run` says of layouts, batches, lengths and servers; the plan itself says what does not fit."""
     from megarl.checks.checklist import Checklist
     from megarl.checks.layout import check_cluster, check_layouts
+    from megarl.checks.placement import check_placement
     from megarl.checks.settings import check_batches, check_sampling
     from megarl.checks.sglang import check_servers
     from megarl.config.base import raise_problems
-    from megarl.dag.placement import place
     from megarl.dag.stage import Role
     from megarl.planning.step import model_sizes
 
-    checks, placement, sizes = Checklist(), place(graph, config), model_sizes(config, graph)
+    checks, sizes = Checklist(), model_sizes(config, graph)
     check_cluster(config, checks, None)
-    check_layouts(config, placement, sizes, checks)
+    placement = check_placement(config, graph, "train", None, checks)
+    if placement is not None:
+        check_layouts(config, placement, sizes, checks)
     check_batches(config, placement, checks)
     check_sampling(config, sizes[Role.ACTOR], checks)
-    check_servers(config, placement, sizes[Role.ACTOR], checks, None)
-    here = "rollout.sglang.python"  # what is installed where the plan is made says nothing of where it is carried out
-    raise_problems([check.problem() for check in checks.items if check.status == "fail" and check.key != here])
+    # What is installed where a plan is made says nothing of where it is carried out.
+    check_servers(config, placement, sizes[Role.ACTOR], checks, None, here=False)
+    raise_problems([check.problem() for check in checks.items if check.status == "fail"])
 
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
@@ -110,7 +112,7 @@ def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, se
         ConfigError: there is no such hardware, or the recipe takes another number of devices.
     """
     from megarl.dag.placement import place
-    from megarl.planning.hardware import KINDS, read_hardware, this_cpu
+    from megarl.planning.hardware import KINDS, read_hardware, this_cpu, with_memory
     from megarl.planning.step import occupied
 
     cluster = config.cluster
@@ -127,10 +129,8 @@ def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, se
         hardware, counted = this_cpu(int(processes), cluster.threads), bool(counts)
     else:
         hardware, counted = (KINDS["h100"], False) if text is None else read_hardware(text)
-        if text is None and cluster.device_memory_gb not in (None, hardware.memory_gb):
-            hardware = replace(
-                hardware, memory_gb=cluster.device_memory_gb, source=f"{hardware.source}; memory: recipe"
-            )
+        if text is None and cluster.device_memory_gb is not None:
+            hardware = with_memory(cluster.device_memory_gb)
     if counted and search:
         return hardware
     takes, machines_taken = occupied(config, place(graph, config)), cluster.nnodes
@@ -175,32 +175,38 @@ def _search(
 ) -> int:
     from rich.console import Console
 
-    from megarl.checks.plan_report import found_as_json, found_table, misfits
-    from megarl.dag.placement import place
+    from megarl.checks.plan_report import found_as_json, found_table
     from megarl.planning.search import Search
-    from megarl.planning.step import model_sizes, occupied, plan_step
+    from megarl.planning.step import model_sizes
 
-    sizes = model_sizes(config, graph)
-    result = Search(config, graph, sizes, hardware, given).run(arguments.top or 10)
-
-    def as_it_is() -> str:
-        try:
-            plan = plan_step(config, graph, sizes, hardware, given)
-        except ConfigError as error:
-            return error.what
-        fits = ", and does not fit" if misfits(plan) else ""
-        return f"{plan.step_s:.3g} s a step, {plan.fullest.bytes / 1e9:.1f} GB{fits}"
-
-    if arguments.json:
-        print(json.dumps(found_as_json(arguments.recipe, result), indent=1))
-    else:
-        Console(highlight=False).print(found_table(arguments.recipe, result))
-        if occupied(config, place(graph, config)) == hardware.devices:
-            print(f"the recipe as it is: {as_it_is()}")
+    result = Search(config, graph, model_sizes(config, graph), hardware, given).run(arguments.top or 10)
     if arguments.write is not None:
         from megarl.checks.plan_recipe import write_recipe
 
         write_recipe(arguments.write, arguments.recipe, result.best[0])
-        if not arguments.json:
-            print(f"wrote {arguments.write}: megarl train {arguments.write} --dry-run checks it")
+    if arguments.json:
+        print(json.dumps(found_as_json(arguments.recipe, result), indent=1))
+        return 0
+    Console(highlight=False).print(found_table(arguments.recipe, result))
+    print(f"the recipe as it is: {_as_it_is(config, graph, hardware, given)}")
+    if arguments.write is not None:
+        print(f"wrote {arguments.write}: megarl train {arguments.write} --dry-run checks it")
     return 0
+
+
+def _as_it_is(config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions) -> str:
+    """What the recipe itself takes on this hardware, or why it cannot run there."""
+    from megarl.checks.plan_report import doubts, misfits
+    from megarl.dag.placement import place
+    from megarl.planning.step import model_sizes, occupied, plan_step
+
+    try:
+        takes, machines = occupied(config, place(graph, config)), config.cluster.nnodes
+        if (takes, machines) != (hardware.devices, hardware.nodes):
+            return f"for {count(takes, 'device')} on {count(machines, 'machine')}"
+        _refuse_layout(config, graph)
+        plan = plan_step(config, graph, model_sizes(config, graph), hardware, given)
+    except ConfigError as error:
+        return f"it cannot run: {error.what}"
+    fits = "does not fit" if misfits(plan) else "may not fit" if doubts(plan) else "fits"
+    return f"{plan.step_s:.3g} s a step, {plan.fullest.bytes / 1e9:.1f} GB, {fits}"

@@ -10,7 +10,7 @@ from megarl.checks.host import host_memory
 from megarl.checks.machine import TIGHT
 from megarl.config.run import RunConfig
 from megarl.planning.memory import Moment, Term
-from megarl.planning.outcome import ROOM_KEYS, StepPlan
+from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan
 from megarl.planning.search import FoundPlan, SearchResult, describe_layout
 from megarl.planning.shards import Sizes
 
@@ -75,30 +75,47 @@ def tables(recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]
     """A plan as tables, and whether it fits."""
     shown: list[Table | str] = [_phases(recipe, plan), _numbers([*figures(plan), *rest]), _memory(plan)]
     shown.append(f"hardware: {plan.hardware.source}")
-    tight = plan.fullest.bytes > TIGHT * 1e9 * plan.hardware.memory_gb
     found = [f"does not fit: {one}" for one in misfits(plan)]
-    if tight and not found:
-        found = [f"tight: {plan.fullest.moment.name} holds more than {TIGHT:.0%} of a device; {_keys(plan)}"]
+    found = found or [f"may not fit: {one}" for one in doubts(plan)]
+    if not found and plan.fullest.bytes > TIGHT * 1e9 * plan.hardware.memory_gb:
+        found = [f"tight: {plan.fullest.moment.name} holds more than {TIGHT:.0%} of a device; {_keys(plan.fullest)}"]
     return [*shown, *found]
 
 
 def misfits(plan: StepPlan) -> list[str]:
-    """What has no room in memory, and the keys that it goes by; none: all fits."""
-    found = []
-    fullest, limit, room = plan.fullest, plan.hardware.memory_gb, plan.room
-    if fullest.bytes > limit * 1e9:
-        found.append(f"{fullest.moment.name} holds {fullest.bytes / 1e9:,.1f} of {limit:.3g} GB; {_keys(plan)}")
-    if not room.fits:
-        found.append(
-            f"an engine has room for {int(room.tokens):,} tokens next to {room.weights / 1e9:,.1f} GB of weights on a "
-            f"device, and the longest sample has {room.longest:,.0f}; {_GOES_BY} {ROOM_KEYS}"
-        )
+    """What has no room in memory for certain, and the keys that it goes by; none: all may fit."""
+    found, limit = [], plan.hardware.memory_gb
+    needed = max(plan.filled, key=lambda one: one.moment.least)
+    if needed.moment.least > limit * 1e9:
+        least, about = needed.moment.least / 1e9, needed.bytes / 1e9
+        said = f"{needed.moment.name} holds {least:,.1f} GB or more (about {about:,.1f}) of {limit:.3g}"
+        found.append(f"{said}; {_keys(needed)}")
+    if plan.room.certain:
+        found += _no_room(plan)
     return found
 
 
-def _keys(plan: StepPlan) -> str:
-    """What the fullest moment goes by."""
-    return f"{_GOES_BY} {'; '.join(dict.fromkeys(part.keys for part in _largest(plan.fullest.moment)))}"
+def doubts(plan: StepPlan) -> list[str]:
+    """What most likely has no room, by estimates and what SGLang does by itself; a dry run warns of it."""
+    found, fullest, limit = [], plan.fullest, plan.hardware.memory_gb
+    if fullest.bytes > limit * 1e9:
+        found.append(f"{fullest.moment.name} holds {fullest.bytes / 1e9:,.1f} of {limit:.3g} GB; {_keys(fullest)}")
+    return found + _no_room(plan)
+
+
+def _no_room(plan: StepPlan) -> list[str]:
+    room = plan.room
+    if room.fits:
+        return []
+    return [
+        f"an engine has room for {int(room.tokens):,} tokens next to {room.weights / 1e9:,.1f} GB of weights on a "
+        f"device, and the longest sample has {room.longest:,.0f}; {_GOES_BY} {ROOM_KEYS}"
+    ]
+
+
+def _keys(one: Filled) -> str:
+    """What a moment goes by."""
+    return f"{_GOES_BY} {'; '.join(dict.fromkeys(part.keys for part in _largest(one.moment)))}"
 
 
 def _largest(moment: Moment) -> list[Term]:
@@ -180,6 +197,7 @@ def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
             for one in plan.filled
         ],
         "does_not_fit": misfits(plan),
+        "may_not_fit": doubts(plan),
         "assumptions": asdict(plan.given),
     }
 

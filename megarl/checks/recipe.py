@@ -65,6 +65,7 @@ def check_config(
     job: str = "train",
     machine: Machine | None = None,
     starts: bool = False,
+    here: bool = True,
 ) -> Checked:
     """Run all checks. Nothing is downloaded and nothing started but the servers' interpreter, which is asked for its
     version. The module of a user's pipeline is imported, to build the task graph.
@@ -73,8 +74,9 @@ def check_config(
         hf: sizes of the model; None: read from the local files that the recipe names.
         launcher: also check what this launcher cannot do.
         job: train, sft, eval or generate: what it does not use is not looked at.
-        machine: also check whether the run fits this machine; None: it is none of the run's.
+        machine: also check whether the run fits this machine.
         starts: the run starts on `machine`; else it may be meant for another one, and what does not fit is a warning.
+        here: False: this machine is none of the run's, and what it has does not count.
     """
     checks = Checklist()
     facts = check_model(config.model, hf, checks)
@@ -102,7 +104,7 @@ def check_config(
             check_async(config, placement, facts, checks)
     check_sampling(config, facts, checks)
     if job != "sft":
-        check_servers(config, placement, facts, checks, launcher)
+        check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
     check_robot(config, placement, checks)
     if config.robot is None:
@@ -112,7 +114,8 @@ def check_config(
     check_places(config, checks)
     check_secrets(config, checks)
     check_packages(config, placement, checks, launcher, job)
-    check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
+    if machine is not None or not here:
+        check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     return Checked(checks.items, sizes, graph, placement)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
 from megarl.checks.checklist import Checklist
+from megarl.checks.server_places import NAME as _NAME
+from megarl.checks.server_places import check_colocated, check_gpus
 from megarl.compat.nccl import check_same_nccl
 from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
@@ -19,7 +20,6 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.processes import nvidia_devices
 
-_NAME = "servers"
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
 #: Arguments of the server that megarl gives itself; the last one counts, so another of these would undo a check.
 _OURS = (
@@ -43,24 +43,31 @@ def check_servers(
     facts: ModelFacts | None,
     checks: Checklist,
     launcher: str | None = None,
+    *,
+    here: bool = True,
 ) -> None:
-    """All checks of the servers, or that none is set up for nothing. `facts`: of the model, None: not known."""
+    """All checks of the servers, or that none is set up for nothing.
+
+    Args:
+        facts: of the model; None: not known.
+        here: the run may be one of this machine, whose GPUs and packages count.
+    """
     if config.rollout.engine != "sglang":
         draws = None if placement is None else placement.of_role(Role.ROLLOUT)
         _check_unused(config, checks, pushes=draws is not None and Role.ACTOR not in draws.roles)
         return
     _check_ignored(config, checks)
-    _check_interpreter(config, checks)
+    _check_interpreter(config, checks, here=here)
     _check_layout(config, checks)
-    if launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else the trainer's GPUs are not known
-        _check_gpus(config, checks)
+    if here and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its GPUs are not known
+        check_gpus(config, checks)
     if facts is not None:
         _check_model(config, facts, checks)
         _check_interrupted(config, facts, checks)
     _check_arguments(config, checks)
     _check_limits(config, checks)
     _check_abilities(config, checks)
-    _check_colocated(config, checks)
+    check_colocated(config, checks)
     _check_sync(config, checks)
 
 
@@ -122,7 +129,7 @@ def _check_transport_key(
         )
 
 
-def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
+def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> None:
     servers = config.rollout.sglang
     if servers.urls:
         wrong = [f"{url}: {why}" for url in servers.urls if (why := url_problem(url))]
@@ -152,10 +159,10 @@ def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
         broadcast = config.sync.transport == "distributed" or (
             config.sync.transport == "auto" and not servers.colocated
         )
-        if broadcast and nvidia_devices():  # without GPUs it is gloo that broadcasts
+        if broadcast and here and nvidia_devices():  # without GPUs it is gloo that broadcasts
             check_same_nccl(python)
     except ConfigError as error:
-        if config.cluster.device_memory_gb is not None and not nvidia_devices():  # a dry run, for another machine
+        if not here or (config.cluster.device_memory_gb is not None and not nvidia_devices()):  # for another machine
             checks.warn(_NAME, "rollout.sglang.python", f"not here: {error.what}", fix=error.fix)
         else:
             checks.from_error(_NAME, error)
@@ -215,52 +222,6 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
             allowed=f"a list of {count(needed, 'device')}",
             fix="name one device per rank, or none",
         )
-
-
-def _check_gpus(config: RunConfig, checks: Checklist) -> None:
-    """Servers are on GPUs of their own, or know that they are not."""
-    servers, cluster = config.rollout.sglang, config.cluster
-    requesting = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
-    workers, here = (cluster.nproc - requesting) // cluster.nnodes, servers.servers // cluster.nnodes
-    if servers.urls or servers.first_gpu_given:
-        return
-    needed, key = max(1, here) * servers.ranks, "rollout.sglang.gpus"
-    if servers.gpus is None:
-        _check_room(needed, workers, servers.colocated, checks)
-    elif len(set(servers.gpus)) < len(servers.gpus):
-        checks.warn(_NAME, key, "ranks of servers share a GPU", found=servers.gpus, fix="name every device once")
-    elif not servers.colocated and min(servers.gpus, default=workers) < workers:
-        checks.warn(
-            _NAME,
-            key,
-            f"servers share GPUs with the trainer, which is on the first {workers} of a machine, and take most of "
-            "their memory",
-            found=servers.gpus,
-            fix="set rollout.sglang.colocated=true, or, where a machine has so many GPUs, "
-            f"{key}={_compact(range(workers, workers + needed))}",
-        )
-
-
-def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -> None:
-    """Where this machine has GPUs, they are enough for the servers' default places."""
-    present = nvidia_devices()
-    if not present or needed <= (workers if colocated else present - workers):
-        return
-    checks.fail(
-        _NAME,
-        "rollout.sglang.gpus",
-        f"the servers of a machine need {count(needed, 'GPU')}, and it has {present}, of which the trainer has "
-        f"{workers}",
-        found=None,
-        allowed=f"servers on the trainer's {workers}" if colocated else "servers on GPUs that are not the trainer's",
-        fix="lower rollout.sglang.servers or tp_size"
-        + ("" if colocated else ", lower cluster.nproc, or share them: rollout.sglang.colocated=true"),
-    )
-
-
-def _compact(devices: Iterable[int]) -> str:
-    """A list as one word of a command line."""
-    return f"[{','.join(map(str, devices))}]"
 
 
 def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
@@ -373,48 +334,6 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
             found=config.rollout.stale_steps,
             allowed="0",
             fix="set rollout.stale_steps=0, or rollout.engine=embedded",
-        )
-
-
-def _check_colocated(config: RunConfig, checks: Checklist) -> None:
-    servers = config.rollout.sglang
-    if not servers.colocated:
-        return
-    key = "rollout.sglang.colocated"
-    if servers.urls:
-        checks.fail(
-            _NAME,
-            key,
-            "only servers that megarl starts have the memory saver for sure",
-            found=True,
-            allowed="false with rollout.sglang.urls",
-            fix=f"set {key}=false, or rollout.sglang.urls=[]",
-        )
-    nnodes, gpus = config.cluster.nnodes, config.cluster.device_memory_gb is not None
-    workers, here = config.cluster.nproc // nnodes, servers.servers // nnodes
-    if gpus and here * servers.ranks > workers and not servers.first_gpu_given:
-        most = workers // servers.ranks * nnodes
-        checks.fail(
-            _NAME,
-            "rollout.sglang.servers",
-            f"{count(here, 'server')} of {count(servers.ranks, 'rank')} on the GPUs of {count(workers, 'worker')}",
-            found=servers.servers,
-            allowed=f"servers * tp_size up to {workers * nnodes}",
-            fix=f"set rollout.sglang.servers={most}" if most else f"set rollout.sglang.tp_size to {workers} or less",
-        )
-    if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):  # else memory is checked
-        checks.warn(
-            _NAME,
-            key,
-            "the optimizer's state stays on the devices while the servers generate there",
-            fix="set actor.engine.offload=true",
-        )
-    if servers.memory_fraction is None:
-        checks.warn(
-            _NAME,
-            key,
-            "on GPUs a server takes most of the memory unless it is told how much",
-            fix="set rollout.sglang.memory_fraction to what the actor's parameters leave",
         )
 
 

@@ -39,10 +39,17 @@ def _named(values: dict[str, str]) -> dict[str, str]:
 
 def _option(text: str) -> str:
     name = text.split("=")[0].split()[0] if text.strip() else ""
+    name = name if name.startswith("--") else name[:2]  # -N4 is -N 4
     if not name.startswith("-"):
-        raise ValueError(f"options of sbatch begin with -, as --exclusive; not {text!r}")
+        raise ValueError(f"options of sbatch begin with -, as --exclusive, and not {text!r}")
     if name in _WRITTEN:
-        raise ValueError(f"{name} is written by megarl launch: {_WRITTEN[name]}")
+        raise ValueError(f"options that other keys do not give: {name} is {_WRITTEN[name]}")
+    return text
+
+
+def _memory(text: str) -> str:
+    if not re.fullmatch(r"\d+[KMGT]?B?", text, re.IGNORECASE):
+        raise ValueError("a whole number with K, M, G or T, as 200G, or 0 for all that a node has")
     return text
 
 
@@ -50,11 +57,13 @@ def _option(text: str) -> str:
 _WRITTEN = {
     "--nodes": "cluster.nnodes and launch.spares",
     "-N": "cluster.nnodes and launch.spares",
-    "--ntasks": "a node has one task",
-    "-n": "a node has one task",
-    "--ntasks-per-node": "a node has one task",
-    "--output": "RUN_DIR/launch",
-    "-o": "RUN_DIR/launch",
+    "--ntasks": "one for each node",
+    "-n": "one for each node",
+    "--ntasks-per-node": "1",
+    "--job-name": "name",
+    "-J": "name",
+    "--output": "in RUN_DIR/launch",
+    "-o": "in RUN_DIR/launch",
     "--chdir": "the folder that is submitted from",
     "-D": "the folder that is submitted from",
     "--signal": "launch.slurm.warn_s",
@@ -126,7 +135,7 @@ class SlurmConfig(Section):
         description="sbatch --cpus-per-task; a node has one task. null: what Slurm gives a task, which is one core at "
         "many sites",
     )
-    memory: Annotated[Word, BeforeValidator(_as_text)] | None = Field(
+    memory: Annotated[str, BeforeValidator(_as_text), AfterValidator(_memory)] | None = Field(
         None, description="sbatch --mem, of a node, as `200G`; 0: all that it has; null: the partition's"
     )
     chain: NonNegativeInt = Field(

@@ -174,6 +174,15 @@ KINDS: Mapping[str, Hardware] = {
 }
 
 
+def with_memory(gigabytes: float) -> Hardware:
+    """An H100, or the one kind that has this memory, or an H100 of this memory, which its name says then."""
+    h100 = KINDS["h100"]
+    if gigabytes == h100.memory_gb:
+        return h100
+    same = [kind for kind in KINDS.values() if kind.memory_gb == gigabytes]
+    return same[0] if len(same) == 1 else replace(h100, name=f"h100-{gigabytes:g}gb", memory_gb=gigabytes)
+
+
 def read_hardware(text: str) -> tuple[Hardware, bool]:
     """(what `--hardware` names, whether it says how many there are).
 

@@ -51,6 +51,7 @@ class ServerRoom:
         tokens: that fit into one engine.
         slots: samples that it decodes side by side; 1 where not even one fits.
         longest: tokens of the longest sample, prompt included.
+        certain: the recipe says how much of a device a server takes; else it is SGLang's choice.
     """
 
     engines: int
@@ -60,6 +61,7 @@ class ServerRoom:
     tokens: float
     slots: float
     longest: float
+    certain: bool = True
 
     @property
     def fits(self) -> bool:

@@ -108,7 +108,7 @@ def _settings(text: str) -> tuple[str, ...]:
             parts.append("")
         else:
             parts[-1] += sign
-    found = tuple(part for part in parts if part)
+    found = tuple(_unquoted(part) for part in parts if part)
     if not found:
         raise UserError("this sets nothing", where="--what-if", found=text, allowed="KEY=VALUE")
     if depth or quote:
@@ -121,6 +121,12 @@ def _settings(text: str) -> tuple[str, ...]:
             allowed="KEY=VALUE, with blanks between several",
         )
     return found
+
+
+def _unquoted(part: str) -> str:
+    """A part that is in quotes as a whole, without them; quotes inside of it are YAML's."""
+    whole = len(part) > 1 and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
+    return part[1:-1] if whole else part
 
 
 def _numbers(text: str) -> tuple[int, ...]:

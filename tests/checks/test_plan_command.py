@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.checks import server_places, sglang
 from megarl.checks.plan_recipe import write_recipe
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
@@ -18,6 +19,7 @@ from tests.planning.test_search import search
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 BIG = "grpo_qwen3_8b_8gpu"
+TWO_TEAMS = "placement.teams={train: {roles: [actor, reference], devices: 8}, draw: {roles: [rollout], devices: 8}}"
 
 
 def run(capsys, *arguments):
@@ -108,6 +110,10 @@ def test_assumptions_are_listed_and_documented(capsys):
         ([BIG, "actor.mini_batch_size=6"], "actor.mini_batch_size"),
         ([BIG, "rollout.sampling.max_new_tokens=65536"], "exceed the model's 40960 positions"),
         ([BIG, "rollout.sglang.tp_size=2"], "set rollout.sglang.servers=4"),
+        (
+            [BIG, TWO_TEAMS, "cluster={nproc: 16, nnodes: 2}", "rollout.sglang={colocated: false, servers: 16}"],
+            "which of the 2 machines",
+        ),
         ([BIG, "--assume", "mean_tokens=5000"], "up to 1024"),
         ([BIG, "--hardware", "h100x8x1", "rollout.sglang.colocated=false"], "8 for workers and the others for servers"),
         ([BIG, "--hardware", "h100x8x4x2"], "did you mean h100x8x4"),
@@ -137,11 +143,64 @@ def test_what_nearly_fills_a_device_is_said(capsys):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"), [([], "27.9 s a step"), (["actor.parallel.tp=3"], "the layout does not divide the workers")]
+    ("keys", "said"),
+    [
+        (["actor.parallel.tp=3"], "it cannot run: tp 3 does not divide"),
+        (["rollout.sglang.servers=100"], "it cannot run: 100 servers of 1 rank on the GPUs of 8 workers"),
+        (["placement.teams={train: {roles: [actor], devices: 3}}"], "it cannot run: no team holds the role reference"),
+        (["cluster.nproc=16"], "for 16 devices on 1 machine"),
+        (["rollout.sglang.memory_fraction=0.2"], "does not fit"),
+    ],
 )
-def test_a_search_says_what_the_recipe_itself_takes(keys, said, capsys):
-    _, shown, _ = run(capsys, BIG, *keys, "--search", "--top", "1")
-    assert f"the recipe as it is: {said}" in shown
+def test_a_search_says_what_the_recipe_itself_takes(keys, said, tmp_path, capsys):
+    """Whatever it is: the search takes its place."""
+    file = tmp_path / "best.yaml"
+    where = ["--search", "--top", "1", "--hardware", "h100x8x1", "--write", str(file)]
+    code, shown, _ = run(capsys, BIG, *keys, *where)
+    assert code == 0
+    (line,) = [line for line in shown.splitlines() if line.startswith("the recipe as it is: ")]
+    assert said in line
+    assert file.is_file()
+
+
+def test_a_search_shows_the_recipes_own_seconds_beside_its_best(capsys):
+    _, shown, _ = run(capsys, BIG, "--json")
+    step = next(one["value"] for one in json.loads(shown)["numbers"] if one["name"] == "step")
+    _, shown, _ = run(capsys, BIG, "--search", "--top", "1")
+    assert f"the recipe as it is: {step:.3g} s a step" in shown
+    assert shown.endswith("fits\n")
+
+
+def test_a_plan_does_not_ask_what_this_machine_has(monkeypatch, capsys):
+    """Four GPUs here say nothing of the sixteen that are meant."""
+    for module in (sglang, server_places):
+        monkeypatch.setattr(module, "nvidia_devices", lambda: 4)
+    keys = ["rollout.sglang.colocated=false", "rollout.sglang.memory_fraction=null"]
+    assert run(capsys, BIG, *keys, "--hardware", "h100x16x1")[0] == 0
+    assert cli.main(["launch", BIG, *keys, "--slurm", "--dry-run"]) == 0
+    assert cli.main(["train", BIG, *keys, "--dry-run"]) == 2
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["model.dtype=fp32"],  # most of it is rough
+        ["rollout.sglang.memory_fraction=null", "actor.engine.offload=false"],  # SGLang's choice
+        ["rollout.sglang.extra_args=[--quantization,fp8]", "rollout.sglang.memory_fraction=0.2"],
+    ],
+)
+def test_what_is_not_certain_is_no_refusal(keys, capsys):
+    code, shown, _ = run(capsys, BIG, *keys)
+    assert code == 0
+    assert "may not fit" in shown
+    assert cli.main(["train", BIG, *keys, "--dry-run"]) == 0
+
+
+def test_a_recipe_for_h200s_is_planned_for_them(capsys):
+    _, shown, _ = run(capsys, BIG, "cluster.device_memory_gb=141")
+    assert "on h200x8x1" in shown
+    _, shown, _ = run(capsys, BIG, "cluster.device_memory_gb=96")
+    assert "on h100-96gbx8x1" in shown
 
 
 @pytest.mark.parametrize("keys", [["memory_fraction=0.2"], ["memory_fraction=0.3", "actor.engine.offload=false"]])

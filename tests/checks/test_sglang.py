@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from megarl.checks import server_places
 from megarl.checks import sglang as server_checks
 from megarl.compat import sglang
 from megarl.config.rollout import RolloutConfig
@@ -155,7 +156,8 @@ def test_a_key_of_other_servers_is_told(warned, on) -> None:
     ],
 )
 def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings, present, message, fix) -> None:
-    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: present)
+    for module in (server_checks, server_places):
+        monkeypatch.setattr(module, "nvidia_devices", lambda: present)
     key = "rollout.sglang.gpus"
     settings = [f"rollout.sglang.{setting}" for setting in settings]
     found = [check for check in warned(*on, "cluster.nproc=2", *settings) if check.key == key]
@@ -176,7 +178,8 @@ def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings
     ],
 )
 def test_a_machine_with_too_few_gpus_for_the_servers_is_refused(failures, on, monkeypatch, settings, present, fix):
-    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: present)
+    for module in (server_checks, server_places):
+        monkeypatch.setattr(module, "nvidia_devices", lambda: present)
     settings = [f"rollout.sglang.{setting}" for setting in settings]
     (check,) = [check for check in failures(*on, "cluster.nproc=2", *settings) if check.key == "rollout.sglang.gpus"]
     assert f"it has {present}, of which the trainer has 2" in check.message
@@ -287,7 +290,8 @@ def test_every_dtype_that_can_be_chosen_is_known(section) -> None:
 )
 def test_versions_of_nccl_are_compared_where_nccl_joins_them(failures, on, monkeypatch, settings, present, judged):
     asked = []
-    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: present)
+    for module in (server_checks, server_places):
+        monkeypatch.setattr(module, "nvidia_devices", lambda: present)
     monkeypatch.setattr(server_checks, "check_same_nccl", asked.append)
     failures(*on, "cluster.nproc=2", *settings)
     assert bool(asked) is judged

@@ -152,6 +152,13 @@ def test_fields_of_a_cluster_join_those_that_are_written(kind):
         assert found["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
 
 
+def test_other_gpus_and_small_pods_can_be_asked_for():
+    keys = ["launch.kubernetes={gpus_per_node: 0, resources: {amd.com/gpu: 8}, memory: 8Gi, pod: {volumes: null}}"]
+    _, job = objects("grpo_qwen3_8b_8gpu", *keys, *NEEDED)
+    limits = container(job)["resources"]["limits"]
+    assert limits == {"amd.com/gpu": "8", "memory": "8Gi"}
+
+
 def test_pods_of_a_jobset_are_started_again_by_it_and_not_by_their_launchers():
     """Launchers on several machines refuse to: each would start by itself."""
     recipe, job = made("fabric")
@@ -229,6 +236,8 @@ def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
         (NEEDED[:1], {}, "launch.kubernetes.claim"),
         ((*NEEDED, "launch.kubernetes.memory=512"), {}, "name its unit, as 512Gi"),
         ((*NEEDED, "launch.spares=1"), {}, "launch.spares"),
+        ((*NEEDED, "launch.kubernetes.resources={cpu: 4}"), {}, "launch.kubernetes.cpus_per_node"),
+        ((*NEEDED, "launch.kubernetes.pod={volumes: [x]}"), {}, "a list of mappings"),
         ((*NEEDED, "launch.kubernetes.pod={nodeSelector: {}}"), {}, "launch.kubernetes.node_selector"),
         ((*NEEDED, "launch.kubernetes.container={env: []}"), {}, "launch.kubernetes.environment"),
         ((*NEEDED, "cluster.device_memory_gb=80", "launch.kubernetes.gpus_per_node=1"), {}, "takes 2 GPUs of a pod"),

@@ -122,7 +122,7 @@ def test_what_the_section_says_is_in_the_plan():
     (group,) = found["groups"]
     assert group["srun"] == [f"--container-image={FULL.image}", f"--container-mounts={mounts}", "--cpus-per-task=96"]
     apptainer = plan(submission(FULL.model_copy(update={"container": "apptainer", "options": ["--exclude=n[1-2]"]})))
-    assert apptainer["groups"][0]["start"][:4] == ["apptainer", "exec", "--bind", mounts]
+    assert apptainer["groups"][0]["start"][:5] == ["apptainer", "exec", "--nv", "--bind", mounts]
     assert apptainer["exclude"] == ["n[1-2]"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [
         (["launch.slurm.mounts=[/a:/b]"], r"launch\.slurm\.mounts(?s:.*)set launch\.slurm\.image"),
         (["launch.slurm={image: x, mounts: [/a]}"], r"launch\.slurm\.mounts: this is no mount"),
         (["launch.slurm.image=./none.sqsh"], r"launch\.slurm\.image: there is no such image"),
-        (["launch.slurm.image=docker://a/b:1"], r"launch\.slurm\.image: pyxis takes no such name"),
+        (["launch.slurm.image=oras://a/b:1"], r"launch\.slurm\.image: pyxis takes no such name"),
         (
             ["launch.slurm={image: 'a#b:1', container: apptainer}"],
             r"launch\.slurm\.image: apptainer takes no such name",
@@ -59,8 +60,9 @@ def test_teams_with_nodes_of_their_own_take_ray(tmp_path):
         (["rollout.sglang.colocated=false"], 16, ""),  # eight servers on GPUs of their own
         (["launch.slurm.gpus_per_node=4"], 0, "launch.slurm.gpus_per_node: the run takes 8 GPUs of a node"),
         (["launch.slurm.gres=gpu:h100:4"], 0, "launch.slurm.gres: the run takes 8 GPUs of a node"),
-        (["launch.slurm.gres=disk"], 0, "launch.slurm.gres"),
-        (["launch.slurm={gres: disk, options: [--gpus=8]}"], 8, ""),
+        (["launch.slurm.gres=disk"], 8, ""),
+        (["launch.slurm={gpus_per_node: 0, options: [--exclusive]}"], 0, ""),  # nodes are given whole
+        (["launch.slurm={gpus_per_node: 0, options: ['--gres=gpu:8']}"], 0, ""),
         (["launch.slurm.gres=gpu:h100:8,disk:1"], 8, ""),
     ],
 )
@@ -95,6 +97,51 @@ def test_gpus_of_a_gres(gres, gpus):
 )
 def test_memory_of_a_node(text, size):
     assert slurm_settings.memory_bytes(text) == size
+
+
+def test_a_team_with_gpus_of_its_own_is_tested_for_these():
+    teams = "{a: {roles: [actor, rollout], devices: 8}, b: {roles: [reference], devices: 4}}"
+    keys = [f"placement.teams={teams}", "cluster={nproc: 12, nnodes: 2}", "rollout.sglang.servers=8"]
+    keys.append("launch.slurm={gres: 'gpu:8', teams: {b: {nodes: 1, gpus_per_node: 4}}}")
+    config = load_config("grpo_qwen3_8b_8gpu", [*keys, "launch.launcher=ray"])
+    job = Submission(config, Path("/shared/run"), "train", "ray", Path("/shared"))
+    slurm_settings.check_settings(job)
+    assert [group["gpus"] for group in plan(job)["groups"]] == [8, 4]
+
+
+def test_apptainer_gets_the_gpus_of_a_gres():
+    section = SlurmConfig(gres="gpu:8", gpus_per_node=0, image="docker://a/b:1", container="apptainer")
+    (group,) = plan(submission(section))["groups"]
+    assert group["gpus"] == 8
+    assert "--nv" in group["start"]
+
+
+@pytest.mark.parametrize("gres", ["disk", None])
+def test_a_node_without_gpus_is_doubtful(gres, tmp_path):
+    keys = [f"launch.slurm.gres={gres}"] if gres else ["launch.slurm.gpus_per_node=0"]
+    config = load_config("grpo_qwen3_8b_8gpu", keys)
+    found = slurm_settings.doubtful(Submission(config, tmp_path, "train", "local", tmp_path))
+    assert any("launch.slurm asks for no GPU, and the run takes 8 of a node" in one for one in found)
+
+
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "SGLANG_CLIP_MAX_NEW_TOKENS", "GOOGLE_APPLICATION_CREDENTIALS"]
+)
+def test_variables_that_are_no_credentials_are_taken(name, tmp_path):
+    config = load_config("grpo_quickstart", [f"launch.slurm.environment={{{name}: 'a'}}"])
+    slurm_settings.check_settings(Submission(config, tmp_path, "train", "local", tmp_path))
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "DB_PASSWORD", "aws_secret_access_key"])
+def test_variables_that_are_credentials_are_refused(name, tmp_path):
+    config = load_config("grpo_quickstart", [f"launch.slurm.environment={{{name}: 'a'}}"])
+    with pytest.raises(ConfigError, match=f"export {name} in the shell"):
+        slurm_settings.check_settings(Submission(config, tmp_path, "train", "local", tmp_path))
+
+
+def test_no_time_limit_is_one(tmp_path):
+    config = load_config("grpo_quickstart", ["launch.slurm={time: '0', chain: 2}"])
+    slurm_settings.check_settings(Submission(config, tmp_path, "train", "local", tmp_path))
 
 
 def test_modules_are_loaded_outside_of_an_image():
@@ -134,6 +181,8 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
     slurm_ = with_site(config).launch.slurm
     assert (slurm_.partition, slurm_.account, slurm_.environment) == ("mine", "a1", {"A": "1", "B": "3"})
     file.write_text("alps: {account: a1}\nother: {account: b1}\n")
+    assert with_site(config) is config  # its own section may be all that it means
+    config = load_config("grpo_quickstart")
     with pytest.raises(ConfigError, match=r"launch\.cluster: there are several clusters(?s:.*)alps, other"):
         with_site(config)
     named = load_config("grpo_quickstart", ["launch.cluster=other"])
@@ -151,6 +200,9 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
         ("", "this is no file of clusters"),
         ("alps: {options: [exclusive]}", "begin with -, as --exclusive"),
         ("alps: {options: [--nodes=3]}", r"cluster\.nnodes and launch\.spares"),
+        ("alps: {options: [-N4]}", r"cluster\.nnodes and launch\.spares"),
+        ("alps: {memory: 1.5T}", "a whole number with K, M, G or T"),
+        ("alps: {teams: {a: {nodes: x}}}", r"clusters\.yaml: alps\.teams\.a\.nodes(?s:.*)found:   'x'"),
         ("alps: {environment: {A: 1}}", "mapping of names to text"),
     ],
 )

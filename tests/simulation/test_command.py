@@ -40,6 +40,12 @@ def test_what_a_run_does_not_tell_of_more_devices_is_said(capsys):
         assert "any number" not in shown
 
 
+def test_quotes_around_a_setting_are_the_shells(capsys):
+    code, shown, _ = run(capsys, RUN, "--steps", "6", "--what-if", "'async={max_staleness: 1}' \"link_times=2\"")
+    assert code == 0
+    assert "async={max_staleness: 1} link_times=2" in shown
+
+
 def test_efficiency_is_beside_the_recipe_as_it_is(capsys):
     _, shown, _ = run(capsys, RUN, "--steps", "20", "--what-if", "link_times=1", "--gpus", "2,4")
     rows = [line.split() for line in shown.splitlines() if re.match(r" +[24] ", line)]

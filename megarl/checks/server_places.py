@@ -1,0 +1,101 @@
+"""Checks of where servers are: on GPUs of their own, or on the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megarl.checks.checklist import Checklist
+from megarl.config.run import RunConfig
+from megarl.errors import count
+from megarl.processes import nvidia_devices
+
+NAME = "servers"
+
+
+def check_gpus(config: RunConfig, checks: Checklist) -> None:
+    """Servers are on GPUs of their own, or know that they are not."""
+    servers, cluster = config.rollout.sglang, config.cluster
+    requesting = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
+    workers, here = (cluster.nproc - requesting) // cluster.nnodes, servers.servers // cluster.nnodes
+    if servers.urls or servers.first_gpu_given:
+        return
+    needed, key = max(1, here) * servers.ranks, "rollout.sglang.gpus"
+    if servers.gpus is None:
+        _check_room(needed, workers, servers.colocated, checks)
+    elif len(set(servers.gpus)) < len(servers.gpus):
+        checks.warn(NAME, key, "ranks of servers share a GPU", found=servers.gpus, fix="name every device once")
+    elif not servers.colocated and min(servers.gpus, default=workers) < workers:
+        checks.warn(
+            NAME,
+            key,
+            f"servers share GPUs with the trainer, which is on the first {workers} of a machine, and take most of "
+            "their memory",
+            found=servers.gpus,
+            fix="set rollout.sglang.colocated=true, or, where a machine has so many GPUs, "
+            f"{key}={_compact(range(workers, workers + needed))}",
+        )
+
+
+def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -> None:
+    """Where this machine has GPUs, they are enough for the servers' default places."""
+    present = nvidia_devices()
+    if not present or needed <= (workers if colocated else present - workers):
+        return
+    checks.fail(
+        NAME,
+        "rollout.sglang.gpus",
+        f"the servers of a machine need {count(needed, 'GPU')}, and it has {present}, of which the trainer has "
+        f"{workers}",
+        found=None,
+        allowed=f"servers on the trainer's {workers}" if colocated else "servers on GPUs that are not the trainer's",
+        fix="lower rollout.sglang.servers or tp_size"
+        + ("" if colocated else ", lower cluster.nproc, or share them: rollout.sglang.colocated=true"),
+    )
+
+
+def _compact(devices: Iterable[int]) -> str:
+    """A list as one word of a command line."""
+    return f"[{','.join(map(str, devices))}]"
+
+
+def check_colocated(config: RunConfig, checks: Checklist) -> None:
+    """Servers on the trainer's GPUs, one rank on each, leave room there."""
+    servers = config.rollout.sglang
+    if not servers.colocated:
+        return
+    key = "rollout.sglang.colocated"
+    if servers.urls:
+        checks.fail(
+            NAME,
+            key,
+            "only servers that megarl starts have the memory saver for sure",
+            found=True,
+            allowed="false with rollout.sglang.urls",
+            fix=f"set {key}=false, or rollout.sglang.urls=[]",
+        )
+    nnodes, gpus = config.cluster.nnodes, config.cluster.device_memory_gb is not None
+    workers, here = config.cluster.nproc // nnodes, servers.servers // nnodes
+    if gpus and here * servers.ranks > workers and servers.gpus is None and not servers.first_gpu_given:
+        most = workers // servers.ranks * nnodes
+        checks.fail(
+            NAME,
+            "rollout.sglang.servers",
+            f"{count(here, 'server')} of {count(servers.ranks, 'rank')} on the GPUs of {count(workers, 'worker')}",
+            found=servers.servers,
+            allowed=f"servers * tp_size up to {workers * nnodes}",
+            fix=f"set rollout.sglang.servers={most}" if most else f"set rollout.sglang.tp_size to {workers} or less",
+        )
+    if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):  # else memory is checked
+        checks.warn(
+            NAME,
+            key,
+            "the optimizer's state stays on the devices while the servers generate there",
+            fix="set actor.engine.offload=true",
+        )
+    if servers.memory_fraction is None:
+        checks.warn(
+            NAME,
+            key,
+            "on GPUs a server takes most of the memory unless it is told how much",
+            fix="set rollout.sglang.memory_fraction to what the actor's parameters leave",
+        )
