@@ -41,6 +41,11 @@ _ROOT = Path(__file__).parents[1]
 _OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
+_BEFORE_IT_BEGAN = ("EADDRINUSE", "Gloo connectFullMesh failed")
+"""What ranks say that have not met: a program that is none of ours, such as srun, was given the port that was reserved,
+or gloo lost a connection while many processes started."""
+
+
 def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 240.0, *args: Any) -> list[Any]:
     """Results of `fn(*args)` of every rank, in rank order.
 
@@ -61,9 +66,8 @@ def _run(fn: Callable[..., Any], world_size: int, timeout: float, args: tuple, p
     try:
         return _run_once(fn, world_size, timeout, args, preload)
     except AssertionError as error:
-        if "EADDRINUSE" not in str(error):
+        if not any(said in str(error) for said in _BEFORE_IT_BEGAN):
             raise
-    # Before `fn` began, a program that is none of ours, such as srun, was given the port that was reserved.
     return _run_once(fn, world_size, timeout, args, preload)
 
 

@@ -25,6 +25,7 @@ def a_slurm(folder: Path, nodes: int, more: str = slurm_cluster.PARTITION) -> It
             pytest.skip(str(error))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("SLURM_CONF", str(found.conf))
+        (folder / "none.yaml").write_text("{}\n")
         patch.setenv("MEGARL_CLUSTERS", str(folder / "none.yaml"))
         yield found
 
