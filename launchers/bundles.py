@@ -43,6 +43,10 @@ class Reservation:
     servers: int = 0
 
 
+MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables by which processes meet: jobs set them by themselves."""
+
+
 def lends(config: RunConfig, team: TeamPlan) -> bool:
     """The workers of this team leave their GPUs to servers: they only send requests."""
     return config.rollout.engine == "sglang" and team.roles == (Role.ROLLOUT,)

@@ -25,12 +25,13 @@ from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
 from megarl.errors import ConfigError, UnavailableError, UserError, count
-from megarl.launchers.bundles import gpus_of_a_node
+from megarl.launchers.bundles import MEETING, gpus_of_a_node
 
 RECIPE_FOLDER, RECIPE = "/etc/megarl", "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ANSWER_S = 60.0
+_IMAGE = re.compile(r"(?!.*//)[a-z0-9][a-z0-9._:/@-]*(?::[\w.-]+)?")
 _LEAST = 16 * 1024.0**2  # bytes of a pod
 _REFERENCE = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 Manifest = dict[str, Any]
@@ -133,6 +134,14 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
 def _refuse_credentials(settings: KubernetesConfig) -> None:
     """Manifests are plain text. Messages name variables, never their values."""
     key = "launch.kubernetes.environment"
+    for name in (*settings.environment, *settings.secrets):
+        twice = name in settings.environment and name in settings.secrets
+        if name in MEETING or twice:
+            raise ConfigError(
+                "this variable is a secret as well" if twice else "the pods get this from the job itself",
+                where=f"{key if name in settings.environment else 'launch.kubernetes.secrets'}.{name}",
+                fix="leave it out",
+            )
     for name in settings.environment:
         if CREDENTIAL.search(name):
             raise ConfigError(
@@ -166,6 +175,13 @@ def _check_fields(config: RunConfig) -> None:
     if config.launch.spares:
         what, found = "Kubernetes replaces pods itself, and has no spare nodes", config.launch.spares
         raise ConfigError(what, where="launch.spares", found=found, fix="set launch.spares=0")
+    if settings.image is not None and not _IMAGE.fullmatch(settings.image):
+        raise ConfigError(
+            "Kubernetes takes no such name of an image",
+            where="launch.kubernetes.image",
+            found=settings.image,
+            allowed="REGISTRY/NAME:TAG",
+        )
     if settings.memory is not None and quantity(settings.memory) < _LEAST:
         raise ConfigError(
             "a pod has more memory than this",
@@ -189,9 +205,27 @@ def _check_fields(config: RunConfig) -> None:
         )
 
 
+def doubtful(config: RunConfig) -> list[str]:
+    """Settings that Kubernetes takes and that most likely are not what is wanted."""
+    settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
+    key, found = "launch.kubernetes", []
+    asks = settings.gpus_per_node != 0 or any("gpu" in name for name in settings.resources)
+    if config.cluster.device_memory_gb is not None and not asks and "resourceClaims" not in settings.pod:
+        found.append(f"{key}.gpus_per_node: pods ask for no GPU, and the run takes {gpus_of_a_node(config)} of each")
+    if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
+        found.append(
+            f"{key}.cpus_per_node={settings.cpus_per_node} are less than one for each of {count(workers, 'worker')}"
+        )
+    if settings.memory is not None and quantity(settings.memory) < quantity(settings.shared_memory):
+        found.append(
+            f"{key}.memory={settings.memory} is below shared_memory={settings.shared_memory}, which counts as memory"
+        )
+    return found
+
+
 def quantity(text: str) -> float:
     """A quantity of Kubernetes as a number."""
-    found = re.fullmatch(r"([\d.]+)(\w*)", text)
+    found = re.fullmatch(r"([\d.]+(?:[eE]\d+)?)(\w*)", text)
     assert found is not None, "the configuration has checked it"
     number, unit = float(found[1]), found[2]
     if unit == "m":

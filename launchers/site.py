@@ -63,6 +63,8 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
         if named := os.environ.get("MEGARL_CLUSTERS"):
             raise ConfigError("there is no such file", where="MEGARL_CLUSTERS", found=named, fix="name it, or unset it")
         return {}
+    if all(not line.strip() or line.lstrip().startswith("#") for line in file.read_text().splitlines()):
+        return {}
     try:
         data: Any = read_yaml(file).data
     except ConfigError as error:

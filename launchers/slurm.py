@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.artifacts import batch
-from megarl.config.launch import SlurmConfig, SlurmTeamConfig
+from megarl.config.launch import NO_LIMIT, SlurmConfig, SlurmTeamConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, count
 from megarl.launchers.bundles import gpus_of_a_node
@@ -326,8 +326,8 @@ def _nodes_of(job: Submission, part: Component) -> list[str]:
 
 
 def limit_minutes(time: str | None) -> float | None:
-    """Minutes of a `--time` of sbatch; None: the partition's, or 0, which is no limit."""
-    return None if time is None else _minutes(time) or None
+    """Minutes of a `--time` of sbatch; None: the partition's, or no limit."""
+    return None if time is None or time.lower() in NO_LIMIT else _minutes(time) or None
 
 
 def _minutes(time: str) -> float:
@@ -358,7 +358,8 @@ def _start(job: Submission, part: Component) -> list[str]:
         start = ["env", f"{NODES_OF}={resource(part.team)}", *start]
     if slurm.image is None or slurm.container != "apptainer":
         return start
-    nvidia = ["--nv"] if _gpus_to_test(job.config, part) else []
+    # A node that is given whole has GPUs that nobody has asked for.
+    nvidia = ["--nv"] if _gpus_to_test(job.config, part) or job.config.cluster.device_memory_gb is not None else []
     return ["apptainer", "exec", *nvidia, "--bind", _mounts(job), slurm.image, *start]
 
 

@@ -10,6 +10,7 @@ from megarl.config.launch import SlurmConfig
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
 from megarl.errors import ConfigError, count
+from megarl.launchers.bundles import MEETING
 from megarl.launchers.slurm import (
     Component,
     Submission,
@@ -20,8 +21,6 @@ from megarl.launchers.slurm import (
     gres_of,
     limit_minutes,
 )
-
-_MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def check_settings(job: Submission) -> None:
@@ -81,6 +80,28 @@ def _check_gpus(config: RunConfig, parts: list[Component]) -> None:
             )
 
 
+def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
+    """A name in the form that its runtime takes: enroot looks for what has no # at Docker's registry, and apptainer for
+    what has no scheme among files."""
+    scheme, _, name = image.rpartition("://")
+    first = name.partition("/")[0]
+    if apptainer:
+        wrong = "#" in image or not (scheme or is_file or image.startswith(("/", "./")) or image.endswith(".sif"))
+    else:
+        of_registry = "/" in name and not image.startswith(("/", "./")) and ("." in first or ":" in first)
+        wrong = scheme not in ("", "docker", "dockerd") or (of_registry and "#" not in name and not is_file)
+    if wrong:
+        raise ConfigError(
+            f"{'apptainer' if apptainer else 'pyxis'} takes no such name",
+            where="launch.slurm.image",
+            found=image,
+            allowed="docker://REGISTRY/NAME:TAG, or a .sif"
+            if apptainer
+            else "[docker://]REGISTRY#NAME:TAG, NAME:TAG of Docker's registry, dockerd://NAME:TAG, or a .sqsh",
+            fix="write it so, or set launch.slurm.container",
+        )
+
+
 def _asked_gpus(config: RunConfig, part: Component) -> int:
     """GPUs that Slurm is asked for."""
     gres = gres_of(config, part)
@@ -102,7 +123,7 @@ def _check_environment(slurm: SlurmConfig) -> None:
                 allowed="variables that are no credentials",
                 fix=f"export {name} in the shell that submits: sbatch hands its environment on",
             )
-        if name in _MEETING or name.startswith("SLURM_"):
+        if name in MEETING:
             what, fix = "the job sets this by itself", "leave it out; launch.slurm.interface chooses the network"
             raise ConfigError(what, where=where, found=slurm.environment[name], fix=fix)
 
@@ -118,17 +139,7 @@ def _check_container(job: Submission, image: str) -> None:
                 found=mount,
                 allowed="FROM:TO or FROM:TO:ro, TO with / in front, no comma",
             )
-    apptainer, scheme = job.slurm.container == "apptainer", image.partition("://")[0] if "://" in image else ""
-    if ("#" in image and apptainer) or (scheme not in ("", "docker", "dockerd") and not apptainer):
-        raise ConfigError(
-            f"{'apptainer' if apptainer else 'pyxis'} takes no such name",
-            where="launch.slurm.image",
-            found=image,
-            allowed="docker://REGISTRY/NAME:TAG, or a .sif"
-            if apptainer
-            else "[docker://]REGISTRY#NAME:TAG, dockerd://NAME:TAG, or a .sqsh",
-            fix="write it so, or set launch.slurm.container",
-        )
+    _check_image(image, (job.workdir / image).exists(), apptainer=job.slurm.container == "apptainer")
     file = Path(image)
     if (image.startswith(("/", "./")) or file.suffix in (".sif", ".sqsh")) and not (job.workdir / file).exists():
         raise ConfigError(

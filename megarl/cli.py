@@ -136,7 +136,7 @@ def _add_formulas(commands: argparse._SubParsersAction[_Parser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     simulation.add_arguments(simulate)
-    simulate.set_defaults(run=simulation.run)
+    simulate.set_defaults(run=_simulate)
 
 
 def _add_parity(checks: argparse._SubParsersAction[_Parser]) -> None:
@@ -169,6 +169,12 @@ def _add_job(parser: argparse.ArgumentParser, job: str) -> None:
         "--dry-run", action="store_true", help="print configuration, graph, layout and checks; stop there"
     )
     parser.set_defaults(run=_job)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from megarl.checks.planned import refuse_simulated
+
+    return simulation.run(arguments, refuse_simulated)
 
 
 def _read_recipe(arguments: argparse.Namespace) -> RunConfig:

@@ -104,13 +104,15 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
-    from megarl.launchers.kubernetes import as_yaml, create, make_job, manifests, quantity
+    from megarl.launchers.kubernetes import as_yaml, create, doubtful, make_job, manifests, quantity
 
     run_dir = None if arguments.run_dir is None else str(arguments.run_dir)
     job = make_job(config, arguments.job, arguments.launcher, run_dir, time.strftime("%Y%m%d-%H%M%S"))
     given = job.settings.memory
     memory = ("launch.kubernetes.memory", None if given is None else quantity(given))
     _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory)
+    for doubt in doubtful(config):
+        _warn(doubt)
     if arguments.dry_run:
         print(as_yaml(manifests(job)) + "# Nothing was submitted.")
         return 0

@@ -12,7 +12,9 @@ from urllib.parse import quote, unquote, urlsplit
 
 MASK = "***"
 USER, PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
-CREDENTIAL = re.compile(r"(?i)(?:^|_)(?:token|secret|password|passwd|passphrase|(?:api|access|secret|private)_?key)$")
+CREDENTIAL = re.compile(
+    r"(?i)^(?!.*(?:^|_)(?:disable|enable|use|no)_)(?:.*_)?(?:token|secret|password|passwd|passphrase|(?:api|access|secret|private)_?key)$"
+)
 """The end of a variable's name whose value is one; TOKENIZERS_PARALLELISM and paths of files are none."""
 
 

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and show; returns the exit code."""
+    from megarl.checks.planned import refuse_lengths, refuse_plan
     from megarl.components import COMPONENTS
     from megarl.config.load import load_config
     from megarl.planning.assumptions import CPU, PlanAssumptions, assume, pairs
@@ -73,36 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
 
         raise robot_problem()
     graph = build_task_graph(config)
-    if not arguments.search:  # which does not keep the layout
-        _refuse_layout(config, graph)
+    if arguments.search:  # which does not keep the layout
+        refuse_lengths(config, graph)
+    else:
+        refuse_plan(config, graph)
     hardware = choose_hardware(arguments.hardware, config, graph, search=arguments.search)
     given = assume(PlanAssumptions.of(gpu=hardware.gpu), pairs(arguments.assume))
     if arguments.search:
         return _search(arguments, config, graph, hardware, given)
     return _plan(arguments, config, graph, hardware, given)
-
-
-def _refuse_layout(config: RunConfig, graph: TaskGraph) -> None:
-    """Raise what `--dry-run` says of layouts, batches, lengths and servers; the plan itself says what does not fit."""
-    from megarl.checks.checklist import Checklist
-    from megarl.checks.layout import check_cluster, check_layouts
-    from megarl.checks.placement import check_placement
-    from megarl.checks.settings import check_batches, check_sampling
-    from megarl.checks.sglang import check_servers
-    from megarl.config.base import raise_problems
-    from megarl.dag.stage import Role
-    from megarl.planning.step import model_sizes
-
-    checks, sizes = Checklist(), model_sizes(config, graph)
-    check_cluster(config, checks, None)
-    placement = check_placement(config, graph, "train", None, checks)
-    if placement is not None:
-        check_layouts(config, placement, sizes, checks)
-    check_batches(config, placement, checks)
-    check_sampling(config, sizes[Role.ACTOR], checks)
-    # What is installed where a plan is made says nothing of where it is carried out.
-    check_servers(config, placement, sizes[Role.ACTOR], checks, None, here=False)
-    raise_problems([check.problem() for check in checks.items if check.status == "fail"])
 
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
@@ -196,7 +176,8 @@ def _search(
 
 def _as_it_is(config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions) -> str:
     """What the recipe itself takes on this hardware, or why it cannot run there."""
-    from megarl.checks.plan_report import doubts, misfits
+    from megarl.checks.plan_report import doubts, misfits, tight
+    from megarl.checks.planned import refuse_plan
     from megarl.dag.placement import place
     from megarl.planning.step import model_sizes, occupied, plan_step
 
@@ -204,9 +185,10 @@ def _as_it_is(config: RunConfig, graph: TaskGraph, hardware: Hardware, given: Pl
         takes, machines = occupied(config, place(graph, config)), config.cluster.nnodes
         if (takes, machines) != (hardware.devices, hardware.nodes):
             return f"for {count(takes, 'device')} on {count(machines, 'machine')}"
-        _refuse_layout(config, graph)
+        refuse_plan(config, graph)
         plan = plan_step(config, graph, model_sizes(config, graph), hardware, given)
     except ConfigError as error:
         return f"it cannot run: {error.what}"
-    fits = "does not fit" if misfits(plan) else "may not fit" if doubts(plan) else "fits"
+    fits = "tight" if tight(plan) else "fits"
+    fits = "does not fit" if misfits(plan) else "may not fit" if doubts(plan) else fits
     return f"{plan.step_s:.3g} s a step, {plan.fullest.bytes / 1e9:.1f} GB, {fits}"

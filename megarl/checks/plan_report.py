@@ -77,9 +77,14 @@ def tables(recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]
     shown.append(f"hardware: {plan.hardware.source}")
     found = [f"does not fit: {one}" for one in misfits(plan)]
     found = found or [f"may not fit: {one}" for one in doubts(plan)]
-    if not found and plan.fullest.bytes > TIGHT * 1e9 * plan.hardware.memory_gb:
+    if not found and tight(plan):
         found = [f"tight: {plan.fullest.moment.name} holds more than {TIGHT:.0%} of a device; {_keys(plan.fullest)}"]
     return [*shown, *found]
+
+
+def tight(plan: StepPlan) -> bool:
+    """A device is nearly full."""
+    return plan.fullest.bytes > TIGHT * 1e9 * plan.hardware.memory_gb
 
 
 def misfits(plan: StepPlan) -> list[str]:

@@ -83,7 +83,9 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
             f"{count(here, 'server')} of {count(servers.ranks, 'rank')} on the GPUs of {count(workers, 'worker')}",
             found=servers.servers,
             allowed=f"servers * tp_size up to {workers * nnodes}",
-            fix=f"set rollout.sglang.servers={most}" if most else f"set rollout.sglang.tp_size to {workers} or less",
+            fix=f"set rollout.sglang.servers={most}"
+            if most
+            else f"set rollout.sglang.tp_size={workers} rollout.sglang.servers={nnodes}, or less of tp_size",
         )
     if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):  # else memory is checked
         checks.warn(

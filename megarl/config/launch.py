@@ -67,7 +67,7 @@ _WRITTEN = {
     "--chdir": "the folder that is submitted from",
     "-D": "the folder that is submitted from",
     "--signal": "launch.slurm.warn_s",
-    "--gpus-per-node": "launch.slurm.gpus_per_node",
+    "--gpus-per-node": "launch.slurm.gpus_per_node, or launch.slurm.gres for a kind",
     "--cpus-per-task": "launch.slurm.cpus_per_node",
     "-c": "launch.slurm.cpus_per_node",
     "--partition": "launch.slurm.partition",
@@ -83,14 +83,27 @@ def _as_text(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+NO_LIMIT = ("unlimited", "infinite", "-1")
+"""Of time, for sbatch; 0 is another one."""
+
+
 def _time(text: str) -> str:
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
-        raise ValueError("minutes, HH:MM:SS or D-HH:MM:SS")
+    if text.lower() not in NO_LIMIT and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        raise ValueError("minutes, HH:MM:SS, D-HH:MM:SS or UNLIMITED")
     return text
 
 
+def _texts(values: object) -> object:
+    """Numbers among values need no quotes; true and false do, which programs read in many ways."""
+    if not isinstance(values, dict):
+        return values
+    if wrong := [name for name, value in values.items() if isinstance(value, bool) or value is None]:
+        raise ValueError(f"{wrong[0]} needs quotes, as '1' or 'true'")
+    return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
+
+
 def _quantity(text: str) -> str:
-    if not re.fullmatch(r"\d+(\.\d+)?([KMGTPE]i?|m|k)?", text):
+    if not re.fullmatch(r"\d+(\.\d+)?([KMGTPE]i?|m|k|[eE]\d+)?", text):
         raise ValueError("a number with a unit, as 64Gi, 500m or 32")
     return text
 
@@ -171,7 +184,7 @@ class SlurmConfig(Section):
         description="lines of bash on every node before megarl starts, inside of an image, as `ulimit -l unlimited`; "
         "`python` says which interpreter runs megarl",
     )
-    environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(
+    environment: Annotated[dict[str, str], BeforeValidator(_texts), AfterValidator(_named)] = Field(
         default_factory=dict, description="variables that are set on every node; no credentials, the file is plain text"
     )
     python: str | None = Field(
@@ -222,14 +235,18 @@ class KubernetesConfig(Section):
     cpus_per_node: Quantity | None = Field(None, description="requested CPUs of a pod; null: none are requested")
     memory: Quantity | None = Field(None, description="memory of a pod, requested and its limit; null: none")
     shared_memory: Quantity = Field("16Gi", description="size of /dev/shm, which counts as memory of the pod")
-    node_selector: dict[str, str] = Field(default_factory=dict, description="labels of machines that pods may be on")
-    environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(
+    node_selector: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(
+        default_factory=dict, description="labels of machines that pods may be on"
+    )
+    environment: Annotated[dict[str, str], BeforeValidator(_texts), AfterValidator(_named)] = Field(
         default_factory=dict, description="variables of the pods; no credentials"
     )
-    resources: dict[str, Quantity] = Field(
+    resources: Annotated[dict[str, Quantity], BeforeValidator(_texts)] = Field(
         default_factory=dict, description="further resources of a pod, requested and their limit, as rdma/hca: 1"
     )
-    annotations: dict[str, str] = Field(default_factory=dict, description="of the pods")
+    annotations: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(
+        default_factory=dict, description="of the pods"
+    )
     pod: dict[str, Any] = Field(
         default_factory=dict,
         description="further fields of the pods' spec, as tolerations, affinity, hostNetwork; volumes are added",

@@ -202,7 +202,7 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
     if file.is_file():
         return _read_file(file), True
     part = re.fullmatch(r"([a-z0-9]+?)x(\d+)", text.lower())
-    if part is not None and part[1] in KINDS:
+    if part is not None and part[1] in KINDS and int(part[2]):
         raise ConfigError(
             "this says how many devices a machine has, and not how many machines there are",
             where=_WHERE,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,8 @@ from megarl.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from megarl.config.run import RunConfig
+    from megarl.dag.graph import TaskGraph
     from megarl.simulation.study import StudyRow
 
 
@@ -47,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assumptions", action="store_true", help="print what formulas assume, and stop there")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Simulate and show; returns the exit code."""
+def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], None]) -> int:
+    """Simulate and show; returns the exit code. `refuse`: raises what is wrong with a recipe."""
     from rich.console import Console
 
     from megarl.simulation.planned import Assumptions
@@ -71,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.grow,
         arguments.steps,
         arguments.seed,
+        refuse,
     )
     rows = study.rows()
     for part in tables(rows, arguments.recipe, arguments.run_dir):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +64,7 @@ class Study:
         grow: the batch grows with the devices.
         steps: of each run.
         seed: of lengths and failures.
+        refuse: raises what is wrong with a recipe.
     """
 
     recipe: str
@@ -75,6 +76,7 @@ class Study:
     grow: bool = False
     steps: int = 100
     seed: int = 0
+    refuse: Callable[[RunConfig, TaskGraph], None] = lambda config, graph: None
 
     def rows(self) -> list[StudyRow]:
         """All of them: the recipe first, on all numbers of devices.
@@ -120,6 +122,7 @@ class Study:
         given = Assumptions().having(assumed).having(more, WHAT_IF)
         config = load_config(_file(self.recipe), [*self.overrides, *keys], components=COMPONENTS)
         graph = build_task_graph(config)
+        self.refuse(config, graph)
         system = read_system(config, graph)
         longest = config.rollout.sampling.max_new_tokens
         lengths = Lengths(given.mean_tokens or longest / 4, given.sigma, longest)

@@ -116,6 +116,7 @@ def test_assumptions_are_listed_and_documented(capsys):
         ),
         ([BIG, "--assume", "mean_tokens=5000"], "up to 1024"),
         ([BIG, "--hardware", "h100x8x1", "rollout.sglang.colocated=false"], "8 for workers and the others for servers"),
+        ([BIG, "rollout.sampling.max_new_tokens=65536", "--search"], "exceed the model's 40960 positions"),
         ([BIG, "--hardware", "h100x8x4x2"], "did you mean h100x8x4"),
         ([BIG, "--write", "/tmp/never.yaml"], "--search"),
         (["srpo_metaworld"], "simulators"),

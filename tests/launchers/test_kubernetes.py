@@ -159,6 +159,21 @@ def test_other_gpus_and_small_pods_can_be_asked_for():
     assert limits == {"amd.com/gpu": "8", "memory": "8Gi"}
 
 
+def test_what_is_doubtful_of_pods_is_said():
+    keys = {
+        "gpus_per_node: 0": "pods ask for no GPU, and the run takes 8 of each",
+        "cpus_per_node: 4": "less than one for each of 8 workers",
+        "memory: 8Gi": "below shared_memory=16Gi",
+        "gpus_per_node: 0, resources: {amd.com/gpu: 8}": "",
+        "cpus_per_node: 96, memory: 512Gi": "",
+    }
+    for key, said in keys.items():
+        config = load_config("grpo_qwen3_8b_8gpu", [f"launch.kubernetes={{{key}}}"])
+        found = kubernetes.doubtful(config)
+        assert len(found) == bool(said)
+        assert all(said in one for one in found)
+
+
 def test_pods_of_a_jobset_are_started_again_by_it_and_not_by_their_launchers():
     """Launchers on several machines refuse to: each would start by itself."""
     recipe, job = made("fabric")
@@ -168,7 +183,7 @@ def test_pods_of_a_jobset_are_started_again_by_it_and_not_by_their_launchers():
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("512", 512), ("500m", 0.5), ("16Gi", 16 * 2**30), ("2k", 2000), ("1.5M", 1.5e6)],
+    [("512", 512), ("500m", 0.5), ("1e3", 1000), ("16Gi", 16 * 2**30), ("2k", 2000), ("1.5M", 1.5e6)],
 )
 def test_quantities(text, number):
     assert kubernetes.quantity(text) == number
@@ -237,6 +252,9 @@ def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
         ((*NEEDED, "launch.kubernetes.memory=512"), {}, "name its unit, as 512Gi"),
         ((*NEEDED, "launch.spares=1"), {}, "launch.spares"),
         ((*NEEDED, "launch.kubernetes.resources={cpu: 4}"), {}, "launch.kubernetes.cpus_per_node"),
+        ((*NEEDED, "launch.kubernetes.environment={NODE_RANK: 0}"), {}, "from the job itself"),
+        ((*NEEDED, "launch.kubernetes={environment: {A: 1}, secrets: {A: b/c}}"), {}, "is a secret as well"),
+        (("launch.kubernetes.image=docker://a/b:1", NEEDED[1]), {}, "no such name of an image"),
         ((*NEEDED, "launch.kubernetes.pod={volumes: [x]}"), {}, "a list of mappings"),
         ((*NEEDED, "launch.kubernetes.pod={nodeSelector: {}}"), {}, "launch.kubernetes.node_selector"),
         ((*NEEDED, "launch.kubernetes.container={env: []}"), {}, "launch.kubernetes.environment"),

@@ -116,6 +116,35 @@ def test_apptainer_gets_the_gpus_of_a_gres():
     assert "--nv" in group["start"]
 
 
+@pytest.mark.parametrize(
+    ("image", "container", "good"),
+    [
+        ("a/b:1", None, True),
+        ("registry.example#a/b:1", None, True),
+        ("docker://registry.example#a/b:1", "pyxis", True),
+        ("registry.example/a/b:1", None, False),
+        ("docker://registry.example:5000/a/b:1", None, False),
+        ("docker://registry.example/a/b:1", "apptainer", True),
+        ("registry.example/a/b:1", "apptainer", False),
+        ("registry.example#a/b:1", "apptainer", False),
+    ],
+)
+def test_images_are_named_as_their_runtime_has_it(image, container, good, tmp_path):
+    job = submission(SlurmConfig(image=image, container=container))
+    if good:
+        slurm_settings.check_settings(job)
+    else:
+        with pytest.raises(ConfigError, match=r"launch\.slurm\.image: \w+ takes no such name"):
+            slurm_settings.check_settings(job)
+
+
+def test_apptainer_gets_the_gpus_of_nodes_that_are_given_whole():
+    keys = ["launch.slurm={gpus_per_node: 0, options: [--exclusive], image: 'docker://a/b:1', container: apptainer}"]
+    config = load_config("grpo_qwen3_8b_8gpu", keys)
+    (group,) = plan(Submission(config, Path("/shared/run"), "train", "local", Path("/shared")))["groups"]
+    assert "--nv" in group["start"]
+
+
 @pytest.mark.parametrize("gres", ["disk", None])
 def test_a_node_without_gpus_is_doubtful(gres, tmp_path):
     keys = [f"launch.slurm.gres={gres}"] if gres else ["launch.slurm.gpus_per_node=0"]
@@ -125,7 +154,14 @@ def test_a_node_without_gpus_is_doubtful(gres, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["TOKENIZERS_PARALLELISM", "SGLANG_CLIP_MAX_NEW_TOKENS", "GOOGLE_APPLICATION_CREDENTIALS"]
+    "name",
+    [
+        "TOKENIZERS_PARALLELISM",
+        "SGLANG_CLIP_MAX_NEW_TOKENS",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "SLURM_CPU_BIND",
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN",
+    ],
 )
 def test_variables_that_are_no_credentials_are_taken(name, tmp_path):
     config = load_config("grpo_quickstart", [f"launch.slurm.environment={{{name}: 'a'}}"])
@@ -139,8 +175,9 @@ def test_variables_that_are_credentials_are_refused(name, tmp_path):
         slurm_settings.check_settings(Submission(config, tmp_path, "train", "local", tmp_path))
 
 
-def test_no_time_limit_is_one(tmp_path):
-    config = load_config("grpo_quickstart", ["launch.slurm={time: '0', chain: 2}"])
+@pytest.mark.parametrize("time", ["0", "UNLIMITED", "-1"])
+def test_no_time_limit_is_one(time, tmp_path):
+    config = load_config("grpo_quickstart", [f"launch.slurm={{time: '{time}', chain: 2}}"])
     slurm_settings.check_settings(Submission(config, tmp_path, "train", "local", tmp_path))
 
 
@@ -197,13 +234,13 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
         ("alps: {acount: a1}", r"clusters\.yaml: alps\.acount(?s:.*)did you mean account"),
         ("partition: gpu", r"clusters\.yaml: partition: a cluster is a mapping"),
         ("[alps]", "this is no file of clusters"),
-        ("", "this is no file of clusters"),
         ("alps: {options: [exclusive]}", "begin with -, as --exclusive"),
         ("alps: {options: [--nodes=3]}", r"cluster\.nnodes and launch\.spares"),
         ("alps: {options: [-N4]}", r"cluster\.nnodes and launch\.spares"),
         ("alps: {memory: 1.5T}", "a whole number with K, M, G or T"),
         ("alps: {teams: {a: {nodes: x}}}", r"clusters\.yaml: alps\.teams\.a\.nodes(?s:.*)found:   'x'"),
-        ("alps: {environment: {A: 1}}", "mapping of names to text"),
+        ("alps: {environment: {A: [1]}}", "mapping of names to text"),
+        ("alps: {environment: {A: true}}", "A needs quotes"),
     ],
 )
 def test_a_wrong_file_of_clusters_is_told_with_its_key(text, said, tmp_path, monkeypatch):
@@ -216,7 +253,10 @@ def test_a_wrong_file_of_clusters_is_told_with_its_key(text, said, tmp_path, mon
 
 def test_numbers_of_a_site_need_no_quotes(tmp_path, monkeypatch):
     file = tmp_path / "clusters.yaml"
-    file.write_text("alps: {memory: 0, time: 30}\nbern: {time: 12:00:00, memory: 200G}\n")
+    file.write_text("alps: {memory: 0, time: 30, environment: {A: 1}}\nbern: {time: 12:00:00, memory: 200G}\n")
     monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
     found = [with_site(load_config("grpo_quickstart", [f"launch.cluster={name}"])) for name in ("alps", "bern")]
     assert [(one.launch.slurm.memory, one.launch.slurm.time) for one in found] == [("0", "30"), ("200G", "12:00:00")]
+    assert found[0].launch.slurm.environment == {"A": "1"}
+    file.write_text("# nothing yet\n")
+    assert with_site(load_config("grpo_quickstart")).launch.slurm == SlurmConfig()

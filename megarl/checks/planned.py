@@ -1,0 +1,66 @@
+"""What a dry run refuses of recipes that are only planned or simulated: nothing of this machine, and no files."""
+
+from __future__ import annotations
+
+from megarl.checks.checklist import Checklist
+from megarl.checks.layout import check_cluster, check_layouts
+from megarl.checks.placement import check_placement
+from megarl.checks.server_places import check_colocated
+from megarl.checks.settings import check_batches, check_sampling
+from megarl.checks.sglang import check_servers
+from megarl.config.base import raise_problems
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.placement import place
+from megarl.dag.stage import Role
+from megarl.planning.step import model_sizes
+
+
+def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
+    """Teams, layouts, batches, lengths and servers; a plan itself says what does not fit.
+
+    Raises:
+        ConfigError: all that is wrong with them.
+    """
+    checks, sizes = Checklist(), model_sizes(config, graph)
+    check_cluster(config, checks, None)
+    placement = check_placement(config, graph, "train", None, checks)
+    if placement is not None:
+        check_layouts(config, placement, sizes, checks)
+    check_batches(config, placement, checks)
+    check_sampling(config, sizes[Role.ACTOR], checks)
+    check_servers(config, placement, sizes[Role.ACTOR], checks, None, here=False)
+    _raise(checks)
+
+
+def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
+    """Only what no layout changes.
+
+    Raises:
+        ConfigError: samples are longer than the model takes.
+    """
+    checks = Checklist()
+    check_sampling(config, model_sizes(config, graph)[Role.ACTOR], checks)
+    _raise(checks)
+
+
+def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
+    """Layouts, batches, lengths and servers on the trainer's devices. How a run is started does not matter here.
+
+    Raises:
+        ConfigError: all that is wrong with them.
+    """
+    checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
+    check_cluster(config, checks, None)
+    check_layouts(config, placement, sizes, checks)
+    check_batches(config, placement, checks)
+    check_sampling(config, sizes[Role.ACTOR], checks)
+    if config.rollout.engine == "sglang":
+        check_colocated(config, checks)
+    _raise(checks, but="validation.")
+
+
+def _raise(checks: Checklist, but: str = "-") -> None:
+    """`but`: begins keys that do not matter."""
+    failed = (check for check in checks.items if check.status == "fail" and not (check.key or "").startswith(but))
+    raise_problems([check.problem() for check in failed])
