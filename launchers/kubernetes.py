@@ -230,9 +230,8 @@ def quantity(text: str) -> float:
     number, unit = float(found[1]), found[2]
     if unit == "m":
         return number / 1000
-    power = "kKMGTPE".index(unit[0]) if unit else 0
-    exponent = max(1, power) if unit else 0
-    return number * float(1024**exponent if unit.endswith("i") else 1000**exponent)
+    power = " KMGTPE".index(unit[:1].upper() or " ")
+    return number * float((1024 if unit.endswith("i") else 1000) ** power)
 
 
 def _launcher(config: RunConfig, asked: str | None) -> str:

@@ -152,9 +152,9 @@ def _check_container(job: Submission, image: str) -> None:
 
 def doubtful(job: Submission) -> list[str]:
     """Settings that Slurm takes and that most likely are not what is wanted."""
-    slurm, found = job.slurm, []
+    slurm, parts, found = job.slurm, components(job.config), []
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
-    for part in components(job.config):
+    for part in parts:
         cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
         key = f"{_section(part)}.cpus_per_node"
         if cpus is None and not named:
@@ -166,9 +166,8 @@ def doubtful(job: Submission) -> list[str]:
             found.append(f"{key}={cpus} are less than one for each of {count(workers, 'worker')}")
     if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
         found.append(f"launch.slurm.python={slurm.python} is not on this machine; nodes have to see it")
-    parts = components(job.config) if job.config.cluster.device_memory_gb is not None else []
     asks = any(word in option for option in slurm.options for word in ("gpu", "exclusive", "-G"))
-    for part in parts:
+    for part in parts if job.config.cluster.device_memory_gb is not None else ():
         if not asks and not _asked_gpus(job.config, part):
             found.append(
                 f"{_section(part)} asks for no GPU, and the run takes {gpus_needed(job.config, part)} of a node"

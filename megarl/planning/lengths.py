@@ -9,8 +9,21 @@ from statistics import NormalDist
 
 import numpy as np
 
+from megarl.errors import ConfigError
+
 _EULER = 0.5772156649015329
 _NORMAL = NormalDist()
+
+
+def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
+    """Refuse an assumed mean, 0 for none, above the longest response.
+
+    Raises:
+        ConfigError: with `where` it was given, and what is `allowed`.
+    """
+    if mean > longest:
+        what = "responses are longer on average than the longest one"
+        raise ConfigError(what, where=where, found=f"{mean:g}", allowed=allowed)
 
 
 @dataclass(frozen=True)

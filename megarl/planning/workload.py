@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions
-from megarl.planning.lengths import Lengths
+from megarl.planning.lengths import Lengths, refuse_longer
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,8 @@ class Workload:
         """
         sampling = config.rollout.sampling
         longest = config.response_tokens(sampling)
-        if given.mean_tokens > longest:
-            raise ConfigError(
-                "responses are longer on average than the longest one",
-                where="--assume mean_tokens",
-                found=f"{given.mean_tokens:g}",
-                allowed=f"up to {longest}, of rollout.sampling.max_new_tokens",
-            )
+        allowed = f"up to {longest}, of rollout.sampling.max_new_tokens"
+        refuse_longer(given.mean_tokens, longest, "--assume mean_tokens", allowed)
         fixed = sampling.ignore_eos and not given.mean_tokens
         mean = given.mean_tokens or (longest if fixed else longest / 4)
         prompt = given.prompt_tokens or config.data.max_prompt_tokens / 2

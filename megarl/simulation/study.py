@@ -16,7 +16,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.errors import ConfigError
 from megarl.planning.assumptions import pairs
-from megarl.planning.lengths import Lengths
+from megarl.planning.lengths import Lengths, refuse_longer
 from megarl.recipes.build import build_task_graph
 from megarl.simulation.calibrate import Calibration, calibrate
 from megarl.simulation.engine import Faults, Simulation
@@ -126,13 +126,8 @@ class Study:
         system = read_system(config, graph)
         longest = config.rollout.sampling.max_new_tokens
         lengths = Lengths(given.mean_tokens or longest / 4, given.sigma, longest)
-        if given.mean_tokens > longest:
-            raise ConfigError(
-                "responses are longer on average than the longest one",
-                where="mean_tokens",
-                found=f"{given.mean_tokens:g}",
-                allowed=f"up to rollout.sampling.max_new_tokens={longest}",
-            )
+        allowed = f"up to rollout.sampling.max_new_tokens={longest}"
+        refuse_longer(given.mean_tokens, longest, "mean_tokens", allowed)
         if measured is not None:
             _refuse_unused({"--assume": assumed, WHAT_IF: more})
             _refuse_other(graph, measured, self.run_dir)
