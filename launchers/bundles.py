@@ -52,6 +52,12 @@ def lends(config: RunConfig, team: TeamPlan) -> bool:
     return config.rollout.engine == "sglang" and team.roles == (Role.ROLLOUT,)
 
 
+def whole(config: RunConfig, team: TeamPlan) -> int:
+    """So many workers of a team that follow each other belong on one machine: a tensor and context parallel group, or
+    those that lend their GPUs to one server."""
+    return max(team.parallel.tp * team.parallel.cp, config.rollout.sglang.ranks if lends(config, team) else 1)
+
+
 def chooses_gpus(config: RunConfig) -> bool:
     """The run starts servers beside the trainer's GPUs, and the recipe does not say on which."""
     servers = config.rollout.sglang
@@ -115,18 +121,21 @@ def _kinds(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping
 
 
 def server_gpus(config: RunConfig, lent: int) -> int:
-    """GPUs of a machine's servers in addition to those that workers have. `lent`: of these, to servers."""
-    servers = config.rollout.sglang
-    here = servers.servers // config.cluster.nnodes * servers.ranks if chooses_gpus(config) else 0
-    return max(0, here - lent)
+    """GPUs of a machine's servers in addition to those that workers have. `lent`: of these, to servers.
+
+    On several machines workers that lend theirs have enough for all servers: the recipe is checked for it.
+    """
+    servers, machines = config.rollout.sglang, config.cluster.nnodes
+    if not chooses_gpus(config) or (lent and machines > 1):
+        return 0
+    return max(0, servers.servers // machines * servers.ranks - lent)
 
 
 def gpus_of_a_node(config: RunConfig) -> int:
     """GPUs of its workers, and of the servers that it starts."""
     workers = config.cluster.nproc // config.cluster.nnodes
-    lent = sum(team.devices for team in config.placement.teams.values() if team.roles == [Role.ROLLOUT.value])
     named = config.rollout.sglang.gpus if config.rollout.engine == "sglang" else None
-    return max(workers + server_gpus(config, lent), 1 + max(named or [-1]))
+    return max(workers + server_gpus(config, config.placement.asking), 1 + max(named or [-1]))
 
 
 def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:

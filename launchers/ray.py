@@ -29,7 +29,7 @@ from megarl.credentials import PASSWORD, USER
 from megarl.dag.placement import begins_again
 from megarl.dag.stage import Role
 from megarl.errors import UnavailableError, WorkerError
-from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve
+from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
 from megarl.launchers.common import CAUGHT, Job, layout_environment, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.seats import Place, ranks_of, seats_apart
@@ -218,7 +218,8 @@ class RayWorkers:
         import ray
 
         places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._left())
-        order = seats_apart(places, self._job.teams, self._apart)
+        units = {team.name: whole(self._job.config, team) for team in self._job.teams}
+        order = seats_apart(places, self._job.teams, units, self._apart)
         self._actors = [self._actors[i] for i in order]
         self._bundles = [self._bundles[i] for i in order]
         self._places = [places[i] for i in order]

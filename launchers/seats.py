@@ -9,7 +9,7 @@ Ranks of a team that are on one machine are in the order of their GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megarl.dag.placement import TeamPlan
 from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
@@ -37,16 +37,16 @@ def rank_order(places: Sequence[Place]) -> list[int]:
     return sorted(range(len(places)), key=key)
 
 
-def seats(places: Sequence[Place], teams: Sequence[TeamPlan]) -> list[int]:
+def seats(places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str, int]) -> list[int]:
     """Index into `places` of every worker, team by team.
 
-    A team that fits onto one machine is on one. Of a larger one no tensor and context parallel group (tp * cp ranks
-    that follow each other) leaves its machine, as long as any machine has room for it whole. Large teams choose first;
-    a machine that just fits leaves the roomy ones to others.
+    A team that fits onto one machine is on one. Of a larger one no unit leaves its machine, as long as any machine has
+    room for it whole. Large teams choose first; a machine that just fits leaves the roomy ones to others.
 
     Args:
         places: of as many processes as the teams have workers.
         teams: in the order in which their workers are numbered.
+        units: of each team, by name: workers that follow each other and belong together, such as tp * cp ranks.
     """
     order = rank_order(places)
     free: dict[str, list[int]] = {}
@@ -54,18 +54,20 @@ def seats(places: Sequence[Place], teams: Sequence[TeamPlan]) -> list[int]:
         free.setdefault(places[index][0], []).append(index)
     chosen: dict[str, list[int]] = {}
     for team in sorted(teams, key=lambda team: -team.devices):
-        whole, rest = _choose(team.devices, team.parallel.tp * team.parallel.cp, free)
+        whole, rest = _choose(team.devices, units[team.name], free)
         chosen[team.name] = sorted(whole, key=order.index) + rest
     return [index for team in teams for index in chosen[team.name]]
 
 
-def seats_apart(places: Sequence[Place], teams: Sequence[TeamPlan], apart: Collection[str]) -> list[int]:
+def seats_apart(
+    places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str, int], apart: Collection[str]
+) -> list[int]:
     """As `seats`, where processes of the teams `apart` are on nodes of their own: those of the workers' own numbers."""
     chosen: dict[str, list[int]] = {}
     shared = [team for team in teams if team.name not in apart]
     for group in [*([team] for team in teams if team.name in apart), shared]:
         mine = [number for team in group for number in range(team.first, team.first + team.devices)]
-        found = iter(mine[index] for index in seats([places[number] for number in mine], group))
+        found = iter(mine[index] for index in seats([places[number] for number in mine], group, units))
         chosen |= {team.name: [next(found) for _ in range(team.devices)] for team in group}
     return [index for team in teams for index in chosen[team.name]]
 

@@ -6,7 +6,7 @@ from megarl.checks.checklist import Checklist
 from megarl.checks.layout import devices_key
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.dag.placement import Placement, place, together
+from megarl.dag.placement import Placement, TeamPlan, place, together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 
@@ -122,14 +122,52 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
             fix=f"set {devices_key(config, team)}={here}, or rollout.parallel={{pp: 1, ep: 1}}",
         )
     if config.rollout.engine == "sglang" and config.cluster.nnodes > 1 and not servers.urls:
+        _check_lent(config, team, checks)
+
+
+def _check_lent(config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
+    """Servers of a run on several machines are where workers of the rollout's team lend them GPUs."""
+    servers, key = config.rollout.sglang, devices_key(config, team)
+    own = config.launch.slurm.teams.get(team.name)
+    here = team.devices // own.nodes if own else config.cluster.nproc // config.cluster.nnodes
+    if team.roles != (Role.ROLLOUT,):
         checks.fail(
             "placement",
-            "rollout.sglang.urls",
-            f"servers are started on the machines of the team {team.name}, and which of the {config.cluster.nnodes} "
-            "machines these are is not known before the start",
-            found=[],
-            allowed="cluster.nnodes=1, or addresses of servers that run already",
-            fix=f"start the servers and name them, or add actor to the roles of {team.name}",
+            f"placement.teams.{team.name}.roles",
+            f"on {config.cluster.nnodes} machines servers are started on the GPUs of workers that only send requests, "
+            f"and the workers of the team {team.name} need theirs",
+            found=", ".join(role.value for role in team.roles),
+            allowed="[rollout], the actor's roles and rollout in one team, one machine, or rollout.sglang.urls",
+            fix="give the rollout a team of its own",
+        )
+    elif servers.gpus is not None or servers.first_gpu_given:
+        checks.fail(
+            "placement",
+            "rollout.sglang.gpus" if servers.gpus is not None else "rollout.sglang.extra_args",
+            f"the team {team.name} may have other GPUs on each of its machines",
+            found=servers.gpus or servers.extra_args,
+            allowed="servers on the GPUs that the team's workers lend them",
+            fix="set rollout.sglang.gpus=null, and leave --base-gpu-id out",
+        )
+    elif servers.ranks > here:
+        checks.fail(
+            "placement",
+            "rollout.sglang.tp_size",
+            f"a server is on one machine, where the team {team.name} has {count(here, 'worker')} at most",
+            found=servers.tp_size,
+            allowed=f"at most {here}",
+            fix="lower rollout.sglang.tp_size, and start more servers",
+        )
+    elif servers.servers * servers.ranks > team.devices:
+        needed = servers.servers * servers.ranks
+        checks.fail(
+            "placement",
+            key,
+            f"the workers of the team {team.name} lend their GPUs to {count(servers.servers, 'server')} of "
+            f"{count(servers.ranks, 'rank')}, which need {needed}",
+            found=team.devices,
+            allowed=f"{needed} or more, on several machines",
+            fix=f"set {key}={needed}, or rollout.sglang.servers={team.devices // servers.ranks}",
         )
 
 

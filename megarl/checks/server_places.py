@@ -12,12 +12,11 @@ from megarl.processes import nvidia_devices
 NAME = "servers"
 
 
-def check_gpus(config: RunConfig, checks: Checklist) -> None:
-    """Servers are on GPUs of their own, or know that they are not."""
+def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
+    """Servers are on GPUs of their own, or know that they are not. `asking`: workers that leave theirs to servers."""
     servers, cluster = config.rollout.sglang, config.cluster
-    requesting = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
-    workers, here = (cluster.nproc - requesting) // cluster.nnodes, servers.servers // cluster.nnodes
-    if servers.urls or servers.first_gpu_given:
+    workers, here = (cluster.nproc - asking) // cluster.nnodes, servers.servers // cluster.nnodes
+    if servers.urls or servers.first_gpu_given or (asking and cluster.nnodes > 1):  # there they are on lent GPUs
         return
     needed, key = max(1, here) * servers.ranks, "rollout.sglang.gpus"
     if servers.gpus is None:

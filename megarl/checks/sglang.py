@@ -58,9 +58,10 @@ def check_servers(
         return
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)
-    _check_layout(config, checks)
+    asking = 0 if placement is None else placement.asking
+    _check_layout(config, asking, checks)
     if here and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its GPUs are not known
-        check_gpus(config, checks)
+        check_gpus(config, asking, checks)
     if facts is not None:
         _check_model(config, facts, checks)
         _check_interrupted(config, facts, checks)
@@ -168,7 +169,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
             checks.from_error(_NAME, error)
 
 
-def _check_layout(config: RunConfig, checks: Checklist) -> None:
+def _check_layout(config: RunConfig, asking: int, checks: Checklist) -> None:
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
     if servers.tp_size % servers.ep_size:
         checks.fail(
@@ -209,6 +210,8 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
             fix="set rollout.sglang.host=null",
         )
     key = "rollout.sglang.servers"
+    if nnodes > 1 and asking:  # on some of the machines; see megarl.checks.placement
+        return
     if not checks.divides(_NAME, key, servers.servers, nnodes, "the number", "cluster.nnodes"):
         return
     needed = servers.servers // nnodes * servers.ranks

@@ -61,3 +61,8 @@ class PlacementConfig(Section):
     def asks_for_teams(self) -> bool:
         """Whether there may be several teams."""
         return bool(self.teams) or self.auto is not None
+
+    @property
+    def asking(self) -> int:
+        """Workers of a team that has the rollout only: with servers they hold no model, and send requests."""
+        return sum(team.devices for team in self.teams.values() if team.roles == ["rollout"])

@@ -135,6 +135,11 @@ class Placement:
         """The team that holds this model; None: the graph does not work with it."""
         return next((team for team in self.teams if role in team.roles), None)
 
+    @property
+    def asking(self) -> int:
+        """Workers of a team that has the rollout only: with servers they hold no model, and send requests."""
+        return sum(team.devices for team in self.teams if team.roles == (Role.ROLLOUT,))
+
     def of_node(self, id: str) -> TeamPlan:
         """The team that walks this node."""
         return next(team for team in self.teams if id in team.nodes)

@@ -206,14 +206,13 @@ class Space:
                 if each - tp * many > 0
             ]
             return together + apart
-        if nodes > 1:
-            raise ConfigError(
-                "servers of a team that draws by itself are started on one machine only",
-                where="async.max_staleness",
-                found=f"{self.config.async_.max_staleness}, on {hardware.nodes} machines",
-                allowed="0, one machine, rollout.engine=embedded, or servers that run already (rollout.sglang.urls)",
-                fix="start the servers by themselves and name them in rollout.sglang.urls",
-            )
+        if nodes > 1:  # workers that ask lend their devices to servers
+            return [
+                Spread(hardware.devices, draws // tp, tp, teams=self._two_teams(hardware.devices - draws, draws))
+                for draws in self._drawers()
+                for tp in sizes
+                if draws % tp == 0
+            ]
         asks = self._asking()
         return [
             Spread(each - tp * many + asks, many, tp, teams=self._two_teams(each - tp * many, asks))
@@ -224,8 +223,7 @@ class Space:
 
     def _asking(self) -> int:
         """Workers that ask servers."""
-        teams = self.config.placement.teams.values()
-        return next((team.devices for team in teams if team.roles == [Role.ROLLOUT.value]), 1)
+        return self.config.placement.asking or 1
 
     def _running(self) -> list[Spread]:
         """Servers that run already keep their devices."""
@@ -246,15 +244,18 @@ class Space:
 
     def _drawing(self) -> list[Spread]:
         """A team that draws with embedded engines, and one that trains."""
-        hardware = self.hardware
-        step = max(1, hardware.devices // _EIGHTHS)
-        found = []
-        for draws in range(step, hardware.devices, step):
+        hardware, found = self.hardware, []
+        for draws in self._drawers():
             for tp in tensor_sizes(self.facts):
                 if tp <= hardware.per_node and draws % tp == 0:
                     teams = self._two_teams(hardware.devices - draws, draws)
                     found.append(Spread(hardware.devices, teams=teams, drawing=ParallelConfig(tp=tp)))
         return found
+
+    def _drawers(self) -> range:
+        """Devices of a team that draws, in whole eighths of all, or as few as there are."""
+        step = max(1, self.hardware.devices // _EIGHTHS)
+        return range(step, self.hardware.devices, step)
 
     def _two_teams(self, trains: int, draws: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
         """With the names that the recipe has for them."""

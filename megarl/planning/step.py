@@ -64,11 +64,10 @@ def server_devices(config: RunConfig) -> int:
 
 
 def occupied(config: RunConfig, placement: Placement) -> int:
-    """Devices that a run occupies: workers, but those that only ask servers, and servers of their own."""
-    asking = sum(
-        team.devices for team in placement.teams if team.roles == (Role.ROLLOUT,) and config.rollout.engine == "sglang"
-    )
-    return sum(team.devices for team in placement.teams) - asking + server_devices(config)
+    """Devices that a run occupies: workers and servers of their own, to which workers that only ask lend theirs."""
+    workers, rollout = sum(team.devices for team in placement.teams), config.rollout
+    asking = placement.asking if rollout.engine == "sglang" else 0
+    return workers - asking + max(0 if rollout.sglang.urls else asking, server_devices(config))
 
 
 @dataclass(frozen=True)

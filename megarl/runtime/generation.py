@@ -99,6 +99,7 @@ def _start_servers(c: Controller, *, alone: bool) -> Fleet:
             random_weights=True,
             longest=config.longest_sequence(),
             key=None if alone else rollout_servers.servers_key(config, c.run_dir),
+            host=None if alone else rollout_team.address_of_worker(config),
             world=layout.world,
         )
 

@@ -187,10 +187,47 @@ def test_an_engine_in_another_team_takes_weights_in_its_own_dtype(failures, held
     assert all(f"holds weights in {held}" in str(check.problem()) for check in found)
 
 
-def test_servers_of_a_team_are_started_on_one_machine_only(failures):
-    (check,) = failures(*DRAWS, "rollout.engine=sglang", "cluster.nnodes=2", "rollout.sglang.servers=2")
-    assert check.key == "rollout.sglang.urls"
-    assert "2 machines" in str(check.problem())
+LENT = (
+    *DRAWS,
+    "rollout.engine=sglang",
+    "cluster={nproc: 12, nnodes: 3}",
+    "placement.teams={train: {devices: 4}, draw: {devices: 8}}",
+    "data.batch_size=24",
+)
+
+
+def test_servers_of_a_team_on_several_machines_are_on_the_gpus_that_its_workers_lend(failures):
+    for servers in (1, 3, 8):
+        assert failures(*LENT, f"rollout.sglang.servers={servers}") == []
+    assert failures(*LENT, "rollout.sglang={servers: 2, tp_size: 4}") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["servers=9"], "placement.teams.draw.devices", ["9 servers", "devices=9", "servers=8"]),
+        (["servers=3", "tp_size=4"], "placement.teams.draw.devices", ["which need 12", "servers=2"]),
+        (["servers=2", "gpus=[0, 1]"], "rollout.sglang.gpus", ["other GPUs on each"]),
+        (["servers=2", "extra_args=[--base-gpu-id=1]"], "rollout.sglang.extra_args", ["--base-gpu-id"]),
+    ],
+)
+def test_servers_that_no_worker_has_a_gpu_for_are_refused(failures, overrides, key, words):
+    found = {check.key: check for check in failures(*LENT, *(f"rollout.sglang.{one}" for one in overrides))}
+    assert [word for word in words if word not in str(found[key].problem())] == []
+
+
+def test_workers_of_several_machines_that_hold_models_lend_no_gpus(failures):
+    held = "placement.teams={train: {roles: [actor], devices: 4}, draw: {roles: [rollout, reference], devices: 8}}"
+    found = failures(*LENT, held, "algorithm.kl.use=loss", "rollout.sglang.servers=3")
+    assert [check.key for check in found] == ["placement.teams.draw.roles"]
+
+
+def test_a_server_may_be_as_large_as_a_node_of_its_team(failures):
+    one = (*LENT, "cluster.nnodes=6", "rollout.sglang={servers: 2, tp_size: 4}")
+    (check,) = failures(*one)
+    assert check.key == "rollout.sglang.tp_size"
+    assert "2 workers at most" in str(check.problem())
+    assert failures(*one, "launch.slurm.teams={draw: {nodes: 2}}") == []
 
 
 def test_torchrun_has_one_team(config_of):

@@ -5,8 +5,11 @@ import json
 import pytest
 
 from megarl.config.load import load_config
+from megarl.dag.placement import place
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.planning.step import occupied
+from megarl.recipes.build import build_task_graph
 
 
 def prompts(config, split):
@@ -35,6 +38,12 @@ def test_gsm8k_calculator_never_trains_on_held_out_prompts(tmp_path):
 def test_recipes_for_gpus_generate_on_servers_that_share_the_trainers_gpus(name):
     rollout = load_config(name).rollout
     assert (rollout.engine, rollout.sglang.colocated) == ("sglang", True)
+
+
+def test_the_asynchronous_recipe_for_a_cluster_fills_its_gpus():
+    config = load_config("grpo_async_qwen3_8b_32gpu")
+    graph = build_task_graph(config)
+    assert occupied(config, place(graph, config)) == config.cluster.nproc == 32
 
 
 def test_the_8b_recipe_keeps_its_activations():

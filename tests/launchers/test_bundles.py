@@ -8,13 +8,14 @@ import pytest
 
 from megarl.config.launch import LaunchConfig, SlurmConfig, SlurmTeamConfig
 from megarl.config.model import ParallelConfig
+from megarl.config.placement import PlacementConfig
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.launchers import bundles
-from megarl.launchers.bundles import reserve
+from megarl.launchers.bundles import gpus_of_a_node, reserve, whole
 from megarl.launchers.seats import resource
 
 
@@ -27,6 +28,11 @@ def recipe(nproc: int, nnodes: int = 1, **servers: Any) -> RunConfig:
     """With servers of the run's own, if any are named."""
     rollout: Any = {"engine": "sglang", "sglang": SGLangConfig(**servers)} if servers else {}
     return RunConfig(name="x", cluster=ClusterConfig(nproc=nproc, nnodes=nnodes), rollout=rollout)
+
+
+PLACED = PlacementConfig.model_validate(
+    {"teams": {"train": {"roles": ["actor"], "devices": 16}, "draw": {"roles": ["rollout"], "devices": 8}}}
+)
 
 
 def teams(*sizes: int, apart: bool = False) -> list[TeamPlan]:
@@ -88,6 +94,15 @@ def test_servers_take_the_gpus_of_workers_that_only_ask_them_first() -> None:
     assert (len(own.bundles), own.servers) == (6, 0)
     more = reserve(recipe(6, servers=3, tp_size=2), teams(2, 4, apart=True), gpus(8))
     assert (more.bundles, more.servers) == ([{"CPU": 6.0, "GPU": 8.0}], 2)
+
+
+def test_on_several_machines_servers_are_on_lent_gpus_only() -> None:
+    config, plans = recipe(24, 3, servers=4, tp_size=2), teams(16, 8, apart=True)
+    config = config.model_copy(update={"placement": PLACED})
+    found = reserve(config, plans, gpus(8, 8, 8))
+    assert (len(found.bundles), found.strategy, found.servers) == (24, "PACK", 0)
+    assert [whole(config, plan) for plan in plans] == [1, 2]
+    assert gpus_of_a_node(config) == 8
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,11 @@ def teams(*sizes: int, tp: int = 1) -> list[TeamPlan]:
     return [TeamPlan(f"team {first}", (), size, first, layout, ()) for size, first in zip(sizes, firsts, strict=True)]
 
 
+def units(plans: list[TeamPlan]) -> dict[str, int]:
+    """Tensor and context parallel groups."""
+    return {plan.name: plan.parallel.tp * plan.parallel.cp for plan in plans}
+
+
 def on(*sizes: int) -> list[tuple[str, list[str]]]:
     """As many processes on machines 0, 1, ... with a GPU each."""
     return [(str(host), [str(gpu)]) for host, size in enumerate(sizes) for gpu in range(size)]
@@ -26,20 +31,28 @@ def on(*sizes: int) -> list[tuple[str, list[str]]]:
 
 def test_one_team_counts_node_by_node_in_the_order_of_gpus() -> None:
     places = [("b", ["1"]), ("a", ["0"]), ("b", ["0"]), ("a", ["1"])]
-    assert seats(places, teams(4)) == [1, 3, 2, 0]
+    assert seats(places, teams(4), {"team 0": 1}) == [1, 3, 2, 0]
 
 
 def test_a_large_team_chooses_first_and_a_small_one_takes_the_tightest_machine() -> None:
     places = on(2, 4)
-    found = seats(places, teams(1, 4, 1))
+    plans = teams(1, 4, 1)
+    found = seats(places, plans, units(plans))
     assert [places[index][0] for index in found] == ["0", *["1"] * 4, "0"]
 
 
 def test_a_model_parallel_group_stays_on_one_machine() -> None:
     places = on(6, 6)
-    found = seats(places, teams(2, 2, 8, tp=4))
+    plans = teams(2, 2, 8, tp=4)
+    found = seats(places, plans, units(plans))
     actor = [places[index][0] for index in found[4:]]
     assert actor == ["0"] * 4 + ["1"] * 4
+
+
+def test_workers_that_lend_gpus_to_one_server_stay_on_one_machine() -> None:
+    places, plans = on(5, 3), teams(2, 6)
+    found = seats(places, plans, {"team 0": 1, "team 2": 2})
+    assert [places[index][0] for index in found[2:]] == ["0"] * 4 + ["1"] * 2
 
 
 def test_a_team_with_nodes_of_its_own_is_seated_there_whatever_its_size() -> None:
@@ -55,10 +68,11 @@ def test_a_team_with_nodes_of_its_own_is_seated_there_whatever_its_size() -> Non
         ("2", ["2"]),
         ("3", ["2"]),
     ]
-    found = seats_apart(places, [first, second, third], [second.name])
+    plans = [first, second, third]
+    found = seats_apart(places, plans, units(plans), [second.name])
     assert found[4:6] == [5, 4]
     assert sorted(found) == list(range(8))
-    assert seats_apart(places, [first, second, third], []) == seats(places, [first, second, third])
+    assert seats_apart(places, plans, units(plans), []) == seats(places, plans, units(plans))
 
 
 def test_workers_are_told_their_place_in_their_team() -> None:
@@ -104,7 +118,7 @@ def test_no_group_leaves_its_machine_as_long_as_one_has_room_for_it_whole(
         plans.append(TeamPlan("small", (), total - large, large, ParallelConfig(), ()))
     places = data.draw(st.permutations(on(*machines)))
 
-    hosts = [places[index][0] for index in seats(places, plans)[:large]]
+    hosts = [places[index][0] for index in seats(places, plans, units(plans))[:large]]
 
     possible = sum(size // unit for size in machines)
     assert crossing(hosts, unit) == max(0, large // unit - possible)
@@ -112,7 +126,7 @@ def test_no_group_leaves_its_machine_as_long_as_one_has_room_for_it_whole(
 
 def test_groups_stay_whole_where_machines_hold_odd_numbers() -> None:
     places = on(1, 4, 3)
-    hosts = [places[index][0] for index in seats(places, teams(8, tp=4))]
+    hosts = [places[index][0] for index in seats(places, teams(8, tp=4), {"team 0": 4})]
     assert crossing(hosts, 4) == 1
     assert [w["LOCAL_RANK"] for w in ranks_of(teams(8, tp=4)[0], [(host, []) for host in hosts])] == [
         *("0", "1", "2", "3"),
@@ -147,7 +161,7 @@ def test_everyone_gets_one_seat_and_ranks_of_a_machine_follow_each_other_where_n
     plans = teams(*[b - a for a, b in itertools.pairwise(edges)], tp=tp)
     places = on(*machines)
 
-    found = seats(places, plans)
+    found = seats(places, plans, units(plans))
 
     assert sorted(found) == list(range(total))
     for plan in plans:

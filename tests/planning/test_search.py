@@ -123,13 +123,22 @@ def test_where_nothing_divides_the_sizes_are_named():
         search(BIG, *keys, hardware=replace(H100, per_node=5)).run()
 
 
-def test_servers_that_a_team_asks_cannot_be_started_on_several_machines():
+def test_servers_of_a_team_that_draws_are_on_the_devices_of_its_workers_where_there_are_several_machines():
     ahead = ["async.max_staleness=1", "rollout.sglang.colocated=false"]
     ahead.append(
         "placement.teams={train: {roles: [actor, reference], devices: 7}, draw: {roles: [rollout], devices: 1}}"
     )
-    with pytest.raises(ConfigError, match="urls"):
-        search(BIG, *ahead, hardware=replace(H100, nodes=2)).run()
+    wide = search(BIG, *ahead, hardware=replace(H100, nodes=2))
+    for spread in wide.space.spreads():
+        (_, _, trains), (_, _, draws) = spread.teams
+        assert spread.servers * spread.tp_size == draws
+        assert spread.workers == trains + draws == 16
+    graph = read(BIG, *ahead)[1]
+    for best in wide.run(5).best:
+        assert occupied(best.config, place(graph, best.config)) == best.plan.devices == 16
+        failed = [check.message for check in check_config(best.config).items if check.status == "fail"]
+        assert failed == []
+
     best = search(BIG, *ahead).run(1).best[0]
     assert [name for name, *_ in best.choice.spread.teams] == ["train", "draw"]
     assert best.plan.devices == 8

@@ -9,7 +9,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 from megarl.launchers.seats import gpus_of, rank_order
 from megarl.processes import nvidia_devices
-from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS, server_gpus
+from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS, deal, server_gpus
 from megarl.rollout.sglang.launch import WorkerPlace
 
 
@@ -17,6 +17,25 @@ def seen(workers: int, environment: dict[str, str], present: int, **settings: An
     """GPUs of two servers of two ranks."""
     config = SGLangConfig(servers=2, tp_size=2, **settings)
     return [server_gpus(config, 2, local, workers, environment, present) for local in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("servers", "ranks", "workers", "dealt"),
+    [
+        (4, 2, [8, 8], [2, 2]),  # beside the workers, or on their GPUs
+        (8, 1, [4, 4], [4, 4]),
+        (3, 2, [5, 3], [2, 1]),
+        (3, 4, [4, 8], [1, 2]),
+        (1, 8, [4, 8, 4], [0, 1, 0]),
+        (2, 1, [1], [2]),
+    ],
+)
+def test_servers_are_where_workers_have_gpus_to_lend(
+    servers: int, ranks: int, workers: list[int], dealt: list[int]
+) -> None:
+    found = deal(servers, ranks, workers)
+    assert [len(numbers) for numbers in found] == dealt
+    assert [number for numbers in found for number in numbers] == list(range(servers))
 
 
 def test_servers_are_on_the_gpus_after_the_trainers() -> None:

@@ -10,7 +10,7 @@ Names are what CUDA_VISIBLE_DEVICES takes: numbers of the machine, or UUIDs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
@@ -20,6 +20,24 @@ from megarl.errors import ConfigError
 TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
 #: GPUs of this machine that the Ray launcher has reserved for the servers that are started on it.
 SERVER_GPUS = "MEGARL_SERVER_GPUS"
+
+
+def deal(servers: int, ranks: int, workers: Sequence[int]) -> list[range]:
+    """Numbers of the servers of every machine: equally many where machines are alike.
+
+    Args:
+        servers: of the run.
+        ranks: of each, which has a GPU for every one of them.
+        workers: of the team that starts the servers, on each of its machines. They may lend their GPUs: the next
+            server goes where most of these are left.
+    """
+    left, given = list(workers), [0] * len(workers)
+    for _ in range(servers):
+        machine = max(range(len(left)), key=lambda m: left[m])
+        left[machine] -= ranks
+        given[machine] += 1
+    firsts = [sum(given[:machine]) for machine in range(len(given))]
+    return [range(first, first + number) for first, number in zip(firsts, given, strict=True)]
 
 
 def server_gpus(

@@ -16,7 +16,7 @@ from megarl.processes import nvidia_devices
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.external import check_external, differences
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.gpus import server_gpus
+from megarl.rollout.sglang.gpus import deal, server_gpus
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 
 
@@ -49,6 +49,7 @@ def open_fleet(
     random_weights: bool = False,
     longest: int = 0,
     key: str | None = None,
+    host: str | None = None,
     world: WorkerGroup,
 ) -> Fleet:
     """The servers of the run, started if they are ours, all of them answering. Collective over `group`.
@@ -63,6 +64,8 @@ def open_fleet(
         random_weights: see ServerSpec; for a first synchronisation that brings every weight.
         longest: tokens of the longest sequence, which servers that run already must take; 0: any.
         key: that requests to started servers must carry; None: a random one.
+        host: address of this machine, as all who speak to its servers reach it, where the recipe names none; None: the
+            ranks of `world` do, and find one.
         world: the ranks that look after the servers, and draw samples on them.
 
     Raises:
@@ -75,7 +78,7 @@ def open_fleet(
     else:
         # In memory only: no file and no command line has it.
         key = key or world.broadcast_json(secrets.token_urlsafe(32))
-        host = config.host or address_for_others(f"machine {place.machine}", world)
+        host = config.host or host or address_for_others(f"machine {place.machine}", world)
         fleet = _started(config, place, run_dir, model, dtype, host, key, cuda, random_weights, world)
     try:
         fleet.wait_started()
@@ -119,10 +122,10 @@ def _started(
             allowed="1 on a CPU",
             fix="set rollout.sglang.ep_size=1; tp_size splits every expert",
         )
-    here = config.servers // place.machines
+    workers = dict(world.all_gather_json([place.machine, place.workers]))
+    here = deal(config.servers, config.ranks, [workers[machine] for machine in range(place.machines)])[place.machine]
     owned: dict[int, ServerProcess] = {}
-    for local in range(here if place.is_first else 0):
-        number = place.machine * here + local
+    for local, number in enumerate(here if place.is_first else ()):
         spec = ServerSpec(
             number,
             config,
@@ -132,7 +135,7 @@ def _started(
             key,
             run_dir / "servers",
             cuda,
-            server_gpus(config, here, local, place.workers, os.environ, nvidia_devices()) if cuda else None,
+            server_gpus(config, len(here), local, place.workers, os.environ, nvidia_devices()) if cuda else None,
             random_weights,
         )
         owned[number] = ServerProcess(spec)

@@ -1,0 +1,89 @@
+"""Servers of a team that is on several machines: a Ray whose nodes have addresses of their own on this one."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.servers import need_interpreter
+from tests.runtime import harness
+
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.alone,
+    pytest.mark.servers,
+    pytest.mark.campaign("servers"),
+    pytest.mark.timeout(600),
+]
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[None]:
+    """Three nodes with room for two workers each."""
+    from ray.cluster_utils import Cluster
+
+    handler = signal.getsignal(signal.SIGTERM)
+    node = {"num_cpus": 2, "object_store_memory": 128 << 20, "include_dashboard": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")  # else Ray takes one loopback address only
+        cluster = Cluster(initialize_head=True, head_node_args=node | {"node_ip_address": HOSTS[0]})
+        for host in HOSTS[1:]:
+            cluster.add_node(**node, node_ip_address=host)
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield
+        cluster.shutdown()
+    signal.signal(signal.SIGTERM, handler)  # in place of Ray's
+
+
+def test_a_team_on_two_machines_has_a_server_on_each(tmp_path: Path) -> None:
+    need_interpreter()
+    recipe = harness.write_recipe(tmp_path)
+    settings = (
+        "rollout.engine=sglang",
+        "rollout.sglang.servers=2",
+        "sync.transport=distributed",
+        "sync.verify=every",
+        "cluster={nproc: 6, nnodes: 3, timeout_s: 400}",
+        "placement.teams.train={roles: [actor, reference], devices: 2}",
+        "placement.teams.draw={roles: [rollout], devices: 4}",
+        "trainer.steps=3",
+        "sft.steps=0",
+    )
+    steps = harness.run(recipe, tmp_path / "run", *settings, program="ray")
+
+    said = (tmp_path / "run" / "log.txt").read_text()
+    found = re.search(r"generation on SGLang servers at http://([\d.]+):\d+, http://([\d.]+):\d+; .* distributed", said)
+    assert found is not None, said
+    first, second = found.groups()
+    assert first != second
+    assert {first, second} < {*HOSTS}
+    for step in (1, 2, 3):
+        numbers = steps[step]
+        assert (numbers["sync/servers"], numbers["sync/failed"]) == (2, 0)
+        assert numbers["sync/verified_tensors"] > 0
+        assert numbers["rollout_corr/staleness_max"] == 0
+        assert numbers["rollout_corr/logp_diff_max"] < 1e-4  # fp32 with other kernels; old weights differ by 1e-2
+
+
+def test_a_team_on_one_machine_of_two_has_servers_that_the_other_one_reaches(tmp_path: Path) -> None:
+    need_interpreter()
+    recipe = harness.write_recipe(tmp_path)
+    settings = (
+        "rollout.engine=sglang",
+        "cluster={nproc: 4, nnodes: 2, timeout_s: 400}",
+        "placement.teams.train={roles: [actor, reference], devices: 2}",
+        "placement.teams.draw={roles: [rollout], devices: 2}",
+        "trainer.steps=1",
+        "sft.steps=0",
+    )
+    steps = harness.run(recipe, tmp_path / "run", *settings, program="ray")
+
+    assert steps[1]["sync/servers"] == 1
+    said = (tmp_path / "run" / "log.txt").read_text()
+    assert re.search(r"servers at http://127\.0\.0\.[234]:\d+; ", said) is not None, said
