@@ -37,6 +37,19 @@ TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [
         (["launch.slurm.environment={HF_TOKEN: abc}"], r"launch\.slurm\.environment\.HF_TOKEN(?s:.*)export HF_TOKEN"),
         (["launch.slurm.environment={MASTER_ADDR: me}"], r"launch\.slurm\.environment\.MASTER_ADDR"),
         (["launch.slurm={chain: 1, time: '4'}"], r"launch\.slurm\.warn_s(?s:.*)warn_s=80"),
+        (["launch.slurm.options=[--array=1-3]"], r"launch\.slurm\.options: it makes several jobs(?s:.*)'--array=1-3'"),
+        (["launch.slurm.options=[--exclusive, -a1-3]"], r"launch\.slurm\.options: it makes several jobs"),
+        (["launch.slurm.options=['--wrap=hostname']"], r"launch\.slurm\.options: the job runs the script of megarl"),
+        (["launch.slurm.options=[--test-only]"], r"launch\.slurm\.options: nothing would be submitted"),
+        (["launch.slurm.options=[--wait]"], r"launch\.slurm\.options: sbatch would not return"),
+        (["launch.slurm.options=[-W]"], r"launch\.slurm\.options: sbatch would not return"),
+        (["launch.slurm.options=['--export=NONE']"], r"launch\.slurm\.options: nodes would not get(?s:.*)ALL, or ALL,"),
+        (["launch.slurm.options=['--export NIL']"], r"launch\.slurm\.options: nodes would not get"),
+        (["launch.slurm.options=['--export=HOME,A=ALL']"], r"launch\.slurm\.options: nodes would not get"),
+        (
+            ["launch.slurm={gres: disk, options: ['--gres=shm:1']}"],
+            r"launch\.slurm\.options: launch\.slurm\.gres is given",
+        ),
     ],
 )
 def test_settings_that_would_fail_on_the_nodes_are_refused(keys, said, tmp_path):
@@ -75,6 +88,35 @@ def test_a_node_has_the_gpus_of_its_workers_and_servers(keys, gpus, said, tmp_pa
         return
     slurm_settings.check_settings(job)
     assert plan(job)["groups"][0]["gpus"] == gpus
+
+
+@pytest.mark.parametrize(
+    "options", ["[--export=ALL]", "['--export=all,A=1']", "[--wait-all-nodes=1, --parsable]", "[-G 4]"]
+)
+def test_options_that_the_job_goes_together_with_are_taken(options, tmp_path):
+    config = load_config("grpo_quickstart", [f"launch.slurm.options={options}"])
+    slurm_settings.check_settings(Submission(config, tmp_path / "run", "train", "local", tmp_path))
+
+
+@pytest.mark.parametrize("option", ["--gres=gpu:8", "--gres disk,gpu:h100:8", "--gpus=8", "-G8", "--gpus-per-task=8"])
+@pytest.mark.parametrize(
+    ("keys", "twice"), [("", True), ("gpus_per_node: 8,", True), ("gpus_per_node: 0,", False)], ids=["", "8", "0"]
+)
+def test_gpus_are_asked_for_once(option, keys, twice, tmp_path):
+    config = load_config("grpo_qwen3_8b_8gpu", [f"launch.slurm={{{keys} options: ['{option}']}}"])
+    job = Submission(config, tmp_path / "run", "train", "local", tmp_path)
+    if not twice:
+        slurm_settings.check_settings(job)
+        return
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.options: GPUs are asked for twice") as refused:
+        slurm_settings.check_settings(job)
+    assert refused.value.found == option
+
+
+def test_options_of_gpus_that_ask_for_none_are_taken(tmp_path):
+    options = "[--gpu-bind=none, '--gres=disk:1', --gpu-freq=high]"
+    config = load_config("grpo_qwen3_8b_8gpu", [f"launch.slurm.options={options}"])
+    slurm_settings.check_settings(Submission(config, tmp_path / "run", "train", "local", tmp_path))
 
 
 @pytest.mark.parametrize(
