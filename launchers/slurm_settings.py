@@ -22,6 +22,8 @@ from megarl.launchers.slurm import (
     limit_minutes,
 )
 
+#: Seconds by which Slurm's signal may come early, and those of a job that tests nodes, loads a model and makes steps.
+_EARLY_S, _STEPS_S = 60, 300
 #: Options that make another job than the one that is submitted, watched and followed by the next: why, and what to do.
 _ARRAY = ("it makes several jobs, which would write to one run folder", "submit each run by itself")
 _WAIT = ("sbatch would not return before the job has ended", "megarl logs -f RUN_DIR waits for the end of a run")
@@ -196,7 +198,7 @@ def _check_container(job: Submission, image: str) -> None:
 
 def doubtful(job: Submission) -> list[str]:
     """Settings that Slurm takes and that most likely are not what is wanted."""
-    slurm, parts, found = job.slurm, components(job.config), []
+    slurm, parts, found = job.slurm, components(job.config), _early_warning(job.slurm)
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in parts:
         cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
@@ -220,6 +222,21 @@ def doubtful(job: Submission) -> list[str]:
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
             found.append(f"{folder} is in a folder for temporary files, which other nodes do not see as a rule")
     return list(dict.fromkeys(found))
+
+
+def _early_warning(slurm: SlurmConfig) -> list[str]:
+    """A chain whose jobs have hardly begun when they are asked for a checkpoint."""
+    limit = limit_minutes(slurm.time)
+    if not slurm.chain or limit is None:
+        return []
+    before = 60 * limit - slurm.warn_s
+    if before - _EARLY_S >= _STEPS_S:
+        return []
+    return [
+        f"launch.slurm.warn_s={slurm.warn_s}: of launch.slurm.time, {60 * limit:g} s, a job of the chain has "
+        f"{max(0, before - _EARLY_S):g} to {before:g} s to test its nodes, start and make steps; then it writes a "
+        "checkpoint, and the next one goes on"
+    ]
 
 
 def memory_bytes(text: str | None) -> float | None:

@@ -120,6 +120,29 @@ def test_options_of_gpus_that_ask_for_none_are_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            "chain: 2, time: '6'",
+            "launch.slurm.warn_s=300: of launch.slurm.time, 360 s, a job of the chain has 0 to 60 s",
+        ),
+        ("chain: 2, time: '10'", "has 240 to 300 s"),
+        ("chain: 2, time: '11'", ""),
+        ("chain: 2, time: '10', warn_s: 200", ""),
+        ("chain: 0, time: '6'", ""),  # the run goes on after its checkpoint
+        ("chain: 2", ""),
+    ],
+)
+def test_a_chain_whose_jobs_are_warned_at_once_is_doubtful(keys, said, tmp_path):
+    config = load_config("grpo_quickstart", [f"launch.slurm={{cpus_per_node: 2, {keys}}}"])
+    job = Submission(config, tmp_path, "train", "local", tmp_path)
+    slurm_settings.check_settings(job)
+    found = slurm_settings.doubtful(job)
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
+
+
+@pytest.mark.parametrize(
     ("gres", "gpus"),
     [
         ("gpu", 1),
