@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl import cli
+from megarl.config.base import raise_problems
 from megarl.config.launch import SlurmConfig
 from megarl.config.load import load_config
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UnavailableError
 from megarl.launchers import slurm, slurm_settings
-from megarl.launchers.site import with_site
+from megarl.launchers.site import naming_site, with_site
 from megarl.launchers.slurm import Submission, job_script, node_script, plan
 from tests.launchers.test_slurm import submission
 
@@ -325,3 +327,41 @@ def test_numbers_of_a_site_need_no_quotes(tmp_path, monkeypatch):
     assert found[0].launch.slurm.environment == {"A": "1"}
     file.write_text("# nothing yet\n")
     assert with_site(load_config("grpo_quickstart")).launch.slurm == SlurmConfig()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        ([], "launch.slurm.mounts (of alps in {file}): this is of a container, and there is none"),
+        (["launch.slurm.mounts=[/c:/d]"], "launch.slurm.mounts: this is of a container, and there is none"),
+        (["launch.slurm.environment={WORLD_SIZE: 2}"], "launch.slurm.environment.WORLD_SIZE: the job sets this"),
+        (["launch.cluster=bern"], "launch.slurm.environment.MASTER_ADDR (of bern in {file}): the job sets this"),
+        (
+            ["launch.cluster=bern", "launch.slurm.environment={MASTER_ADDR: me}"],
+            "launch.slurm.environment.MASTER_ADDR: ",
+        ),
+    ],
+)
+def test_a_value_of_the_site_is_told_with_its_file(overrides, place, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "clusters.yaml"
+    file.write_text("alps: {mounts: ['/a:/b'], environment: {A: 1}}\nbern: {environment: {MASTER_ADDR: them}}\n")
+    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
+    overrides = ["launch.cluster=alps", *overrides]
+    assert cli.main(["launch", "grpo_quickstart", "--slurm", "--dry-run", *overrides]) == 2
+    shown = capsys.readouterr()
+    assert f"megarl: {place.format(file=file)}" in shown.err
+    assert shown.out == ""
+
+
+def test_errors_keep_their_kind_when_the_site_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "clusters.yaml"
+    file.write_text("alps: {partition: gpu, qos: long}\n")
+    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
+    config = load_config("grpo_quickstart", ["launch.slurm.qos=short"])
+    problems = [UnavailableError(key, where=f"launch.slurm.{key}") for key in ("partition", "qos", "partition_x")]
+    said = rf"^launch\.slurm\.partition \(of alps in {re.escape(str(file))}\): "
+    with pytest.raises(UnavailableError, match=said), naming_site(config, with_site(config)):
+        raise_problems(problems[:1])
+    with pytest.raises(ConfigError) as several, naming_site(config, with_site(config)):
+        raise_problems(problems)
+    assert str(several.value).count(f"(of alps in {file})") == 1
