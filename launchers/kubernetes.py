@@ -26,8 +26,9 @@ from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
 from megarl.errors import ConfigError, UnavailableError, UserError, count
 from megarl.launchers.bundles import MEETING, gpus_of_a_node
+from megarl.launchers.kubernetes_fields import RECIPE_FOLDER, check_fields, claims_of, mounts_of
 
-RECIPE_FOLDER, RECIPE = "/etc/megarl", "recipe.yaml"
+RECIPE = "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ANSWER_S = 60.0
@@ -35,22 +36,6 @@ _IMAGE = re.compile(r"(?!.*//)[a-z0-9][a-z0-9._:/@-]*(?::[\w.-]+)?")
 _LEAST = 16 * 1024.0**2  # bytes of a pod
 _REFERENCE = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 Manifest = dict[str, Any]
-#: Fields that are written here, and the keys that they come from.
-_POD = {
-    "containers": "launch.kubernetes.container",
-    "restartPolicy": "cluster.max_restarts",
-    "serviceAccountName": "launch.kubernetes.service_account",
-    "imagePullSecrets": "launch.kubernetes.image_pull_secret",
-    "nodeSelector": "launch.kubernetes.node_selector",
-}
-_CONTAINER = {
-    "name": "the launcher's own",
-    "image": "launch.kubernetes.image",
-    "command": "--job",
-    "args": "--job",
-    "env": "launch.kubernetes.environment and secrets",
-    "resources": "launch.kubernetes.resources",
-}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -117,7 +102,9 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
         ]
     )
     _refuse_credentials(settings)
-    _check_fields(config)
+    _check_settings(config)
+    starts = _launcher(config, launcher)
+    check_fields(settings, starts)
     name = object_name(config.name, stamp)
     mount = PurePosixPath(settings.mount)
     folder = PurePosixPath(run_dir) if run_dir is not None else mount / config.name / stamp
@@ -128,7 +115,7 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
             found=str(folder),
             allowed=f"a folder below launch.kubernetes.mount={mount}",
         )
-    return KubernetesJob(config, name, folder, command, _launcher(config, launcher))
+    return KubernetesJob(config, name, folder, command, starts)
 
 
 def _refuse_credentials(settings: KubernetesConfig) -> None:
@@ -160,18 +147,9 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
             )
 
 
-def _check_fields(config: RunConfig) -> None:
-    """Fields that manifests have already, sizes that cannot be, and what Kubernetes has no part for."""
+def _check_settings(config: RunConfig) -> None:
+    """Sizes that cannot be, and what Kubernetes has no part for."""
     settings = config.launch.kubernetes
-    for key, own in (("pod", _POD), ("container", _CONTAINER)):
-        for name in getattr(settings, key):
-            if name in own:
-                what, fix = "this field comes from other keys", own[name]
-                raise ConfigError(what, where=f"launch.kubernetes.{key}.{name}", fix=f"see {fix}")
-        added = getattr(settings, key).get("volumes" if key == "pod" else "volumeMounts") or []
-        if not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
-            what, where = "these are no mappings", f"launch.kubernetes.{key}"
-            raise ConfigError(what, where=where, found=added, allowed="a list of mappings, as Kubernetes takes them")
     if config.launch.spares:
         what, found = "Kubernetes replaces pods itself, and has no spare nodes", config.launch.spares
         raise ConfigError(what, where="launch.spares", found=found, fix="set launch.spares=0")
@@ -200,7 +178,7 @@ def _check_fields(config: RunConfig) -> None:
             f"the run takes {count(needed, 'GPU')} of a pod: one for each worker, and those of its servers",
             where="launch.kubernetes.gpus_per_node",
             found=given,
-            allowed=f"{needed} or more; 0 where resources ask for other GPUs",
+            allowed=f"{needed} or more; 0 where resources or claims ask for GPUs",
             fix="ask for as many, or for more pods: cluster.nnodes",
         )
 
@@ -210,7 +188,7 @@ def doubtful(config: RunConfig) -> list[str]:
     settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
     key, found = "launch.kubernetes", []
     asks = settings.gpus_per_node != 0 or any("gpu" in name for name in settings.resources)
-    if config.cluster.device_memory_gb is not None and not asks and "resourceClaims" not in settings.pod:
+    if config.cluster.device_memory_gb is not None and not asks and not claims_of(settings):
         found.append(f"{key}.gpus_per_node: pods ask for no GPU, and the run takes {gpus_of_a_node(config)} of each")
     if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
         found.append(
@@ -376,13 +354,14 @@ def _template(job: KubernetesJob, more: Manifest, name: str = "megarl") -> Manif
 
 def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
     settings = job.settings
-    mounts = {"runs": settings.mount, "recipe": RECIPE_FOLDER, "shared-memory": "/dev/shm"}
+    mounts = mounts_of(settings)
     container: Manifest = {"name": name, "image": settings.image, **more}
     resources = _resources(job)
     if resources:
         container["resources"] = resources
     own = dict(settings.container)
     added = own.pop("volumeMounts", None) or []
+    own.pop("resources", None)  # claims, which are among those above
     container["volumeMounts"] = [*({"name": key, "mountPath": path} for key, path in mounts.items()), *added]
     container |= own
     volumes = [
@@ -415,7 +394,8 @@ def _resources(job: KubernetesJob) -> Manifest:
         requests["memory"] = limits["memory"] = settings.memory
     if gpus:
         requests["nvidia.com/gpu"] = limits["nvidia.com/gpu"] = str(gpus)
-    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+    found = {"requests": requests, "limits": limits, "claims": claims_of(settings)}
+    return {key: value for key, value in found.items() if value}
 
 
 def _environment(job: KubernetesJob) -> list[Manifest]:

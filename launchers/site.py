@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from megarl.config.base import ConfigErrors
 from megarl.config.fields import fields_of, wrong_value
 from megarl.config.launch import SlurmConfig
 from megarl.config.run import RunConfig
@@ -58,17 +61,49 @@ def with_site(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"launch": config.launch.model_copy(update={"slurm": slurm, "cluster": name})})
 
 
+@contextlib.contextmanager
+def naming_site(own: RunConfig, filled: RunConfig) -> Iterator[None]:
+    """Where a value is wrong that the site's file has given: the error names the file and the cluster.
+
+    Args:
+        own: the configuration without the site's values.
+        filled: with them, as `with_site` gives it.
+
+    Raises:
+        ConfigError: the one that comes from inside.
+    """
+    before, after = own.launch.slurm.model_dump(), filled.launch.slurm.model_dump()
+    keys = [key for key in after if key != "environment" and after[key] != before[key]]
+    keys += [f"environment.{name}" for name in after["environment"] if name not in before["environment"]]
+    try:
+        yield
+    except ConfigError as error:
+        raise _named(error, keys, f"of {filled.launch.cluster} in {clusters_file()}") from error
+
+
+def _named(error: ConfigError, keys: list[str], origin: str) -> ConfigError:
+    """The error with this origin, if it is about one of these keys of `launch.slurm`."""
+    if isinstance(error, ConfigErrors):
+        return ConfigErrors([_named(problem, keys, origin) for problem in error.problems])
+    where = f"{error.where}."
+    if not any(where.startswith(f"launch.slurm.{key}.") for key in keys):
+        return error
+    place = f"{error.where} ({origin})"
+    return type(error)(error.what, where=place, found=error.found, allowed=error.allowed, fix=error.fix)
+
+
 def _read(file: Path) -> dict[str, SlurmConfig]:
     if not file.is_file():
         if named := os.environ.get("MEGARL_CLUSTERS"):
             raise ConfigError("there is no such file", where="MEGARL_CLUSTERS", found=named, fix="name it, or unset it")
         return {}
-    if all(not line.strip() or line.lstrip().startswith("#") for line in file.read_text().splitlines()):
-        return {}
     try:
         data: Any = read_yaml(file).data
     except ConfigError as error:
-        what = "this is no file of clusters" if "recipe" in error.what else error.what
+        no_mapping = "recipe" in error.what
+        if no_mapping and error.found is None:  # nothing but comments
+            return {}
+        what = "this is no file of clusters" if no_mapping else error.what
         raise ConfigError(what, where=error.where, found=error.found, allowed=_FORM) from error
     return {name: _cluster(file, name, values) for name, values in data.items()}
 

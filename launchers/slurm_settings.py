@@ -6,7 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from megarl.config.launch import SlurmConfig
+from megarl.config.launch import SlurmConfig, option_parts
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
 from megarl.errors import ConfigError, count
@@ -22,16 +22,31 @@ from megarl.launchers.slurm import (
     limit_minutes,
 )
 
+#: Seconds by which Slurm's signal may come early, and those of a job that tests nodes, loads a model and makes steps.
+_EARLY_S, _STEPS_S = 60, 300
+#: Options that make another job than the one that is submitted, watched and followed by the next: why, and what to do.
+_ARRAY = ("it makes several jobs, which would write to one run folder", "submit each run by itself")
+_WAIT = ("sbatch would not return before the job has ended", "megarl logs -f RUN_DIR waits for the end of a run")
+_OTHER_JOB = {
+    "--array": _ARRAY,
+    "-a": _ARRAY,
+    "--wait": _WAIT,
+    "-W": _WAIT,
+    "--wrap": ("the job runs the script of megarl", "launch.slurm.setup has lines that run before it"),
+    "--test-only": ("nothing would be submitted", "megarl launch --dry-run submits nothing"),
+}
+
 
 def check_settings(job: Submission) -> None:
     """What would fail only on the nodes.
 
     Raises:
-        ConfigError: nodes of teams, GPUs, variables, the chain or a container cannot be as they are set.
+        ConfigError: nodes of teams, GPUs, options, variables, the chain or a container cannot be as they are set.
     """
     parts, slurm = components(job.config), job.slurm
     _check_parts(job, parts)
     _check_gpus(job.config, parts)
+    _check_options(job.config, parts)
     _check_environment(slurm)
     limit = limit_minutes(slurm.time)
     if slurm.chain and limit is not None and slurm.warn_s >= 60 * limit:
@@ -78,6 +93,37 @@ def _check_gpus(config: RunConfig, parts: list[Component]) -> None:
                 allowed=f"{needed} or more; 0 GPUs where options ask for them, or nodes are given whole",
                 fix="ask for as many, or for more nodes: cluster.nnodes",
             )
+
+
+def _check_options(config: RunConfig, parts: list[Component]) -> None:
+    """Options of sbatch that the script, the chain or other keys do not go together with."""
+    gpus = any(_asked_gpus(config, part) for part in parts)
+    gres = any(gres_of(config, part) is not None for part in parts)
+    for option in config.launch.slurm.options:
+        name, value = option_parts(option)
+        allowed = None
+        if name in _OTHER_JOB:
+            (what, fix), allowed = _OTHER_JOB[name], "options of one job that is queued, as --exclusive"
+        elif name == "--export" and "ALL" not in value.upper().split(","):
+            what, allowed = "nodes would not get what the job tells them by variables", "ALL, or ALL,NAME=VALUE,..."
+            fix = "leave it out; launch.slurm.environment sets variables, launch.slurm.setup may unset others"
+        elif name == "--gres" and gres:
+            what, fix = (
+                "launch.slurm.gres is given as well, and sbatch takes one",
+                "name all of them in launch.slurm.gres",
+            )
+        elif gpus and _asks_for_gpus(name, value):
+            what, allowed = "GPUs are asked for twice", "options that ask for none, or launch.slurm.gpus_per_node=0"
+            fix = "leave it out; launch.slurm.gpus_per_node says how many a node gives, launch.slurm.gres which"
+        else:
+            continue
+        raise ConfigError(what, where="launch.slurm.options", found=option, allowed=allowed, fix=fix)
+
+
+def _asks_for_gpus(name: str, value: str) -> bool:
+    """Whether an option of sbatch asks for GPUs; --gpu-bind and the like do not."""
+    of_any = name in ("--gres", "--tres-per-task") and gres_gpus(value) is not None
+    return of_any or name in ("--gpus", "-G", "--gpus-per-task", "--gpus-per-socket")
 
 
 def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
@@ -152,7 +198,7 @@ def _check_container(job: Submission, image: str) -> None:
 
 def doubtful(job: Submission) -> list[str]:
     """Settings that Slurm takes and that most likely are not what is wanted."""
-    slurm, parts, found = job.slurm, components(job.config), []
+    slurm, parts, found = job.slurm, components(job.config), _early_warning(job.slurm)
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in parts:
         cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
@@ -176,6 +222,21 @@ def doubtful(job: Submission) -> list[str]:
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
             found.append(f"{folder} is in a folder for temporary files, which other nodes do not see as a rule")
     return list(dict.fromkeys(found))
+
+
+def _early_warning(slurm: SlurmConfig) -> list[str]:
+    """A chain whose jobs have hardly begun when they are asked for a checkpoint."""
+    limit = limit_minutes(slurm.time)
+    if not slurm.chain or limit is None:
+        return []
+    before = 60 * limit - slurm.warn_s
+    if before - _EARLY_S >= _STEPS_S:
+        return []
+    return [
+        f"launch.slurm.warn_s={slurm.warn_s}: of launch.slurm.time, {60 * limit:g} s, a job of the chain has "
+        f"{max(0, before - _EARLY_S):g} to {before:g} s to test its nodes, start and make steps; then it writes a "
+        "checkpoint, and the next one goes on"
+    ]
 
 
 def memory_bytes(text: str | None) -> float | None:

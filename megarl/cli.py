@@ -21,6 +21,7 @@ from megarl.checks import plan_command as planning
 from megarl.credentials import mask
 from megarl.errors import ConfigError, MegarlError, UserError
 from megarl.simulation import command as simulation
+from megarl.unread import nobody_reads, run_quietly
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -426,7 +427,14 @@ def _parity(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (failed), 2 (the user can fix it), 130 (interrupted)."""
+    """Run one command and return its exit code: 0, 1 (failed), 2 (the user can fix it), 130 (interrupted).
+
+    141: it has ended because nobody reads what it prints.
+    """
+    return run_quietly(functools.partial(_run, argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes overrides only where they stand together; here they may follow options as well.
@@ -460,6 +468,8 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         print("megarl: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            raise
         # A new file for its owner only, with a name that nobody can have prepared.
         with tempfile.NamedTemporaryFile(
             "w", prefix="megarl-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"

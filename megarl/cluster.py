@@ -59,14 +59,25 @@ def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], Run
 
 
 def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
+    from megarl.launchers.site import naming_site, with_site
+
+    filled = with_site(config)
+    with naming_site(config, filled):
+        return _submit(arguments, filled)
+
+
+def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
+    """Check the job, and hand it to Slurm.
+
+    Args:
+        config: with what the site's file says.
+    """
     from megarl.launchers.common import make_run_dir
     from megarl.launchers.preflight import check_run_folder
-    from megarl.launchers.site import with_site
     from megarl.launchers.slurm import Submission, job_script, node_script, plan
     from megarl.launchers.slurm_settings import check_settings, doubtful, memory_bytes
     from megarl.launchers.submit import check_cluster, excluded, submit, write_scripts
 
-    config = with_site(config)
     launcher = _launcher(arguments.launcher or config.launch.launcher, config)
     slurm = config.launch.slurm
     memory = ("launch.slurm.memory", memory_bytes(slurm.memory))

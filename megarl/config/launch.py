@@ -37,9 +37,19 @@ def _named(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
+def option_parts(text: str) -> tuple[str, str]:
+    """Name and value of an option of sbatch, each empty where there is none.
+
+    >>> option_parts("--gres=gpu:8"), option_parts("--gres gpu:8"), option_parts("-N4"), option_parts("-W")
+    (('--gres', 'gpu:8'), ('--gres', 'gpu:8'), ('-N', '4'), ('-W', ''))
+    """
+    text = text.strip()
+    end = re.search(r"[=\s]|$", text).start() if text.startswith("--") else 2  # type: ignore[union-attr]
+    return text[:end], text[end:].lstrip("= \t")
+
+
 def _option(text: str) -> str:
-    name = text.split("=")[0].split()[0] if text.strip() else ""
-    name = name if name.startswith("--") else name[:2]  # -N4 is -N 4
+    name, _ = option_parts(text)
     if not name.startswith("-"):
         raise ValueError(f"options of sbatch begin with -, as --exclusive, and not {text!r}")
     if name in _WRITTEN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import shlex
@@ -95,6 +96,43 @@ def test_exit_codes(
     shown = capsys.readouterr().err
     assert text in shown
     assert "Traceback" not in shown
+
+
+PLAN = ("plan", "grpo_quickstart", "--hardware", "h100x2x1")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [PLAN, (*PLAN, "--json"), ("--help",), ("doctor",), ("launch", "grpo_quickstart", "--slurm", "--dry-run")],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("errors", ["read", "unread"])
+def test_a_command_ends_quietly_when_nobody_reads_its_output(
+    command: tuple[str, ...], errors: str, unbuffered: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", *command],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writer,
+        stderr=subprocess.PIPE if errors == "read" else writer,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    swallowed = unbuffered and command == ("--help",)  # by argparse
+    assert done.returncode == (0 if swallowed else 141)
+    assert all(line.startswith(("megarl: warning: ", "  ")) for line in (done.stderr or "").splitlines())
+
+
+def test_another_pipe_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: object) -> int:
+        raise BrokenPipeError("the server is gone")
+
+    monkeypatch.setattr(cli, "_doctor", fail)
+    assert cli.main(["doctor"]) == 1
+    assert "megarl: BrokenPipeError: the server is gone\n  log: " in capsys.readouterr().err
 
 
 def test_without_a_command_the_first_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,13 @@ CASES = {
     "four nodes": ("grpo_qwen3_30b_a3b_32gpu", FULL),
     "teams": ("grpo_quickstart", (TEAMS, "cluster.nproc=2", *FULL)),
     "fabric": ("grpo_qwen3_30b_a3b_32gpu", (*FABRIC, "cluster.max_restarts=3")),
+    "claims": (
+        "grpo_qwen3_8b_8gpu",
+        (
+            "launch.kubernetes={gpus_per_node: 0, memory: 512Gi, container: {resources: {claims: [{name: gpus}]}}, "
+            "pod: {resourceClaims: [{name: gpus, resourceClaimTemplateName: eight-gpus}]}}",
+        ),
+    ),
     "ray on nodes": ("grpo_qwen3_30b_a3b_32gpu", ("launch.kubernetes.kind=rayjob",)),
 }
 
@@ -159,8 +166,60 @@ def test_other_gpus_and_small_pods_can_be_asked_for():
     assert limits == {"amd.com/gpu": "8", "memory": "8Gi"}
 
 
+def test_claims_of_the_container_join_its_resources():
+    _, job = made("claims")
+    assert container(job)["resources"] == {
+        "requests": {"memory": "512Gi"},
+        "limits": {"memory": "512Gi"},
+        "claims": [{"name": "gpus"}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("pod: {volumes: [{name: runs}]}", r"pod\.volumes: a pod has each name once(?s:.*)found:   'runs'"),
+        ("pod: {volumes: [{name: a}, {name: a}]}", r"pod\.volumes: a pod has each name once(?s:.*)found:   'a'"),
+        (
+            "container: {volumeMounts: [{name: a, mountPath: /data/runs/}]}",
+            r"container\.volumeMounts: a pod has each mountPath once(?s:.*)any but /data/runs, /etc/megarl, /dev/shm",
+        ),
+        (
+            "container: {volumeMounts: [{name: a, mountPath: /a}, {name: b, mountPath: /a}]}",
+            r"container\.volumeMounts: a pod has each mountPath once(?s:.*)found:   '/a'",
+        ),
+        ("mount: /dev/shm", r"kubernetes\.mount: a pod has each mountPath once(?s:.*)any but /etc/megarl, /dev/shm"),
+        ("pod: {hostname: me}", r"pod\.hostname: pods find each other by the names that the JobSet gives them"),
+        ("pod: {subdomain: us}", r"pod\.subdomain: pods find each other"),
+        (
+            "container: {resources: {limits: {cpu: 4}}}",
+            r"container\.resources\.limits(?s:.*)launch\.kubernetes\.resources",
+        ),
+        ("container: {resources: 8}", r"container\.resources: these are no resources"),
+        ("container: {resources: {claims: gpus}}", r"container\.resources\.claims: these are no mappings"),
+        (
+            "container: {resources: {claims: [{name: gpu}]}}, pod: {resourceClaims: [{name: gpus}]}",
+            r"container\.resources\.claims: the pod has no such claim(?s:.*)resourceClaims: gpus",
+        ),
+    ],
+)
+def test_fields_that_no_pod_can_have_are_refused_with_their_place(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        objects("grpo_quickstart", *NEEDED, f"launch.kubernetes={{{keys}}}")
+
+
+def test_volumes_may_be_mounted_twice_and_pods_of_ray_may_have_a_name():
+    keys = "pod: {hostname: me, volumes: [{name: hub, hostPath: {path: /hub}}]}, "
+    keys += "container: {volumeMounts: [{name: hub, mountPath: /a}, {name: hub, mountPath: /b, subPath: b}]}"
+    _, job = objects("grpo_quickstart", *NEEDED, f"launch.kubernetes={{kind: rayjob, {keys}}}")
+    assert pods(job)[0]["spec"]["hostname"] == "me"
+    assert [one["mountPath"] for one in container(job)["volumeMounts"]][3:] == ["/a", "/b"]
+
+
 def test_what_is_doubtful_of_pods_is_said():
     keys = {
+        "gpus_per_node: 0, pod: {resourceClaims: [{name: a}]}": "pods ask for no GPU, and the run takes 8 of each",
+        "gpus_per_node: 0, container: {resources: {claims: [{name: a}]}}": "",
         "gpus_per_node: 0": "pods ask for no GPU, and the run takes 8 of each",
         "cpus_per_node: 4": "less than one for each of 8 workers",
         "memory: 8Gi": "below shared_memory=16Gi",

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl import cli
+from megarl.config.base import raise_problems
 from megarl.config.launch import SlurmConfig
 from megarl.config.load import load_config
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UnavailableError
 from megarl.launchers import slurm, slurm_settings
-from megarl.launchers.site import with_site
+from megarl.launchers.site import naming_site, with_site
 from megarl.launchers.slurm import Submission, job_script, node_script, plan
 from tests.launchers.test_slurm import submission
 
@@ -37,6 +39,19 @@ TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [
         (["launch.slurm.environment={HF_TOKEN: abc}"], r"launch\.slurm\.environment\.HF_TOKEN(?s:.*)export HF_TOKEN"),
         (["launch.slurm.environment={MASTER_ADDR: me}"], r"launch\.slurm\.environment\.MASTER_ADDR"),
         (["launch.slurm={chain: 1, time: '4'}"], r"launch\.slurm\.warn_s(?s:.*)warn_s=80"),
+        (["launch.slurm.options=[--array=1-3]"], r"launch\.slurm\.options: it makes several jobs(?s:.*)'--array=1-3'"),
+        (["launch.slurm.options=[--exclusive, -a1-3]"], r"launch\.slurm\.options: it makes several jobs"),
+        (["launch.slurm.options=['--wrap=hostname']"], r"launch\.slurm\.options: the job runs the script of megarl"),
+        (["launch.slurm.options=[--test-only]"], r"launch\.slurm\.options: nothing would be submitted"),
+        (["launch.slurm.options=[--wait]"], r"launch\.slurm\.options: sbatch would not return"),
+        (["launch.slurm.options=[-W]"], r"launch\.slurm\.options: sbatch would not return"),
+        (["launch.slurm.options=['--export=NONE']"], r"launch\.slurm\.options: nodes would not get(?s:.*)ALL, or ALL,"),
+        (["launch.slurm.options=['--export NIL']"], r"launch\.slurm\.options: nodes would not get"),
+        (["launch.slurm.options=['--export=HOME,A=ALL']"], r"launch\.slurm\.options: nodes would not get"),
+        (
+            ["launch.slurm={gres: disk, options: ['--gres=shm:1']}"],
+            r"launch\.slurm\.options: launch\.slurm\.gres is given",
+        ),
     ],
 )
 def test_settings_that_would_fail_on_the_nodes_are_refused(keys, said, tmp_path):
@@ -75,6 +90,58 @@ def test_a_node_has_the_gpus_of_its_workers_and_servers(keys, gpus, said, tmp_pa
         return
     slurm_settings.check_settings(job)
     assert plan(job)["groups"][0]["gpus"] == gpus
+
+
+@pytest.mark.parametrize(
+    "options", ["[--export=ALL]", "['--export=all,A=1']", "[--wait-all-nodes=1, --parsable]", "[-G 4]"]
+)
+def test_options_that_the_job_goes_together_with_are_taken(options, tmp_path):
+    config = load_config("grpo_quickstart", [f"launch.slurm.options={options}"])
+    slurm_settings.check_settings(Submission(config, tmp_path / "run", "train", "local", tmp_path))
+
+
+@pytest.mark.parametrize("option", ["--gres=gpu:8", "--gres disk,gpu:h100:8", "--gpus=8", "-G8", "--gpus-per-task=8"])
+@pytest.mark.parametrize(
+    ("keys", "twice"), [("", True), ("gpus_per_node: 8,", True), ("gpus_per_node: 0,", False)], ids=["", "8", "0"]
+)
+def test_gpus_are_asked_for_once(option, keys, twice, tmp_path):
+    config = load_config("grpo_qwen3_8b_8gpu", [f"launch.slurm={{{keys} options: ['{option}']}}"])
+    job = Submission(config, tmp_path / "run", "train", "local", tmp_path)
+    if not twice:
+        slurm_settings.check_settings(job)
+        return
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.options: GPUs are asked for twice") as refused:
+        slurm_settings.check_settings(job)
+    assert refused.value.found == option
+
+
+def test_options_of_gpus_that_ask_for_none_are_taken(tmp_path):
+    options = "[--gpu-bind=none, '--gres=disk:1', --gpu-freq=high]"
+    config = load_config("grpo_qwen3_8b_8gpu", [f"launch.slurm.options={options}"])
+    slurm_settings.check_settings(Submission(config, tmp_path / "run", "train", "local", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            "chain: 2, time: '6'",
+            "launch.slurm.warn_s=300: of launch.slurm.time, 360 s, a job of the chain has 0 to 60 s",
+        ),
+        ("chain: 2, time: '10'", "has 240 to 300 s"),
+        ("chain: 2, time: '11'", ""),
+        ("chain: 2, time: '10', warn_s: 200", ""),
+        ("chain: 0, time: '6'", ""),  # the run goes on after its checkpoint
+        ("chain: 2", ""),
+    ],
+)
+def test_a_chain_whose_jobs_are_warned_at_once_is_doubtful(keys, said, tmp_path):
+    config = load_config("grpo_quickstart", [f"launch.slurm={{cpus_per_node: 2, {keys}}}"])
+    job = Submission(config, tmp_path, "train", "local", tmp_path)
+    slurm_settings.check_settings(job)
+    found = slurm_settings.doubtful(job)
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
 
 
 @pytest.mark.parametrize(
@@ -260,3 +327,41 @@ def test_numbers_of_a_site_need_no_quotes(tmp_path, monkeypatch):
     assert found[0].launch.slurm.environment == {"A": "1"}
     file.write_text("# nothing yet\n")
     assert with_site(load_config("grpo_quickstart")).launch.slurm == SlurmConfig()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        ([], "launch.slurm.mounts (of alps in {file}): this is of a container, and there is none"),
+        (["launch.slurm.mounts=[/c:/d]"], "launch.slurm.mounts: this is of a container, and there is none"),
+        (["launch.slurm.environment={WORLD_SIZE: 2}"], "launch.slurm.environment.WORLD_SIZE: the job sets this"),
+        (["launch.cluster=bern"], "launch.slurm.environment.MASTER_ADDR (of bern in {file}): the job sets this"),
+        (
+            ["launch.cluster=bern", "launch.slurm.environment={MASTER_ADDR: me}"],
+            "launch.slurm.environment.MASTER_ADDR: ",
+        ),
+    ],
+)
+def test_a_value_of_the_site_is_told_with_its_file(overrides, place, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "clusters.yaml"
+    file.write_text("alps: {mounts: ['/a:/b'], environment: {A: 1}}\nbern: {environment: {MASTER_ADDR: them}}\n")
+    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
+    overrides = ["launch.cluster=alps", *overrides]
+    assert cli.main(["launch", "grpo_quickstart", "--slurm", "--dry-run", *overrides]) == 2
+    shown = capsys.readouterr()
+    assert f"megarl: {place.format(file=file)}" in shown.err
+    assert shown.out == ""
+
+
+def test_errors_keep_their_kind_when_the_site_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "clusters.yaml"
+    file.write_text("alps: {partition: gpu, qos: long}\n")
+    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
+    config = load_config("grpo_quickstart", ["launch.slurm.qos=short"])
+    problems = [UnavailableError(key, where=f"launch.slurm.{key}") for key in ("partition", "qos", "partition_x")]
+    said = rf"^launch\.slurm\.partition \(of alps in {re.escape(str(file))}\): "
+    with pytest.raises(UnavailableError, match=said), naming_site(config, with_site(config)):
+        raise_problems(problems[:1])
+    with pytest.raises(ConfigError) as several, naming_site(config, with_site(config)):
+        raise_problems(problems)
+    assert str(several.value).count(f"(of alps in {file})") == 1
