@@ -11,6 +11,7 @@ from megarl import cli
 from megarl.launchers.submit import excluded, jobs_of, state_of
 from tests.launchers import slurm_cluster
 from tests.launchers.slurm_runs import a_slurm, launch, said, slow_reward, wait, wait_for_end, wait_for_step
+from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
 
 pytestmark = [
@@ -170,3 +171,25 @@ def test_teams_on_nodes_of_two_partitions_are_one_ray(slurm, recipe, tmp_path):
     assert tested == {"n1", "n3"}
     assert events(run_dir, "started")[0].endswith("on n1, n3")
     assert list((run_dir / "launch").glob("job-*.frozen-0.txt"))  # a component has a number of its own
+
+
+@pytest.mark.servers
+@pytest.mark.campaign("slurm")
+def test_servers_of_a_team_on_two_nodes_of_another_partition(slurm, recipe, tmp_path):
+    """A heterogeneous job: the workers on nodes of `right` lend what they have to the servers that these start."""
+    need_interpreter()
+    run_dir = tmp_path / "run"
+    few = ("trainer.steps=3", "sft.steps=0", "rollout.engine=sglang", "rollout.sglang.servers=2", "sync.verify=every")
+    teams = (
+        "cluster={nproc: 3, nnodes: 3, timeout_s: 400}",
+        "placement.teams={train: {roles: [actor, reference], devices: 1}, draw: {roles: [rollout], devices: 2}}",
+        "launch={launcher: ray, slurm: {partition: left, teams: {draw: {nodes: 2, partition: right}}}}",
+    )
+    assert launch(recipe, run_dir, *few, UNTESTED, *teams) == 0
+    assert wait_for_end(run_dir, 400) == "COMPLETED", said(run_dir)
+    assert events(run_dir, "started")[0].endswith("on n1, n3, n4")
+    assert sorted(file.name for file in (run_dir / "servers").glob("server_*.log")) == ["server_0.log", "server_1.log"]
+    for step in (1, 2, 3):
+        numbers = harness.metrics(run_dir)[step]
+        assert (numbers["sync/servers"], numbers["sync/failed"]) == (2, 0)
+        assert numbers["rollout_corr/logp_diff_max"] < 1e-4  # fp32 with other kernels; old weights differ by 1e-2
