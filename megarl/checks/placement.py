@@ -122,10 +122,10 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
             fix=f"set {devices_key(config, team)}={here}, or rollout.parallel={{pp: 1, ep: 1}}",
         )
     if config.rollout.engine == "sglang" and config.cluster.nnodes > 1 and not servers.urls:
-        _check_lent(config, team, checks)
+        check_lent(config, team, checks)
 
 
-def _check_lent(config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
+def check_lent(config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
     """Servers of a run on several machines are where workers of the rollout's team lend them GPUs."""
     servers, key = config.rollout.sglang, devices_key(config, team)
     own = config.launch.slurm.teams.get(team.name)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from megarl.planning.assumptions import PlanAssumptions
     from megarl.planning.hardware import Hardware
 
+_SAME = 0.01  # of a step: what is as fast, as far as formulas can tell
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `megarl plan`."""
@@ -135,7 +137,7 @@ def _plan(
 ) -> int:
     from rich.console import Console
 
-    from megarl.checks.plan_report import as_json, misfits, rest_of, tables
+    from megarl.checks.plan_report import as_json, hints, misfits, rest_of, tables
     from megarl.planning.step import model_sizes, plan_step
 
     sizes = model_sizes(config, graph)
@@ -147,6 +149,8 @@ def _plan(
         console = Console(highlight=False)
         for part in tables(arguments.recipe, plan, rest):
             console.print(part)
+        for hint in hints(config, plan):
+            console.print(f"hint: {hint}")
     return 2 if misfits(plan) else 0
 
 
@@ -168,14 +172,14 @@ def _search(
         print(json.dumps(found_as_json(arguments.recipe, result), indent=1))
         return 0
     Console(highlight=False).print(found_table(arguments.recipe, result))
-    print(f"the recipe as it is: {_as_it_is(config, graph, hardware, given)}")
+    print(f"the recipe as it is: {_as_it_is(config, graph, hardware, given, result.best[0].plan.step_s)}")
     if arguments.write is not None:
         print(f"wrote {arguments.write}: megarl train {arguments.write} --dry-run checks it")
     return 0
 
 
-def _as_it_is(config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions) -> str:
-    """What the recipe itself takes on this hardware, or why it cannot run there."""
+def _as_it_is(config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions, best_s: float) -> str:
+    """What the recipe itself takes on this hardware, or why it cannot run there. `best_s`: what is found takes."""
     from megarl.checks.plan_report import doubts, misfits, tight
     from megarl.checks.planned import refuse_plan
     from megarl.dag.placement import place
@@ -191,4 +195,6 @@ def _as_it_is(config: RunConfig, graph: TaskGraph, hardware: Hardware, given: Pl
         return f"it cannot run: {error.what}"
     fits = "tight" if tight(plan) else "fits"
     fits = "does not fit" if misfits(plan) else "may not fit" if doubts(plan) else fits
+    if plan.step_s < best_s * (1 + _SAME) and not doubts(plan):
+        fits += f"; nothing is faster by {_SAME:.0%}"
     return f"{plan.step_s:.3g} s a step, {plan.fullest.bytes / 1e9:.1f} GB, {fits}"

@@ -71,6 +71,21 @@ def figures(plan: StepPlan) -> list[Figure]:
     ]
 
 
+def hints(config: RunConfig, plan: StepPlan) -> list[str]:
+    """What a plan of this recipe leaves out, and what bounds it without need."""
+    found, servers, room = [], config.rollout.sglang, plan.room
+    samples = config.data.batch_size * config.rollout.sampling.n / max(1, room.engines)
+    fitting, bound = int(room.tokens / room.longest), servers.max_concurrency
+    if config.rollout.engine == "sglang" and bound < min(samples, fitting):
+        found.append(
+            f"rollout.sglang.max_concurrency={bound} bounds generation: a server has {samples:,.0f} samples of a step, "
+            f"and room for {fitting:,} of the longest side by side"
+        )
+    if config.async_.max_staleness:
+        found.append("a step is as long as its busiest team works; megarl simulate adds what teams wait for each other")
+    return found
+
+
 def tables(recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]:
     """A plan as tables, and whether it fits."""
     shown: list[Table | str] = [_phases(recipe, plan), _numbers([*figures(plan), *rest]), _memory(plan)]

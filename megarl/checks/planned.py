@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megarl.checks.checklist import Checklist
 from megarl.checks.layout import check_cluster, check_layouts
-from megarl.checks.placement import check_placement
-from megarl.checks.server_places import check_colocated
+from megarl.checks.placement import check_lent, check_placement
 from megarl.checks.settings import check_batches, check_sampling
 from megarl.checks.sglang import check_servers
 from megarl.config.base import raise_problems
@@ -45,7 +44,7 @@ def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
-    """Layouts, batches, lengths and servers on the trainer's devices. How a run is started does not matter here.
+    """Layouts, batches, lengths and servers. How a run is started does not matter here.
 
     Raises:
         ConfigError: all that is wrong with them.
@@ -55,8 +54,11 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     check_layouts(config, placement, sizes, checks)
     check_batches(config, placement, checks)
     check_sampling(config, sizes[Role.ACTOR], checks)
-    if config.rollout.engine == "sglang":
-        check_colocated(config, checks)
+    team = placement.of_role(Role.ROLLOUT)
+    if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
+        check_servers(config, placement, sizes[Role.ACTOR], checks, None, here=False)
+        if team is not None and placement.asking and config.cluster.nnodes > 1:
+            check_lent(config, team, checks)
     _raise(checks, but="validation.")
 
 

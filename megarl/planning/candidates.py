@@ -213,17 +213,21 @@ class Space:
                 for tp in sizes
                 if draws % tp == 0
             ]
-        asks = self._asking()
-        return [
-            Spread(each - tp * many + asks, many, tp, teams=self._two_teams(each - tp * many, asks))
-            for tp in sizes
-            for many in range(1, each // tp + 1)
-            if each - tp * many > 0
-        ]
+        found = []
+        for tp in sizes:
+            for many in range(1, -(-each // tp)):
+                asks = self._asking(tp * many)
+                teams = self._two_teams(each - tp * many, asks)
+                found.append(Spread(each - tp * many + asks, many, tp, teams=teams))
+        return found
 
-    def _asking(self) -> int:
-        """Workers that ask servers."""
-        return self.config.placement.asking or 1
+    def _asking(self, most: int | None = None) -> int:
+        """Workers that ask servers, as many as the recipe has; at most `most` then, which share out every batch."""
+        given = self.config.placement.asking or 1
+        if most is None or given <= most:
+            return given
+        sizes = batch_sizes(self.config, [Role.ROLLOUT]).values()
+        return next(number for number in range(most, 0, -1) if all(size % number == 0 for size in sizes))
 
     def _running(self) -> list[Spread]:
         """Servers that run already keep their devices."""
@@ -252,10 +256,13 @@ class Space:
                     found.append(Spread(hardware.devices, teams=teams, drawing=ParallelConfig(tp=tp)))
         return found
 
-    def _drawers(self) -> range:
-        """Devices of a team that draws, in whole eighths of all, or as few as there are."""
-        step = max(1, self.hardware.devices // _EIGHTHS)
-        return range(step, self.hardware.devices, step)
+    def _drawers(self) -> list[int]:
+        """Devices of a team that draws: eighths of all, or as few as there are; whole machines; what the recipe has."""
+        hardware, given = self.hardware, self.config.placement.asking
+        step, machines = max(1, hardware.devices // _EIGHTHS), max(1, hardware.nodes // (2 * _EIGHTHS))
+        whole = range(machines * hardware.per_node, hardware.devices, machines * hardware.per_node)
+        found = {*range(step, hardware.devices, step), *whole, *([given] if 0 < given < hardware.devices else [])}
+        return sorted(found)
 
     def _two_teams(self, trains: int, draws: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
         """With the names that the recipe has for them."""
@@ -325,9 +332,11 @@ class Space:
         """Teams without the actor that have its layout are whole replicas of it, and share their own batches."""
         for _, roles, devices in spread.teams:
             held = [Role(role) for role in roles]
-            if Role.ACTOR in held or (held == [Role.ROLLOUT] and self.config.rollout.engine != "embedded"):
+            if Role.ACTOR in held:
                 continue
             own = spread.drawing if held == [Role.ROLLOUT] and spread.drawing else None
+            if held == [Role.ROLLOUT] and self.config.rollout.engine != "embedded":  # its workers hold no model
+                own = self.config.rollout.parallel or ParallelConfig()
             layout = own or getattr(self.config, roles[0]).parallel or parallel
             if not makes_replicas(devices, layout):
                 return False
@@ -348,7 +357,10 @@ class Space:
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
         # Nothing takes turns with an actor that has its team for itself; a CPU has nowhere else to put anything.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
-        offloads = [given.offload] if not self.hardware.gpu else [False] if by_itself else [False, True]
+        # In order, weights that wait for their turn are copies of the actor's parameters, which stay then.
+        ahead, stays = self.config.async_, by_itself
+        stays |= ahead.order == "in_order" and ahead.max_staleness > 1
+        offloads = [given.offload] if not self.hardware.gpu else [False] if stays else [False, True]
         return [(number, offload) for number in tokens for offload in offloads]
 
 

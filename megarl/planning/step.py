@@ -399,14 +399,15 @@ class StepFormulas:
         """(bytes, seconds of writing, seconds that training stands still). [C1]"""
         config = self.config
         size = still = 0.0
+        writers: dict[str, int] = {}
         for role in (Role.ACTOR, Role.CRITIC):
-            team = self.placement.of_role(role)
-            if team is None:
+            if (team := self.placement.of_role(role)) is None:
                 continue
+            writers[team.name] = team.devices
             of_role = checkpoint_bytes(self.sizes.get(role) or self.policy, config.model.dtype)
             size += of_role
             still += of_role / team.devices / (self.hardware.host_gb_s * 1e9 * self.given.host_share)
-        machines = max(1, min(self.hardware.nodes, config.cluster.nnodes))
+        machines = min(self.hardware.nodes, config.cluster.nnodes, -(-sum(writers.values()) // self.hardware.per_node))
         return size, size / (self.given.disk_gb_s * 1e9 * machines), still
 
     @cached_property
