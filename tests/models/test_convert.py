@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from megarl.config.load import dump_config
 from megarl.config.model import ModelConfig
@@ -134,6 +134,8 @@ def test_a_checkpoint_of_a_hub_model_says_itself_whether_it_has_a_head(monkeypat
         raise AssertionError(f"weights of {source} are fetched")
 
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    found = json.loads((tmp_path / "config.json").read_text())
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda path, **more: (found, more))
     read = models_hf.read_hf_config
     monkeypatch.setattr(models_hf, "read_hf_config", lambda path, *rest, **more: read(str(tmp_path), *rest, **more))
     monkeypatch.setattr(files, "resolve_folder", fetched)
