@@ -158,12 +158,15 @@ def _table(title: str, *columns: str) -> Table:
 def _phases(recipe: str, plan: StepPlan) -> Table:
     title = f"{recipe} on {plan.hardware.describe()}: {plan.step_s:.3g} s a step, by formulas"
     title += ", if it fitted" if misfits(plan) else ""
-    made = _table(title, "phase", "team", "s", "of the step", "GB moved", "by", "what")
+    several = plan.placement.separate
+    made = _table(title, "phase", *(["team"] if several else []), "s", "share", "GB moved", "by", "what")
     for phase in plan.phases:
-        made.add_row(phase.name, phase.team, f"{phase.seconds:.3g}", f"{phase.seconds / plan.step_s:.0%}", "", "", "")
+        whole = [f"{phase.seconds:.3g}", f"{phase.seconds / plan.step_s:.0%}", "", "", ""]
+        made.add_row(phase.name, *([phase.team] if several else []), *whole)
         for part in phase.parts:
             size = _short(part.bytes / 1e9) if part.bytes else ""
-            made.add_row("", "", f"{part.seconds:.3g}", "", size, part.formula, part.what)
+            row = [f"{part.seconds:.3g}", "", size, part.formula, part.what]
+            made.add_row("", *([""] if several else []), *row)
     return made
 
 

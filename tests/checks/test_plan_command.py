@@ -15,7 +15,7 @@ from megarl.checks.plan_recipe import write_recipe
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from tests.planning.planned import H100
-from tests.planning.test_search import search
+from tests.planning.test_search import AHEAD, LARGEST, search
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 BIG = "grpo_qwen3_8b_8gpu"
@@ -42,6 +42,22 @@ def test_what_does_not_fit_is_said(capsys):
     assert code == 2
     assert "does not fit: the actor's update holds" in shown
     assert "actor.engine.micro_batch_tokens" in shown
+
+
+def test_hints_say_what_bounds_generation_without_need_and_what_a_plan_leaves_out(capsys):
+    _, shown, _ = run(capsys, AHEAD, "rollout.sglang.max_concurrency=100")
+    shown = " ".join(shown.split())
+    assert "hint: rollout.sglang.max_concurrency=100 bounds generation: a server has 768 samples" in shown
+    assert "hint: a step is as long as its busiest team works; megarl simulate" in shown
+    for recipe in (BIG, LARGEST):
+        assert "hint" not in run(capsys, recipe)[1]
+
+
+def test_a_recipe_that_is_as_fast_as_the_best_hears_so(capsys):
+    _, shown, _ = run(capsys, AHEAD, "--search", "--hardware", "h100x8x4", "--top", "1")
+    assert "nothing is faster by 1%" in " ".join(shown.split())
+    _, shown, _ = run(capsys, LARGEST, "--search", "--hardware", "h100x8x4", "--top", "1")
+    assert "nothing is faster" not in shown
 
 
 @pytest.mark.parametrize("colocated", ["true", "false"])

@@ -18,6 +18,7 @@ from tests.planning.planned import H100, TWO_CORES, read
 
 BIG = "grpo_qwen3_8b_8gpu"
 LARGEST = "grpo_qwen3_30b_a3b_32gpu"
+AHEAD = "grpo_async_qwen3_8b_32gpu"
 
 
 def search(name, *overrides, hardware=H100, **given):
@@ -142,6 +143,28 @@ def test_servers_of_a_team_that_draws_are_on_the_devices_of_its_workers_where_th
     best = search(BIG, *ahead).run(1).best[0]
     assert [name for name, *_ in best.choice.spread.teams] == ["train", "draw"]
     assert best.plan.devices == 8
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 8), (1, 4), (3, 8), (5, 8)])
+def test_what_it_finds_for_teams_fits_divides_and_takes_all_devices(nodes, per_node):
+    hardware, graph = replace(H100, per_node=per_node, nodes=nodes), read(AHEAD)[1]
+    for found in search(AHEAD, hardware=hardware).run(5).best:
+        assert occupied(found.config, place(graph, found.config)) == hardware.devices
+        failed = [check.message for check in check_config(found.config).items if check.status == "fail"]
+        assert failed == []
+
+
+def test_whole_machines_may_draw_and_so_may_what_the_recipe_has():
+    draws = {spread.teams[1][2] for spread in search(AHEAD, hardware=replace(H100, nodes=5)).space.spreads()}
+    assert draws == {5, 8, 10, 15, 16, 20, 24, 25, 30, 32, 35}
+    teams = "placement.teams={train: {roles: [actor, reference], devices: 26}, draw: {roles: [rollout], devices: 6}}"
+    draws = {spread.teams[1][2] for spread in search(AHEAD, teams, hardware=replace(H100, nodes=4)).space.spreads()}
+    assert 6 in draws
+
+
+def test_weights_that_wait_for_their_turn_stay_on_the_device():
+    space = search(AHEAD, "async={order: in_order, partial: false}", hardware=replace(H100, nodes=4)).space
+    assert {offload for spread in space.spreads() for _, offload in space.budgets(spread)} == {False}
 
 
 def test_layouts_share_out_every_batch_that_a_run_trains_on():
