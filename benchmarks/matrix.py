@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.benchmarks.throughput import MATRICES
 from megarl.config.yamlio import read_yaml
 from megarl.errors import ConfigError, UserError, close_matches
 
-FOLDER = Path(__file__).parent / "matrices"
 _WORDS = ("case", "dtype", "nproc", "threads")
 _KEYS = ("rounds", "steps", "limit_s", "axes")
 _ROUNDS = 3
@@ -124,8 +124,8 @@ def read_matrix(name: str) -> Matrix:
     Raises:
         UserError: there is none, or it is not made as one.
     """
-    shipped = sorted(file.stem for file in FOLDER.glob("*.yaml"))
-    path = FOLDER / f"{name}.yaml" if name in shipped else Path(name)
+    shipped = sorted(file.stem for file in MATRICES.glob("*.yaml"))
+    path = MATRICES / f"{name}.yaml" if name in shipped else Path(name)
     if not path.is_file():
         near = close_matches(name, shipped)
         raise UserError(

@@ -31,6 +31,7 @@ from megarl.errors import UserError
 CASES = ("S", "M")
 RESULTS = Path("runs/bench")
 HISTORY = Path("benchmarks/history.jsonl")
+MATRICES = Path(__file__).parent / "matrices"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case",
         action="append",
         metavar="CASE",
-        help="of benchmarks/cases, or a file; repeatable (default: S, M)",
+        help="of benchmarks/cases, a shipped recipe, or a file; repeatable (default: S, M)",
     )
     parser.add_argument(
         "--dtype",
@@ -70,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `megarl bench --compare`, see megarl.benchmarks.history."""
     parser.add_argument("--compare", action="store_true", help="measure in rounds, and beside the history (see above)")
-    parser.add_argument("--matrix", metavar="MATRIX", help="a shipped matrix or a file: combinations of settings")
+    names = sorted(file.stem for file in MATRICES.glob("*.yaml"))
+    parser.add_argument("--matrix", metavar="MATRIX", help=f"combinations of settings: {', '.join(names)}, or a file")
     parser.add_argument("--dry-run", action="store_true", help="with --matrix: list the combinations; run nothing")
     rounds = "of --compare and --matrix (default: 5, or what the matrix says)"
     parser.add_argument("--rounds", type=int, metavar="N", help=rounds)

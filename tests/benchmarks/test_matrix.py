@@ -13,7 +13,7 @@ import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks import case, history, matrix, published
-from megarl.benchmarks.throughput import add_arguments, add_compare_arguments
+from megarl.benchmarks.throughput import MATRICES, add_arguments, add_compare_arguments
 from megarl.errors import ConfigError, UserError, WorkerError
 from tests.benchmarks.test_bench import CASES, MINI, bench
 from tests.benchmarks.test_history import result
@@ -197,7 +197,7 @@ def test_combinations_for_gpus_pass_their_checks_without_gpus(name):
 
 
 def test_every_case_for_gpus_is_in_a_matrix():
-    files = [file.read_text() for file in matrix.FOLDER.glob("h100*.yaml")]
+    files = [file.read_text() for file in MATRICES.glob("h100*.yaml")]
     assert len(GPU_CASES) == 6
     assert all(any(f"case: {name}}}" in text for text in files) for name in GPU_CASES)
 

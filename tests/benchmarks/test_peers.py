@@ -14,6 +14,7 @@ import pytest
 from megarl.benchmarks.case import case_file
 from megarl.benchmarks.peers import slime, verl, work
 from megarl.benchmarks.peers.work import Peer, main, work_of
+from megarl.config.load import load_config
 from megarl.errors import UserError
 
 CASE = "llama31_8b_h100x16"
@@ -217,3 +218,9 @@ def test_an_import_that_hangs_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(work, "_IMPORT_S", 0.001)
     assert stand_in("", ["--data", str(tmp_path)]) == 2
     assert "not within 0.001 s" in capsys.readouterr().err
+
+
+def test_a_case_may_be_a_shipped_recipe():
+    assert load_config(case_file("grpo_qwen3_8b_8gpu")).name == "grpo_qwen3_8b_8gpu"
+    with pytest.raises(UserError, match="there is no such case"):
+        case_file("grpo_qwen3_9b")
