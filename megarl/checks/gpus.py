@@ -20,7 +20,8 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     workers = sum(team.devices for team in placement.teams)
     starts = job != "sft" and not config.rollout.sglang.urls
     beside = occupied(config, placement) - workers if starts else 0
-    if workers % cluster.nnodes or beside % cluster.nnodes:  # noted elsewhere
+    refused = config.rollout.sglang.dp_size > 1 or (beside and placement.asking and cluster.nnodes > 1)
+    if refused or workers % cluster.nnodes or beside % cluster.nnodes:  # all of it is noted elsewhere
         return
     here, lent = (workers + beside) // cluster.nnodes, beside // cluster.nnodes
     machines = f"{count(cluster.nnodes, 'machine')} of {count(here, 'GPU')}"

@@ -17,7 +17,7 @@ from megarl.artifacts.layout import (
 from megarl.checks.checklist import Checklist
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.dag.machines import settings_of_workers
+from megarl.dag.machines import USUAL_GPUS, settings_of_workers
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.errors import count
 from megarl.planning.shards import Sizes, layout_key
@@ -47,6 +47,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
         )
     elif not config.launch.slurm.teams:  # these have nodes of their own, see megarl.launchers.slurm
         _check_even(config, checks)
+    too_many = cluster.device_memory_gb is not None and cluster.nproc > USUAL_GPUS  # for one machine
     if launcher == "local" and cluster.nnodes > 1:
         checks.fail(
             "launcher",
@@ -54,8 +55,8 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             "the local launcher starts processes on this machine only",
             found=cluster.nnodes,
             allowed="1",
-            fix=f"use {'' if config.placement.asks_for_teams else '--launcher torchrun or '}--launcher ray, or set "
-            "cluster.nnodes=1",
+            fix=f"use {'' if config.placement.asks_for_teams else '--launcher torchrun or '}--launcher ray"
+            + ("" if too_many else ", or set cluster.nnodes=1"),
         )
     _check_restarts(config, checks, launcher)
 

@@ -95,10 +95,21 @@ def test_workers_that_do_not_fill_the_machines_keep_their_teams():
     assert (check.key, check.status) == ("cluster.nnodes", "fail")
     assert check.fix.startswith("set cluster.nnodes=4, or change placement.teams, cluster.nproc")
     assert checks_of("cluster.nnodes=4") == []
-    (check,) = checks_of("cluster={nproc: 34, nnodes: 3}", "placement.teams.draw.devices=10")
+    odd = checks_of("cluster={nproc: 34, nnodes: 3}", "placement.teams.draw.devices=10", "rollout.sglang.servers=10")
+    (check,) = [check for check in odd if check.status == "fail"]
     assert check.fix.startswith("change placement.teams, cluster.nproc and cluster.nnodes together")
     (check,) = checks_of("cluster.nnodes=3", *ONE)
     assert (check.key, check.fix) == ("cluster.nproc", "set cluster.nproc to 30 or 33")
+
+
+def test_more_servers_than_a_team_has_gpus_are_one_problem():
+    (check,) = checks_of("rollout.sglang.tp_size=2")
+    fix = "set placement.teams.draw.devices=16 cluster.nproc=40 cluster.nnodes=5, or rollout.sglang.servers=4"
+    assert (check.status, check.fix) == ("fail", fix)
+    assert checks_of(*fix.partition(", or")[0].split()[1:], "rollout.sglang.tp_size=2") == []
+    found = checks_of("rollout.sglang.dp_size=2", names=("machines", "placement", "servers"))
+    assert [check.key for check in found if check.status == "fail"] == ["rollout.sglang.dp_size"]
+    assert [check.key for check in found if check.name == "machines"] == []
 
 
 def test_servers_of_teams_that_are_not_known_are_not_shared_out():
@@ -111,5 +122,6 @@ def test_servers_of_teams_that_are_not_known_are_not_shared_out():
 @pytest.mark.parametrize(("overrides", "other"), [([], False), ([*ONE], True)])
 def test_several_machines_are_told_the_launchers_that_start_these_teams(overrides, other):
     (check,) = checks_of(*overrides, launcher="local", names=("launcher",))
-    assert ("torchrun" in check.fix) is other
-    assert "--launcher ray" in check.fix
+    assert check.fix == f"use {'--launcher torchrun or ' if other else ''}--launcher ray"
+    (check,) = checks_of(*overrides, "cluster.device_memory_gb=null", launcher="local", names=("launcher",))
+    assert check.fix.endswith("--launcher ray, or set cluster.nnodes=1")
