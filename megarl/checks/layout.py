@@ -17,6 +17,7 @@ from megarl.artifacts.layout import (
 from megarl.checks.checklist import Checklist
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.dag.machines import USUAL_GPUS, settings_of_workers
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.errors import count
 from megarl.planning.shards import Sizes, layout_key
@@ -45,7 +46,8 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             fix="cluster.nproc counts the processes of all machines together",
         )
     elif not config.launch.slurm.teams:  # these have nodes of their own, see megarl.launchers.slurm
-        checks.divides("machines", "cluster.nproc", cluster.nproc, cluster.nnodes, "cluster.nproc", "cluster.nnodes")
+        _check_even(config, checks)
+    too_many = cluster.device_memory_gb is not None and cluster.nproc > USUAL_GPUS  # for one machine
     if launcher == "local" and cluster.nnodes > 1:
         checks.fail(
             "launcher",
@@ -53,9 +55,28 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             "the local launcher starts processes on this machine only",
             found=cluster.nnodes,
             allowed="1",
-            fix="use --launcher torchrun or --launcher ray, or set cluster.nnodes=1",
+            fix=f"use {'' if config.placement.asks_for_teams else '--launcher torchrun or '}--launcher ray"
+            + ("" if too_many else ", or set cluster.nnodes=1"),
         )
     _check_restarts(config, checks, launcher)
+
+
+def _check_even(config: RunConfig, checks: Checklist) -> None:
+    """Every machine has equally many workers. With teams another number of workers would need other teams."""
+    nproc, nnodes, teams = config.cluster.nproc, config.cluster.nnodes, config.placement.teams
+    if nproc % nnodes == 0 or not teams:
+        checks.divides("machines", "cluster.nproc", nproc, nnodes, "cluster.nproc", "cluster.nnodes")
+        return
+    settings = settings_of_workers(config, sum(team.devices for team in teams.values()))
+    other = "change placement.teams, cluster.nproc and cluster.nnodes together"
+    checks.fail(
+        "machines",
+        "cluster.nnodes",
+        f"cluster.nproc {nproc} is not divisible by {nnodes} (cluster.nnodes)",
+        found=nnodes,
+        allowed=f"a divisor of {nproc}",
+        fix=other if settings is None else f"set {settings}, or {other}",
+    )
 
 
 def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) -> None:

@@ -139,8 +139,15 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
             f"{count(here, 'process')} of {count(cluster.threads, 'thread')} share {count(machine.cores, 'core')}, "
             "which is many times slower than one thread per core",
             found=cluster.threads,
-            fix=f"set cluster.threads={max(1, machine.cores // here)}, or null",
+            fix=f"set cluster.threads={max(1, machine.cores // here)}, or null"
+            if cluster.threads > 1
+            else f"threads cannot be fewer: take fewer processes (cluster.nproc{_of_teams(config)}), one per core, "
+            f"or a machine with {count(here, 'core')}",
         )
+
+
+def _of_teams(config: RunConfig) -> str:
+    return ", and the devices of placement.teams" if config.placement.teams else ""
 
 
 def _check_store(

@@ -18,6 +18,7 @@ from megarl.checks.files import (
     check_places,
     check_reward,
 )
+from megarl.checks.gpus import check_machine_gpus
 from megarl.checks.graph import build, check_graph
 from megarl.checks.layout import check_cluster, check_deadlines, check_layouts
 from megarl.checks.machine import check_machine
@@ -85,11 +86,11 @@ def check_config(
     built = build(config, checks) if job == "train" else None
     graph = built if isinstance(built, TaskGraph) else None
     roles = graph.roles if graph is not None else None
-    sizes = {Role.ACTOR: facts, Role.ROLLOUT: facts}
-    if job == "train":
-        sizes |= check_other_models(config, roles, facts, checks)
+    others = check_other_models(config, roles, facts, checks) if job == "train" else {}
+    sizes = {Role.ACTOR: facts, Role.ROLLOUT: facts, **others}
     placement = check_placement(config, graph, job, launcher, checks)
     if placement is not None:
+        check_machine_gpus(config, placement, job, checks)
         check_layouts(config, placement, sizes, checks)
         check_descriptors(config, placement, checks)
     if job in ("train", "sft"):
@@ -109,8 +110,8 @@ def check_config(
     check_robot(config, placement, checks)
     if config.robot is None:
         check_data(config, job, checks)
-    if job != "generate" and config.robot is None:
-        check_reward(config, checks)
+        if job != "generate":
+            check_reward(config, checks)
     check_places(config, checks)
     check_secrets(config, checks)
     check_packages(config, placement, checks, launcher, job)

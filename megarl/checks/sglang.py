@@ -59,8 +59,9 @@ def check_servers(
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)
     asking = 0 if placement is None else placement.asking
-    _check_layout(config, asking, checks)
-    if here and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its GPUs are not known
+    known = placement is not None or not config.placement.asks_for_teams  # which GPUs the servers are on
+    _check_layout(config, asking, checks, known=known)
+    if here and known and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its GPUs are not known
         check_gpus(config, asking, checks)
     if facts is not None:
         _check_model(config, facts, checks)
@@ -169,7 +170,8 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
             checks.from_error(_NAME, error)
 
 
-def _check_layout(config: RunConfig, asking: int, checks: Checklist) -> None:
+def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: bool) -> None:
+    """What servers consist of, and how many a machine has. `known`: the teams are."""
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
     if servers.tp_size % servers.ep_size:
         checks.fail(
@@ -187,7 +189,7 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist) -> None:
             "SGLang does not take new weights in a server with several replicas",
             found=servers.dp_size,
             allowed="1",
-            fix=f"set rollout.sglang.dp_size=1 rollout.sglang.servers={servers.servers * servers.dp_size}",
+            fix="set rollout.sglang.dp_size=1, and start more servers where there are GPUs",
         )
     if servers.urls:
         return
@@ -210,7 +212,7 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist) -> None:
             fix="set rollout.sglang.host=null",
         )
     key = "rollout.sglang.servers"
-    if nnodes > 1 and asking:  # on some of the machines; see megarl.checks.placement
+    if nnodes > 1 and (asking or not known):  # on some of the machines; see megarl.checks.placement
         return
     if not checks.divides(_NAME, key, servers.servers, nnodes, "the number", "cluster.nnodes"):
         return

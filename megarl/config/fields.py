@@ -113,12 +113,17 @@ def find_key(path: tuple[str, ...]) -> Key | None:
 
 
 def nearest_keys(path: tuple[str, ...]) -> list[str]:
-    """Known dotted keys that a misspelt `path` may have meant, best first: among its siblings, else anywhere."""
+    """Known dotted keys that a misspelt `path` may have meant, best first.
+
+    These are its siblings that begin with it, as tp_size does with tp, else a close one, else keys elsewhere.
+    """
     parent = find_key(path[:-1]).section if len(path) > 1 else RunConfig  # type: ignore[union-attr]
     prefix = "".join(f"{part}." for part in path[:-1])
-    siblings = close_matches(path[-1], list(fields_of(parent) if parent else ()))
+    names = list(fields_of(parent) if parent else ())
+    longer = [name for name in names if len(path[-1]) > 1 and name.startswith(path[-1])]
+    siblings = longer[:4] or close_matches(path[-1], names)
     if siblings:
-        return [prefix + siblings[0]]
+        return [prefix + name for name in siblings]
     by_name: dict[str, list[str]] = {}
     for key in iter_keys():
         by_name.setdefault(key.path.rpartition(".")[2], []).append(key.path)

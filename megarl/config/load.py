@@ -34,7 +34,7 @@ from megarl.config.fields import (
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
 from megarl.credentials import take_out
-from megarl.errors import ConfigError, close_files
+from megarl.errors import ConfigError, close_files, close_matches
 
 _PATHS = (
     *(("model", "path"), ("model", "tokenizer"), ("reference", "path")),
@@ -466,12 +466,22 @@ def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document
         # What stands beside it is where it was left out, and may be an override.
         beside = [origin for other, origin in document.origins.items() if other[: len(path) - 1] == path[:-1]]
         place = beside[-1] if beside and len(path) > 1 else _origin(document, path, file)
-        name = key.path.rpartition(".")[2]
-        return ConfigError(f"{key.path} is missing", where=place, allowed=describe_allowed(key.info), fix=f"add {name}")
+        meant = _entry_meant(path[:-1], document)
+        fix = f"add {path[-1]}" if meant is None else f"did you mean {meant}? Else add {path[-1]}"
+        return ConfigError(f"{key.path} is missing", where=place, allowed=describe_allowed(key.info), fix=fix)
     value: Any = document.data
     for part in path:
         value = value[part]
     return wrong_value(detail, key.path, key.info, value, where=_origin(document, path, file))
+
+
+def _entry_meant(path: tuple[str, ...], document: Document) -> str | None:
+    """The other entry of a mapping, such as a team, that a misspelt one at `path` may have meant."""
+    above, key = ".".join(path[:-1]), find_key(path[:-1])
+    if key is None or entries_of(key.info) is None:
+        return None
+    close = close_matches(path[-1], [name for name in _at(document.data, above) if name != path[-1]])
+    return f"{above}.{close[0]}" if close else None
 
 
 def _origin(document: Document, path: tuple[str, ...], file: str) -> str:

@@ -31,7 +31,11 @@ class SGLangConfig(Section):
     python: str | None = Field(
         None, description="interpreter that has sglang; null: the newest that `make sglang-env` made"
     )
-    servers: PositiveInt = Field(1, description="servers over all machines, the same number on each")
+    servers: PositiveInt = Field(
+        1,
+        description="servers over all machines: the same number on each, or, on several machines and with a rollout "
+        "team of its own, where its workers lend their GPUs",
+    )
     tp_size: PositiveInt = Field(1, description="tensor-parallel ranks of a server")
     ep_size: PositiveInt = Field(1, description="expert-parallel ranks of a server, a divisor of tp_size")
     dp_size: PositiveInt = Field(1, description="replicas inside a server")

@@ -21,6 +21,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.ahead import refuse_ahead
 from megarl.dag.graph import TaskGraph
 from megarl.dag.homes import team_of
+from megarl.dag.machines import settings_of_workers, workers_of_machine
 from megarl.dag.node import Node
 from megarl.dag.shares import share_out
 from megarl.dag.stage import ROLES, Role
@@ -222,12 +223,23 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
             where="placement.teams",
             found=table,
             allowed=f"numbers that add up to cluster.nproc={nproc}",
-            fix=f"set cluster.nproc={devices}, or other numbers of devices",
+            fix=_other_numbers(config, devices),
         )
     order = sorted(named, key=lambda name: Role.ACTOR not in named[name])
     return {
         name: (tuple(role for role in roles if role in named[name]), placement.teams[name].devices) for name in order
     }
+
+
+def _other_numbers(config: RunConfig, devices: int) -> str:
+    """What to set so that teams with so many devices have their workers, on whole machines."""
+    settings = settings_of_workers(config, devices)
+    if settings is not None:
+        return f"set {settings}, or other numbers of devices"
+    most = workers_of_machine(config)
+    whole = [number for number in (devices // most * most, devices // most * most + most) if number]
+    sums = " or ".join(f"{number} ({settings_of_workers(config, number) or 'the run as it is'})" for number in whole)
+    return f"set other numbers of devices, which fill machines of {most}: they add up to {sums}"
 
 
 def _check_names(names: Iterable[str]) -> None:

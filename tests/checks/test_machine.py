@@ -124,6 +124,17 @@ def test_threads_beyond_the_cores_are_told_in_a_dry_run(judged):
     assert {check.status for check in judged(LAPTOP, *settings)} == {"ok"}  # the launcher tells it
 
 
+def test_one_thread_each_is_not_told_to_be_one(judged):
+    settings = ["cluster.nproc=4", "cluster.threads=1"]
+    found = not_ok(judged(LAPTOP, *settings, starts=False))
+    assert found.fix == (
+        "threads cannot be fewer: take fewer processes (cluster.nproc), one per core, or a machine with 4 cores"
+    )
+    teams = ["placement.teams={a: {roles: [actor], devices: 2}, b: {roles: [rollout, reference], devices: 2}}"]
+    found = not_ok(judged(LAPTOP, *settings, *teams, starts=False))
+    assert "(cluster.nproc, and the devices of placement.teams)" in found.fix
+
+
 def test_one_process_is_no_processes(judged):
     assert judged(Machine(cores=1, memory=24e9))[0].message == "1 process on 1 core, no GPU"
 

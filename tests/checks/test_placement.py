@@ -121,7 +121,15 @@ SERVED = ("rollout.engine=sglang", "rollout.sglang.colocated=true", "actor.engin
         (
             ["placement.teams={train: {roles: [actor]}, frozen: {roles: [reference, rollout]}}"],
             "rollout.sglang.colocated",
-            ["rollout is in another team", "placement.teams.train.roles"],
+            [
+                "rollout is in another team",
+                "move rollout from placement.teams.frozen.roles to placement.teams.train.roles",
+            ],
+        ),
+        (
+            ["cluster.nproc=6", "placement.teams={train: {roles: [actor]}, draw: {roles: [rollout], devices: 2}}"],
+            "rollout.sglang.colocated",
+            ["from placement.teams.draw.roles", "train.roles, with its devices, and leave the team draw out"],
         ),
         (["rollout.sglang.servers=3"], "rollout.sglang.servers", ["team train, which has 2", "at most 2"]),
     ],
@@ -228,6 +236,55 @@ def test_a_server_may_be_as_large_as_a_node_of_its_team(failures):
     assert check.key == "rollout.sglang.tp_size"
     assert "2 workers at most" in str(check.problem())
     assert failures(*one, "launch.slurm.teams={draw: {nodes: 2}}") == []
+
+
+ON_GPUS = (*LENT, "cluster={nproc: 20, nnodes: 5, device_memory_gb: 80}", "placement.teams.draw.devices=16")
+ON_ONE = (*ON_GPUS, "cluster={nproc: 8, nnodes: 1}", "placement.teams.draw.devices=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words", "fix"),
+    [
+        ([*ON_GPUS, "rollout.sglang.servers=8"], "8 of the 16 GPUs", "set rollout.sglang.servers=16, or"),
+        ([*ON_GPUS, "rollout.sglang={servers: 2, tp_size: 2}"], "12 of the 16 GPUs", "set rollout.sglang.servers=8"),
+        ([*ON_GPUS, "rollout.sglang={servers: 1, tp_size: 3}"], "13 of the 16 GPUs", "set rollout.sglang.servers=4"),
+        ([*ON_GPUS, "rollout.sglang={servers: 4, tp_size: 3}"], "4 of the 16 GPUs", "change rollout.sglang.tp_size"),
+        ([*ON_GPUS, "rollout.sglang.servers=16"], None, None),
+        ([*ON_ONE, "rollout.sglang.servers=3"], "1 of the 4 GPUs", "set rollout.sglang.servers=4"),
+        ([*ON_ONE, "rollout.sglang.servers=4"], None, None),
+        ([*ON_ONE, "rollout.sglang.servers=3", "cluster.device_memory_gb=null"], None, None),
+    ],
+)
+def test_gpus_that_are_lent_to_no_server_are_told(warned, overrides, words, fix):
+    found = [check for check in warned(*overrides) if check.name == "placement"]
+    assert [check.key for check in found] == ([] if words is None else ["rollout.sglang.servers"])
+    for check in found:
+        assert f"{words} that the workers of the team draw lend have no server" in check.message
+        assert check.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (ON_GPUS, "set placement.teams.draw.devices=1 cluster.nproc=5,"),
+        ([*ON_GPUS, "rollout.parallel={tp: 2}"], "set placement.teams.draw.devices=6 cluster.nproc=10,"),
+        ([*ON_GPUS, "launch.slurm.teams={draw: {nodes: 2}}"], "set placement.teams.draw.devices=2 cluster.nproc=6,"),
+        (ON_ONE, "set placement.teams.draw.devices=1 cluster.nproc=5,"),
+        ([*ON_ONE, "cluster.nproc=5", "placement.teams.draw.devices=1"], None),
+        ([*ON_ONE, "cluster.device_memory_gb=null"], None),
+    ],
+)
+def test_gpus_beside_servers_that_run_already_are_told(warned, overrides, fix):
+    urls = "rollout.sglang.urls=[http://127.0.0.1:1]"
+    found = [check for check in warned(*overrides, urls) if check.key == "placement.teams.draw.devices"]
+    assert [check.fix.partition(" the fewest")[0] for check in found] == ([] if fix is None else [fix])
+
+
+def test_a_layout_of_workers_that_only_ask_servers_is_told(warned):
+    (check,) = [check for check in warned(*LENT, "rollout.parallel={tp: 2}") if check.key == "rollout.parallel"]
+    assert "only send requests" in check.message
+    for other in ("rollout.parallel=null", "rollout.parallel={tp: 1}"):
+        assert [check for check in warned(*LENT, other) if check.key == "rollout.parallel"] == []
 
 
 def test_torchrun_has_one_team(config_of):

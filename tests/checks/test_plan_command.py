@@ -128,7 +128,7 @@ def test_assumptions_are_listed_and_documented(capsys):
         ([BIG, "rollout.sglang.tp_size=2"], "set rollout.sglang.servers=4"),
         (
             [BIG, TWO_TEAMS, "cluster={nproc: 16, nnodes: 2}", "rollout.sglang={colocated: false, servers: 16}"],
-            "set placement.teams.draw.devices=16, or rollout.sglang.servers=8",
+            "set placement.teams.draw.devices=16 cluster.nproc=24 cluster.nnodes=3, or rollout.sglang.servers=8",
         ),
         ([BIG, "--assume", "mean_tokens=5000"], "up to 1024"),
         ([BIG, "--hardware", "h100x8x1", "rollout.sglang.colocated=false"], "8 for workers and the others for servers"),

@@ -257,6 +257,11 @@ def test_a_setting_that_cannot_work_names_its_key(failures, on, overrides, key) 
     assert key in [check.key for check in failures(*on, *overrides)]
 
 
+def test_replicas_inside_a_server_become_servers_only_where_there_are_gpus(failures, on) -> None:
+    (check,) = failures(*on, "rollout.sglang.dp_size=2", "rollout.sglang.servers=8")
+    assert check.fix == "set rollout.sglang.dp_size=1, and start more servers where there are GPUs"
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -162,6 +162,9 @@ def test_override_mends_a_value_that_is_wrong_in_the_file(write):
     [
         ("actor.optim.lrr=3", ["unknown key actor.optim.lrr", "did you mean actor.optim.lr?"]),
         ("actr.optim.lr=3", ["unknown key actr", "did you mean actor?"]),
+        ("rollout.sglang.tp=2", ["did you mean rollout.sglang.tp_size?"]),
+        ("rollout.sglang.pp=2", ["did you mean", "actor.parallel.pp"]),
+        ("rollout.sglang.max=2", ["did you mean rollout.sglang.max_total_tokens or rollout.sglang.max_concurrency"]),
         ("actor.optim.lr", ["key.path=value"]),
         ("trainer.steps.x=3", ["trainer.steps holds a value"]),
         ("trainer.steps=many", ["trainer.steps has a wrong type", "'many'", "integer > 0"]),
@@ -191,6 +194,17 @@ def test_misspelt_key_names_file_line_path_and_nearest(write):
 def test_key_in_the_wrong_section_is_found_elsewhere(write):
     text = message(write("temperature: 1.0"))
     assert "did you mean rollout.sampling.temperature or validation.sampling.temperature?" in text
+
+
+@pytest.mark.parametrize(("name", "meant"), [("darw", "did you mean placement.teams.draw? Else "), ("frozen", "")])
+def test_misspelt_team_is_told_the_one_that_may_be_meant(write, name, meant):
+    file = write(
+        "placement:\n  teams:\n    train: {roles: [actor], devices: 1}\n    draw: {roles: [rollout], devices: 1}\n"
+    )
+    text = message(file, f"placement.teams.{name}.devices=16")
+    assert f"override 'placement.teams.{name}.devices=16'" in text
+    assert f"placement.teams.{name}.roles is missing" in text
+    assert f"fix:     {meant}add roles" in text
 
 
 def test_misspelt_key_of_a_parent_names_the_parent(write):

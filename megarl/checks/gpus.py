@@ -1,0 +1,53 @@
+"""How many GPUs each machine of a run needs."""
+
+from __future__ import annotations
+
+from megarl.checks.checklist import Checklist
+from megarl.checks.layout import devices_key
+from megarl.config.run import RunConfig
+from megarl.dag.machines import USUAL_GPUS
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
+from megarl.errors import count
+from megarl.planning.step import occupied
+
+
+def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks: Checklist) -> None:
+    """Say it where the recipe is for GPUs, and warn where it is more than machines have."""
+    cluster = config.cluster
+    if cluster.device_memory_gb is None or config.launch.slurm.teams:  # these have machines of several kinds
+        return
+    workers = sum(team.devices for team in placement.teams)
+    starts = job != "sft" and not config.rollout.sglang.urls
+    beside = occupied(config, placement) - workers if starts else 0
+    refused = config.rollout.sglang.dp_size > 1 or (beside and placement.asking and cluster.nnodes > 1)
+    if refused or workers % cluster.nnodes or beside % cluster.nnodes:  # all of it is noted elsewhere
+        return
+    here, lent = (workers + beside) // cluster.nnodes, beside // cluster.nnodes
+    machines = f"{count(cluster.nnodes, 'machine')} of {count(here, 'GPU')}"
+    parts = f"{here - lent} for workers, {lent} for servers beside them"
+    if here <= USUAL_GPUS:
+        checks.ok("machines", f"{machines} ({parts})")
+        return
+    checks.warn(
+        "machines",
+        "cluster.nnodes",
+        f"the run needs {machines} ({parts}), and as a rule a machine has {USUAL_GPUS}",
+        found=cluster.nnodes,
+        fix=_more_machines(config, placement, workers, beside),
+    )
+
+
+def _more_machines(config: RunConfig, placement: Placement, workers: int, beside: int) -> str:
+    """What makes machines of as many GPUs as is usual, or fewer."""
+    settings = []
+    if beside and placement.asking:  # on several machines servers are where workers lend them GPUs, and nowhere else
+        team = placement.of_role(Role.ROLLOUT)
+        assert team is not None, "it asks"
+        settings = [f"{devices_key(config, team)}={team.devices + beside}", f"cluster.nproc={workers + beside}"]
+        workers, beside = workers + beside, 0
+    fit = (n for n in range(1, workers + 1) if workers % n == beside % n == 0 and (workers + beside) // n <= USUAL_GPUS)
+    nnodes = next(fit, None)
+    if nnodes is None:
+        return "change cluster.nnodes and rollout.sglang.servers together: every machine has equally many of both"
+    return f"set {' '.join([*settings, f'cluster.nnodes={nnodes}'])}"
