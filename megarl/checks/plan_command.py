@@ -125,7 +125,9 @@ def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, se
             where="--hardware",
             found=f"{hardware.devices} devices on {count(hardware.nodes, 'machine')}",
             allowed="as many, or --search, which finds what all of them may do",
-            fix="other cluster.nproc, cluster.nnodes and rollout.sglang.servers, other --hardware, or --search"
+            fix="change placement.teams, cluster.nproc and cluster.nnodes together, or add --search"
+            if config.placement.teams
+            else "other cluster.nproc, cluster.nnodes and rollout.sglang.servers, other --hardware, or --search"
             if takes > cluster.nproc
             else f"set cluster.nproc={hardware.devices} cluster.nnodes={hardware.nodes}, or add --search",
         )
