@@ -187,9 +187,15 @@ def doubtful(config: RunConfig) -> list[str]:
     """Settings that Kubernetes takes and that most likely are not what is wanted."""
     settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
     key, found = "launch.kubernetes", []
-    asks = settings.gpus_per_node != 0 or any("gpu" in name for name in settings.resources)
-    if config.cluster.device_memory_gb is not None and not asks and not claims_of(settings):
-        found.append(f"{key}.gpus_per_node: pods ask for no GPU, and the run takes {gpus_of_a_node(config)} of each")
+    named, needed = config.cluster.device_memory_gb is not None, gpus_of_a_node(config)
+    asks = any("gpu" in name for name in settings.resources) or bool(claims_of(settings))
+    if not asks and named and settings.gpus_per_node == 0:
+        found.append(f"{key}.gpus_per_node: pods ask for no GPU, and the run takes {needed} of each")
+    elif not asks and not named and settings.gpus_per_node is None:
+        found.append(
+            f"{key}: pods are asked for no GPU: set cluster.device_memory_gb=80, say, or {key}.gpus_per_node={needed}"
+            f"; nothing to do for a run on CPUs ({key}.gpus_per_node=0 says so)"
+        )
     if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
         found.append(
             f"{key}.cpus_per_node={settings.cpus_per_node} are less than one for each of {count(workers, 'worker')}"

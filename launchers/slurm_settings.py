@@ -15,6 +15,7 @@ from megarl.launchers.slurm import (
     Component,
     Submission,
     components,
+    given_gpus,
     gpus_needed,
     gpus_per_node,
     gres_gpus,
@@ -212,16 +213,33 @@ def doubtful(job: Submission) -> list[str]:
             found.append(f"{key}={cpus} are less than one for each of {count(workers, 'worker')}")
     if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
         found.append(f"launch.slurm.python={slurm.python} is not on this machine; nodes have to see it")
-    asks = any(word in option for option in slurm.options for word in ("gpu", "exclusive", "-G"))
-    for part in parts if job.config.cluster.device_memory_gb is not None else ():
-        if not asks and not _asked_gpus(job.config, part):
-            found.append(
-                f"{_section(part)} asks for no GPU, and the run takes {gpus_needed(job.config, part)} of a node"
-            )
+    found += _doubtful_gpus(job.config, parts)
     for folder in (job.run_dir, job.workdir):
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
             found.append(f"{folder} is in a folder for temporary files, which other nodes do not see as a rule")
     return list(dict.fromkeys(found))
+
+
+def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
+    """Nodes that are asked for no GPU, and options that do not ask for any, either."""
+    found, named = [], config.cluster.device_memory_gb is not None
+    if any(word in option for option in config.launch.slurm.options for word in ("gpu", "exclusive", "-G")):
+        return []
+    for part in parts:
+        needed, gres, section = gpus_needed(config, part), gres_of(config, part), _section(part)
+        if _asked_gpus(config, part) or (not named and given_gpus(config, part) == 0):
+            continue
+        if named:
+            found.append(f"{section} asks for no GPU, and the run takes {needed} of a node")
+            continue
+        keys = f"cluster.device_memory_gb=80, say, or {section}.gpus_per_node={needed}"
+        if gres is not None:
+            keys = f"{section}.gres=gpu:{needed},{gres}"
+        found.append(
+            f"{section}: nodes are asked for no GPU: set {keys}; nothing to do for a run on CPUs "
+            f"({section}.gpus_per_node=0 says so)"
+        )
+    return found
 
 
 def _early_warning(slurm: SlurmConfig) -> list[str]:

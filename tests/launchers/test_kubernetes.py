@@ -233,6 +233,21 @@ def test_what_is_doubtful_of_pods_is_said():
         assert all(said in one for one in found)
 
 
+def test_pods_of_a_recipe_that_names_no_gpu_get_none_with_a_warning():
+    keys = {
+        "{}": "pods are asked for no GPU: set cluster.device_memory_gb=80, say, or launch.kubernetes.gpus_per_node=8",
+        "{gpus_per_node: 8}": "",
+        "{gpus_per_node: 0}": "",  # a run on CPUs that says so
+        "{resources: {amd.com/gpu: 8}}": "",
+        "{container: {resources: {claims: [{name: a}]}}}": "",
+    }
+    for key, said in keys.items():
+        overrides = ["cluster.device_memory_gb=null", f"launch.kubernetes={key}"]
+        found = kubernetes.doubtful(load_config("grpo_qwen3_8b_8gpu", overrides))
+        assert len(found) == bool(said)
+        assert all(said in one for one in found)
+
+
 def test_pods_of_a_jobset_are_started_again_by_it_and_not_by_their_launchers():
     """Launchers on several machines refuse to: each would start by itself."""
     recipe, job = made("fabric")
@@ -356,7 +371,8 @@ def test_kubectl_is_handed_the_objects(tmp_path, monkeypatch):
 
 @pytest.mark.procs
 def test_the_command_prints_them(tmp_path):
-    done = run(["launch", "grpo_quickstart", "--kubernetes", "--dry-run", *NEEDED], tmp_path)
+    keys = [*NEEDED, "launch.kubernetes.gpus_per_node=0"]
+    done = run(["launch", "grpo_quickstart", "--kubernetes", "--dry-run", *keys], tmp_path)
     assert done.code == 0, done.output
     found = [one for one in yaml.safe_load_all(done.output) if one]
     assert [one["kind"] for one in found] == ["ConfigMap", "JobSet"]

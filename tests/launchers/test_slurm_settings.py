@@ -136,7 +136,7 @@ def test_options_of_gpus_that_ask_for_none_are_taken(tmp_path):
     ],
 )
 def test_a_chain_whose_jobs_are_warned_at_once_is_doubtful(keys, said, tmp_path):
-    config = load_config("grpo_quickstart", [f"launch.slurm={{cpus_per_node: 2, {keys}}}"])
+    config = load_config("grpo_quickstart", [f"launch.slurm={{cpus_per_node: 2, gpus_per_node: 0, {keys}}}"])
     job = Submission(config, tmp_path, "train", "local", tmp_path)
     slurm_settings.check_settings(job)
     found = slurm_settings.doubtful(job)
@@ -218,6 +218,41 @@ def test_a_node_without_gpus_is_doubtful(gres, tmp_path):
     config = load_config("grpo_qwen3_8b_8gpu", keys)
     found = slurm_settings.doubtful(Submission(config, tmp_path, "train", "local", tmp_path))
     assert any("launch.slurm asks for no GPU, and the run takes 8 of a node" in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("{}", "launch.slurm: nodes are asked for no GPU: set cluster.device_memory_gb=80, say, or launch.slurm.gpus"),
+        ("{gres: 'disk:1'}", "set launch.slurm.gres=gpu:8,disk:1; nothing to do for a run on CPUs"),
+        ("{gpus_per_node: 8}", ""),
+        ("{gpus_per_node: 0}", ""),  # a run on CPUs that says so
+        ("{gres: 'gpu:h100:8'}", ""),
+        ("{options: [--exclusive]}", ""),
+        ("{options: ['--gres=gpu:8']}", ""),
+        ("{options: [-G8]}", ""),
+    ],
+)
+def test_a_recipe_that_names_no_gpu_gets_none_with_a_warning(keys, said, tmp_path):
+    overrides = ["cluster.device_memory_gb=null", f"launch.slurm={keys}", "launch.slurm.cpus_per_node=96"]
+    config = load_config("grpo_qwen3_8b_8gpu", overrides)
+    found = slurm_settings.doubtful(Submission(config, tmp_path, "train", "local", tmp_path))
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
+
+
+def test_nodes_of_a_team_are_asked_for_no_gpu_by_themselves(tmp_path):
+    keys = [
+        "cluster={nproc: 4, nnodes: 2}",
+        "launch.slurm={gpus_per_node: 2, teams: {b: {nodes: 1, gpus_per_node: 0}}}",
+    ]
+    config = load_config("grpo_quickstart", [TEAMS, *keys, "launch.slurm.cpus_per_node=4"])
+    job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
+    assert not any("GPU" in one for one in slurm_settings.doubtful(job))  # both kinds of nodes are said
+    keys[1] = "launch.slurm={teams: {b: {nodes: 1, gpus_per_node: 2}}}"
+    config = load_config("grpo_quickstart", [TEAMS, *keys, "launch.slurm.cpus_per_node=4"])
+    job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
+    assert [one[:14] for one in slurm_settings.doubtful(job) if "GPU" in one] == ["launch.slurm: "]
 
 
 @pytest.mark.parametrize(
