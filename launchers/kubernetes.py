@@ -25,7 +25,7 @@ from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
 from megarl.errors import ConfigError, UnavailableError, UserError, count
-from megarl.launchers.bundles import MEETING, gpus_of_a_node
+from megarl.launchers.bundles import GPUS_AS_A_RULE, MEETING, enough_nodes, gpus_of_a_node
 from megarl.launchers.kubernetes_fields import RECIPE_FOLDER, check_fields, claims_of, mounts_of
 
 RECIPE = "recipe.yaml"
@@ -195,6 +195,13 @@ def doubtful(config: RunConfig) -> list[str]:
         found.append(
             f"{key}: pods are asked for no GPU: set cluster.device_memory_gb=80, say, or {key}.gpus_per_node={needed}"
             f"; nothing to do for a run on CPUs ({key}.gpus_per_node=0 says so)"
+        )
+    if named and settings.gpus_per_node is None and needed > GPUS_AS_A_RULE:
+        nodes, fix = enough_nodes(config), f"{key}.gpus_per_node={needed} where they have as many"
+        found.append(
+            f"{key}: {needed} GPUs of each of {count(config.cluster.nnodes, 'pod')} are asked for, for "
+            f"{count(config.cluster.nproc, 'worker')} and their servers, and machines have {GPUS_AS_A_RULE} as a rule: "
+            f"{fix if nodes is None else f'cluster.nnodes={nodes}, or {fix}'}"
         )
     if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
         found.append(

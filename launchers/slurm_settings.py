@@ -10,7 +10,7 @@ from megarl.config.launch import SlurmConfig, option_parts
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
 from megarl.errors import ConfigError, count
-from megarl.launchers.bundles import MEETING
+from megarl.launchers.bundles import GPUS_AS_A_RULE, MEETING, enough_nodes
 from megarl.launchers.slurm import (
     Component,
     Submission,
@@ -213,7 +213,7 @@ def doubtful(job: Submission) -> list[str]:
             found.append(f"{key}={cpus} are less than one for each of {count(workers, 'worker')}")
     if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
         found.append(f"launch.slurm.python={slurm.python} is not on this machine; nodes have to see it")
-    found += _doubtful_gpus(job.config, parts)
+    found += [*_doubtful_gpus(job.config, parts), *_crowded(job.config, parts)]
     for folder in (job.run_dir, job.workdir):
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
             found.append(f"{folder} is in a folder for temporary files, which other nodes do not see as a rule")
@@ -240,6 +240,35 @@ def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
             f"({section}.gpus_per_node=0 says so)"
         )
     return found
+
+
+def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
+    """More GPUs of a node than machines have, where nobody has said that these have as many."""
+    found, apart = [], config.launch.slurm.teams
+    for part in parts if config.cluster.device_memory_gb is not None else ():
+        needed, section = gpus_needed(config, part), _section(part)
+        if needed <= GPUS_AS_A_RULE or given_gpus(config, part) is not None or gres_of(config, part) is not None:
+            continue
+        fix = f"{section}.gpus_per_node={needed} where they have as many"
+        least = _least_nodes(part) if apart else enough_nodes(config)
+        if least is not None:
+            nodes = f"cluster.nnodes={config.cluster.nnodes + least - part.nodes}"
+            if part.team:
+                nodes = f"{section}.nodes={least} with {nodes}"
+            elif apart:
+                nodes += ", or fewer nodes of launch.slurm.teams"
+            fix = f"{nodes}, or {fix}"
+        found.append(
+            f"{section}: {needed} GPUs of each of {count(part.nodes, 'node')} are asked for, for "
+            f"{count(part.workers, 'worker')} and their servers, and machines have {GPUS_AS_A_RULE} as a rule: {fix}"
+        )
+    return found
+
+
+def _least_nodes(part: Component) -> int:
+    """Nodes over which its workers divide evenly, with no more on each than machines have GPUs."""
+    least = -(-part.workers // GPUS_AS_A_RULE)
+    return next(nodes for nodes in range(least, part.workers + 1) if part.workers % nodes == 0)
 
 
 def _early_warning(slurm: SlurmConfig) -> list[str]:

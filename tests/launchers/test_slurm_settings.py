@@ -241,6 +241,42 @@ def test_a_recipe_that_names_no_gpu_gets_none_with_a_warning(keys, said, tmp_pat
     assert all(said in one for one in found)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "keys", "said"),
+    [
+        ("grpo_async_qwen3_8b_32gpu", [], ""),
+        (
+            "grpo_async_qwen3_8b_32gpu",
+            ["launch.slurm.teams={draw: {nodes: 2}}"],
+            "launch.slurm: 12 GPUs of each of 2 nodes are asked for, for 24 workers and their servers, and machines "
+            "have 8 as a rule: cluster.nnodes=5, or fewer nodes of launch.slurm.teams, or launch.slurm.gpus_per_node=",
+        ),
+        ("grpo_async_qwen3_8b_32gpu", ["launch.slurm.teams={draw: {nodes: 2, gpus_per_node: 4}}"], "12 GPUs of each"),
+        ("grpo_async_qwen3_8b_32gpu", ["launch.slurm={gpus_per_node: 12, teams: {draw: {nodes: 2}}}"], ""),
+        ("grpo_async_qwen3_8b_32gpu", ["launch.slurm={gres: 'gpu:12', teams: {draw: {nodes: 2}}}"], ""),
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40"], "10 GPUs of each of 4 nodes are asked for, for 40 workers"),
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "rollout.sglang.servers=5"], ": cluster.nnodes=5, or"),
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "cluster.device_memory_gb=null"], ""),
+    ],
+)  # fmt: skip
+def test_more_gpus_of_a_node_than_machines_have_are_doubtful(recipe, keys, said, tmp_path):
+    config = load_config(recipe, ["launch.slurm.cpus_per_node=96", *keys])
+    job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
+    found = [one for one in slurm_settings.doubtful(job) if "as a rule: " in one]
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
+
+
+def test_a_team_whose_nodes_are_crowded_is_told_how_many_it_takes(tmp_path):
+    teams = "{train: {roles: [actor, reference], devices: 12}, draw: {roles: [rollout], devices: 20}}"
+    keys = [f"placement.teams={teams}", "launch.slurm.teams={draw: {nodes: 2}}"]
+    config = load_config("grpo_async_qwen3_8b_32gpu", keys)
+    job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
+    (found,) = [one for one in slurm_settings.doubtful(job) if "as a rule: " in one]
+    assert found.startswith("launch.slurm.teams.draw: 10 GPUs of each of 2 nodes")
+    assert "launch.slurm.teams.draw.nodes=4 with cluster.nnodes=6, or" in found
+
+
 def test_nodes_of_a_team_are_asked_for_no_gpu_by_themselves(tmp_path):
     keys = [
         "cluster={nproc: 4, nnodes: 2}",
