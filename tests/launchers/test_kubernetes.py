@@ -257,6 +257,18 @@ def test_more_gpus_of_a_pod_than_machines_have_are_doubtful():
     assert kubernetes.doubtful(load_config(recipe)) == []
 
 
+def test_relative_paths_of_files_that_are_here_are_doubtful_in_pods(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    keys = ["data.train_files=[rows.jsonl]", f"data.val_files=[{tmp_path}/rows.jsonl]"]
+    (found,) = kubernetes.doubtful(load_config("grpo_qwen3_8b_8gpu", keys))
+    assert "data.train_files[0]: rows.jsonl; copy the files" in found
+    assert "/data/runs/..." in found
+    assert "val_files" not in found
+    keys.append("launch.kubernetes.container={workingDir: /data/runs/work}")
+    assert kubernetes.doubtful(load_config("grpo_qwen3_8b_8gpu", keys)) == []
+
+
 def test_pods_of_a_jobset_are_started_again_by_it_and_not_by_their_launchers():
     """Launchers on several machines refuse to: each would start by itself."""
     recipe, job = made("fabric")
