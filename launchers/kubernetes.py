@@ -9,6 +9,7 @@ Run folders are on a volume that all pods have. Secrets are named, their values 
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -24,10 +25,12 @@ from megarl.config.launch import KubernetesConfig
 from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
+from megarl.dag.placement import Placement
 from megarl.errors import ConfigError, UnavailableError, UserError, count
 from megarl.launchers.bundles import GPUS_AS_A_RULE, MEETING, enough_nodes, gpus_of_a_node
 from megarl.launchers.kubernetes_fields import RECIPE_FOLDER, check_fields, claims_of, mounts_of
 from megarl.launchers.relative_paths import relative_paths
+from megarl.store.size import object_store_bytes
 
 RECIPE = "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40
@@ -184,8 +187,13 @@ def _check_settings(config: RunConfig) -> None:
         )
 
 
-def doubtful(config: RunConfig) -> list[str]:
-    """Settings that Kubernetes takes and that most likely are not what is wanted."""
+def doubtful(config: RunConfig, placement: Placement | None = None) -> list[str]:
+    """Settings that Kubernetes takes and that most likely are not what is wanted.
+
+    Args:
+        config: of the run.
+        placement: its teams; None: they are not known, or there is one.
+    """
     settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
     key, found = "launch.kubernetes", _doubtful_gpus(config)
     if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
@@ -195,6 +203,14 @@ def doubtful(config: RunConfig) -> list[str]:
     if settings.memory is not None and quantity(settings.memory) < quantity(settings.shared_memory):
         found.append(
             f"{key}.memory={settings.memory} is below shared_memory={settings.shared_memory}, which counts as memory"
+        )
+    taken = object_store_bytes(config, placement) if placement is not None and placement.separate else 0
+    if quantity(settings.shared_memory) < taken:
+        found.append(
+            f"{key}.shared_memory={settings.shared_memory} is less than the {taken / 2**30:.1f}Gi that samples between "
+            f"teams take at most; Ray keeps them in files of the pod's disk then, which is slow: "
+            f"{key}.shared_memory={math.ceil(taken / 2**30)}Gi or more, or less of data.batch_size, "
+            "rollout.sampling.n or max_new_tokens"
         )
     if "workingDir" not in settings.container and (here := relative_paths(config)):
         names = "; ".join(f"{name}: {value}" for name, value in here.items())

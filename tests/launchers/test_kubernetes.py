@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl import cli
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.errors import ConfigError, UserError
@@ -255,6 +256,26 @@ def test_more_gpus_of_a_pod_than_machines_have_are_doubtful():
     assert ": cluster.nnodes=4, or launch.kubernetes.gpus_per_node=16" in found
     assert kubernetes.doubtful(load_config(recipe, [*many, "launch.kubernetes.gpus_per_node=16"])) == []
     assert kubernetes.doubtful(load_config(recipe)) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "said"),
+    [
+        (
+            "grpo_async_qwen3_8b_32gpu",
+            "1Gi",
+            "shared_memory=1Gi is less than the 1.3Gi that samples between teams take",
+        ),
+        ("grpo_async_qwen3_8b_32gpu", "2Gi", ""),
+        ("grpo_qwen3_30b_a3b_32gpu", "1Gi", ""),  # one team hands nothing over
+    ],
+)
+def test_shared_memory_that_does_not_hold_the_samples_is_doubtful(recipe, size, said, capsys):
+    keys = [*NEEDED, f"launch.kubernetes.shared_memory={size}"]
+    assert cli.main(["launch", recipe, "--kubernetes", "--dry-run", *keys]) == 0
+    shown = [line for line in capsys.readouterr().err.splitlines() if "samples between teams" in line]
+    assert len(shown) == bool(said)
+    assert all(said in line and "launch.kubernetes.shared_memory=2Gi or more" in line for line in shown)
 
 
 def test_relative_paths_of_files_that_are_here_are_doubtful_in_pods(tmp_path, monkeypatch):
