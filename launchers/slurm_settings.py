@@ -199,7 +199,7 @@ def _check_container(job: Submission, image: str) -> None:
 
 def doubtful(job: Submission) -> list[str]:
     """Settings that Slurm takes and that most likely are not what is wanted."""
-    slurm, parts, found = job.slurm, components(job.config), _early_warning(job.slurm)
+    slurm, parts, found = job.slurm, components(job.config), _early_warning(job)
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in parts:
         cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
@@ -271,12 +271,21 @@ def _least_nodes(part: Component) -> int:
     return next(nodes for nodes in range(least, part.workers + 1) if part.workers % nodes == 0)
 
 
-def _early_warning(slurm: SlurmConfig) -> list[str]:
-    """A chain whose jobs have hardly begun when they are asked for a checkpoint."""
+def _early_warning(job: Submission) -> list[str]:
+    """A chain whose jobs have hardly begun when they are asked for a checkpoint, and a job that never is."""
+    slurm = job.slurm
     limit = limit_minutes(slurm.time)
-    if not slurm.chain or limit is None:
+    if limit is None:
         return []
     before = 60 * limit - slurm.warn_s
+    if not slurm.chain:
+        if before > 0 or job.command == "eval":
+            return []
+        return [
+            f"launch.slurm.warn_s={slurm.warn_s} is not below launch.slurm.time, {60 * limit:g} s: Slurm sends no "
+            "signal, and no checkpoint is written at the limit: "
+            f"launch.slurm.warn_s={max(1, int(20 * limit))}, say, or a longer launch.slurm.time"
+        ]
     if before - _EARLY_S >= _STEPS_S:
         return []
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,26 @@ def test_a_chain_whose_jobs_are_warned_at_once_is_doubtful(keys, said, tmp_path)
     found = slurm_settings.doubtful(job)
     assert len(found) == bool(said)
     assert all(said in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("time: 3", "launch.slurm.warn_s=300 is not below launch.slurm.time, 180 s: Slurm sends no signal"),
+        ("time: 5", "launch.slurm.warn_s=100, say, or a longer launch.slurm.time"),
+        ("time: 6", ""),
+        ("time: 3, warn_s: 60", ""),
+        ("time: UNLIMITED", ""),
+    ],
+)
+def test_a_job_that_ends_without_a_checkpoint_is_doubtful(keys, said, tmp_path):
+    config = load_config("grpo_quickstart", [f"launch.slurm={{cpus_per_node: 2, gpus_per_node: 0, {keys}}}"])
+    job = Submission(config, tmp_path, "train", "local", tmp_path)
+    found = slurm_settings.doubtful(job)
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
+    assert ("--signal" in job_script(job)) != bool(said)
+    assert slurm_settings.doubtful(replace(job, command="eval")) == []  # it writes none
 
 
 @pytest.mark.parametrize(
