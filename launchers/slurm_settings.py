@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from megarl.config.launch import SlurmConfig, option_parts
 from megarl.config.run import RunConfig
@@ -25,6 +25,8 @@ from megarl.launchers.slurm import (
 
 #: Seconds by which Slurm's signal may come early, and those of a job that tests nodes, loads a model and makes steps.
 _EARLY_S, _STEPS_S = 60, 300
+#: Folders that an image or the container's runtime has by itself.
+_INSIDE = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/sys", "/tmp", "/usr", "/var")
 #: Options that make another job than the one that is submitted, watched and followed by the next: why, and what to do.
 _ARRAY = ("it makes several jobs, which would write to one run folder", "submit each run by itself")
 _WAIT = ("sbatch would not return before the job has ended", "megarl logs -f RUN_DIR waits for the end of a run")
@@ -214,6 +216,7 @@ def doubtful(job: Submission) -> list[str]:
     if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
         found.append(f"launch.slurm.python={slurm.python} is not on this machine; nodes have to see it")
     found += [*_doubtful_gpus(job.config, parts), *_crowded(job.config, parts)]
+    found += _unmounted(job)
     for folder in (job.run_dir, job.workdir):
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
             found.append(f"{folder} is in a folder for temporary files, which other nodes do not see as a rule")
@@ -293,6 +296,26 @@ def _early_warning(job: Submission) -> list[str]:
         f"{max(0, before - _EARLY_S):g} to {before:g} s to test its nodes, start and make steps; then it writes a "
         "checkpoint, and the next one goes on"
     ]
+
+
+def _unmounted(job: Submission) -> list[str]:
+    """Variables that name a folder of the cluster, which a container does not have."""
+    slurm = job.slurm
+    if slurm.image is None:
+        return []
+    inside = [*_INSIDE, str(job.run_dir), str(job.workdir), *(mount.split(":")[1] for mount in slurm.mounts)]
+    if slurm.container == "apptainer":
+        inside.append(str(Path.home()))  # as it mounts by itself
+    places = [PurePosixPath(place) for place in inside]
+    found = []
+    for name, value in slurm.environment.items():
+        path = PurePosixPath(value)
+        if path.is_absolute() and ":" not in value and not any(place in (path, *path.parents) for place in places):
+            found.append(
+                f"launch.slurm.environment.{name}={value} is in no folder of launch.slurm.mounts: the container has "
+                f"it only if it is the image's; launch.slurm.mounts=[{value}:{value}], say"
+            )
+    return found
 
 
 def memory_bytes(text: str | None) -> float | None:

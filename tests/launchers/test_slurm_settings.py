@@ -166,6 +166,26 @@ def test_a_job_that_ends_without_a_checkpoint_is_doubtful(keys, said, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ({"environment": {"HF_HOME": "/hub/hf", "XDG_CACHE_HOME": "/hub/cache"}}, ["HF_HOME", "XDG_CACHE_HOME"]),
+        ({"environment": {"HF_HOME": "/hub/hf", "XDG_CACHE_HOME": "/hubs"}, "mounts": ["/a:/hub"]}, ["XDG_CACHE_HOME"]),
+        ({"environment": {"HF_HOME": "/hub"}, "mounts": ["/hub:/other"]}, ["HF_HOME"]),  # its place outside
+        ({"environment": {"HF_HOME": "/hub/"}, "mounts": ["/srv:/hub:ro"]}, []),
+        ({"environment": {"A": "/shared/my work/a", "B": "/shared/runs/a run/b"}}, []),  # mounted by themselves
+        ({"environment": {"XDG_CACHE_HOME": "/opt/cache", "LD_LIBRARY_PATH": "/a:/b", "N": "1"}}, []),
+        ({"environment": {"HF_HOME": "/hub/hf"}, "image": None}, []),
+        ({"environment": {"HF_HOME": f"{Path.home()}/hf"}, "container": "apptainer"}, []),
+    ],
+)
+def test_variables_with_a_folder_that_a_container_does_not_have_are_doubtful(keys, names):
+    section = SlurmConfig(**{"image": "docker://a/b:1", "cpus_per_node": 2, "gpus_per_node": 0, **keys})
+    found = slurm_settings.doubtful(submission(section))
+    assert [re.match(r"launch\.slurm\.environment\.(\w+)=", one)[1] for one in found] == names
+    assert all("is in no folder of launch.slurm.mounts" in one for one in found)
+
+
+@pytest.mark.parametrize(
     ("gres", "gpus"),
     [
         ("gpu", 1),
