@@ -191,15 +191,31 @@ def _active_job(run_dir: Path) -> tuple[str, str] | None:
 
 
 def _submitted(run_dir: Path) -> list[SubmittedJob]:
+    """The jobs of a run.
+
+    Raises:
+        UserError: the folder is not there, or has none.
+    """
     from megarl.launchers.submit import jobs_of
 
+    if not run_dir.is_dir():
+        raise UserError(
+            "this is no folder" if run_dir.exists() else "there is no such folder",
+            where="RUN_DIR",
+            found=str(run_dir),
+            allowed="a run folder that megarl launch RECIPE --slurm has made",
+            fix="name the one that megarl launch has printed; it is below tracking.dir, as runs/NAME/STAMP",
+        )
     jobs = jobs_of(run_dir)
     if not jobs:
+        log = run_dir / "log.txt"
+        ran = f"the run was started without a batch job, and what it prints is in {log}: tail -f {log}"
         raise UserError(
             "no job was submitted for this folder",
             where="RUN_DIR",
             found=str(run_dir),
-            allowed="a run folder that megarl launch has made",
+            allowed="a run folder that megarl launch RECIPE --slurm has made",
+            fix=ran if log.is_file() else f"megarl launch RECIPE --slurm --run-dir {run_dir} submits one",
         )
     return jobs
 
