@@ -6,17 +6,18 @@ import pytest
 
 from megarl.config.load import load_config, recipe_names
 from megarl.launchers.relative_paths import relative_paths
+from tests.house.test_repository import ROOT
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The current folder, with files and folders of a run."""
-    for name in ("train.jsonl", "my_reward.py", "chat.jinja", "pack/__init__.py", "pack/envs.py", "plain/envs.py"):
+    modules = ("pack/__init__.py", "pack/envs.py", "plain/envs.py", "json/tool.py", "megarl/rewards.py", "text.py")
+    for name in ("train.jsonl", "my_reward.py", "chat.jinja", *modules):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    for name in ("Qwen/Qwen3-8B", "rows", "math", "grpo", "json", "text"):
+    for name in ("Qwen/Qwen3-8B", "rows", "math", "grpo"):
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "json" / "__init__.py").write_text("")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -69,3 +70,9 @@ def test_other_texts_are_none(override, folder):
 @pytest.mark.parametrize("name", recipe_names())
 def test_shipped_recipes_name_no_relative_path(name, folder):
     assert relative_paths(load_config(name)).keys() <= {"model.path"}  # Qwen/Qwen3-8B is a folder of this one
+
+
+def test_modules_of_this_package_are_in_every_image(monkeypatch):
+    """Though a checkout that is installed as it is has them in the current folder only."""
+    monkeypatch.chdir(ROOT)
+    assert relative_paths(load_config("grpo_quickstart", ["reward.name=megarl.rewards:score"], check_own=False)) == {}

@@ -296,6 +296,9 @@ def test_a_recipe_that_names_no_gpu_gets_none_with_a_warning(keys, said, tmp_pat
         ("grpo_async_qwen3_8b_32gpu", ["launch.slurm={gpus_per_node: 12, teams: {draw: {nodes: 2}}}"], ""),
         ("grpo_async_qwen3_8b_32gpu", ["launch.slurm={gres: 'gpu:12', teams: {draw: {nodes: 2}}}"], ""),
         ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40"], "10 GPUs of each of 4 nodes are asked for, for 40 workers"),
+        # Eight servers do not divide over five machines, and seven over none of 5 to 40 that the workers divide over.
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40"], "as a rule: cluster.nnodes=8, or launch.slurm"),
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "rollout.sglang.servers=7"], "rule: launch.slurm.gpus_per"),
         ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "rollout.sglang.servers=5"], ": cluster.nnodes=5, or"),
         ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "cluster.device_memory_gb=null"], ""),
     ],
