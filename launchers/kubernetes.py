@@ -9,6 +9,7 @@ Run folders are on a volume that all pods have. Secrets are named, their values 
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -24,9 +25,12 @@ from megarl.config.launch import KubernetesConfig
 from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
+from megarl.dag.placement import Placement
 from megarl.errors import ConfigError, UnavailableError, UserError, count
-from megarl.launchers.bundles import MEETING, gpus_of_a_node
+from megarl.launchers.bundles import GPUS_AS_A_RULE, MEETING, enough_nodes, gpus_of_a_node
 from megarl.launchers.kubernetes_fields import RECIPE_FOLDER, check_fields, claims_of, mounts_of
+from megarl.launchers.relative_paths import relative_paths
+from megarl.store.size import object_store_bytes
 
 RECIPE = "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40
@@ -183,13 +187,15 @@ def _check_settings(config: RunConfig) -> None:
         )
 
 
-def doubtful(config: RunConfig) -> list[str]:
-    """Settings that Kubernetes takes and that most likely are not what is wanted."""
+def doubtful(config: RunConfig, placement: Placement | None = None) -> list[str]:
+    """Settings that Kubernetes takes and that most likely are not what is wanted.
+
+    Args:
+        config: of the run.
+        placement: its teams; None: they are not known, or there is one.
+    """
     settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
-    key, found = "launch.kubernetes", []
-    asks = settings.gpus_per_node != 0 or any("gpu" in name for name in settings.resources)
-    if config.cluster.device_memory_gb is not None and not asks and not claims_of(settings):
-        found.append(f"{key}.gpus_per_node: pods ask for no GPU, and the run takes {gpus_of_a_node(config)} of each")
+    key, found = "launch.kubernetes", _doubtful_gpus(config)
     if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
         found.append(
             f"{key}.cpus_per_node={settings.cpus_per_node} are less than one for each of {count(workers, 'worker')}"
@@ -197,6 +203,42 @@ def doubtful(config: RunConfig) -> list[str]:
     if settings.memory is not None and quantity(settings.memory) < quantity(settings.shared_memory):
         found.append(
             f"{key}.memory={settings.memory} is below shared_memory={settings.shared_memory}, which counts as memory"
+        )
+    taken = object_store_bytes(config, placement) if placement is not None and placement.separate else 0
+    if quantity(settings.shared_memory) < taken:
+        found.append(
+            f"{key}.shared_memory={settings.shared_memory} is less than the {taken / 2**30:.1f}Gi that samples between "
+            f"teams take at most; Ray keeps them in files of the pod's disk then, which is slow: "
+            f"{key}.shared_memory={math.ceil(taken / 2**30)}Gi or more, or less of data.batch_size, "
+            "rollout.sampling.n or max_new_tokens"
+        )
+    if "workingDir" not in settings.container and (here := relative_paths(config)):
+        names = "; ".join(f"{name}: {value}" for name, value in here.items())
+        found.append(
+            f"these paths are relative to this folder, and pods begin in that of the image: {names}; copy the files to "
+            f"the claim, and name them by absolute paths, as {settings.mount}/..."
+        )
+    return found
+
+
+def _doubtful_gpus(config: RunConfig) -> list[str]:
+    """No GPU of a pod, or more than machines have."""
+    settings, key, found = config.launch.kubernetes, "launch.kubernetes", []
+    named, needed, given = config.cluster.device_memory_gb is not None, gpus_of_a_node(config), settings.gpus_per_node
+    asks = any("gpu" in name for name in settings.resources) or bool(claims_of(settings))
+    if not asks and named and given == 0:
+        found.append(f"{key}.gpus_per_node: pods ask for no GPU, and the run takes {needed} of each")
+    elif not asks and not named and given is None:
+        found.append(
+            f"{key}: pods are asked for no GPU: set cluster.device_memory_gb=80, say, or {key}.gpus_per_node={needed}"
+            f"; nothing to do for a run on CPUs ({key}.gpus_per_node=0 says so)"
+        )
+    elif named and given is None and needed > GPUS_AS_A_RULE:
+        nodes, fix = enough_nodes(config), f"{key}.gpus_per_node={needed} where they have as many"
+        found.append(
+            f"{key}: {needed} GPUs of each of {count(config.cluster.nnodes, 'pod')} are asked for, for "
+            f"{count(config.cluster.nproc, 'worker')} and their servers, and machines have {GPUS_AS_A_RULE} as a rule: "
+            f"{fix if nodes is None else f'cluster.nnodes={nodes}, or {fix}'}"
         )
     return found
 

@@ -253,12 +253,16 @@ def components(config: RunConfig) -> list[Component]:
 def gpus_per_node(config: RunConfig, part: Component | None = None) -> int:
     """GPUs that a node is asked for; `part`: of these nodes, else of those that the teams share."""
     part = part or components(config)[0]
-    given = part.settings.gpus_per_node
-    if given is None and part.team:
-        given = config.launch.slurm.gpus_per_node
+    given = given_gpus(config, part)
     if given is not None:
         return given
     return gpus_needed(config, part) if config.cluster.device_memory_gb is not None else 0
+
+
+def given_gpus(config: RunConfig, part: Component) -> int | None:
+    """GPUs of a node that the recipe or the site's file says; None: neither does."""
+    given = part.settings.gpus_per_node
+    return config.launch.slurm.gpus_per_node if given is None else given
 
 
 def gres_of(config: RunConfig, part: Component) -> str | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from megarl.config.launch import SlurmConfig, option_parts
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
 from megarl.errors import ConfigError, count
-from megarl.launchers.bundles import MEETING
+from megarl.launchers.bundles import GPUS_AS_A_RULE, MEETING, enough_nodes
 from megarl.launchers.slurm import (
     Component,
     Submission,
     components,
+    given_gpus,
     gpus_needed,
     gpus_per_node,
     gres_gpus,
@@ -24,6 +25,8 @@ from megarl.launchers.slurm import (
 
 #: Seconds by which Slurm's signal may come early, and those of a job that tests nodes, loads a model and makes steps.
 _EARLY_S, _STEPS_S = 60, 300
+#: Folders that an image or the container's runtime has by itself.
+_INSIDE = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/sys", "/tmp", "/usr", "/var")
 #: Options that make another job than the one that is submitted, watched and followed by the next: why, and what to do.
 _ARRAY = ("it makes several jobs, which would write to one run folder", "submit each run by itself")
 _WAIT = ("sbatch would not return before the job has ended", "megarl logs -f RUN_DIR waits for the end of a run")
@@ -198,7 +201,7 @@ def _check_container(job: Submission, image: str) -> None:
 
 def doubtful(job: Submission) -> list[str]:
     """Settings that Slurm takes and that most likely are not what is wanted."""
-    slurm, parts, found = job.slurm, components(job.config), _early_warning(job.slurm)
+    slurm, parts, found = job.slurm, components(job.config), _early_warning(job)
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in parts:
         cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
@@ -212,24 +215,80 @@ def doubtful(job: Submission) -> list[str]:
             found.append(f"{key}={cpus} are less than one for each of {count(workers, 'worker')}")
     if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
         found.append(f"launch.slurm.python={slurm.python} is not on this machine; nodes have to see it")
-    asks = any(word in option for option in slurm.options for word in ("gpu", "exclusive", "-G"))
-    for part in parts if job.config.cluster.device_memory_gb is not None else ():
-        if not asks and not _asked_gpus(job.config, part):
-            found.append(
-                f"{_section(part)} asks for no GPU, and the run takes {gpus_needed(job.config, part)} of a node"
-            )
+    found += [*_doubtful_gpus(job.config, parts), *_crowded(job.config, parts)]
+    found += _unmounted(job)
     for folder in (job.run_dir, job.workdir):
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
             found.append(f"{folder} is in a folder for temporary files, which other nodes do not see as a rule")
     return list(dict.fromkeys(found))
 
 
-def _early_warning(slurm: SlurmConfig) -> list[str]:
-    """A chain whose jobs have hardly begun when they are asked for a checkpoint."""
+def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
+    """Nodes that are asked for no GPU, and options that do not ask for any, either."""
+    found, named = [], config.cluster.device_memory_gb is not None
+    if any(word in option for option in config.launch.slurm.options for word in ("gpu", "exclusive", "-G")):
+        return []
+    for part in parts:
+        needed, gres, section = gpus_needed(config, part), gres_of(config, part), _section(part)
+        if _asked_gpus(config, part) or (not named and given_gpus(config, part) == 0):
+            continue
+        if named:
+            found.append(f"{section} asks for no GPU, and the run takes {needed} of a node")
+            continue
+        keys = f"cluster.device_memory_gb=80, say, or {section}.gpus_per_node={needed}"
+        if gres is not None:
+            keys = f"{section}.gres=gpu:{needed},{gres}"
+        found.append(
+            f"{section}: nodes are asked for no GPU: set {keys}; nothing to do for a run on CPUs "
+            f"({section}.gpus_per_node=0 says so)"
+        )
+    return found
+
+
+def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
+    """More GPUs of a node than machines have, where nobody has said that these have as many."""
+    found, apart = [], config.launch.slurm.teams
+    for part in parts if config.cluster.device_memory_gb is not None else ():
+        needed, section = gpus_needed(config, part), _section(part)
+        if needed <= GPUS_AS_A_RULE or given_gpus(config, part) is not None or gres_of(config, part) is not None:
+            continue
+        fix = f"{section}.gpus_per_node={needed} where they have as many"
+        least = _least_nodes(part) if apart else enough_nodes(config)
+        if least is not None:
+            nodes = f"cluster.nnodes={config.cluster.nnodes + least - part.nodes}"
+            if part.team:
+                nodes = f"{section}.nodes={least} with {nodes}"
+            elif apart:
+                nodes += ", or fewer nodes of launch.slurm.teams"
+            fix = f"{nodes}, or {fix}"
+        found.append(
+            f"{section}: {needed} GPUs of each of {count(part.nodes, 'node')} are asked for, for "
+            f"{count(part.workers, 'worker')} and their servers, and machines have {GPUS_AS_A_RULE} as a rule: {fix}"
+        )
+    return found
+
+
+def _least_nodes(part: Component) -> int:
+    """Nodes over which its workers divide evenly, with no more on each than machines have GPUs."""
+    least = -(-part.workers // GPUS_AS_A_RULE)
+    return next(nodes for nodes in range(least, part.workers + 1) if part.workers % nodes == 0)
+
+
+def _early_warning(job: Submission) -> list[str]:
+    """A chain whose jobs have hardly begun when they are asked for a checkpoint, and a job that never is."""
+    slurm = job.slurm
     limit = limit_minutes(slurm.time)
-    if not slurm.chain or limit is None:
+    if limit is None:
         return []
     before = 60 * limit - slurm.warn_s
+    if not slurm.chain:
+        if before > 0 or job.command == "eval":
+            return []
+        return [
+            f"launch.slurm.warn_s={slurm.warn_s} is not below launch.slurm.time, {60 * limit:g} s: Slurm sends no "
+            "signal, and no checkpoint is written at the limit: "
+            f"launch.slurm.warn_s={max(1, int(20 * limit))}, say, or a longer launch.slurm.time"
+        ]
     if before - _EARLY_S >= _STEPS_S:
         return []
     return [
@@ -237,6 +296,26 @@ def _early_warning(slurm: SlurmConfig) -> list[str]:
         f"{max(0, before - _EARLY_S):g} to {before:g} s to test its nodes, start and make steps; then it writes a "
         "checkpoint, and the next one goes on"
     ]
+
+
+def _unmounted(job: Submission) -> list[str]:
+    """Variables that name a folder of the cluster, which a container does not have."""
+    slurm = job.slurm
+    if slurm.image is None:
+        return []
+    inside = [*_INSIDE, str(job.run_dir), str(job.workdir), *(mount.split(":")[1] for mount in slurm.mounts)]
+    if slurm.container == "apptainer":
+        inside.append(str(Path.home()))  # as it mounts by itself
+    places = [PurePosixPath(place) for place in inside]
+    found = []
+    for name, value in slurm.environment.items():
+        path = PurePosixPath(value)
+        if path.is_absolute() and ":" not in value and not any(place in (path, *path.parents) for place in places):
+            found.append(
+                f"launch.slurm.environment.{name}={value} is in no folder of launch.slurm.mounts: the container has "
+                f"it only if it is the image's; launch.slurm.mounts=[{value}:{value}], say"
+            )
+    return found
 
 
 def memory_bytes(text: str | None) -> float | None:

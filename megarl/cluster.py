@@ -14,6 +14,7 @@ from megarl.errors import UserError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
+    from megarl.dag.placement import Placement
     from megarl.launchers.submit import SubmittedJob
 
 _LOOK_S = 0.5
@@ -121,8 +122,8 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
     job = make_job(config, arguments.job, arguments.launcher, run_dir, time.strftime("%Y%m%d-%H%M%S"))
     given = job.settings.memory
     memory = ("launch.kubernetes.memory", None if given is None else quantity(given))
-    _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory)
-    for doubt in doubtful(config):
+    placement = _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory)
+    for doubt in doubtful(config, placement):
         _warn(doubt)
     if arguments.dry_run:
         print(as_yaml(manifests(job)) + "# Nothing was submitted.")
@@ -135,12 +136,17 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
     return 0
 
 
-def _check(config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None]) -> None:
+def _check(
+    config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None]
+) -> Placement | None:
     """Refuse what cannot work, and show what is doubtful; this machine is none of the job's.
 
     Args:
         image: nodes run an image, whose servers' interpreter is not known here.
         memory: key and bytes of a node's memory; None: it is not said.
+
+    Returns:
+        The teams of the job; None: they are not known.
     """
     from megarl.checks.host import host_memory
     from megarl.checks.recipe import check_config
@@ -155,13 +161,14 @@ def _check(config: RunConfig, launcher: str, job: str, *, image: bool, memory: t
             _warn(str(check.problem()))
     (key, size), placement = memory, checked.placement
     if size is None or placement is None or checked.sizes[Role.ACTOR] is None:
-        return
+        return placement
     gpu = config.cluster.device_memory_gb is not None
     needed = host_memory(config, checked.sizes, placement, gpu=gpu, job=job).needed
     if needed.least > size:
         _warn(
             f"{key}: {size / 1e9:,.3g} GB, and the processes of a node hold {needed.least / 1e9:,.3g} GB or more there"
         )
+    return placement
 
 
 def _warn(text: str) -> None:
@@ -184,15 +191,31 @@ def _active_job(run_dir: Path) -> tuple[str, str] | None:
 
 
 def _submitted(run_dir: Path) -> list[SubmittedJob]:
+    """The jobs of a run.
+
+    Raises:
+        UserError: the folder is not there, or has none.
+    """
     from megarl.launchers.submit import jobs_of
 
+    if not run_dir.is_dir():
+        raise UserError(
+            "this is no folder" if run_dir.exists() else "there is no such folder",
+            where="RUN_DIR",
+            found=str(run_dir),
+            allowed="a run folder that megarl launch RECIPE --slurm has made",
+            fix="name the one that megarl launch has printed; it is below tracking.dir, as runs/NAME/STAMP",
+        )
     jobs = jobs_of(run_dir)
     if not jobs:
+        log = run_dir / "log.txt"
+        ran = f"the run was started without a batch job, and what it prints is in {log}: tail -f {log}"
         raise UserError(
             "no job was submitted for this folder",
             where="RUN_DIR",
             found=str(run_dir),
-            allowed="a run folder that megarl launch has made",
+            allowed="a run folder that megarl launch RECIPE --slurm has made",
+            fix=ran if log.is_file() else f"megarl launch RECIPE --slurm --run-dir {run_dir} submits one",
         )
     return jobs
 

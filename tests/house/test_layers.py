@@ -18,6 +18,7 @@ IMPORTERS = {
 #: file -> why it may import what a text names. None of these texts is a constant that names a module of this package.
 BY_NAME = {
     "benchmarks/sync/receiver.py": "the loaders that servers have on their path, from their file",
+    "launchers/relative_paths.py": "is a module of the user installed? nothing is imported",
     "megarl/algorithms/registry.py": "a function of the user",
     "megarl/checks/packages.py": "is an optional package installed?",
     "megarl/checks/references.py": "where is the source of a function of the user?",

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl import cli
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.errors import ConfigError, UserError
@@ -233,6 +234,62 @@ def test_what_is_doubtful_of_pods_is_said():
         assert all(said in one for one in found)
 
 
+def test_pods_of_a_recipe_that_names_no_gpu_get_none_with_a_warning():
+    keys = {
+        "{}": "pods are asked for no GPU: set cluster.device_memory_gb=80, say, or launch.kubernetes.gpus_per_node=8",
+        "{gpus_per_node: 8}": "",
+        "{gpus_per_node: 0}": "",  # a run on CPUs that says so
+        "{resources: {amd.com/gpu: 8}}": "",
+        "{container: {resources: {claims: [{name: a}]}}}": "",
+    }
+    for key, said in keys.items():
+        overrides = ["cluster.device_memory_gb=null", f"launch.kubernetes={key}"]
+        found = kubernetes.doubtful(load_config("grpo_qwen3_8b_8gpu", overrides))
+        assert len(found) == bool(said)
+        assert all(said in one for one in found)
+
+
+def test_more_gpus_of_a_pod_than_machines_have_are_doubtful():
+    recipe, many = "grpo_async_qwen3_8b_32gpu", ["cluster.nnodes=2", "rollout.sglang.servers=8"]
+    (found,) = kubernetes.doubtful(load_config(recipe, many))
+    assert found.startswith("launch.kubernetes: 16 GPUs of each of 2 pods are asked for, for 32 workers")
+    assert ": cluster.nnodes=4, or launch.kubernetes.gpus_per_node=16" in found
+    assert kubernetes.doubtful(load_config(recipe, [*many, "launch.kubernetes.gpus_per_node=16"])) == []
+    assert kubernetes.doubtful(load_config(recipe)) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "said"),
+    [
+        (
+            "grpo_async_qwen3_8b_32gpu",
+            "1Gi",
+            "shared_memory=1Gi is less than the 1.3Gi that samples between teams take",
+        ),
+        ("grpo_async_qwen3_8b_32gpu", "2Gi", ""),
+        ("grpo_qwen3_30b_a3b_32gpu", "1Gi", ""),  # one team hands nothing over
+    ],
+)
+def test_shared_memory_that_does_not_hold_the_samples_is_doubtful(recipe, size, said, capsys):
+    keys = [*NEEDED, f"launch.kubernetes.shared_memory={size}"]
+    assert cli.main(["launch", recipe, "--kubernetes", "--dry-run", *keys]) == 0
+    shown = [line for line in capsys.readouterr().err.splitlines() if "samples between teams" in line]
+    assert len(shown) == bool(said)
+    assert all(said in line and "launch.kubernetes.shared_memory=2Gi or more" in line for line in shown)
+
+
+def test_relative_paths_of_files_that_are_here_are_doubtful_in_pods(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    keys = ["data.train_files=[rows.jsonl]", f"data.val_files=[{tmp_path}/rows.jsonl]"]
+    (found,) = kubernetes.doubtful(load_config("grpo_qwen3_8b_8gpu", keys))
+    assert "data.train_files[0]: rows.jsonl; copy the files" in found
+    assert "/data/runs/..." in found
+    assert "val_files" not in found
+    keys.append("launch.kubernetes.container={workingDir: /data/runs/work}")
+    assert kubernetes.doubtful(load_config("grpo_qwen3_8b_8gpu", keys)) == []
+
+
 def test_pods_of_a_jobset_are_started_again_by_it_and_not_by_their_launchers():
     """Launchers on several machines refuse to: each would start by itself."""
     recipe, job = made("fabric")
@@ -356,7 +413,8 @@ def test_kubectl_is_handed_the_objects(tmp_path, monkeypatch):
 
 @pytest.mark.procs
 def test_the_command_prints_them(tmp_path):
-    done = run(["launch", "grpo_quickstart", "--kubernetes", "--dry-run", *NEEDED], tmp_path)
+    keys = [*NEEDED, "launch.kubernetes.gpus_per_node=0"]
+    done = run(["launch", "grpo_quickstart", "--kubernetes", "--dry-run", *keys], tmp_path)
     assert done.code == 0, done.output
     found = [one for one in yaml.safe_load_all(done.output) if one]
     assert [one["kind"] for one in found] == ["ConfigMap", "JobSet"]

@@ -368,3 +368,20 @@ def test_a_run_is_submitted_followed_and_ended(tmp_path, monkeypatch, capsys):
     assert cli.main(["cancel", str(run_dir)]) == 0
     assert "no job" in capsys.readouterr().out
     assert cli.main(["status", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel"])
+def test_folders_without_a_job_are_told_apart(command, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "log.txt").write_text("line\n")
+    (tmp_path / "empty").mkdir()
+    for name, *said in (
+        ("none", "RUN_DIR: there is no such folder", "name the one that megarl launch has printed"),
+        ("file", "RUN_DIR: this is no folder"),
+        ("local", "RUN_DIR: no job was submitted for this folder", f"is in {tmp_path}/local/log.txt: tail -f"),
+        ("empty", "RUN_DIR: no job was submitted", f"megarl launch RECIPE --slurm --run-dir {tmp_path}/empty"),
+    ):
+        assert cli.main([command, str(tmp_path / name)]) == 2
+        shown = capsys.readouterr().err
+        assert all(one in shown for one in said), shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,12 +137,52 @@ def test_options_of_gpus_that_ask_for_none_are_taken(tmp_path):
     ],
 )
 def test_a_chain_whose_jobs_are_warned_at_once_is_doubtful(keys, said, tmp_path):
-    config = load_config("grpo_quickstart", [f"launch.slurm={{cpus_per_node: 2, {keys}}}"])
+    config = load_config("grpo_quickstart", [f"launch.slurm={{cpus_per_node: 2, gpus_per_node: 0, {keys}}}"])
     job = Submission(config, tmp_path, "train", "local", tmp_path)
     slurm_settings.check_settings(job)
     found = slurm_settings.doubtful(job)
     assert len(found) == bool(said)
     assert all(said in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("time: 3", "launch.slurm.warn_s=300 is not below launch.slurm.time, 180 s: Slurm sends no signal"),
+        ("time: 5", "launch.slurm.warn_s=100, say, or a longer launch.slurm.time"),
+        ("time: 6", ""),
+        ("time: 3, warn_s: 60", ""),
+        ("time: UNLIMITED", ""),
+    ],
+)
+def test_a_job_that_ends_without_a_checkpoint_is_doubtful(keys, said, tmp_path):
+    config = load_config("grpo_quickstart", [f"launch.slurm={{cpus_per_node: 2, gpus_per_node: 0, {keys}}}"])
+    job = Submission(config, tmp_path, "train", "local", tmp_path)
+    found = slurm_settings.doubtful(job)
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
+    assert ("--signal" in job_script(job)) != bool(said)
+    assert slurm_settings.doubtful(replace(job, command="eval")) == []  # it writes none
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ({"environment": {"HF_HOME": "/hub/hf", "XDG_CACHE_HOME": "/hub/cache"}}, ["HF_HOME", "XDG_CACHE_HOME"]),
+        ({"environment": {"HF_HOME": "/hub/hf", "XDG_CACHE_HOME": "/hubs"}, "mounts": ["/a:/hub"]}, ["XDG_CACHE_HOME"]),
+        ({"environment": {"HF_HOME": "/hub"}, "mounts": ["/hub:/other"]}, ["HF_HOME"]),  # its place outside
+        ({"environment": {"HF_HOME": "/hub/"}, "mounts": ["/srv:/hub:ro"]}, []),
+        ({"environment": {"A": "/shared/my work/a", "B": "/shared/runs/a run/b"}}, []),  # mounted by themselves
+        ({"environment": {"XDG_CACHE_HOME": "/opt/cache", "LD_LIBRARY_PATH": "/a:/b", "N": "1"}}, []),
+        ({"environment": {"HF_HOME": "/hub/hf"}, "image": None}, []),
+        ({"environment": {"HF_HOME": f"{Path.home()}/hf"}, "container": "apptainer"}, []),
+    ],
+)
+def test_variables_with_a_folder_that_a_container_does_not_have_are_doubtful(keys, names):
+    section = SlurmConfig(**{"image": "docker://a/b:1", "cpus_per_node": 2, "gpus_per_node": 0, **keys})
+    found = slurm_settings.doubtful(submission(section))
+    assert [re.match(r"launch\.slurm\.environment\.(\w+)=", one)[1] for one in found] == names
+    assert all("is in no folder of launch.slurm.mounts" in one for one in found)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +259,80 @@ def test_a_node_without_gpus_is_doubtful(gres, tmp_path):
     config = load_config("grpo_qwen3_8b_8gpu", keys)
     found = slurm_settings.doubtful(Submission(config, tmp_path, "train", "local", tmp_path))
     assert any("launch.slurm asks for no GPU, and the run takes 8 of a node" in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("{}", "launch.slurm: nodes are asked for no GPU: set cluster.device_memory_gb=80, say, or launch.slurm.gpus"),
+        ("{gres: 'disk:1'}", "set launch.slurm.gres=gpu:8,disk:1; nothing to do for a run on CPUs"),
+        ("{gpus_per_node: 8}", ""),
+        ("{gpus_per_node: 0}", ""),  # a run on CPUs that says so
+        ("{gres: 'gpu:h100:8'}", ""),
+        ("{options: [--exclusive]}", ""),
+        ("{options: ['--gres=gpu:8']}", ""),
+        ("{options: [-G8]}", ""),
+    ],
+)
+def test_a_recipe_that_names_no_gpu_gets_none_with_a_warning(keys, said, tmp_path):
+    overrides = ["cluster.device_memory_gb=null", f"launch.slurm={keys}", "launch.slurm.cpus_per_node=96"]
+    config = load_config("grpo_qwen3_8b_8gpu", overrides)
+    found = slurm_settings.doubtful(Submission(config, tmp_path, "train", "local", tmp_path))
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "said"),
+    [
+        ("grpo_async_qwen3_8b_32gpu", [], ""),
+        (
+            "grpo_async_qwen3_8b_32gpu",
+            ["launch.slurm.teams={draw: {nodes: 2}}"],
+            "launch.slurm: 12 GPUs of each of 2 nodes are asked for, for 24 workers and their servers, and machines "
+            "have 8 as a rule: cluster.nnodes=5, or fewer nodes of launch.slurm.teams, or launch.slurm.gpus_per_node=",
+        ),
+        ("grpo_async_qwen3_8b_32gpu", ["launch.slurm.teams={draw: {nodes: 2, gpus_per_node: 4}}"], "12 GPUs of each"),
+        ("grpo_async_qwen3_8b_32gpu", ["launch.slurm={gpus_per_node: 12, teams: {draw: {nodes: 2}}}"], ""),
+        ("grpo_async_qwen3_8b_32gpu", ["launch.slurm={gres: 'gpu:12', teams: {draw: {nodes: 2}}}"], ""),
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40"], "10 GPUs of each of 4 nodes are asked for, for 40 workers"),
+        # Eight servers do not divide over five machines, and seven over none of 5 to 40 that the workers divide over.
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40"], "as a rule: cluster.nnodes=8, or launch.slurm"),
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "rollout.sglang.servers=7"], "rule: launch.slurm.gpus_per"),
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "rollout.sglang.servers=5"], ": cluster.nnodes=5, or"),
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "cluster.device_memory_gb=null"], ""),
+    ],
+)  # fmt: skip
+def test_more_gpus_of_a_node_than_machines_have_are_doubtful(recipe, keys, said, tmp_path):
+    config = load_config(recipe, ["launch.slurm.cpus_per_node=96", *keys])
+    job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
+    found = [one for one in slurm_settings.doubtful(job) if "as a rule: " in one]
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
+
+
+def test_a_team_whose_nodes_are_crowded_is_told_how_many_it_takes(tmp_path):
+    teams = "{train: {roles: [actor, reference], devices: 12}, draw: {roles: [rollout], devices: 20}}"
+    keys = [f"placement.teams={teams}", "launch.slurm.teams={draw: {nodes: 2}}"]
+    config = load_config("grpo_async_qwen3_8b_32gpu", keys)
+    job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
+    (found,) = [one for one in slurm_settings.doubtful(job) if "as a rule: " in one]
+    assert found.startswith("launch.slurm.teams.draw: 10 GPUs of each of 2 nodes")
+    assert "launch.slurm.teams.draw.nodes=4 with cluster.nnodes=6, or" in found
+
+
+def test_nodes_of_a_team_are_asked_for_no_gpu_by_themselves(tmp_path):
+    keys = [
+        "cluster={nproc: 4, nnodes: 2}",
+        "launch.slurm={gpus_per_node: 2, teams: {b: {nodes: 1, gpus_per_node: 0}}}",
+    ]
+    config = load_config("grpo_quickstart", [TEAMS, *keys, "launch.slurm.cpus_per_node=4"])
+    job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
+    assert not any("GPU" in one for one in slurm_settings.doubtful(job))  # both kinds of nodes are said
+    keys[1] = "launch.slurm={teams: {b: {nodes: 1, gpus_per_node: 2}}}"
+    config = load_config("grpo_quickstart", [TEAMS, *keys, "launch.slurm.cpus_per_node=4"])
+    job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
+    assert [one[:14] for one in slurm_settings.doubtful(job) if "GPU" in one] == ["launch.slurm: "]
 
 
 @pytest.mark.parametrize(

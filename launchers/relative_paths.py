@@ -1,0 +1,72 @@
+"""Files and folders of this machine that a recipe names by relative paths: other folders do not have them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from megarl.config.run import RunConfig
+from megarl.data.sources import TEXT
+from megarl.imports import is_file_reference, is_module_reference
+
+#: What describes the job itself, or has names of libraries that may be those of folders, too.
+_OTHERS = ("name", "launch", "cluster", "tracking", "model.hf_config")
+#: Keys of data sources, and those that may name a folder by one word.
+_SOURCES = ("train_files", "val_files")
+_FOLDERS = (*_SOURCES, "path", "tokenizer", "resume", "measured")
+
+
+def relative_paths(config: RunConfig) -> dict[str, str]:
+    """Keys of a recipe, and their values that lead to a file, folder or module in or below the current folder.
+
+    A value may be the path itself, or have it in `file.py:fn`, `folder@split` and `TASK=file`; a module counts in
+    `pkg.mod:fn` where only the current folder has it. Of several values of a key each has its number.
+    """
+    return {
+        key: text
+        for key, text in _texts(config.model_dump(mode="json", by_alias=True), "")
+        if not text.startswith(TEXT) and _is_here(key, text)
+    }
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Keys with dots, and the texts that they have."""
+    if key in _OTHERS:
+        return
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from _texts(inner, f"{key}[{place}]")
+
+
+def _is_here(key: str, text: str) -> bool:
+    if is_module_reference(text):
+        return _module_is_here(text.partition(":")[0])
+    if is_file_reference(text):
+        text = text.rpartition(":")[0]
+    leaf, paths = key.rpartition(".")[2].partition("[")[0], [text]
+    if leaf in _SOURCES:
+        paths += [text.rpartition("@")[0], text.rpartition("=")[2]]
+    return any(path and not os.path.isabs(path) and (os.path.isfile(path) or _is_folder(path, leaf)) for path in paths)
+
+
+def _is_folder(path: str, leaf: str) -> bool:
+    """One word is a folder only where a key names one: `math` may be that of a reward."""
+    return os.path.isdir(path) and ("/" in path or leaf in _FOLDERS)
+
+
+def _module_is_here(module: str) -> bool:
+    here, file = Path.cwd(), Path(*module.split("."))
+    if not (file.with_suffix(".py").is_file() or (file / "__init__.py").is_file()):
+        return False
+    others = [place for place in sys.path if place and Path(place).resolve() != here.resolve()]
+    package = module.partition(".")[0]
+    return package != "megarl" and PathFinder.find_spec(package, others) is None
