@@ -22,8 +22,6 @@ from megarl.processes import has_nvidia_device
 Bundle = dict[str, float]
 #: Of the 1,000 that a node has of the resource that says whose it is.
 _SHARE = 0.001
-GPUS_AS_A_RULE = 8
-"""Of a machine."""
 
 
 @dataclass(frozen=True)
@@ -138,18 +136,6 @@ def gpus_of_a_node(config: RunConfig) -> int:
     workers = config.cluster.nproc // config.cluster.nnodes
     named = config.rollout.sglang.gpus if config.rollout.engine == "sglang" else None
     return max(workers + server_gpus(config, config.placement.asking), 1 + max(named or [-1]))
-
-
-def enough_nodes(config: RunConfig) -> int | None:
-    """The least number of machines of which the run takes `GPUS_AS_A_RULE` at most; None: there is none."""
-    cluster, servers = config.cluster, config.rollout.sglang
-    starts = config.rollout.engine == "sglang" and not servers.urls and not config.placement.asking
-    for nodes in range(cluster.nnodes + 1, cluster.nproc + 1):
-        other = config.model_copy(update={"cluster": cluster.model_copy(update={"nnodes": nodes})})
-        even = cluster.nproc % nodes == 0 and not (starts and servers.servers % nodes)
-        if even and gpus_of_a_node(other) <= GPUS_AS_A_RULE:
-            return nodes
-    return None
 
 
 def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:

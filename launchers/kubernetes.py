@@ -27,7 +27,7 @@ from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
 from megarl.dag.placement import Placement
 from megarl.errors import ConfigError, UnavailableError, UserError, count
-from megarl.launchers.bundles import GPUS_AS_A_RULE, MEETING, enough_nodes, gpus_of_a_node
+from megarl.launchers.bundles import MEETING, gpus_of_a_node
 from megarl.launchers.kubernetes_fields import RECIPE_FOLDER, check_fields, claims_of, mounts_of
 from megarl.launchers.relative_paths import relative_paths
 from megarl.store.size import object_store_bytes
@@ -222,7 +222,7 @@ def doubtful(config: RunConfig, placement: Placement | None = None) -> list[str]
 
 
 def _doubtful_gpus(config: RunConfig) -> list[str]:
-    """No GPU of a pod, or more than machines have."""
+    """No GPU of a pod."""
     settings, key, found = config.launch.kubernetes, "launch.kubernetes", []
     named, needed, given = config.cluster.device_memory_gb is not None, gpus_of_a_node(config), settings.gpus_per_node
     asks = any("gpu" in name for name in settings.resources) or bool(claims_of(settings))
@@ -232,13 +232,6 @@ def _doubtful_gpus(config: RunConfig) -> list[str]:
         found.append(
             f"{key}: pods are asked for no GPU: set cluster.device_memory_gb=80, say, or {key}.gpus_per_node={needed}"
             f"; nothing to do for a run on CPUs ({key}.gpus_per_node=0 says so)"
-        )
-    elif named and given is None and needed > GPUS_AS_A_RULE:
-        nodes, fix = enough_nodes(config), f"{key}.gpus_per_node={needed} where they have as many"
-        found.append(
-            f"{key}: {needed} GPUs of each of {count(config.cluster.nnodes, 'pod')} are asked for, for "
-            f"{count(config.cluster.nproc, 'worker')} and their servers, and machines have {GPUS_AS_A_RULE} as a rule: "
-            f"{fix if nodes is None else f'cluster.nnodes={nodes}, or {fix}'}"
         )
     return found
 

@@ -9,8 +9,9 @@ from pathlib import Path, PurePosixPath
 from megarl.config.launch import SlurmConfig, option_parts
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
+from megarl.dag.machines import USUAL_GPUS
 from megarl.errors import ConfigError, count
-from megarl.launchers.bundles import GPUS_AS_A_RULE, MEETING, enough_nodes
+from megarl.launchers.bundles import MEETING
 from megarl.launchers.slurm import (
     Component,
     Submission,
@@ -246,31 +247,31 @@ def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
 
 
 def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
-    """More GPUs of a node than machines have, where nobody has said that these have as many."""
-    found, apart = [], config.launch.slurm.teams
-    for part in parts if config.cluster.device_memory_gb is not None else ():
+    """More GPUs of a team's nodes than machines have, where nobody has said that these have as many.
+
+    Of machines that are all alike the checks of a recipe say it (megarl.checks.gpus).
+    """
+    found, apart = [], config.launch.slurm.teams and config.cluster.device_memory_gb is not None
+    for part in parts if apart else ():
         needed, section = gpus_needed(config, part), _section(part)
-        if needed <= GPUS_AS_A_RULE or given_gpus(config, part) is not None or gres_of(config, part) is not None:
+        if needed <= USUAL_GPUS or given_gpus(config, part) is not None or gres_of(config, part) is not None:
             continue
-        fix = f"{section}.gpus_per_node={needed} where they have as many"
-        least = _least_nodes(part) if apart else enough_nodes(config)
-        if least is not None:
-            nodes = f"cluster.nnodes={config.cluster.nnodes + least - part.nodes}"
-            if part.team:
-                nodes = f"{section}.nodes={least} with {nodes}"
-            elif apart:
-                nodes += ", or fewer nodes of launch.slurm.teams"
-            fix = f"{nodes}, or {fix}"
+        least = _least_nodes(part)
+        nodes = f"cluster.nnodes={config.cluster.nnodes + least - part.nodes}"
+        more = (
+            f"{section}.nodes={least} with {nodes}" if part.team else f"{nodes}, or fewer nodes of launch.slurm.teams"
+        )
         found.append(
             f"{section}: {needed} GPUs of each of {count(part.nodes, 'node')} are asked for, for "
-            f"{count(part.workers, 'worker')} and their servers, and machines have {GPUS_AS_A_RULE} as a rule: {fix}"
+            f"{count(part.workers, 'worker')}, and machines have {USUAL_GPUS} as a rule: {more}, or "
+            f"{section}.gpus_per_node={needed} where they have as many"
         )
     return found
 
 
 def _least_nodes(part: Component) -> int:
     """Nodes over which its workers divide evenly, with no more on each than machines have GPUs."""
-    least = -(-part.workers // GPUS_AS_A_RULE)
+    least = -(-part.workers // USUAL_GPUS)
     return next(nodes for nodes in range(least, part.workers + 1) if part.workers % nodes == 0)
 
 

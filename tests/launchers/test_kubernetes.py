@@ -249,15 +249,6 @@ def test_pods_of_a_recipe_that_names_no_gpu_get_none_with_a_warning():
         assert all(said in one for one in found)
 
 
-def test_more_gpus_of_a_pod_than_machines_have_are_doubtful():
-    recipe, many = "grpo_async_qwen3_8b_32gpu", ["cluster.nnodes=2", "rollout.sglang.servers=8"]
-    (found,) = kubernetes.doubtful(load_config(recipe, many))
-    assert found.startswith("launch.kubernetes: 16 GPUs of each of 2 pods are asked for, for 32 workers")
-    assert ": cluster.nnodes=4, or launch.kubernetes.gpus_per_node=16" in found
-    assert kubernetes.doubtful(load_config(recipe, [*many, "launch.kubernetes.gpus_per_node=16"])) == []
-    assert kubernetes.doubtful(load_config(recipe)) == []
-
-
 @pytest.mark.parametrize(
     ("recipe", "size", "said"),
     [

@@ -289,21 +289,16 @@ def test_a_recipe_that_names_no_gpu_gets_none_with_a_warning(keys, said, tmp_pat
         (
             "grpo_async_qwen3_8b_32gpu",
             ["launch.slurm.teams={draw: {nodes: 2}}"],
-            "launch.slurm: 12 GPUs of each of 2 nodes are asked for, for 24 workers and their servers, and machines "
+            "launch.slurm: 12 GPUs of each of 2 nodes are asked for, for 24 workers, and machines "
             "have 8 as a rule: cluster.nnodes=5, or fewer nodes of launch.slurm.teams, or launch.slurm.gpus_per_node=",
         ),
         ("grpo_async_qwen3_8b_32gpu", ["launch.slurm.teams={draw: {nodes: 2, gpus_per_node: 4}}"], "12 GPUs of each"),
         ("grpo_async_qwen3_8b_32gpu", ["launch.slurm={gpus_per_node: 12, teams: {draw: {nodes: 2}}}"], ""),
         ("grpo_async_qwen3_8b_32gpu", ["launch.slurm={gres: 'gpu:12', teams: {draw: {nodes: 2}}}"], ""),
-        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40"], "10 GPUs of each of 4 nodes are asked for, for 40 workers"),
-        # Eight servers do not divide over five machines, and seven over none of 5 to 40 that the workers divide over.
-        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40"], "as a rule: cluster.nnodes=8, or launch.slurm"),
-        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "rollout.sglang.servers=7"], "rule: launch.slurm.gpus_per"),
-        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "rollout.sglang.servers=5"], ": cluster.nnodes=5, or"),
-        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40", "cluster.device_memory_gb=null"], ""),
+        ("grpo_qwen3_30b_a3b_32gpu", ["cluster.nproc=40"], ""),  # the checks of the recipe say it
     ],
 )  # fmt: skip
-def test_more_gpus_of_a_node_than_machines_have_are_doubtful(recipe, keys, said, tmp_path):
+def test_more_gpus_of_a_teams_node_than_machines_have_are_doubtful(recipe, keys, said, tmp_path):
     config = load_config(recipe, ["launch.slurm.cpus_per_node=96", *keys])
     job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
     found = [one for one in slurm_settings.doubtful(job) if "as a rule: " in one]
