@@ -80,7 +80,7 @@ def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int]
         fits = [host for host, indices in free.items() if len(indices) >= need]
         host = min(fits, key=lambda h: len(free[h])) if fits else max(free, key=lambda h: len(free[h]))
         size = min(need, len(free[host]))
-        if size >= unit:
+        if size >= unit and not fits:
             size -= size % unit
         taken, free[host] = free[host][:size], free[host][size:]
         (whole if size >= unit else rest).extend(taken)

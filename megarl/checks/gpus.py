@@ -21,12 +21,13 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     starts = job != "sft" and not config.rollout.sglang.urls
     beside = occupied(config, placement) - workers if starts else 0
     refused = config.rollout.sglang.dp_size > 1 or (beside and placement.asking and cluster.nnodes > 1)
-    if refused or workers % cluster.nnodes or beside % cluster.nnodes:  # all of it is noted elsewhere
+    uneven = bool(beside) and config.rollout.sglang.servers % cluster.nnodes
+    if refused or workers % cluster.nnodes or uneven:  # all of it is noted elsewhere
         return
     here, lent = (workers + beside) // cluster.nnodes, beside // cluster.nnodes
     machines = f"{count(cluster.nnodes, 'machine')} of {count(here, 'GPU')}"
     parts = f"{here - lent} for workers, {lent} for servers beside them"
-    if here <= USUAL_GPUS:
+    if here <= _has(config):
         checks.ok("machines", f"{machines} ({parts})")
         return
     checks.warn(
@@ -38,15 +39,23 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     )
 
 
+def _has(config: RunConfig) -> int:
+    """GPUs that a machine has: as the recipe says, or as is usual."""
+    said = (config.launch.slurm.gpus_per_node, config.launch.kubernetes.gpus_per_node)
+    return max(USUAL_GPUS, *(number or 0 for number in said))
+
+
 def _more_machines(config: RunConfig, placement: Placement, workers: int, beside: int) -> str:
     """What makes machines of as many GPUs as is usual, or fewer."""
-    settings = []
+    settings, servers = [], config.rollout.sglang
     if beside and placement.asking:  # on several machines servers are where workers lend them GPUs, and nowhere else
         team = placement.of_role(Role.ROLLOUT)
         assert team is not None, "it asks"
         settings = [f"{devices_key(config, team)}={team.devices + beside}", f"cluster.nproc={workers + beside}"]
         workers, beside = workers + beside, 0
-    fit = (n for n in range(1, workers + 1) if workers % n == beside % n == 0 and (workers + beside) // n <= USUAL_GPUS)
+    even = [n for n in range(1, workers + 1) if workers % n == 0 and (not beside or servers.servers % n == 0)]
+    unit = servers.ranks if settings else 1  # a server is on one machine
+    fit = (n for n in even if (workers + beside) // n <= _has(config) and (workers + beside) // n % unit == 0)
     nnodes = next(fit, None)
     if nnodes is None:
         return "change cluster.nnodes and rollout.sglang.servers together: every machine has equally many of both"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from megarl.checks.checklist import Checklist
 from megarl.checks.layout import devices_key
-from megarl.config.model import ParallelConfig
+from megarl.checks.lent import check_asking, check_lent
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.dag.machines import settings_of_workers
-from megarl.dag.placement import Placement, TeamPlan, place, together
+from megarl.dag.placement import Placement, place, together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 
@@ -67,7 +66,7 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
         return
     draws = placement.of_role(Role.ROLLOUT)
     if draws is not None and draws is not actor:
-        alone = f", with its devices, and leave the team {draws.name} out" if draws.roles == (Role.ROLLOUT,) else ""
+        whole = f", with its devices, and leave the team {draws.name} out" if draws.roles == (Role.ROLLOUT,) else ""
         checks.fail(
             "placement",
             key,
@@ -75,7 +74,7 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
             found=True,
             allowed="false, or true with actor and rollout in one team",
             fix=f"set {key}=false, or move rollout from placement.teams.{draws.name}.roles to "
-            f"placement.teams.{actor.name}.roles{alone}",
+            f"placement.teams.{actor.name}.roles{whole}",
         )
     elif servers.servers * servers.ranks > actor.devices:
         checks.fail(
@@ -127,113 +126,9 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
             fix=f"set {devices_key(config, team)}={here}, or rollout.parallel={{pp: 1, ep: 1}}",
         )
     if config.rollout.engine == "sglang" and config.cluster.nnodes > 1 and not servers.urls:
-        check_lent(config, team, checks)
+        check_lent(config, placement, team, checks)
     if config.rollout.engine == "sglang" and team.roles == (Role.ROLLOUT,):
-        _check_asking(config, placement, team, checks)
-
-
-def _on_machine(config: RunConfig, team: TeamPlan) -> int:
-    """Workers of a team that are on one machine, at most."""
-    own = config.launch.slurm.teams.get(team.name)
-    return team.devices // own.nodes if own else config.cluster.nproc // config.cluster.nnodes
-
-
-def check_lent(config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
-    """Servers of a run on several machines are where workers of the rollout's team lend them GPUs."""
-    servers, key = config.rollout.sglang, devices_key(config, team)
-    ranks = servers.tp_size  # another dp_size than 1 is refused
-    needed = servers.servers * ranks
-    here = _on_machine(config, team)
-    if team.roles != (Role.ROLLOUT,):
-        checks.fail(
-            "placement",
-            f"placement.teams.{team.name}.roles",
-            f"on {config.cluster.nnodes} machines servers are started on the GPUs of workers that only send requests, "
-            f"and the workers of the team {team.name} need theirs",
-            found=", ".join(role.value for role in team.roles),
-            allowed="[rollout], the actor's roles and rollout in one team, one machine, or rollout.sglang.urls",
-            fix="give the rollout a team of its own",
-        )
-    elif servers.gpus is not None or servers.first_gpu_given:
-        checks.fail(
-            "placement",
-            "rollout.sglang.gpus" if servers.gpus is not None else "rollout.sglang.extra_args",
-            f"the team {team.name} may have other GPUs on each of its machines",
-            found=servers.gpus or servers.extra_args,
-            allowed="servers on the GPUs that the team's workers lend them",
-            fix="set rollout.sglang.gpus=null, and leave --base-gpu-id out",
-        )
-    elif ranks > here:
-        checks.fail(
-            "placement",
-            "rollout.sglang.tp_size",
-            f"a server is on one machine, where the team {team.name} has {count(here, 'worker')} at most",
-            found=servers.tp_size,
-            allowed=f"at most {here}",
-            fix="lower rollout.sglang.tp_size, and start more servers",
-        )
-    elif needed > team.devices:
-        settings = settings_of_workers(config, config.cluster.nproc - team.devices + needed)
-        checks.fail(
-            "placement",
-            key,
-            f"the workers of the team {team.name} lend their GPUs to {count(servers.servers, 'server')} of "
-            f"{count(ranks, 'rank')}, which need {needed}",
-            found=team.devices,
-            allowed=f"{needed} or more, on several machines",
-            fix=f"set {key}={needed} {settings or 'with cluster.nproc and cluster.nnodes'}, or "
-            f"rollout.sglang.servers={team.devices // ranks}",
-        )
-
-
-def _check_asking(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
-    """Workers that only send requests to servers hold no model, and lend their GPUs to the servers."""
-    layout, servers, key = config.rollout.parallel, config.rollout.sglang, devices_key(config, team)
-    if layout is not None and layout != ParallelConfig():
-        checks.warn(
-            "placement",
-            "rollout.parallel",
-            f"servers do not look at it: it groups the workers of the team {team.name}, which only send requests",
-            found=layout.model_dump(exclude_defaults=True),
-            fix="set rollout.parallel=null; rollout.sglang.tp_size splits the model of a server",
-        )
-    if config.cluster.device_memory_gb is None or servers.colocated:
-        return
-    if servers.urls:
-        fewer = _fewest(config, placement, team)
-        if fewer is not None:
-            checks.warn(
-                "placement",
-                key,
-                f"under Ray the workers of the team {team.name} reserve {count(team.devices, 'GPU')}, and the servers "
-                "of rollout.sglang.urls are on others",
-                found=team.devices,
-                fix=f"set {key}={fewer} cluster.nproc={config.cluster.nproc - team.devices + fewer}, the fewest with "
-                "equally many workers on every machine",
-            )
-        return
-    here, used = min(_on_machine(config, team), team.devices), servers.servers * servers.tp_size
-    most = team.devices // here * (here // servers.tp_size) + team.devices % here // servers.tp_size
-    if most and used < team.devices:
-        more = f"set rollout.sglang.servers={most}" if most > servers.servers else "change rollout.sglang.tp_size"
-        checks.warn(
-            "placement",
-            "rollout.sglang.servers",
-            f"{team.devices - used} of the {count(team.devices, 'GPU')} that the workers of the team {team.name} lend "
-            f"have no server",
-            found=servers.servers,
-            fix=f"{more}, or give the team fewer devices",
-        )
-
-
-def _fewest(config: RunConfig, placement: Placement, team: TeamPlan) -> int | None:
-    """The fewest workers that a team of whole replicas can have on these machines; None: no fewer than it has."""
-    others, size = sum(other.devices for other in placement.teams) - team.devices, team.parallel.model_parallel_size
-    own = config.launch.slurm.teams.get(team.name)
-    for devices in range(size, team.devices, size):
-        if (devices % own.nodes if own else (others + devices) % config.cluster.nnodes) == 0:
-            return devices
-    return None
+        check_asking(config, placement, team, checks)
 
 
 def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megarl.checks.checklist import Checklist
 from megarl.checks.layout import check_cluster, check_layouts
-from megarl.checks.placement import check_lent, check_placement
+from megarl.checks.lent import check_lent
+from megarl.checks.placement import check_placement
 from megarl.checks.settings import check_batches, check_sampling
 from megarl.checks.sglang import check_servers
 from megarl.config.base import raise_problems
@@ -58,7 +59,7 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
         check_servers(config, placement, sizes[Role.ACTOR], checks, None, here=False)
         if team is not None and placement.asking and config.cluster.nnodes > 1:
-            check_lent(config, team, checks)
+            check_lent(config, placement, team, checks)
     _raise(checks, but="validation.")
 
 

@@ -222,12 +222,9 @@ class Space:
         return found
 
     def _asking(self, most: int | None = None) -> int:
-        """Workers that ask servers, as many as the recipe has; at most `most` then, which share out every batch."""
+        """Workers that ask servers: as many as the recipe has, or `most`, to which a machine has GPUs to lend."""
         given = self.config.placement.asking or 1
-        if most is None or given <= most:
-            return given
-        sizes = batch_sizes(self.config, [Role.ROLLOUT]).values()
-        return next(number for number in range(most, 0, -1) if all(size % number == 0 for size in sizes))
+        return given if most is None else min(given, most)
 
     def _running(self) -> list[Spread]:
         """Servers that run already keep their devices."""

@@ -58,6 +58,26 @@ def test_more_gpus_than_a_machine_has_are_warned_of(overrides, words, fix):
 
 
 @pytest.mark.parametrize(
+    ("job", "overrides", "fix"),
+    [
+        ("eval", ["rollout.sglang={servers: 4, tp_size: 2}"], "change cluster.nnodes and rollout.sglang"),
+        ("train", ["cluster={nproc: 4, nnodes: 1}", "placement.teams={train: {devices: 2}, draw: {devices: 2}}",
+                   "rollout.sglang={servers: 1, tp_size: 8}"], "change cluster.nnodes and rollout.sglang.servers"),
+        ("train", [*ONE, "cluster={nproc: 8, nnodes: 1}", "rollout.sglang={servers: 1, tp_size: 8}"], "change"),
+    ],
+)  # fmt: skip
+def test_a_server_stays_whole_in_what_is_advised(job, overrides, fix):
+    (check,) = [check for check in checks_of(*overrides, job=job) if check.key == "cluster.nnodes"]
+    assert check.fix.startswith(fix)
+
+
+def test_a_machine_has_the_gpus_that_the_recipe_says():
+    assert [check.key for check in checks_of("cluster.nnodes=2")] == ["cluster.nnodes"]
+    for launcher in ("slurm", "kubernetes"):
+        assert checks_of("cluster.nnodes=2", f"launch.{launcher}.gpus_per_node=16") == []
+
+
+@pytest.mark.parametrize(
     ("job", "overrides"),
     [
         ("sft", []),
@@ -79,7 +99,7 @@ def test_gpus_that_this_run_does_not_take_from_its_machines_do_not_count(job, ov
         (["placement.teams.draw.devices=10"], "add up to 32 (the run as it is) or 40 (cluster.nproc=40 cluster.nnodes"),
         (["cluster={nproc: 8, nnodes: 1}"], "set cluster.nproc=32 cluster.nnodes=4, or other"),
         (["cluster={nproc: 8, nnodes: 1, device_memory_gb: null}"], "set cluster.nproc=32, or other"),
-        (["cluster.nproc=16"], "set cluster.nproc=32 cluster.nnodes=8, or other"),
+        (["cluster.nproc=16"], "set cluster.nproc=32, or other"),
         (
             ["placement.teams.draw.devices=16", "launch.slurm.teams={draw: {nodes: 1}}"],
             "set cluster.nproc=40, or other",

@@ -198,7 +198,7 @@ def test_an_engine_in_another_team_takes_weights_in_its_own_dtype(failures, held
 LENT = (
     *DRAWS,
     "rollout.engine=sglang",
-    "cluster={nproc: 12, nnodes: 3}",
+    "cluster={nproc: 12, nnodes: 3, device_memory_gb: 80}",
     "placement.teams={train: {devices: 4}, draw: {devices: 8}}",
     "data.batch_size=24",
 )
@@ -213,7 +213,7 @@ def test_servers_of_a_team_on_several_machines_are_on_the_gpus_that_its_workers_
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["servers=9"], "placement.teams.draw.devices", ["9 servers", "devices=9", "servers=8"]),
+        (["servers=9"], "placement.teams.draw.devices", ["9 servers", "which need 9", "servers=8"]),
         (["servers=3", "tp_size=4"], "placement.teams.draw.devices", ["which need 12", "servers=2"]),
         (["servers=2", "gpus=[0, 1]"], "rollout.sglang.gpus", ["other GPUs on each"]),
         (["servers=2", "extra_args=[--base-gpu-id=1]"], "rollout.sglang.extra_args", ["--base-gpu-id"]),
@@ -228,6 +228,43 @@ def test_workers_of_several_machines_that_hold_models_lend_no_gpus(failures):
     held = "placement.teams={train: {roles: [actor], devices: 4}, draw: {roles: [rollout, reference], devices: 8}}"
     found = failures(*LENT, held, "algorithm.kl.use=loss", "rollout.sglang.servers=3")
     assert [check.key for check in found] == ["placement.teams.draw.roles"]
+
+
+@pytest.mark.parametrize(
+    ("teams", "servers", "spread", "most"),
+    [
+        ({"train": 4, "draw": 8}, "{servers: 2, tp_size: 4}", None, 2),
+        ({"train": 22, "frozen": 5, "draw": 5}, "{servers: 1, tp_size: 4}", "", 0),
+        ({"train": 24, "draw": 12}, "{servers: 3, tp_size: 4}", "6 + 6", 2),
+        ({"train": 6, "draw": 12}, "{servers: 3, tp_size: 4}", None, 3),
+    ],
+)
+def test_servers_are_where_the_launcher_will_seat_the_workers(failures, teams, servers, spread, most):
+    """On machines of four, eight, and of six workers."""
+    workers = sum(teams.values())
+    here = {12: 4, 32: 8, 36: 6, 18: 6}[workers]
+    roles = {"train": "actor", "frozen": "reference", "draw": "rollout"}
+    placed = ", ".join(f"{name}: {{roles: [{roles[name]}], devices: {number}}}" for name, number in teams.items())
+    kept = ("algorithm.kl.use=loss", "reference.parallel={tp: 1}") if "frozen" in teams else ()
+    found = failures(
+        *LENT, *kept, f"placement.teams=!replace {{{placed}}}", f"rollout.sglang={servers}", "data.batch_size=3960",
+        "actor.mini_batch_size=3960", f"cluster={{nproc: {workers}, nnodes: {workers // here}}}",
+    )  # fmt: skip
+    found = [check for check in found if check.name == "placement"]
+    if spread == "":
+        (check,) = found
+        assert "3 workers at most" in check.message
+        return
+    assert [check.key for check in found] == ([] if spread is None else ["placement.teams.draw.devices"])
+    for check in found:
+        assert f"which need 12, each on one machine, and have {spread}" in check.message
+        assert f"servers={most}" in check.fix
+
+
+def test_fewer_workers_than_machines_are_no_crash(failures):
+    few = failures(*LENT, "cluster={nproc: 3, nnodes: 4}", "placement.teams={train: {devices: 2}, draw: {devices: 1}}")
+    assert "cluster.nnodes" in {check.key for check in few}
+    failures(*LENT, "launch.slurm.teams={draw: {nodes: 16}}")  # `megarl launch` says that these divide no 8 workers
 
 
 def test_a_server_may_be_as_large_as_a_node_of_its_team(failures):
@@ -247,8 +284,8 @@ ON_ONE = (*ON_GPUS, "cluster={nproc: 8, nnodes: 1}", "placement.teams.draw.devic
     [
         ([*ON_GPUS, "rollout.sglang.servers=8"], "8 of the 16 GPUs", "set rollout.sglang.servers=16, or"),
         ([*ON_GPUS, "rollout.sglang={servers: 2, tp_size: 2}"], "12 of the 16 GPUs", "set rollout.sglang.servers=8"),
-        ([*ON_GPUS, "rollout.sglang={servers: 1, tp_size: 3}"], "13 of the 16 GPUs", "set rollout.sglang.servers=4"),
-        ([*ON_GPUS, "rollout.sglang={servers: 4, tp_size: 3}"], "4 of the 16 GPUs", "change rollout.sglang.tp_size"),
+        ([*ON_GPUS, "rollout.sglang={servers: 1, tp_size: 3}"], "13 of the 16 GPUs", "set rollout.sglang.servers=5"),
+        ([*ON_GPUS, "rollout.sglang={servers: 5, tp_size: 3}"], "1 of the 16 GPUs", "change rollout.sglang.tp_size"),
         ([*ON_GPUS, "rollout.sglang.servers=16"], None, None),
         ([*ON_ONE, "rollout.sglang.servers=3"], "1 of the 4 GPUs", "set rollout.sglang.servers=4"),
         ([*ON_ONE, "rollout.sglang.servers=4"], None, None),

@@ -55,6 +55,12 @@ def test_workers_that_lend_gpus_to_one_server_stay_on_one_machine() -> None:
     assert [places[index][0] for index in found[2:]] == ["0"] * 4 + ["1"] * 2
 
 
+def test_a_team_that_fits_onto_a_machine_is_on_one_whatever_its_unit() -> None:
+    places, plans = on(8, 8, 8), teams(14, 4, 6)
+    found = seats(places, plans, {"team 0": 2, "team 14": 1, "team 18": 4})
+    assert len({places[index][0] for index in found[18:]}) == 1
+
+
 def test_a_team_with_nodes_of_its_own_is_seated_there_whatever_its_size() -> None:
     first, second, third = teams(4, 2, 2)
     # Ray has put each worker on a node of its team: 0 and 1 are of the second one.

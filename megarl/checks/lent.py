@@ -1,0 +1,143 @@
+"""Checks of a rollout team whose workers only send requests to servers: these are on the GPUs that the workers lend."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megarl.checks.checklist import Checklist
+from megarl.checks.layout import devices_key
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.dag.machines import settings_of_workers
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.stage import Role
+from megarl.errors import count
+from megarl.launchers.bundles import whole
+from megarl.launchers.seats import seats
+
+
+def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan) -> list[int]:
+    """Workers of a team on each of its machines, as the Ray launcher will seat them; none: it cannot be known."""
+    apart = config.launch.slurm.teams
+    if (own := apart.get(team.name)) is not None:
+        return [] if team.devices % own.nodes else [team.devices // own.nodes] * own.nodes
+    shared = [other for other in placement.teams if other.name not in apart]
+    nodes = config.cluster.nnodes - sum(one.nodes for one in apart.values())
+    workers = sum(other.devices for other in shared)
+    if nodes < 1 or workers % nodes:
+        return []
+    places = [(f"{machine:06}", [str(gpu)]) for machine in range(nodes) for gpu in range(workers // nodes)]
+    order = iter(seats(places, shared, {other.name: whole(config, other) for other in shared}))
+    hosts = {other.name: [places[next(order)][0] for _ in range(other.devices)] for other in shared}
+    return list(Counter(hosts[team.name]).values())
+
+
+def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
+    """Servers of a run on several machines are where workers of the rollout's team lend them GPUs."""
+    servers = config.rollout.sglang
+    if team.roles != (Role.ROLLOUT,):
+        checks.fail(
+            "placement",
+            f"placement.teams.{team.name}.roles",
+            f"on {config.cluster.nnodes} machines servers are started on the GPUs of workers that only send requests, "
+            f"and the workers of the team {team.name} need theirs",
+            found=", ".join(role.value for role in team.roles),
+            allowed="[rollout], the actor's roles and rollout in one team, one machine, or rollout.sglang.urls",
+            fix="give the rollout a team of its own",
+        )
+    elif servers.gpus is not None or servers.first_gpu_given:
+        checks.fail(
+            "placement",
+            "rollout.sglang.gpus" if servers.gpus is not None else "rollout.sglang.extra_args",
+            f"the team {team.name} may have other GPUs on each of its machines",
+            found=servers.gpus or servers.extra_args,
+            allowed="servers on the GPUs that the team's workers lend them",
+            fix="set rollout.sglang.gpus=null, and leave --base-gpu-id out",
+        )
+    elif config.cluster.device_memory_gb is not None:  # on CPUs nothing is lent
+        _check_room(config, workers_of_machines(config, placement, team), team, checks)
+
+
+def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: Checklist) -> None:
+    """Every server has its GPUs on one machine. `machines`: workers on each."""
+    servers, key = config.rollout.sglang, devices_key(config, team)
+    ranks = servers.tp_size  # another dp_size than 1 is refused
+    needed, most = servers.servers * ranks, sum(workers // ranks for workers in machines)
+    if not machines or servers.servers <= most:
+        return
+    if not most:
+        checks.fail(
+            "placement",
+            "rollout.sglang.tp_size",
+            f"a server is on one machine, where the team {team.name} has {count(max(machines), 'worker')} at most",
+            found=servers.tp_size,
+            allowed=f"at most {max(machines)}",
+            fix="lower rollout.sglang.tp_size, and start more servers",
+        )
+        return
+    spread = "" if needed > team.devices else f", each on one machine, and have {' + '.join(map(str, machines))}"
+    own, settings = config.launch.slurm.teams.get(team.name), None
+    if needed > team.devices and own is None:
+        settings = settings_of_workers(config, config.cluster.nproc - team.devices + needed, ranks)
+    fix = f"set rollout.sglang.servers={most}, or give the team more devices, with cluster.nproc and cluster.nnodes"
+    if settings is not None:
+        fix = f"set {key}={needed} {settings}, or rollout.sglang.servers={most}"
+    checks.fail(
+        "placement",
+        key,
+        f"the workers of the team {team.name} lend their GPUs to {count(servers.servers, 'server')} of "
+        f"{count(ranks, 'rank')}, which need {needed}{spread}",
+        found=team.devices,
+        allowed=f"{needed} or more, on several machines",
+        fix=fix,
+    )
+
+
+def check_asking(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
+    """Workers that only send requests to servers hold no model, and lend their GPUs to the servers."""
+    layout, servers, key = config.rollout.parallel, config.rollout.sglang, devices_key(config, team)
+    if layout is not None and layout != ParallelConfig():
+        checks.warn(
+            "placement",
+            "rollout.parallel",
+            f"servers do not look at it: it groups the workers of the team {team.name}, which only send requests",
+            found=layout.model_dump(exclude_defaults=True),
+            fix="set rollout.parallel=null; rollout.sglang.tp_size splits the model of a server",
+        )
+    if config.cluster.device_memory_gb is None or servers.colocated:
+        return
+    if servers.urls:
+        fewer = _fewest(config, placement, team)
+        if fewer is not None:
+            checks.warn(
+                "placement",
+                key,
+                f"under Ray the workers of the team {team.name} reserve {count(team.devices, 'GPU')}, and the servers "
+                "of rollout.sglang.urls are on others",
+                found=team.devices,
+                fix=f"set {key}={fewer} cluster.nproc={config.cluster.nproc - team.devices + fewer}, the fewest with "
+                "equally many workers on every machine",
+            )
+        return
+    used, machines = servers.servers * servers.tp_size, workers_of_machines(config, placement, team)
+    most = sum(workers // servers.tp_size for workers in machines)
+    if most and used < team.devices:
+        more = f"set rollout.sglang.servers={most}" if most > servers.servers else "change rollout.sglang.tp_size"
+        checks.warn(
+            "placement",
+            "rollout.sglang.servers",
+            f"{team.devices - used} of the {count(team.devices, 'GPU')} that the workers of the team {team.name} lend "
+            f"have no server",
+            found=servers.servers,
+            fix=f"{more}, or give the team fewer devices",
+        )
+
+
+def _fewest(config: RunConfig, placement: Placement, team: TeamPlan) -> int | None:
+    """The fewest workers that a team of whole replicas can have on these machines; None: no fewer than it has."""
+    others, size = sum(other.devices for other in placement.teams) - team.devices, team.parallel.model_parallel_size
+    own = config.launch.slurm.teams.get(team.name)
+    for devices in range(size, team.devices, size):
+        if (devices % own.nodes if own else (others + devices) % config.cluster.nnodes) == 0:
+            return devices
+    return None
