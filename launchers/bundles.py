@@ -131,11 +131,14 @@ def server_gpus(config: RunConfig, lent: int) -> int:
     return max(0, servers.servers // machines * servers.ranks - lent)
 
 
-def gpus_of_a_node(config: RunConfig) -> int:
-    """GPUs of its workers, and of the servers that it starts."""
+def gpus_of_a_node(config: RunConfig, job: str) -> int:
+    """GPUs of its workers, and of the servers that it starts. `job`: train, eval (of one team), sft (no servers)."""
     workers = config.cluster.nproc // config.cluster.nnodes
+    if job == "sft":
+        return workers
     named = config.rollout.sglang.gpus if config.rollout.engine == "sglang" else None
-    return max(workers + server_gpus(config, config.placement.asking), 1 + max(named or [-1]))
+    lent = config.placement.asking if job == "train" else 0
+    return max(workers + server_gpus(config, lent), 1 + max(named or [-1]))
 
 
 def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:

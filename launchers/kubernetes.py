@@ -106,7 +106,7 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
         ]
     )
     _refuse_credentials(settings)
-    _check_settings(config)
+    _check_settings(config, command)
     starts = _launcher(config, launcher)
     check_fields(settings, starts)
     name = object_name(config.name, stamp)
@@ -151,7 +151,7 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
             )
 
 
-def _check_settings(config: RunConfig) -> None:
+def _check_settings(config: RunConfig, command: str) -> None:
     """Sizes that cannot be, and what Kubernetes has no part for."""
     settings = config.launch.kubernetes
     if config.launch.spares:
@@ -176,7 +176,7 @@ def _check_settings(config: RunConfig) -> None:
         if name in settings.resources:
             what = "this resource has a key of its own"
             raise ConfigError(what, where=f"launch.kubernetes.resources.{name}", fix=f"launch.kubernetes.{key}")
-    needed, given = gpus_of_a_node(config), settings.gpus_per_node
+    needed, given = gpus_of_a_node(config, command), settings.gpus_per_node
     if config.cluster.device_memory_gb is not None and given is not None and 0 < given < needed:
         raise ConfigError(
             f"the run takes {count(needed, 'GPU')} of a pod: one for each worker, and those of its servers",
@@ -187,15 +187,16 @@ def _check_settings(config: RunConfig) -> None:
         )
 
 
-def doubtful(config: RunConfig, placement: Placement | None = None) -> list[str]:
+def doubtful(config: RunConfig, command: str = "train", placement: Placement | None = None) -> list[str]:
     """Settings that Kubernetes takes and that most likely are not what is wanted.
 
     Args:
         config: of the run.
+        command: train, sft or eval.
         placement: its teams; None: they are not known, or there is one.
     """
     settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
-    key, found = "launch.kubernetes", _doubtful_gpus(config)
+    key, found = "launch.kubernetes", _doubtful_gpus(config, command)
     if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
         found.append(
             f"{key}.cpus_per_node={settings.cpus_per_node} are less than one for each of {count(workers, 'worker')}"
@@ -221,10 +222,11 @@ def doubtful(config: RunConfig, placement: Placement | None = None) -> list[str]
     return found
 
 
-def _doubtful_gpus(config: RunConfig) -> list[str]:
+def _doubtful_gpus(config: RunConfig, command: str) -> list[str]:
     """No GPU of a pod."""
     settings, key, found = config.launch.kubernetes, "launch.kubernetes", []
-    named, needed, given = config.cluster.device_memory_gb is not None, gpus_of_a_node(config), settings.gpus_per_node
+    named, given = config.cluster.device_memory_gb is not None, settings.gpus_per_node
+    needed = gpus_of_a_node(config, command)
     asks = any("gpu" in name for name in settings.resources) or bool(claims_of(settings))
     if not asks and named and given == 0:
         found.append(f"{key}.gpus_per_node: pods ask for no GPU, and the run takes {needed} of each")
@@ -421,7 +423,7 @@ def _resources(job: KubernetesJob) -> Manifest:
     settings, cluster = job.settings, job.config.cluster
     gpus = settings.gpus_per_node
     if gpus is None:
-        gpus = gpus_of_a_node(job.config) if cluster.device_memory_gb is not None else 0
+        gpus = gpus_of_a_node(job.config, job.command) if cluster.device_memory_gb is not None else 0
     requests, limits = dict(settings.resources), dict(settings.resources)
     if settings.cpus_per_node is not None:
         requests["cpu"] = settings.cpus_per_node

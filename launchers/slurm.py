@@ -142,7 +142,7 @@ def plan(job: Submission) -> dict[str, Any]:
             "srun": _srun_options(job, part),
             "start": _start(job, part),
         }
-        for part in components(job.config)
+        for part in components(job.config, job.command)
     ]
     return {
         "nodes": cluster.nnodes,
@@ -213,16 +213,18 @@ class Component:
         nodes: how many.
         workers: on all of them.
         settings: options of sbatch.
+        gpus: of a node, for its workers and the servers that it starts in addition.
     """
 
     team: str
     nodes: int
     workers: int
     settings: SlurmConfig | SlurmTeamConfig
+    gpus: int
 
 
-def components(config: RunConfig) -> list[Component]:
-    """The nodes that all teams share, and those of teams with nodes of their own.
+def components(config: RunConfig, job: str) -> list[Component]:
+    """The nodes that all teams share, and those of teams with nodes of their own. `job`: train, sft or eval.
 
     Raises:
         ConfigError: `launch.slurm.teams` does not fit placement and cluster.
@@ -237,26 +239,29 @@ def components(config: RunConfig) -> list[Component]:
             devices = f"a divisor of placement.teams.{name}.devices = {named[name].devices}"
             what = "its workers do not divide evenly over its nodes"
             raise ConfigError(what, where=f"{where}.nodes", found=own.nodes, allowed=devices)
-    apart = [Component(name, own.nodes, named[name].devices, own) for name, own in slurm.teams.items()]
-    nodes, workers = sum(part.nodes for part in apart), sum(part.workers for part in apart)
-    rest = Component("", cluster.nnodes - nodes, cluster.nproc - workers, slurm)
-    if apart and (rest.nodes < 1 or rest.workers < 1 or rest.workers % rest.nodes):
+    apart = []
+    for name, own in slurm.teams.items():
+        mine = named[name].devices
+        apart.append(Component(name, own.nodes, mine, own, mine // own.nodes))
+    nodes = cluster.nnodes - sum(part.nodes for part in apart)
+    workers = cluster.nproc - sum(part.workers for part in apart)
+    if apart and (nodes < 1 or workers < 1 or workers % nodes):
         raise ConfigError(
             "the other teams do not divide evenly over the other nodes",
             where="launch.slurm.teams",
-            found=f"{rest.workers} workers on {rest.nodes} of cluster.nnodes = {cluster.nnodes}",
+            found=f"{workers} workers on {nodes} of cluster.nnodes = {cluster.nnodes}",
             allowed="at least one team and one node that are not named, and whole workers on each node",
         )
-    return [rest, *apart]
+    gpus = workers // nodes if apart else gpus_of_a_node(config, job)
+    return [Component("", nodes, workers, slurm, gpus), *apart]
 
 
-def gpus_per_node(config: RunConfig, part: Component | None = None) -> int:
-    """GPUs that a node is asked for; `part`: of these nodes, else of those that the teams share."""
-    part = part or components(config)[0]
+def gpus_per_node(config: RunConfig, part: Component) -> int:
+    """GPUs that a node of these is asked for."""
     given = given_gpus(config, part)
     if given is not None:
         return given
-    return gpus_needed(config, part) if config.cluster.device_memory_gb is not None else 0
+    return part.gpus if config.cluster.device_memory_gb is not None else 0
 
 
 def given_gpus(config: RunConfig, part: Component) -> int | None:
@@ -277,11 +282,6 @@ def _gpus_to_test(config: RunConfig, part: Component) -> int:
     return gpus_per_node(config, part) if given is None else given
 
 
-def gpus_needed(config: RunConfig, part: Component) -> int:
-    """GPUs of the workers of a node, and of servers that it starts in addition."""
-    return part.workers // part.nodes if config.launch.slurm.teams else gpus_of_a_node(config)
-
-
 def gres_gpus(gres: str) -> int | None:
     """GPUs that a --gres asks for; None: it does not say."""
     found = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)??(?::(\d+))?(?=$|[,(])", gres)
@@ -290,7 +290,7 @@ def gres_gpus(gres: str) -> int | None:
 
 def _options(job: Submission) -> list[str]:
     """What follows `#SBATCH`; components of a heterogeneous job are divided by `hetjob`."""
-    slurm, parts = job.slurm, components(job.config)
+    slurm, parts = job.slurm, components(job.config, job.command)
     found = [f"--job-name={_name(job.config.name)}", *_nodes_of(job, parts[0])]
     # A run goes on from its newest checkpoint: after preemption, or the loss of the first node.
     found.append("--requeue")

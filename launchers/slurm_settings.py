@@ -17,7 +17,6 @@ from megarl.launchers.slurm import (
     Submission,
     components,
     given_gpus,
-    gpus_needed,
     gpus_per_node,
     gres_gpus,
     gres_of,
@@ -47,7 +46,7 @@ def check_settings(job: Submission) -> None:
     Raises:
         ConfigError: nodes of teams, GPUs, options, variables, the chain or a container cannot be as they are set.
     """
-    parts, slurm = components(job.config), job.slurm
+    parts, slurm = components(job.config, job.command), job.slurm
     _check_parts(job, parts)
     _check_gpus(job.config, parts)
     _check_options(job.config, parts)
@@ -88,7 +87,7 @@ def _check_parts(job: Submission, parts: list[Component]) -> None:
 def _check_gpus(config: RunConfig, parts: list[Component]) -> None:
     """A node that is asked for GPUs has one for each worker and rank of its servers."""
     for part in parts if config.cluster.device_memory_gb is not None else ():
-        needed, gres, given = gpus_needed(config, part), gres_of(config, part), _asked_gpus(config, part)
+        needed, gres, given = part.gpus, gres_of(config, part), _asked_gpus(config, part)
         if 0 < given < needed:
             raise ConfigError(
                 f"the run takes {count(needed, 'GPU')} of a node: one for each worker, and those of its servers",
@@ -202,7 +201,7 @@ def _check_container(job: Submission, image: str) -> None:
 
 def doubtful(job: Submission) -> list[str]:
     """Settings that Slurm takes and that most likely are not what is wanted."""
-    slurm, parts, found = job.slurm, components(job.config), _early_warning(job)
+    slurm, parts, found = job.slurm, components(job.config, job.command), _early_warning(job)
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in parts:
         cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
@@ -230,7 +229,7 @@ def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
     if any(word in option for option in config.launch.slurm.options for word in ("gpu", "exclusive", "-G")):
         return []
     for part in parts:
-        needed, gres, section = gpus_needed(config, part), gres_of(config, part), _section(part)
+        needed, gres, section = part.gpus, gres_of(config, part), _section(part)
         if _asked_gpus(config, part) or (not named and given_gpus(config, part) == 0):
             continue
         if named:
@@ -253,7 +252,7 @@ def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
     """
     found, apart = [], config.launch.slurm.teams and config.cluster.device_memory_gb is not None
     for part in parts if apart else ():
-        needed, section = gpus_needed(config, part), _section(part)
+        needed, section = part.gpus, _section(part)
         if needed <= USUAL_GPUS or given_gpus(config, part) is not None or gres_of(config, part) is not None:
             continue
         least = _least_nodes(part)

@@ -123,7 +123,7 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
     given = job.settings.memory
     memory = ("launch.kubernetes.memory", None if given is None else quantity(given))
     placement = _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory)
-    for doubt in doubtful(config, placement):
+    for doubt in doubtful(config, arguments.job, placement):
         _warn(doubt)
     if arguments.dry_run:
         print(as_yaml(manifests(job)) + "# Nothing was submitted.")

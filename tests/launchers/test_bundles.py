@@ -102,7 +102,16 @@ def test_on_several_machines_servers_are_on_lent_gpus_only() -> None:
     found = reserve(config, plans, gpus(8, 8, 8))
     assert (len(found.bundles), found.strategy, found.servers) == (24, "PACK", 0)
     assert [whole(config, plan) for plan in plans] == [1, 2]
-    assert gpus_of_a_node(config) == 8
+    assert gpus_of_a_node(config, "train") == 8
+
+
+def test_an_evaluation_has_one_team_beside_its_servers_and_fine_tuning_has_no_servers() -> None:
+    config = recipe(24, 3, servers=6, tp_size=2).model_copy(update={"placement": PLACED})
+    assert [gpus_of_a_node(config, job) for job in ("train", "eval", "sft")] == [8, 12, 8]
+    apart = recipe(8, servers=4, tp_size=2)
+    assert [gpus_of_a_node(apart, job) for job in ("train", "eval", "sft")] == [16, 16, 8]
+    named = recipe(2, servers=2, gpus=[6, 7])
+    assert [gpus_of_a_node(named, job) for job in ("train", "eval", "sft")] == [8, 8, 2]
 
 
 @pytest.mark.parametrize(

@@ -171,11 +171,10 @@ def test_the_warning_comes_before_the_end_of_jobs_that_are_long_enough(time, min
 
 def test_gpus_are_those_of_the_processes_where_the_recipe_is_for_gpus():
     def asked(section: SlurmConfig, **cluster: object) -> int:
-        return slurm.gpus_per_node(
-            RunConfig(
-                name="x", cluster=ClusterConfig(nproc=16, nnodes=2, **cluster), launch=LaunchConfig(slurm=section)
-            )
+        config = RunConfig(
+            name="x", cluster=ClusterConfig(nproc=16, nnodes=2, **cluster), launch=LaunchConfig(slurm=section)
         )
+        return slurm.gpus_per_node(config, slurm.components(config, "train")[0])
 
     assert asked(SlurmConfig()) == 0
     assert asked(SlurmConfig(), device_memory_gb=80) == 8
