@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megarl.config.load import load_config, recipe_folder, recipe_names
+from megarl.config.load import find_recipe, load_config, recipe_names
 from megarl.config.run import RunConfig
 from megarl.errors import UserError
 
@@ -19,10 +19,9 @@ FOLDER = Path(__file__).parent / "cases"
 
 def case_file(case: str) -> Path:
     """The recipe of a case of this folder (S, M, ...), a shipped recipe, or a recipe file of one's own."""
-    shipped = recipe_folder()
     path = FOLDER / f"{case}.yaml" if case in case_names() else Path(case)
-    if not path.is_file() and shipped is not None and case in recipe_names():
-        path = shipped / f"{case}.yaml"
+    if not path.is_file() and case in recipe_names():
+        return find_recipe(case)
     if not path.is_file():
         allowed = f"{', '.join(case_names())}, a shipped recipe, or a recipe file"
         raise UserError("there is no such case", where="--case", found=case, allowed=allowed)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.benchmarks.throughput import MATRICES
+from megarl.benchmarks.throughput import MATRICES, matrix_names
 from megarl.config.yamlio import read_yaml
 from megarl.errors import ConfigError, UserError, close_matches
 
@@ -124,7 +124,7 @@ def read_matrix(name: str) -> Matrix:
     Raises:
         UserError: there is none, or it is not made as one.
     """
-    shipped = sorted(file.stem for file in MATRICES.glob("*.yaml"))
+    shipped = matrix_names()
     path = MATRICES / f"{name}.yaml" if name in shipped else Path(name)
     if not path.is_file():
         near = close_matches(name, shipped)

@@ -34,6 +34,11 @@ HISTORY = Path("benchmarks/history.jsonl")
 MATRICES = Path(__file__).parent / "matrices"
 
 
+def matrix_names() -> list[str]:
+    """The matrices that are shipped."""
+    return sorted(file.stem for file in MATRICES.glob("*.yaml"))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `megarl bench`."""
     parser.add_argument(
@@ -71,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `megarl bench --compare`, see megarl.benchmarks.history."""
     parser.add_argument("--compare", action="store_true", help="measure in rounds, and beside the history (see above)")
-    names = sorted(file.stem for file in MATRICES.glob("*.yaml"))
-    parser.add_argument("--matrix", metavar="MATRIX", help=f"combinations of settings: {', '.join(names)}, or a file")
+    matrices = f"combinations of settings: {', '.join(matrix_names())}, or a file"
+    parser.add_argument("--matrix", metavar="MATRIX", help=matrices)
     parser.add_argument("--dry-run", action="store_true", help="with --matrix: list the combinations; run nothing")
     rounds = "of --compare and --matrix (default: 5, or what the matrix says)"
     parser.add_argument("--rounds", type=int, metavar="N", help=rounds)

@@ -10,9 +10,8 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.machines import settings_of_workers
 from megarl.dag.placement import Placement, TeamPlan
-from megarl.dag.stage import Role
 from megarl.errors import count
-from megarl.launchers.bundles import whole
+from megarl.launchers.bundles import lends, whole
 from megarl.launchers.seats import seats
 
 
@@ -35,7 +34,7 @@ def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan)
 def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
     """Servers of a run on several machines are where workers of the rollout's team lend them GPUs."""
     servers = config.rollout.sglang
-    if team.roles != (Role.ROLLOUT,):
+    if not lends(config, team):
         checks.fail(
             "placement",
             f"placement.teams.{team.name}.roles",
@@ -119,9 +118,11 @@ def check_asking(config: RunConfig, placement: Placement, team: TeamPlan, checks
                 "equally many workers on every machine",
             )
         return
-    used, machines = servers.servers * servers.tp_size, workers_of_machines(config, placement, team)
-    most = sum(workers // servers.tp_size for workers in machines)
-    if most and used < team.devices:
+    used = servers.servers * servers.tp_size
+    if used >= team.devices:
+        return
+    most = sum(workers // servers.tp_size for workers in workers_of_machines(config, placement, team))
+    if most:
         more = f"set rollout.sglang.servers={most}" if most > servers.servers else "change rollout.sglang.tp_size"
         checks.warn(
             "placement",

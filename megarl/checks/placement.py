@@ -10,6 +10,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement, place, together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
+from megarl.launchers.bundles import lends
 
 
 def check_placement(
@@ -127,7 +128,7 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
         )
     if config.rollout.engine == "sglang" and config.cluster.nnodes > 1 and not servers.urls:
         check_lent(config, placement, team, checks)
-    if config.rollout.engine == "sglang" and team.roles == (Role.ROLLOUT,):
+    if lends(config, team):
         check_asking(config, placement, team, checks)
 
 

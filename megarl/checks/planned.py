@@ -13,6 +13,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import place
 from megarl.dag.stage import Role
+from megarl.launchers.bundles import lends
 from megarl.planning.step import model_sizes
 
 
@@ -58,7 +59,7 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     team = placement.of_role(Role.ROLLOUT)
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
         check_servers(config, placement, sizes[Role.ACTOR], checks, None, here=False)
-        if team is not None and placement.asking and config.cluster.nnodes > 1:
+        if team is not None and lends(config, team) and config.cluster.nnodes > 1:
             check_lent(config, placement, team, checks)
     _raise(checks, but="validation.")
 

@@ -216,15 +216,14 @@ class Space:
         found = []
         for tp in sizes:
             for many in range(1, -(-each // tp)):
-                asks = self._asking(tp * many)
+                asks = min(self._asking(), tp * many)  # who have GPUs to lend
                 teams = self._two_teams(each - tp * many, asks)
                 found.append(Spread(each - tp * many + asks, many, tp, teams=teams))
         return found
 
-    def _asking(self, most: int | None = None) -> int:
-        """Workers that ask servers: as many as the recipe has, or `most`, to which a machine has GPUs to lend."""
-        given = self.config.placement.asking or 1
-        return given if most is None else min(given, most)
+    def _asking(self) -> int:
+        """Workers that ask servers."""
+        return self.config.placement.asking or 1
 
     def _running(self) -> list[Spread]:
         """Servers that run already keep their devices."""
@@ -355,9 +354,8 @@ class Space:
         # Nothing takes turns with an actor that has its team for itself; a CPU has nowhere else to put anything.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
         # In order, weights that wait for their turn are copies of the actor's parameters, which stay then.
-        ahead, stays = self.config.async_, by_itself
-        stays |= ahead.order == "in_order" and ahead.max_staleness > 1
-        offloads = [given.offload] if not self.hardware.gpu else [False] if stays else [False, True]
+        copied = self.config.async_.order == "in_order" and self.config.async_.max_staleness > 1
+        offloads = [given.offload] if not self.hardware.gpu else [False] if by_itself or copied else [False, True]
         return [(number, offload) for number in tokens for offload in offloads]
 
 

@@ -41,11 +41,18 @@ def ray_cluster() -> Iterator[None]:
     signal.signal(signal.SIGTERM, handler)  # in place of Ray's
 
 
-def test_a_team_on_two_machines_has_a_server_on_each(tmp_path: Path) -> None:
+def served(folder: Path, *settings: str) -> tuple[dict[int, dict[str, float]], str]:
+    """Metrics of a run with servers on this Ray, and what it says."""
     need_interpreter()
-    recipe = harness.write_recipe(tmp_path)
-    settings = (
-        "rollout.engine=sglang",
+    recipe = harness.write_recipe(folder)
+    common = ("rollout.engine=sglang", "sft.steps=0")
+    steps = harness.run(recipe, folder / "run", *common, *settings, program="ray")
+    return steps, (folder / "run" / "log.txt").read_text()
+
+
+def test_a_team_on_two_machines_has_a_server_on_each(tmp_path: Path) -> None:
+    steps, said = served(
+        tmp_path,
         "rollout.sglang.servers=2",
         "sync.transport=distributed",
         "sync.verify=every",
@@ -53,11 +60,8 @@ def test_a_team_on_two_machines_has_a_server_on_each(tmp_path: Path) -> None:
         "placement.teams.train={roles: [actor, reference], devices: 2}",
         "placement.teams.draw={roles: [rollout], devices: 4}",
         "trainer.steps=3",
-        "sft.steps=0",
     )
-    steps = harness.run(recipe, tmp_path / "run", *settings, program="ray")
 
-    said = (tmp_path / "run" / "log.txt").read_text()
     found = re.search(r"generation on SGLang servers at http://([\d.]+):\d+, http://([\d.]+):\d+; .* distributed", said)
     assert found is not None, said
     first, second = found.groups()
@@ -72,18 +76,13 @@ def test_a_team_on_two_machines_has_a_server_on_each(tmp_path: Path) -> None:
 
 
 def test_a_team_on_one_machine_of_two_has_servers_that_the_other_one_reaches(tmp_path: Path) -> None:
-    need_interpreter()
-    recipe = harness.write_recipe(tmp_path)
-    settings = (
-        "rollout.engine=sglang",
+    steps, said = served(
+        tmp_path,
         "cluster={nproc: 4, nnodes: 2, timeout_s: 400}",
         "placement.teams.train={roles: [actor, reference], devices: 2}",
         "placement.teams.draw={roles: [rollout], devices: 2}",
         "trainer.steps=1",
-        "sft.steps=0",
     )
-    steps = harness.run(recipe, tmp_path / "run", *settings, program="ray")
 
     assert steps[1]["sync/servers"] == 1
-    said = (tmp_path / "run" / "log.txt").read_text()
     assert re.search(r"servers at http://127\.0\.0\.[234]:\d+; ", said) is not None, said
