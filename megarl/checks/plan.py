@@ -73,7 +73,7 @@ def _job_lines(config: RunConfig, job: str) -> list[str]:
         goal = "" if sft.stop_at_accuracy is None else f", or until the accuracy is {sft.stop_at_accuracy:g}"
         lines = [f"fine-tunes {start} on {files}", f"{sft.steps} steps of {sft.batch_size} examples{goal}"]
         return [*lines, "writes metrics, checkpoints/" + (" and hf/" if config.trainer.export_hf else "")]
-    sampling = config.validation.sampling
+    sampling = config.validation_sampling
     greedy = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     return [
         f"draws responses of {start if resume in ('auto', 'never') else resume} to {', '.join(data.val_files)}",

@@ -154,7 +154,8 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
     plain = SamplingConfig()
     for section, sampling in (("rollout", rollout.sampling), ("validation", config.validation.sampling)):
         for name in ("top_p", "top_k", "min_new_tokens", "stop_token_ids"):
-            value, kept = getattr(sampling, name), getattr(plain, name)
+            kept = getattr(plain, name)
+            value = kept if getattr(sampling, name) is None else getattr(sampling, name)
             why = "an action is as many tokens as it has numbers, drawn from all of their values"
             refused.append((value != kept, f"{section}.sampling.{name}", why, value, kept))
     for wrong, key, why, found, allowed in refused:

@@ -195,11 +195,13 @@ def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
     """Lengths against the model, and sampling that changes what the gradient means."""
-    training = config.rollout.sampling
-    for key, sampling in (("rollout.sampling", training), ("validation.sampling", config.validation.sampling)):
-        if config.robot is not None:
-            break  # the length of a policy call is known with the model
-        _check_lengths(key, sampling, config, facts, checks)
+    training, own = config.rollout.sampling, config.validation.sampling
+    if config.robot is None:  # the length of a policy call is known with the model
+        _check_lengths("rollout.sampling", training, config, facts, checks)
+        _check_stop_tokens("rollout.sampling", training.stop_token_ids, facts, checks)
+        if own.max_new_tokens is not None or own.min_new_tokens is not None:
+            _check_lengths("validation.sampling", config.validation_sampling, config, facts, checks)
+        _check_stop_tokens("validation.sampling", own.stop_token_ids, facts, checks)
     if training.temperature == 0:
         checks.fail(
             "sampling",
@@ -217,7 +219,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
             found=training.top_p if training.top_p < 1 else training.top_k,
             fix="set rollout.sampling.top_p=1 and top_k=0",
         )
-    held_out = config.validation.sampling
+    held_out = config.validation_sampling
     if held_out.temperature == 0 and held_out.n > 1:
         checks.warn(
             "sampling",
@@ -232,7 +234,9 @@ def _check_lengths(
     key: str, sampling: SamplingConfig, config: RunConfig, facts: ModelFacts | None, checks: Checklist
 ) -> None:
     new, prompt = sampling.max_new_tokens, config.data.max_prompt_tokens
-    if sampling.min_new_tokens > new:
+    if sampling.min_new_tokens > new and not checks.failed(
+        "rollout.sampling.min_new_tokens"
+    ):  # validation may inherit it
         checks.fail(
             "lengths",
             f"{key}.min_new_tokens",
@@ -258,8 +262,11 @@ def _check_lengths(
         )
     else:
         checks.ok("lengths", f"{key}: {prompt} + {new} tokens fit {facts.max_positions} positions")
-    outside = [token for token in sampling.stop_token_ids if not 0 <= token < facts.vocab]
-    if outside:
+
+
+def _check_stop_tokens(key: str, ids: list[int], facts: ModelFacts | None, checks: Checklist) -> None:
+    outside = [] if facts is None else [token for token in ids if not 0 <= token < facts.vocab]
+    if outside and facts is not None:
         checks.fail(
             "stop tokens",
             f"{key}.stop_token_ids",

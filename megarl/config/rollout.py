@@ -23,7 +23,7 @@ class SamplingConfig(Section):
     min_new_tokens: NonNegativeInt = Field(0, description="no end token before this many tokens")
     stop_token_ids: list[int] = Field(
         default_factory=list,
-        description="end tokens in addition to the tokenizer's; training's also end held-out responses",
+        description="end tokens in addition to the tokenizer's",
     )
     ignore_eos: bool = Field(False, description="generate max_new_tokens whatever comes (benchmarks)")
 
@@ -80,11 +80,34 @@ def env_section(env: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     return env.get("name", SINGLE_TURN), env.get("on_error", "fail"), own
 
 
+class HeldOutSamplingConfig(Section):
+    """How tokens of held-out responses are drawn: one greedy response, and what is not said is as in training."""
+
+    n: PositiveInt = Field(1, description="samples per prompt")
+    temperature: NonNegativeFloat = Field(0.0, description="0 is greedy")
+    top_p: float | None = Field(None, gt=0, le=1, description="nucleus mass; null: as rollout.sampling")
+    top_k: NonNegativeInt | None = Field(None, description="keep the k likeliest tokens; null: as rollout.sampling")
+    max_new_tokens: PositiveInt | None = Field(None, description="response length limit; null: as rollout.sampling")
+    min_new_tokens: NonNegativeInt | None = Field(
+        None, description="no end token before this many tokens; null: as rollout.sampling"
+    )
+    stop_token_ids: list[int] = Field(
+        default_factory=list, description="end tokens in addition to those of rollout.sampling"
+    )
+    ignore_eos: bool | None = Field(None, description="generate max_new_tokens; null: as rollout.sampling")
+
+    def after(self, training: SamplingConfig) -> SamplingConfig:
+        """The settings in full; what ends a response in training ends it here, too."""
+        own = self.model_dump(exclude_none=True)
+        ids = [*self.stop_token_ids, *training.stop_token_ids]
+        return training.model_copy(update={**own, "stop_token_ids": list(dict.fromkeys(ids))})
+
+
 class ValidationConfig(Section):
     """Held-out evaluation."""
 
-    sampling: SamplingConfig = Field(
-        default_factory=lambda: SamplingConfig(n=1, temperature=0.0), description="greedy by default"
+    sampling: HeldOutSamplingConfig = Field(
+        default_factory=HeldOutSamplingConfig, description="held-out samples: greedy, and as long as in training"
     )
     before_train: bool = Field(True, description="evaluate before the first step")
     every: NonNegativeInt = Field(0, description="training steps between evaluations; 0: only at the end")

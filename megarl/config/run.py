@@ -116,7 +116,7 @@ class RunConfig(Section):
 
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response that are generated, held-out ones included."""
-        sampled = [self.rollout.sampling, *([self.validation.sampling] if self.data.val_files else [])]
+        sampled = [self.rollout.sampling, *([self.validation_sampling] if self.data.val_files else [])]
         return self.data.max_prompt_tokens + max(self.response_tokens(sampling) for sampling in sampled)
 
     def response_tokens(self, sampling: SamplingConfig) -> int:
@@ -135,10 +135,8 @@ class RunConfig(Section):
 
     @property
     def validation_sampling(self) -> SamplingConfig:
-        """How held-out responses are drawn: what ends a response in training ends it there, too."""
-        sampling = self.validation.sampling
-        ids = [*sampling.stop_token_ids, *self.rollout.sampling.stop_token_ids]
-        return sampling.model_copy(update={"stop_token_ids": list(dict.fromkeys(ids))})
+        """How held-out responses are drawn: as in training, but for what `validation.sampling` says."""
+        return self.validation.sampling.after(self.rollout.sampling)
 
     @property
     def rollout_dtype(self) -> str:

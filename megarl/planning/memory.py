@@ -184,7 +184,7 @@ def cache_bytes(
     if job == "train":
         sampling, rows = config.rollout.sampling, config.data.batch_size
     else:
-        sampling, rows = config.validation.sampling, _held_out(config) or config.rollout.max_running * dp * parallel.cp
+        sampling, rows = config.validation_sampling, _held_out(config) or config.rollout.max_running * dp * parallel.cp
     share = -(-rows * sampling.n // (dp * parallel.cp))
     tokens = config.data.max_prompt_tokens + config.response_tokens(sampling)
     element = BYTES[config.rollout_dtype]
@@ -208,7 +208,7 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
         found.append(("data.batch_size", share, share, config.rollout.sampling))
     rows = _held_out(config) or (None if job == "train" else 1)
     if job != "sft" and config.data.val_files and rows:
-        drawn = config.validation.sampling
+        drawn = config.validation_sampling
         found.append(("data.val_batch_size", -(-rows * drawn.n // dp), -(-drawn.n // dp), drawn))
     return found
 

@@ -36,6 +36,21 @@ def test_one_key_of_a_section_keeps_the_defaults_of_that_section(write):
     assert config.critic.optim.lr == 1e-5
 
 
+def test_held_out_responses_are_drawn_as_in_training_but_for_what_is_said(write):
+    training = "rollout: {sampling: {n: 4, max_new_tokens: 2048, top_p: 0.9, stop_token_ids: [7]}}"
+    held_out = load_config(write(training)).validation_sampling
+    assert (held_out.n, held_out.temperature, held_out.max_new_tokens, held_out.top_p) == (1, 0.0, 2048, 0.9)
+    said = load_config(write(training), ["validation.sampling={max_new_tokens: 64, top_p: 1, stop_token_ids: [9]}"])
+    held_out = said.validation_sampling
+    assert (held_out.max_new_tokens, held_out.top_p, held_out.stop_token_ids) == (64, 1.0, [9, 7])
+    assert said.longest_sequence() == said.data.max_prompt_tokens + 2048
+
+
+def test_a_resolved_recipe_keeps_what_validation_inherits(write):
+    config = load_config(write(dump_config(load_config(write("rollout: {sampling: {max_new_tokens: 99}}")))))
+    assert config.validation_sampling.max_new_tokens == 99
+
+
 def test_name_defaults_to_the_file(write):
     assert load_config(write("trainer: {steps: 3}", "my_run.yaml")).name == "my_run"
 

@@ -131,7 +131,7 @@ def test_any_generation_has_the_servers_cache(controller) -> None:
         pass
     generation.publish(controller, 1)
     controller.calls.clear()
-    generate(controller, controller.rollout, prompts, controller.config.validation.sampling)
+    generate(controller, controller.rollout, prompts, controller.config.validation_sampling)
     assert controller.calls == ["servers kv_cache weights", "generate"]
 
 
@@ -140,5 +140,5 @@ def test_the_embedded_engine_draws_while_gradients_and_optimizer_are_away(contro
         controller.calls.append("generate") or [[Completion([3], [-1.0], "stop", [[0, 1]])] for _ in requests]
     )
     prompts = Batch({"prompt_ids": Jagged.from_list([[4, 5]]), "uid": ["a"]})
-    generate(controller, controller.rollout, prompts, controller.config.validation.sampling)
+    generate(controller, controller.rollout, prompts, controller.config.validation_sampling)
     assert controller.calls == [OFFLOAD, "generate"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.comm import WorkerGroup
-from megarl.config.rollout import RolloutConfig, SamplingConfig, ValidationConfig
+from megarl.config.rollout import HeldOutSamplingConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.run import RunConfig
 from megarl.runtime import inference, validate
 
@@ -34,7 +34,7 @@ def test_end_tokens_of_training_also_end_held_out_responses(module, call, monkey
     config = RunConfig(
         name="case",
         rollout=RolloutConfig(sampling=SamplingConfig(stop_token_ids=[7, 5])),
-        validation=ValidationConfig(sampling=SamplingConfig(temperature=0, stop_token_ids=[9, 5])),
+        validation=ValidationConfig(sampling=HeldOutSamplingConfig(stop_token_ids=[9, 5])),
     )
     layout = SimpleNamespace(rank=0, dp_rank=0, dp_size=1, dp_group=WorkerGroup.alone())
     with pytest.raises(SeenError) as caught:
