@@ -28,6 +28,7 @@ from megarl.checks.robot import check_robot
 from megarl.checks.secrets import check_secrets
 from megarl.checks.settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.checks.sglang import check_servers
+from megarl.checks.templates import check_chat_template
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
@@ -109,15 +110,21 @@ def check_config(
     check_job(config, job, checks)
     check_robot(config, placement, checks)
     if config.robot is None:
-        check_data(config, job, checks)
-        if job != "generate":
-            check_reward(config, checks)
+        _check_texts(config, job, checks)
     check_places(config, checks)
     check_secrets(config, checks)
     check_packages(config, placement, checks, launcher, job)
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     return Checked(checks.items, sizes, graph, placement)
+
+
+def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
+    """What a robot's policy does not have: prompts in files, and a reward function."""
+    check_chat_template(config, checks)
+    check_data(config, job, checks)
+    if job != "generate":
+        check_reward(config, checks)
 
 
 def validate(

@@ -17,7 +17,7 @@ from megarl.checks.files import trains_supervised
 from megarl.config.data import DataConfig
 from megarl.config.run import RunConfig
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
-from megarl.data.render import Split, render_prompts, response_text, tokenize, uses_chat, within_limit
+from megarl.data.render import Chat, Split, render_prompts, response_text, tokenize, uses_chat, within_limit
 from megarl.data.rows import Row
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
 from megarl.data.templates import no_chat_template, prompt_formatter
@@ -46,21 +46,23 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     if data.answer_key is not None:
         columns.append(("data.answer_key", data.answer_key))
     tokenizer = light_tokenizer(config.model)
-    if uses_chat(data):
+    chats = uses_chat(data, tokenizer is None or tokenizer.has_chat_template)
+    if chats:
         if tokenizer is not None and not data.override_chat_template and not tokenizer.has_chat_template:
             raise no_chat_template()
         tokenizer = None  # templates drop parts of a message (thinking) and trim it: no text is certain
+    chat = _contents if chats else None
     deadline = clock() + _TOKENIZE_S
     in_time = lambda: clock() < deadline  # noqa: E731
-    read = _check_prompts(data, "val", data.val_files, columns, tokenizer, in_time)
+    read = _check_prompts(data, "val", data.val_files, columns, chat, tokenizer, in_time)
     if job in ("eval", "generate"):
         return read
     supervised, examples = trains_supervised(config, job), config.sft.train_files
     response = config.sft.response_key if supervised else None
     no_examples = None if examples else response
-    read |= _check_prompts(data, "train", data.train_files, columns, tokenizer, in_time, no_examples)
+    read |= _check_prompts(data, "train", data.train_files, columns, chat, tokenizer, in_time, no_examples)
     if supervised and examples:
-        read |= _check_prompts(data, "train", examples, columns, tokenizer, in_time, response)
+        read |= _check_prompts(data, "train", examples, columns, chat, tokenizer, in_time, response)
     return read
 
 
@@ -69,6 +71,7 @@ def _check_prompts(
     split: Split,
     sources: list[str],
     columns: list[tuple[str, str]],
+    chat: Chat | None,
     tokenizer: LightTokenizer | None,
     in_time: Callable[[], bool],
     response: str | None = None,
@@ -84,7 +87,7 @@ def _check_prompts(
         if not in_time():
             return True
         rows = known[start : start + _AT_ONCE]
-        texts = render_prompts(data, _contents if uses_chat(data) else None, rows)
+        texts = render_prompts(data, chat, rows)
         if tokenizer is None:
             continue
         ids += tokenize(tokenizer, texts, rows, special=True)

@@ -23,7 +23,11 @@ class DataConfig(Section):
     format_prompt: str | None = Field(
         None, description="Jinja template, or a file that holds one; sees `content` and the row"
     )
-    chat_template: bool = Field(False, description="wrap prompts with the tokenizer's chat template")
+    chat_template: bool | Literal["auto"] = Field(
+        "auto",
+        description="wrap prompts with the tokenizer's chat template; true: refuse a tokenizer without one; auto: "
+        "where the tokenizer has one, unless the name of model.path says `base`, as in Qwen3-8B-Base",
+    )
     override_chat_template: str | None = Field(None, description="Jinja chat template, or a file that holds one")
     max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are overlong")
     overlong: Literal["filter", "error"] = Field("filter", description="drop overlong prompts (counted) or stop")

@@ -381,6 +381,8 @@ def _validate(
         return None, problems
     if components is not None:
         config = _settle(config, document, file, components, problems)
+    if config.data.chat_template == "auto" and config.model.named_base:  # an export of it has another name
+        config = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": False})})
     return config, problems
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
@@ -26,6 +28,12 @@ class ModelConfig(Section):
     init_seed: int = Field(0, description="seed of a fresh random model")
     dtype: Dtype = Field("bf16", description="compute and parameter dtype; bf16 keeps fp32 master weights")
     trust_remote_code: bool = Field(False, description="run code that ships with a checkpoint; off unless asked")
+
+    @property
+    def named_base(self) -> bool:
+        """Whether the model's own name says that it was not trained to chat: `base` is a word of it."""
+        name = Path(self.path).name if self.path is not None else ""
+        return "base" in re.split(r"[-_.]", name.lower())
 
 
 class ParallelConfig(Section):

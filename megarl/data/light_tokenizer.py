@@ -11,6 +11,8 @@ from megarl.artifacts.facts import hub_cache_folder, is_hub_name
 from megarl.config.model import ModelConfig
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS
 
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
 
 class CharacterTokenizer:
     """The tokens of `tokenizer.character_tokenizer`."""
@@ -57,8 +59,7 @@ class FileTokenizer:
         file = folder / "tokenizer_config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         self.bos_token_id, self.unk_token_id = (self._id(config.get(f"{kind}_token")) for kind in ("bos", "unk"))
-        files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-        self.has_chat_template = bool(config.get("chat_template")) or any((folder / name).exists() for name in files)
+        self.has_chat_template = _has_chat_template(folder)
 
     def _id(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token
@@ -75,6 +76,13 @@ class FileTokenizer:
         return {"input_ids": [encoding.ids for encoding in batch]}
 
 
+def _has_chat_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in _TEMPLATES):
+        return True
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
+
+
 LightTokenizer = CharacterTokenizer | WordTokenizer | FileTokenizer
 
 
@@ -87,12 +95,32 @@ def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
         return CharacterTokenizer(name.removeprefix(CHARS))
     if name.startswith(WORDS):
         return WordTokenizer(name.removeprefix(WORDS))
-    folder: Path | None = Path(name).expanduser()
-    if folder is not None and not folder.is_dir():
-        folder = hub_cache_folder(name) if is_hub_name(name) else None
+    folder = _folder(name)
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     try:
         return FileTokenizer(folder)
     except Exception:  # the package raises bare exceptions; the workers' message says which
         return None
+
+
+def brings_chat_template(model: ModelConfig) -> bool | None:
+    """Whether the tokenizer of `model` has a chat template; None where its files are not here, or cannot be read."""
+    name = model.tokenizer or model.path
+    if name is None:
+        return None
+    if name.startswith((CHARS, WORDS)):
+        return False
+    folder = _folder(name)
+    try:
+        return None if folder is None else _has_chat_template(folder)
+    except (OSError, ValueError, AttributeError):  # a broken tokenizer_config.json: the workers' message says how
+        return None
+
+
+def _folder(name: str) -> Path | None:
+    """Where the files of a tokenizer are on this machine."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    return hub_cache_folder(name) if is_hub_name(name) else None

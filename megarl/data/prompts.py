@@ -55,12 +55,15 @@ class PromptDataset:
             raise ConfigError("no data", where=f"data.{split}_files", found=[], fix="name at least one source")
         kwargs = {"split": split, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
         rows = [row for source in sources for row in load_rows(source, kwargs)]
-        chat = chat_renderer(tokenizer, config.override_chat_template, tools) if uses_chat(config) else None
+        has_template = bool(tokenizer.chat_template)
+        chats = uses_chat(config, has_template)
+        chat = chat_renderer(tokenizer, config.override_chat_template, tools) if chats else None
         texts = render_prompts(config, chat, rows)
-        ids = tokenize(tokenizer, texts, rows, special=not uses_chat(config))
+        ids = tokenize(tokenizer, texts, rows, special=not chats)
         kept = within_limit(config, split, rows, ids)
         if split == "val" and config.max_val_samples is not None:
             kept = kept[: config.max_val_samples]
+        self._template = " in the chat template" if chats else " without the tokenizer's chat template" * has_template
         self.overlong = sum(len(prompt) > config.max_prompt_tokens for prompt in ids)
         self.rows = [rows[i] for i in kept]
         self.texts = [texts[i] for i in kept]
@@ -74,9 +77,10 @@ class PromptDataset:
         return len(self.rows)
 
     def describe(self) -> str:
-        """One line for the log: how many prompts, how long, how many dropped."""
+        """One line for the log: how many prompts, how long, whether a chat template was used, how many dropped."""
         dropped = f"; {self.overlong} longer than {self.config.max_prompt_tokens} dropped" if self.overlong else ""
-        return f"{self.split}: {count(len(self), 'prompt')} of {tokens_text(self.prompt_ids.lengths)}{dropped}"
+        prompts = f"{count(len(self), 'prompt')} of {tokens_text(self.prompt_ids.lengths)}"
+        return f"{self.split}: {prompts}{self._template}{dropped}"
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Prompts at `indices`: prompt_ids and the columns uid, prompt_text, answer, data_source, row.

@@ -48,7 +48,9 @@ def render_prompts(config: DataConfig, chat: Chat | None, rows: Sequence[Row]) -
             raise DataError(
                 f"column {config.prompt_key!r} holds chat messages, but no chat template is in use",
                 where=row.where,
-                fix="set data.chat_template: true",
+                fix="set data.chat_template: true"
+                if config.chat_template is False
+                else "the tokenizer has none: set data.override_chat_template",
             )
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is not None:
@@ -85,9 +87,11 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
     return ids
 
 
-def uses_chat(config: DataConfig) -> bool:
-    """True when prompts go through a chat template."""
-    return config.chat_template or config.override_chat_template is not None
+def uses_chat(config: DataConfig, has_template: bool) -> bool:
+    """True when prompts go through a chat template. `has_template`: the tokenizer brings one."""
+    if config.override_chat_template is not None:
+        return True
+    return has_template if config.chat_template == "auto" else config.chat_template
 
 
 def _messages(content: Any, row: Row, key: str) -> list[dict[str, str]]:

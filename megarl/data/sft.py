@@ -81,7 +81,7 @@ class SFTDataset(PromptDataset):
     def describe(self) -> str:
         """One line for the log: how many examples, how long, how many dropped."""
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
-        parts = [f"sft: {count(len(self), 'example')} of {tokens_text(lengths)}"]
+        parts = [f"sft: {count(len(self), 'example')} of {tokens_text(lengths)}{self._template}"]
         if self.overlong:
             parts.append(f"{self.overlong} prompts longer than {self.config.max_prompt_tokens} dropped")
         if self.too_long:
@@ -126,7 +126,8 @@ def _of_turns(
     stops: Sequence[int],
 ) -> tuple[list[list[int]], list[list[bool]]]:
     """Tokens of responses of several turns, and which of them the assistant says."""
-    render = chat_renderer(tokenizer, config.override_chat_template, tools) if uses_chat(config) else None
+    chats = uses_chat(config, bool(tokenizer.chat_template))
+    render = chat_renderer(tokenizer, config.override_chat_template, tools) if chats else None
     ids, learnt = list[list[int]](), list[list[bool]]()
     for talk, row in zip(talks, rows, strict=True):
         turns = Turns(tokenizer, None if render is None else partial(_render, render, row), stops)

@@ -94,8 +94,8 @@ def chat_renderer(
         DataError: the template refuses a row's messages; the row is named.
     """
     key = "data.override_chat_template"
-    template = read_template(override, key) if override is not None else tokenizer.chat_template
-    if template is None:
+    template = read_template(override, key) if override is not None else None
+    if template is None and not tokenizer.chat_template:
         raise no_chat_template()
     import jinja2
 
@@ -104,7 +104,7 @@ def chat_renderer(
             return tokenizer.apply_chat_template(
                 messages,
                 tools=list(tools) or None,
-                chat_template=template,
+                chat_template=template,  # None: the tokenizer's, of which there may be one for tools
                 tokenize=False,
                 add_generation_prompt=True,
             )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import env_section
+from megarl.data.render import uses_chat
 from megarl.data.rows import Row
 from megarl.data.templates import chat_renderer
 from megarl.data.trajectory import Trajectory, add_fields
@@ -62,7 +63,7 @@ def build_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout
     tools = layout.world.broadcast_json(kind.tools(settings) if layout.world.rank == 0 else None)
     data = config.data
     render = None
-    if data.chat_template or data.override_chat_template is not None:
+    if uses_chat(data, bool(tokenizer.chat_template)):
         written = chat_renderer(tokenizer, data.override_chat_template, tools)
         render = lambda messages: written(messages, Row({}, "messages of the environment", 0))  # noqa: E731
     turns = Turns(tokenizer, render, [tokenizer.eos_token_id, *config.rollout.sampling.stop_token_ids])

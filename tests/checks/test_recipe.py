@@ -8,11 +8,28 @@ from megarl.checks.recipe import ConfigWarning, check_config, validate
 from megarl.checks.rows import check_rows
 from megarl.config.base import ConfigErrors
 from megarl.config.load import load_config
+from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import ConfigError, DataError
 from tests.config.conftest import RECIPE
 
 MOE = ModelFacts("test", "qwen3_moe", 8, 64, 8, 4, 16, 96, 1000, 512, False, experts=12, experts_per_token=2)
 DENSE = ModelFacts("test", "qwen3", 12, 64, 12, 4, 16, 96, 1000, 512, False)
+
+
+def test_whether_prompts_go_through_a_chat_template_is_told(config_of, tmp_path):
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "chat")
+
+    def said(*overrides: str) -> list[str]:
+        items = check_config(config_of(*overrides)).items
+        return [check.message for check in items if check.name == "chat template"]
+
+    assert said() == []
+    assert said("model.tokenizer=chat") == ["the tokenizer's, around every prompt"]
+    assert said("model.tokenizer=chat", "data.chat_template=false") == ["none; the tokenizer's is not used"]
+    [base] = said("model.path=org/some-Base", "model.hf_config=null", "model.tokenizer=chat")
+    assert "data.chat_template=true uses the tokenizer's" in base
 
 
 def only(failures):

@@ -51,6 +51,22 @@ def test_a_resolved_recipe_keeps_what_validation_inherits(write):
     assert config.validation_sampling.max_new_tokens == 99
 
 
+@pytest.mark.parametrize(
+    ("path", "chat"),
+    [
+        ("Qwen/Qwen3-8B", "auto"),
+        ("Qwen/Qwen3-8B-Base", False),
+        ("models/mistral_base.v1", False),
+        ("database/qwen", "auto"),
+        ("base/Qwen3-8B", "auto"),
+    ],
+)
+def test_a_base_model_is_not_asked_in_a_chat_template_unless_the_recipe_says_so(write, path, chat):
+    file = write(f"model: {{path: {path}}}")
+    assert load_config(file).data.chat_template == chat
+    assert load_config(file, ["data.chat_template=true"]).data.chat_template is True
+
+
 def test_name_defaults_to_the_file(write):
     assert load_config(write("trainer: {steps: 3}", "my_run.yaml")).name == "my_run"
 

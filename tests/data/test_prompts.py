@@ -228,9 +228,27 @@ def test_a_prompt_of_the_wrong_type_names_the_row(tmp_path, tokenizer, value):
         dataset(tmp_path, tokenizer, [{"prompt": value, "answer": ""}])
 
 
+def test_a_tokenizers_chat_template_is_used_unless_it_is_turned_off(tmp_path, tokenizer):
+    rows = [{"prompt": "hi", "answer": ""}]
+    assert dataset(tmp_path, tokenizer, rows).describe() == "train: 1 prompt of 2 tokens"
+    tokenizer.chat_template = CHAT
+    chat, plain = dataset(tmp_path, tokenizer, rows), dataset(tmp_path, tokenizer, rows, chat_template=False)
+    assert (chat.texts, plain.texts) == (["[user]hi[assistant]"], ["hi"])
+    assert chat.describe() == "train: 1 prompt of 19 tokens in the chat template"
+    assert plain.describe() == "train: 1 prompt of 2 tokens without the tokenizer's chat template"
+
+
+def test_a_tokenizer_may_have_several_chat_templates(tmp_path, tokenizer):
+    tokenizer.chat_template = {"default": CHAT, "tool_use": "tools"}
+    assert dataset(tmp_path, tokenizer, [{"prompt": "hi", "answer": ""}]).texts == ["[user]hi[assistant]"]
+
+
 def test_messages_without_a_chat_template_in_use(tmp_path, tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "answer": ""}]
+    with pytest.raises(DataError, match=r"chat messages(?s:.*)set data.override_chat_template"):
+        dataset(tmp_path, tokenizer, rows)
     with pytest.raises(DataError, match=r"chat messages(?s:.*)set data.chat_template: true"):
-        dataset(tmp_path, tokenizer, [{"prompt": [{"role": "user", "content": "a"}], "answer": ""}])
+        dataset(tmp_path, tokenizer, rows, chat_template=False)
 
 
 def test_a_character_without_a_token_is_named(tmp_path, tokenizer):

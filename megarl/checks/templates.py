@@ -1,0 +1,23 @@
+"""Checks of what is written around prompts: the chat template."""
+
+from __future__ import annotations
+
+from megarl.checks.checklist import Checklist
+from megarl.config.run import RunConfig
+from megarl.data.light_tokenizer import brings_chat_template
+from megarl.data.render import uses_chat
+
+
+def check_chat_template(config: RunConfig, checks: Checklist) -> None:
+    """Whether prompts go through a chat template, which changes what a model is asked."""
+    data, brings = config.data, brings_chat_template(config.model)
+    if data.override_chat_template is not None:
+        checks.ok("chat template", "data.override_chat_template")
+    elif brings is None:
+        checks.skip("chat template", "known when the tokenizer is here")
+    elif uses_chat(data, brings):
+        checks.ok("chat template", "the tokenizer's, around every prompt")
+    elif brings and config.model.named_base:
+        checks.ok("chat template", "none: model.path names a base model; data.chat_template=true uses the tokenizer's")
+    elif brings:
+        checks.ok("chat template", "none; the tokenizer's is not used")
