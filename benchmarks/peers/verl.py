@@ -30,7 +30,7 @@ def no_such(config: RunConfig) -> NoSuch:
     return [
         ("algorithm.kl.estimator", kl.estimator, kl.use == "none" or kl.estimator in KL_TYPES, ", ".join(KL_TYPES)),
         ("algorithm.loss.dual_clip", dual, dual is not None, "a bound above 1"),
-        ("data.chat_template", chat, chat, "true: its prompts are chat messages"),
+        ("data.chat_template", chat, chat is not False, "true: its prompts are chat messages"),
     ]
 
 

@@ -320,14 +320,15 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_abilities(config: RunConfig, checks: Checklist) -> None:
-    sections = {"rollout.sampling": config.rollout.sampling, "validation.sampling": config.validation.sampling}
-    for key, sampling in sections.items():
-        if sampling.min_new_tokens:
+    rollout, held_out = config.rollout.sampling, config.validation.sampling
+    sections = {"rollout.sampling": rollout.min_new_tokens, "validation.sampling": held_out.min_new_tokens}
+    for key, least in sections.items():
+        if least:
             checks.fail(
                 _NAME,
                 f"{key}.min_new_tokens",
                 "SGLang has no shortest length for servers without a tokenizer",
-                found=sampling.min_new_tokens,
+                found=least,
                 allowed="0",
                 fix=f"set {key}.min_new_tokens=0, or rollout.engine=embedded",
             )

@@ -328,7 +328,7 @@ def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job:
     """Copies of the weights that the embedded engine decodes with: in another dtype, or in the order that a CPU's
     products read."""
     size = parameter_bytes(facts, team.parallel, config.rollout_dtype)
-    sampling = (config.rollout if job == "train" else config.validation).sampling
+    sampling = config.rollout.sampling if job == "train" else config.validation_sampling
     packed = not gpu and size <= PACK_LIMIT_BYTES and sampling.max_new_tokens >= PACK_STEPS
     if not packed and config.rollout_dtype == config.model.dtype:
         return []

@@ -230,7 +230,7 @@ def test_buffers_of_responses_are_those_of_embedded_generation(judged):
     [
         ("sft", ["rollout.sampling.max_new_tokens=100000000"]),
         ("sft", ["data.batch_size=100000000"]),
-        ("eval", ["rollout.sampling.max_new_tokens=100000000"]),
+        ("eval", ["rollout.sampling.max_new_tokens=100000000", "validation.sampling.max_new_tokens=8"]),
         ("generate", ["data.batch_size=100000000", "rollout.sampling.n=1000"]),
     ],
 )

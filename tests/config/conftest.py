@@ -15,7 +15,6 @@ data:
   train_files: ["megarl.recipes.arithmetic:make_rows"]
   max_prompt_tokens: 16
 rollout: {sampling: {max_new_tokens: 8}}
-validation: {sampling: {max_new_tokens: 8}}
 """
 
 

@@ -24,8 +24,8 @@ def megarl(write, capsys):
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
-        (RECIPE + "actr: {}", [], ["recipe.yaml:12: unknown key actr", "did you mean actor?"]),
-        (RECIPE + "trainer: {steps: many}", [], ["recipe.yaml:12: trainer.steps has a wrong type"]),
+        (RECIPE + "actr: {}", [], ["recipe.yaml:11: unknown key actr", "did you mean actor?"]),
+        (RECIPE + "trainer: {steps: many}", [], ["recipe.yaml:11: trainer.steps has a wrong type"]),
         (RECIPE, ["data.train_files=missing.jsonl"], ["data.train_files: there is no such file or folder"]),
         (RECIPE, ["cluster.nproc=4", "data.batch_size=30"], ["a multiple of 4", "to 28 or 32"]),
         (RECIPE, ["algorithm.advantage.name=gpro"], ["unknown advantage estimator", "did you mean grpo?"]),
