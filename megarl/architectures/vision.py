@@ -17,6 +17,8 @@ from megarl.errors import ConfigError
 
 #: Tensors of a policy's language model begin so in checkpoints.
 LANGUAGE_MODEL = "language_model."
+#: Those that make an embedding of the robot's state begin so.
+STATE_PROJECTOR = "proprio_projector."
 _KEYS = ("width", "blocks", "heads", "mlp", "patch", "image", "class_token", "registers", "layer_scale")
 
 
@@ -77,6 +79,7 @@ KNOWN_TOWERS = {
     "vit_so400m_patch14_siglip_224": TowerShape(1152, 26, 16, 4304, 14, 224),
 }
 _TOWER_NAMES = ("featurizer", "fused_featurizer")
+_AFTER_BLOCKS = ("norm.", "fc_norm.", "attn_pool.", "head.")
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,56 @@ class VisionShape:
             found = [(one.image, one.patches) for one in towers]
             allowed = "one or two towers that take pictures of one size and make equally many patches of them"
             raise ConfigError("vision towers that do not fit together", where=where, found=found, allowed=allowed)
-        return cls(towers, hidden, int(config.get("state_dim") or 0))
+        return cls(towers, hidden, state_size(config, where))
+
+    def passed_over(self, name: str) -> bool:
+        """Whether tensor `name` of a published checkpoint is of a part of its towers that is not run.
+
+        The last block and what follows it: features are those of the block before, without a norm. SigLIP's pooling.
+        """
+        for number, tower in enumerate(self.towers):
+            before = f"vision_backbone.{_TOWER_NAMES[number]}."
+            if name.startswith(before):
+                return name.removeprefix(before).startswith((f"blocks.{tower.blocks}.", *_AFTER_BLOCKS))
+        return False
+
+
+def state_size(config: Mapping[str, Any], where: str) -> int:
+    """Numbers of the robot's state that a policy takes; 0: it takes none.
+
+    `state_dim`, or `use_proprio` and `proprio_dim` as SimpleVLA-RL writes them: of a policy without a state both, too,
+    the first of them false.
+
+    Raises:
+        ConfigError: they contradict each other, or are no such sizes.
+    """
+    own, used, size = config.get("state_dim"), config.get("use_proprio"), config.get("proprio_dim")
+    for key, value in (("state_dim", own), ("proprio_dim", size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ConfigError(
+                "not a size of the robot's state", where=f"{where}.{key}", found=value, allowed="0 or a larger integer"
+            )
+    if used not in (None, True, False):
+        raise ConfigError("neither true nor false", where=f"{where}.use_proprio", found=used, allowed=[True, False])
+    if used and not size and not own:
+        raise ConfigError(
+            "the policy takes the robot's state, and its size is not said",
+            where=f"{where}.proprio_dim",
+            found=size,
+            allowed="numbers of the state, as 8 for LIBERO and 14 for two arms",
+            fix="set proprio_dim",
+        )
+    if own is None:
+        return int(size or 0) if used else 0
+    if used is not None and int(own) != (int(size or own) if used else 0):
+        raise ConfigError(
+            "two keys say different sizes of the robot's state",
+            where=where,
+            found={"state_dim": own, "use_proprio": used, "proprio_dim": size},
+            allowed="one of state_dim, and use_proprio with proprio_dim",
+            fix="remove one of them",
+        )
+    return int(own)
 
 
 def _tower(sizes: Mapping[str, Any], where: str) -> TowerShape:

@@ -254,13 +254,22 @@ def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStat
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise DataError(f"the statistics of actions cannot be read: {problem}", where=str(path)) from None
+    return parse_statistics(content, str(path), bounds)
+
+
+def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[str, DatasetStatistics]:
+    """The same of what such a file holds; `where` names the place.
+
+    Raises:
+        DataError: something is missing in it; the place is named.
+    """
     if not isinstance(content, dict) or not content:
-        raise DataError("no data sets", where=str(path), allowed='{"name": {"action": {...}, ...}, ...}')
+        raise DataError("no data sets", where=where, allowed='{"name": {"action": {...}, ...}, ...}')
     found = {}
     for name, entry in content.items():
         if not isinstance(entry, dict) or "action" not in entry:
-            raise DataError("there is no 'action'", where=f"{path}: {name}", allowed="a dictionary with `action`")
-        found[name] = DatasetStatistics.from_json(entry, f"{path}: {name}", bounds)
+            raise DataError("there is no 'action'", where=f"{where}: {name}", allowed="a dictionary with `action`")
+        found[name] = DatasetStatistics.from_json(entry, f"{where}: {name}", bounds)
     return found
 
 

@@ -23,11 +23,9 @@ from megarl.architectures.values import (
     sparse_layers,
 )
 from megarl.artifacts.checkpoint_files import quantized_block
+from megarl.artifacts.robot_policy import ROBOT_POLICY, whole_config
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError, close_matches
-
-#: `model_type` of OpenVLA's and OpenVLA-OFT's policies, whose language model is described by `text_config`.
-ROBOT_POLICY = "openvla"
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,8 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
         return model.hf_config, "model.hf_config"
     folder = local_folder(model.path)
     if folder is not None:
-        return _read_json(folder / "config.json"), str(folder / "config.json")
+        raw = _read_json(folder / "config.json")
+        return whole_config(raw, folder) if raw.get("model_type") == ROBOT_POLICY else raw, str(folder / "config.json")
     if not is_hub_name(model.path):
         folder = Path(model.path).expanduser()
         raise ConfigError(

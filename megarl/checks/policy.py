@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from megarl.architectures.vision import VisionShape
-from megarl.artifacts.action_statistics import FILE, choose_statistics, read_statistics
+from megarl.artifacts.action_statistics import DatasetStatistics, choose_statistics
 from megarl.artifacts.facts import facts_from_config, local_folder, raw_config
+from megarl.artifacts.robot_policy import (
+    PREPROCESSOR,
+    no_statistics,
+    policy_statistics,
+    read_preprocessor,
+    refuse_other_state,
+)
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.data.demonstration_sources import EXPERTS
@@ -15,8 +22,9 @@ _LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
 
 def check_policy(config: RunConfig, checks: Checklist) -> None:
     """What the folder of a policy that is on this machine says; a model that cannot be read is another check's."""
+    data = None
     try:
-        _check_statistics(config)
+        data = _check_statistics(config)
     except UserError as error:
         checks.from_error("robot", error)
     try:
@@ -29,30 +37,39 @@ def check_policy(config: RunConfig, checks: Checklist) -> None:
     try:
         shape = VisionShape.from_config(found[0], facts.hidden, found[1])
         _check_columns(config, shape, facts.max_positions)
+        _check_pictures(config, shape)
+        if data is not None:
+            refuse_other_state(data, shape.state)
     except ConfigError as error:
         checks.from_error("robot", error)
 
 
-def _check_statistics(config: RunConfig) -> None:
-    """The file beside the model: there, readable, of `robot.unnorm_key`, and of actions of `robot.dim` numbers."""
+def _check_pictures(config: RunConfig, shape: VisionShape) -> None:
+    """The normalisation that a checkpoint on this machine has is of its towers."""
+    folder = None if config.model.path is None else local_folder(config.model.path)
+    preprocessor = None if folder is None else read_preprocessor(folder)
+    if folder is None or preprocessor is None:
+        return
+    from megarl.data.pictures import policy_normalisation  # imports torch
+
+    policy_normalisation(preprocessor, len(shape.towers), shape.towers[0].image, str(folder / PREPROCESSOR))
+
+
+def _check_statistics(config: RunConfig) -> DatasetStatistics | None:
+    """Statistics beside the model: there, readable, of `robot.unnorm_key`, and of actions of `robot.dim` numbers."""
     robot, path = config.robot, config.model.path
     assert robot is not None, "a recipe with the section `robot`"
     if robot.statistics == "demonstrations":
         _check_shown(config)
-        return
+        return None
     folder = None if path is None else local_folder(path)
     if folder is None:
-        return
-    file = folder / FILE
-    if not file.is_file():
-        raise ConfigError(
-            "the statistics of its actions are not beside the model",
-            where="model.path",
-            found=path,
-            allowed=f"a folder with {FILE}",
-            fix="take the file from where the model comes from, or set robot.statistics=demonstrations",
-        )
-    dim = choose_statistics(read_statistics(file, robot.bounds), robot.unnorm_key, "robot.unnorm_key").action.dim
+        return None
+    found = policy_statistics(folder, robot.bounds)
+    if found is None:
+        raise no_statistics(path)
+    data = choose_statistics(found[0], robot.unnorm_key, "robot.unnorm_key")
+    dim = data.action.dim
     if dim != robot.dim:
         raise ConfigError(
             "the statistics are of actions of another size",
@@ -61,6 +78,7 @@ def _check_statistics(config: RunConfig) -> None:
             allowed=str(dim),
             fix=f"set robot.dim={dim}, or choose other statistics (robot.unnorm_key)",
         )
+    return data
 
 
 def _check_shown(config: RunConfig) -> None:

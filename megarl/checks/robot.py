@@ -12,6 +12,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.data.frames import SIMULATOR
+from megarl.data.sources import TEXT
 from megarl.envs.robots.settings import SimulatorSettings
 from megarl.errors import ConfigError
 
@@ -47,7 +48,11 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
                 "the rows of a robot's run are start states of its simulator",
                 found=sources,
                 allowed=f"[{SIMULATOR}]",
-                fix=f"set {key}=[{SIMULATOR}]",
+                fix=(
+                    "leave --prompt out; `megarl eval` plays held-out start states"
+                    if any(source.startswith(TEXT) for source in sources)
+                    else f"set {key}=[{SIMULATOR}]"
+                ),
             )
     if config.sft.steps and SIMULATOR in (config.sft.train_files or [SIMULATOR]):
         checks.fail(

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.architectures import ARCHITECTURES
-from megarl.architectures.tensors import HEAD, WeightRule
+from megarl.architectures.tensors import HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
 from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
 from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, weight_files
-from megarl.artifacts.facts import ROBOT_POLICY, ModelFacts
+from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector, whole_config
+from megarl.artifacts.unread_tensors import refuse_unread
 from megarl.errors import ConfigError
 
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones
@@ -35,23 +37,35 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
         What was checked, and which files that was, in a few words.
 
     Raises:
-        ConfigError: no weights, a file that is missing or cut, a tensor that is missing, has another shape, or holds
-            codes without their scales.
+        ConfigError: no weights, a file that is missing or cut, a tensor that is missing, has another shape, holds
+            codes without their scales, or that nothing reads.
     """
-    raw = read_config(folder)
-    files, block = weight_files(folder, raw), quantized_block(raw, str(folder / "config.json"))
+    raw, where = read_config(folder), str(folder / "config.json")
+    files, block = weight_files(folder, raw), quantized_block(raw, where)
     place: dict[str, Stored] = {}
     for file in files:
         place |= {name: (file, dtype, shape) for name, (dtype, shape) in read_header(file).items()}
     policy = raw.get("model_type") == ROBOT_POLICY
     prefix = LANGUAGE_MODEL if policy else ""
+    read: set[str] = {VALUE_HEAD.sources[0].name, VALUE_BIAS.sources[0].name} if value_head else set()
     for alternatives in expected_tensors(facts, value_head=value_head):
         forms = [{prefix + name: shape for name, shape in form.items()} for form in alternatives]
         _check_tensors(folder, forms, place, block)
+        read |= {name for form in forms for name in form}
+    sight = None
     if policy:
-        sight = VisionShape.from_config(raw, facts.hidden, str(folder / "config.json"))
+        own = projector_file(folder)
+        place |= {} if own is None else _in_its_file(own)
+        sight = VisionShape.from_config(whole_config(raw, folder), facts.hidden, where)
         _check_tensors(folder, [dict(sight.tensors.values())], place, block)
+        read |= dict(sight.tensors.values()).keys()
+    refuse_unread(place, read, sight, str(folder))
     return f"{len(place)} tensors in {file_names(files)}"
+
+
+def _in_its_file(file: Path) -> dict[str, Stored]:
+    """The projector of the robot's state in a torch file of its own."""
+    return {name: (file, _DTYPES[0], tuple(tensor.shape)) for name, tensor in read_projector(file).items()}
 
 
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

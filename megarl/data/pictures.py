@@ -14,10 +14,10 @@ terms decides. The same is to be expected between devices.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,25 +116,32 @@ class Normalisation:
     deviations: tuple[tuple[float, ...], ...]
 
     @classmethod
-    def read(cls, path: Path) -> Normalisation:
-        """Of a checkpoint's preprocessor_config.json: its `means` and `stds`.
+    def of_checkpoint(cls, config: Mapping[str, Any], where: str) -> Normalisation:
+        """As the content `config` of a checkpoint's preprocessor_config.json says it: its `means` and `stds`.
 
         They are worth reading: OpenVLA's are rounded to bfloat16 (0.484375 for 0.485).
 
         Raises:
-            ConfigError: the file lacks one of them, or they are no triples.
+            ConfigError: one of them is missing, or they are no finite triples, deviations above 0; `where` is named.
         """
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
             parts = [tuple(tuple(float(x) for x in tower) for tower in config[key]) for key in ("means", "stds")]
-        except (OSError, ValueError, KeyError, TypeError) as problem:
+        except (ValueError, KeyError, TypeError) as problem:
             raise ConfigError(
                 f"no normalisation of pictures can be read ({type(problem).__name__}: {problem})",
-                where=str(path),
-                allowed="JSON with `means` and `stds`: for each vision tower three numbers",
+                where=where,
+                allowed="`means` and `stds`: for each vision tower three numbers",
             ) from None
         if {len(tower) for part in parts for tower in part} != {3} or len(parts[0]) != len(parts[1]):
-            raise ConfigError("`means` and `stds` are not three numbers for each tower", where=str(path), found=parts)
+            raise ConfigError("`means` and `stds` are not three numbers for each tower", where=where, found=parts)
+        means, deviations = ([number for tower in part for number in tower] for part in parts)
+        if not all(map(math.isfinite, means + deviations)) or min(deviations) <= 0:
+            raise ConfigError(
+                "numbers that pixels cannot be normalised with",
+                where=where,
+                found=parts,
+                allowed="finite numbers, `stds` above 0",
+            )
         return cls(*parts)
 
     def __call__(self, pictures: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -152,7 +159,37 @@ SIGLIP = Normalisation(((0.5, 0.5, 0.5),), ((0.5, 0.5, 0.5),))
 #: The two towers of OpenVLA: DINOv2's channels, then SigLIP's.
 DINO_SIGLIP = Normalisation(IMAGENET.means + SIGLIP.means, IMAGENET.deviations + SIGLIP.deviations)
 #: By the number of towers that a policy has.
-NORMALISATIONS = {1: SIGLIP, 2: DINO_SIGLIP}
+_OF_TOWERS = {1: SIGLIP, 2: DINO_SIGLIP}
+
+
+def policy_normalisation(
+    preprocessor: Mapping[str, Any] | None, towers: int, side: int, where: str = "preprocessor_config.json"
+) -> Normalisation:
+    """What a robot policy's pictures are normalised with.
+
+    Args:
+        preprocessor: content of its preprocessor_config.json; None: it has none, and gets the usual numbers.
+        towers: that it sees with.
+        side: of their pictures, in pixels.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: the file is of other towers, or pictures of another size.
+    """
+    if preprocessor is None:
+        return _OF_TOWERS[towers]
+    found = Normalisation.of_checkpoint(preprocessor, where)
+    sizes = preprocessor.get("input_sizes")
+    wanted = [[3, side, side]] * towers
+    if len(found.means) != towers or (sizes is not None and [list(size) for size in sizes] != wanted):
+        raise ConfigError(
+            "the pictures of this file are not those of the model's vision towers",
+            where=where,
+            found={"means": found.means, "input_sizes": sizes},
+            allowed={"means": f"of {towers} towers", "input_sizes": wanted},
+            fix="take config.json and preprocessor_config.json of one checkpoint",
+        )
+    return found
 
 
 @dataclass(frozen=True)

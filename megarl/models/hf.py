@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.architectures import ARCHITECTURES, values
-from megarl.artifacts.facts import ROBOT_POLICY, ModelFacts, facts_from_config
+from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
+from megarl.artifacts.robot_policy import ROBOT_POLICY
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
@@ -38,7 +39,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     """
     from transformers import AutoConfig
 
-    policy = _robot_policy(model, key)
+    policy = _robot_policy(model, key, follow_files=follow_files)
     if policy is not None:
         return policy
     if model.path is not None:
@@ -64,8 +65,11 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     return config
 
 
-def _robot_policy(model: ModelConfig, key: str) -> PretrainedConfig | None:
-    """The configuration of a robot policy, which transformers has no class for; None: it is another model."""
+def _robot_policy(model: ModelConfig, key: str, *, follow_files: bool) -> PretrainedConfig | None:
+    """The configuration of a robot policy, which transformers has no class for; None: it is another model.
+
+    Small files beside config.json are a part of it. Of a model on the hub the weights come only with `follow_files`.
+    """
     from transformers import PretrainedConfig
 
     raw, where = model.hf_config or {}, "model.hf_config"
@@ -77,9 +81,13 @@ def _robot_policy(model: ModelConfig, key: str) -> PretrainedConfig | None:
             return None  # who reads it as that of a language model says what is wrong
     if raw.get("model_type") != ROBOT_POLICY:
         return None
-    from megarl.models.vla.config import policy_config
+    from megarl.models.vla.config import policy_config, read_policy_config
 
-    return policy_config(raw, where)
+    if model.path is None:
+        return policy_config(raw, where)
+    from megarl.models.weights.files import resolve_folder
+
+    return read_policy_config(resolve_folder(model.path, key, weights=follow_files))
 
 
 def _follow_files(config: PretrainedConfig, source: str) -> None:

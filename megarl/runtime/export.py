@@ -12,6 +12,7 @@ from megarl.phase import phase
 from megarl.residency import ACTOR
 
 if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
     from megarl.runtime.controller import Controller
     from megarl.runtime.roles import ModelRole
 
@@ -80,7 +81,14 @@ def show_export(c: Controller) -> None:
             name = "model:  " if model.which == "last" else "better: "
             metric = "" if model.which == "last" else f" by {c.config.trainer.best_metric}"
             print(f"{name}{c.run_dir / model.folder} ({model.which}{metric}, step {model.step})")
-        print(f"  to try it: {shlex.join(['megarl', 'generate', str(c.run_dir)])} --prompt TEXT", flush=True)
+        print(f"  to try it: {trial_command(c.config, c.run_dir)}", flush=True)
+
+
+def trial_command(config: RunConfig, run_dir: Path) -> str:
+    """What a user may type to see what the model of a run does: answers, or episodes of a robot's policy."""
+    if config.robot is not None:
+        return shlex.join(["megarl", "eval", str(run_dir)])
+    return f"{shlex.join(['megarl', 'generate', str(run_dir)])} --prompt TEXT"
 
 
 def _write(c: Controller, model: ModelRole, name: str) -> None:

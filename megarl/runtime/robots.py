@@ -18,12 +18,12 @@ from megarl.artifacts.action_statistics import (
     ActionStatistics,
     DatasetStatistics,
     choose_statistics,
-    read_statistics,
     statistics_text,
 )
+from megarl.artifacts.robot_policy import no_statistics, policy_statistics, refuse_other_state
 from megarl.config.components import settings_at
 from megarl.data.demonstration_sources import find_demonstrations
-from megarl.data.pictures import NORMALISATIONS, PIPELINES
+from megarl.data.pictures import PIPELINES, policy_normalisation
 from megarl.device import device, has_cuda
 from megarl.envs.robots import SimulatorPool, SimulatorSettings
 from megarl.errors import ConfigError, choose
@@ -98,7 +98,7 @@ def call_form(config: RunConfig, hf: PretrainedConfig) -> CallForm:
     return CallForm(
         shape,
         policy_family(robot.family, "robot.family"),
-        NORMALISATIONS[len(shape.towers)],
+        policy_normalisation(getattr(hf, "preprocessor", None), len(shape.towers), shape.towers[0].image),
         tuple(robot.cameras),
         robot.dim,
         robot.chunk,
@@ -142,19 +142,13 @@ def _statistics(config: RunConfig, layout: Layout, tasks: Mapping[str, TaskSpec]
 
 def model_statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStatistics]:
     """Those beside the model; a fresh one acts in the units of its simulator."""
-    file = None if config.model.path is None else resolve_folder(config.model.path) / FILE
-    if file is not None and file.is_file():
-        known = read_statistics(file, robot.bounds)
-        chosen = choose_statistics(known, robot.unnorm_key, str(file))
+    found = None if config.model.path is None else policy_statistics(resolve_folder(config.model.path), robot.bounds)
+    if found is not None:
+        known, where = found
+        chosen = choose_statistics(known, robot.unnorm_key, where)
         return next(name for name, entry in known.items() if entry is chosen), chosen
     if config.model.path is not None or robot.unnorm_key is not None:
-        raise ConfigError(
-            "the statistics of its actions are not beside the model",
-            where="model.path",
-            found=config.model.path,
-            allowed=f"a folder with {FILE}",
-            fix="take the file from where the model comes from, or set robot.statistics=demonstrations",
-        )
+        raise no_statistics(config.model.path)
     return _own_name(robot), DatasetStatistics(ActionStatistics.plain(robot.dim))
 
 
@@ -211,13 +205,7 @@ def _refuse_other_sizes(robot: RobotConfig, codec: ActionCodec, shape: VisionSha
             allowed=str(codec.dim),
             fix=f"set robot.dim={codec.dim}, or choose other statistics (robot.unnorm_key)",
         )
-    if shape.state and data.state is not None and data.state.dim != shape.state:
-        raise ConfigError(
-            "the model takes another robot's state than the statistics are of",
-            where="model: state_dim",
-            found=shape.state,
-            allowed=str(data.state.dim),
-        )
+    refuse_other_state(data, shape.state)
 
 
 @dataclass
@@ -301,10 +289,10 @@ def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -
     if shape.state and task.state_dim != shape.state:
         raise ConfigError(
             f"the model takes another state than that of {task.name}",
-            where="model: state_dim",
+            where="model: proprio_dim or state_dim",
             found=shape.state,
             allowed=str(task.state_dim),
-            fix=f"set state_dim to {task.state_dim}, or to 0 for a policy that sees pictures only",
+            fix="take a policy of this robot, or set state_dim of a fresh one (0: it sees pictures only)",
         )
 
 

@@ -30,6 +30,7 @@ def test_the_tiny_recipe_passes(recipe: Path) -> None:
         ("rollout.stale_steps=1", "rollout.stale_steps", "own weights"),
         ("actor.parallel.cp=2", "actor.parallel.cp", "see all of it"),
         ("algorithm.loss.name=gspo", "algorithm.loss.name", "whole responses"),
+        ("data.val_files=['text:hello']", "data.val_files", "megarl eval"),
         ("data.train_files=[rows.jsonl]", "data.train_files", "start states of its simulator"),
         ("sft.train_files=null", "sft.train_files", "learns from demonstrations"),
         ("robot.simulator.name=reech", "robot.simulator.name", "unknown simulator"),

@@ -65,6 +65,28 @@ def test_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("extra", "critic", "refused"),
+    [
+        ("model.layers.2.mlp.up_proj.weight", False, True),
+        ("model.layers.0.self_attn.q_proj.bias", False, True),
+        ("score.weight", False, True),
+        ("score.weight", True, False),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", False, False),
+    ],
+)
+def test_tensors_that_nothing_reads_are_refused(tmp_path: Path, extra: str, critic: bool, refused: bool) -> None:
+    facts = facts_of("qwen3")
+    shapes = {name: shape for forms in expected_tensors(facts) for name, shape in forms[0].items()}
+    write(tmp_path / "model.safetensors", shapes | {extra: (1, 8)})
+    if not refused:
+        check_weights(tmp_path, facts, value_head=critic)
+        return
+    with pytest.raises(ConfigError, match="1 tensor that nothing reads") as caught:
+        check_weights(tmp_path, facts, value_head=critic)
+    assert extra in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("damage", "words"),
     [
         ("none", ["no model.safetensors and no", "save_pretrained"]),

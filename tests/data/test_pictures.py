@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from megarl.data.pictures import DINO_SIGLIP, IMAGENET, PIPELINES, Normalisation, PicturePipeline, VideoPipeline
+from megarl.data.pictures import (
+    DINO_SIGLIP,
+    IMAGENET,
+    PIPELINES,
+    PicturePipeline,
+    VideoPipeline,
+    policy_normalisation,
+)
 from megarl.errors import ConfigError, DataError
 from tests.data.golden_pictures import CROPPED, FILE, SHRUNK, THIN, frame
 
@@ -85,20 +91,31 @@ def test_channels_of_one_tower_follow_the_others():
     assert torch.equal(DINO_SIGLIP(pictures, torch.bfloat16), pixels.bfloat16())
 
 
-def test_a_checkpoint_says_its_own_normalisation(tmp_path):
-    path = tmp_path / "preprocessor_config.json"
-    means, stds = [[0.484375, 0.455078125, 0.40625], [0.5] * 3], [[0.228515625, 0.2236328125, 0.224609375], [0.5] * 3]
-    path.write_text(json.dumps({"means": means, "stds": stds}))
-    read = Normalisation.read(path)
-    assert [list(mean) for mean in read.means] == means
-    assert [list(std) for std in read.deviations] == stds
+MEANS, STDS = [[0.484375, 0.455078125, 0.40625], [0.5] * 3], [[0.228515625, 0.2236328125, 0.224609375], [0.5] * 3]
 
-    path.write_text(json.dumps({"means": means}))
-    with pytest.raises(ConfigError, match=r"(?s)preprocessor_config\.json.*stds"):
-        Normalisation.read(path)
-    path.write_text(json.dumps({"means": means, "stds": stds[:1]}))
-    with pytest.raises(ConfigError, match="three numbers for each tower"):
-        Normalisation.read(path)
+
+def test_a_checkpoint_says_its_own_normalisation():
+    sizes = {"input_sizes": [[3, 224, 224]] * 2}
+    read = policy_normalisation({"means": MEANS, "stds": STDS} | sizes, 2, 224)
+    assert [list(mean) for mean in read.means] == MEANS
+    assert [list(std) for std in read.deviations] == STDS
+    assert policy_normalisation(None, 2, 224) == DINO_SIGLIP
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"means": MEANS}, "stds"),
+        ({"means": MEANS, "stds": STDS[:1]}, "three numbers for each tower"),
+        ({"means": MEANS, "stds": [[1, 1, 0], [1, 1, 1]]}, "above 0"),
+        ({"means": MEANS[:1], "stds": STDS[:1]}, "not those of the model's vision towers"),
+        ({"means": MEANS, "stds": STDS, "input_sizes": [[3, 384, 384]] * 2}, "not those of the model's vision towers"),
+    ],
+)
+def test_a_normalisation_of_other_pictures_is_refused(content, text):
+    with pytest.raises(ConfigError, match=text) as caught:
+        policy_normalisation(content, 2, 224)
+    assert "preprocessor_config.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("count", [1, 5, 63, 64, 65, 513])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from megarl.artifacts.action_statistics import read_statistics
+from megarl.config.load import load_config
+from megarl.runtime.export import trial_command
 from tests.runtime import harness
 from tests.runtime.robots import write_robots_recipe
 from tests.runtime.test_durability import at_step
@@ -187,3 +190,11 @@ def test_the_exported_policy_is_measured_again(recipe, run_dir, tmp_path) -> Non
     assert command.returncode == 0, output[-3000:]
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]
     assert found["val/acc"] == harness.metrics(run_dir)[STEPS]["val/acc"]
+
+
+def test_what_is_said_to_try_the_policy_plays_episodes(recipe, run_dir) -> None:
+    """The command that the log of a run ends with is one that a robot's recipe can do."""
+    config = load_config(recipe)
+    words = shlex.split(trial_command(config, run_dir))
+    assert words == ["megarl", "eval", str(run_dir)]
+    assert shlex.split(trial_command(config.model_copy(update={"robot": None}), run_dir))[1] == "generate"

@@ -1,7 +1,8 @@
 """The configuration of a robot policy: that of its language model, and what it sees with.
 
-`text_config` and `timm_model_ids` of a published config.json of OpenVLA or OpenVLA-OFT; for small models of your own
-`vision_towers` in the place of timm's names, and `state_dim` where the robot's state is one more embedding.
+`text_config` and `timm_model_ids` of a published config.json of OpenVLA or OpenVLA-OFT, with `use_proprio` and
+`proprio_dim` where the robot's state is one more embedding, as SimpleVLA-RL writes them; for small models of your own
+`vision_towers` in the place of timm's names, and `state_dim`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.architectures.vision import VisionShape
-from megarl.artifacts.facts import ROBOT_POLICY
+from megarl.artifacts.robot_policy import ROBOT_POLICY, read_preprocessor, whole_config
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def policy_config(config: Mapping[str, Any], where: str) -> PretrainedConfig:
+def policy_config(
+    config: Mapping[str, Any], where: str, preprocessor: Mapping[str, Any] | None = None
+) -> PretrainedConfig:
     """The language model's configuration, which brings what the policy sees with (`megarl.models.hf.vision_of`).
 
     Args:
-        config: a policy's config.json.
+        config: a policy's config.json, with what the files beside it add.
         where: its place, for messages.
+        preprocessor: its preprocessor_config.json, if there is one.
 
     Raises:
         ConfigError: it is none of a robot policy, or names what is not supported.
@@ -42,6 +46,7 @@ def policy_config(config: Mapping[str, Any], where: str) -> PretrainedConfig:
     hf = load_hf_config(ModelConfig(hf_config={"model_type": "llama", **text}), f"{where}.text_config")
     VisionShape.from_config(config, hf.hidden_size, where)
     hf.policy = dict(config)  # goes into the config.json of what is exported, as it is
+    hf.preprocessor = None if preprocessor is None else dict(preprocessor)  # likewise
     return hf
 
 
@@ -54,4 +59,5 @@ def read_policy_config(folder: Path) -> PretrainedConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError("no config.json here", where="model.path", found=str(folder), fix="check the path")
-    return policy_config(json.loads(path.read_text()), str(path))
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    return policy_config(whole_config(raw, folder), str(path), read_preprocessor(folder))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.artifacts.action_statistics import FILE, write_statistics
+from megarl.artifacts.robot_policy import PREPROCESSOR
 from megarl.comm import WorkerGroup
 from megarl.models.hf import value_bias
 from megarl.models.policy import PolicyModel
@@ -135,7 +136,7 @@ def write_metadata(
     *,
     value_head: bool = False,
 ) -> None:
-    """config.json, generation_config.json and the tokenizer's files; of a robot policy also statistics of actions."""
+    """config.json, generation_config.json and the tokenizer's files; of a robot policy the scales of its numbers."""
     name, policy = str(dtype).removeprefix("torch."), getattr(hf_config, "policy", None)
     if policy is None:
         _write_config(folder, hf_config, name, value_head=value_head)
@@ -143,6 +144,8 @@ def write_metadata(
         (folder / "config.json").write_text(json.dumps(policy | {"torch_dtype": name}, indent=2))
         if statistics := getattr(hf_config, "action_statistics", None):
             write_statistics(folder / FILE, statistics)
+        if hf_config.preprocessor is not None:
+            (folder / PREPROCESSOR).write_text(json.dumps(hf_config.preprocessor, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,16 +13,23 @@ import torch
 
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.artifacts.checkpoint_files import INDEX, file_names, quantized_block, read_config, weight_files
+from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.errors import ConfigError
 from megarl.models.weights.plan import Box
 from megarl.phase import keep_beating
 
 _COMPARED_ROWS = 4096
+#: The last one: parts of robot policies in files of their own, see artifacts/robot_policy.py.
+_FETCHED, _WEIGHTS = ("*.json", "*.txt", "*.model", "*_checkpoint.pt"), ("*.safetensors",)
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
-def resolve_folder(source: str | Path, where: str = "model.path") -> Path:
+def resolve_folder(source: str | Path, where: str = "model.path", *, weights: bool = True) -> Path:
     """`source` as a local folder, fetched from the hub when it is no folder but looks like a hub name.
+
+    Args:
+        where: the key that names it, for errors.
+        weights: fetch the safetensors files, too.
 
     Raises:
         ConfigError: neither; it names `where`, the key that asks for it.
@@ -34,7 +41,7 @@ def resolve_folder(source: str | Path, where: str = "model.path") -> Path:
 
     try:
         with keep_beating():
-            return Path(snapshot_download(str(source), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
+            return Path(snapshot_download(str(source), allow_patterns=[*_FETCHED, *(_WEIGHTS if weights else ())]))
     except Exception as error:
         from megarl.data.hub import advice
 
@@ -65,8 +72,27 @@ class CheckpointReader:
         self.files = weight_files(self.folder, config)
         self._open = {file: _open_file(file) for file in self.files}
         self._place = {name: (file, name) for file in self.files for name in self._open[file].keys()}  # noqa: SIM118
+        self._add_projector(config)
         if config.get("tie_word_embeddings") and EMBEDDINGS not in self and HEAD in self:
             self._place[EMBEDDINGS] = self._place[HEAD]
+
+    def _add_projector(self, config: Mapping[str, Any]) -> None:
+        """Of a robot policy, what a torch file of its own holds."""
+        file = projector_file(self.folder) if config.get("model_type") == ROBOT_POLICY else None
+        if file is None:
+            return
+        tensors = read_projector(file)
+        if twice := sorted(tensors.keys() & self._place.keys()):
+            raise ConfigError(
+                "the projector of the robot's state is there twice",
+                where=str(self.folder),
+                found=f"{twice[0]} in {self._place[twice[0]][0].name} and in {file.name}",
+                allowed="one of them",
+                fix=f"move {file.name} away if the weights were trained further, as by SimpleVLA-RL",
+            )
+        self.files = [*self.files, file]
+        self._open[file] = _Loaded(tensors)
+        self._place |= {name: (file, name) for name in tensors}
 
     @staticmethod
     def has_weights(folder: Path) -> bool:
@@ -158,6 +184,31 @@ class CheckpointReader:
             if not torch.equal(self.read(HEAD, box).float(), self.read(EMBEDDINGS, box).float()):
                 return True
         return False
+
+
+class _Loaded:
+    """Tensors in memory, asked for as an opened safetensors file is."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def get_slice(self, name: str) -> _LoadedSlice:
+        """Tensor `name`, of which parts can be read."""
+        return _LoadedSlice(self._tensors[name])
+
+
+class _LoadedSlice:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _CODES.get(self._tensor.dtype, str(self._tensor.dtype))
+
+    def __getitem__(self, box: Any) -> torch.Tensor:
+        return self._tensor[box]
 
 
 def _open_file(path: Path) -> Any:

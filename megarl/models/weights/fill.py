@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core import parallel_state as mpu
 
+from megarl.artifacts.unread_tensors import refuse_unread
 from megarl.errors import ConfigError
+from megarl.models.hf import vision_of
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.plan import Box, Coordinate, Shard, hf_tensors, slices_for
@@ -74,7 +76,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     0 says which files are read.
 
     Raises:
-        ConfigError: a tensor is missing or does not have the shape that config.json implies.
+        ConfigError: a tensor is missing, does not have the shape that config.json implies, or is read by nothing.
     """
     reader = CheckpointReader(source_dir)
     if is_first_process():
@@ -82,6 +84,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     wanted = hf_tensors(chunks[0].hf_config, value_head=chunks[0].has_value_head)
     if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:
         raise ValueError(f"{reader.folder} has score.bias, and the critic was built for another checkpoint")
+    refuse_unread(reader.names(), wanted, vision_of(chunks[0].hf_config), str(reader.folder))
     for name, shape in wanted.items():
         if name in reader and reader.shape(name) != shape:
             raise ConfigError(
