@@ -449,12 +449,14 @@ def _run(argv: Sequence[str] | None) -> int:
 def _refuse(unknown: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
     """Arguments that the command does not have."""
     command = " ".join(filter(None, ["megarl", arguments.command, getattr(arguments, "check", None)]))
+    from megarl.config.other_names import option_meaning
+
     keys = "; keys of the recipe are written key.path=value" if "recipe" in arguments else ""
     raise UserError(
         "this command has no such argument" if len(unknown) == 1 else "this command has no such arguments",
         where=command,
         found=" ".join(unknown),
-        fix=f"{command} --help tells which it has{keys}",
+        fix=f"{command} --help tells which it has{keys}{option_meaning(unknown)}",
     )
 
 

@@ -10,7 +10,8 @@ from megarl.algorithms.registry import Chosen, Registry, Spec
 from megarl.checks.checklist import Checklist
 from megarl.checks.references import check_reference
 from megarl.config.base import ComponentSection, ConfigErrors
-from megarl.errors import ConfigError, UserError, close_matches
+from megarl.config.other_names import method_fix
+from megarl.errors import ConfigError, UserError
 from megarl.imports import is_file_reference, is_module_reference
 
 S = TypeVar("S", bound=Spec)
@@ -25,14 +26,14 @@ def check_function_name(
         return True
     if is_module_reference(text) or (files and is_file_reference(text)):
         return check_function(name, text, key, checks)
-    close, forms = close_matches(text, known), ["file.py:fn", "pkg.mod:fn"] if files else ["pkg.mod:fn"]
+    forms = ["file.py:fn", "pkg.mod:fn"] if files else ["pkg.mod:fn"]
     checks.fail(
         name,
         key,
         f"unknown {noun}",
         found=text,
         allowed=[*known, *forms],
-        fix=f"did you mean {close[0]}?" if close else f"set {key} to one of these",
+        fix=method_fix(text, known) or f"set {key} to one of these",
     )
     return False
 

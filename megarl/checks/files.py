@@ -16,11 +16,12 @@ from megarl.checks.references import check_reference, check_reward_kwargs, strin
 from megarl.checks.weights import check_weights
 from megarl.config.base import ConfigErrors
 from megarl.config.model import ModelConfig
+from megarl.config.other_names import method_fix
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
 from megarl.data.hub import HUB_DATA
 from megarl.data.sources import SUFFIXES, TEXT
-from megarl.errors import ConfigError, close_files, close_matches, count
+from megarl.errors import ConfigError, close_files, count
 from megarl.imports import is_file_reference, is_module_reference
 from megarl.rewards import REWARDS
 from megarl.rewards.registry import reward_settings
@@ -260,7 +261,6 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
             if "reward_parts" in estimator_fields(config.algorithm):
                 _check_parts(config, strings(tree) if tree is not None else None, checks)
     else:
-        close = close_matches(name, REWARDS.names())
         missing_function = name.endswith(".py")
         checks.fail(
             "reward",
@@ -270,7 +270,7 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
             allowed=[*REWARDS.names(), "file.py:function", "pkg.mod:fn"],
             fix=f"write {name}:function"
             if missing_function
-            else _did_you_mean(close) or "set reward.name to one of these",
+            else method_fix(name, REWARDS.names()) or "set reward.name to one of these",
         )
 
 
@@ -401,7 +401,3 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
             allowed="text without slashes",
             fix=f"set name={Path(config.name).name or 'my_run'}",
         )
-
-
-def _did_you_mean(close: list[str]) -> str | None:
-    return f"did you mean {close[0]}?" if close else None

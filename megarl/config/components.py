@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from megarl.config.base import Section, raise_problems
 from megarl.config.fields import wrong_value
+from megarl.config.other_names import meaning_of
 from megarl.errors import ConfigError, close_matches
 
 M = TypeVar("M", bound=Section)
@@ -110,9 +111,11 @@ def _is_default(value: Any, key: str, readers: Mapping[str, type[Section]]) -> b
 
 def _unknown(path: str, name: str, allowed: list[str], readers: list[str], name_key: str, where: str) -> ConfigError:
     above, _, key = path.rpartition(".")
-    near = close_matches(key, allowed)
+    near, elsewhere = close_matches(key, allowed), meaning_of(tuple(path.split(".")))
     fix = "remove it, or use one of the keys above" if allowed else "remove it"
-    if near:
+    if elsewhere is not None:
+        fix = elsewhere
+    elif near:
         fix = f"did you mean {above}.{near[0]}?"
     elif readers:
         fix = f"remove it, or set {name_key} to one that reads it: {', '.join(readers)}"

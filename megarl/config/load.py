@@ -27,10 +27,10 @@ from megarl.config.fields import (
     find_key,
     iter_keys,
     names_component,
-    nearest_keys,
     section_of,
     wrong_value,
 )
+from megarl.config.other_names import unknown_keys
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
 from megarl.credentials import take_out
@@ -291,7 +291,7 @@ def _apply_override(document: Document, text: str) -> set[tuple[str, ...]]:
     path = tuple(dotted.split("."))
     key = find_key(path)
     if key is None:
-        raise _unknown_key(_first_unknown(path), where)
+        raise unknown_keys(path, None, lambda path: where)[0]
     free = len(path) - len(key.path.split("."))
     if free and not key.free_form:
         raise ConfigError(
@@ -345,23 +345,6 @@ def _parse_for(key: Key, raw: str) -> Any:
             except ValueError:
                 continue
     return raw
-
-
-def _first_unknown(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest part of an unknown path that is unknown already."""
-    return next(path[:depth] for depth in range(1, len(path) + 1) if find_key(path[:depth]) is None)
-
-
-def _unknown_key(path: tuple[str, ...], where: str) -> ConfigError:
-    near = nearest_keys(path)
-    parent = find_key(path[:-1]).section if len(path) > 1 else RunConfig  # type: ignore[union-attr]
-    allowed = list(fields_of(parent)) if parent else []
-    return ConfigError(
-        f"unknown key {'.'.join(path)}",
-        where=where,
-        allowed=allowed,
-        fix=f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above",
-    )
 
 
 def _validate(
@@ -435,7 +418,7 @@ def _known_part(
             known[name] = value
             continue
         if info is None:
-            problems.append(_unknown_key(here, _origin(document, here, file)))
+            problems += unknown_keys(here, value, lambda path: _origin(document, path, file))
             continue
         section, entries = section_of(info), entries_of(info)
         if section is not None and isinstance(value, dict):

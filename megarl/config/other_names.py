@@ -1,0 +1,348 @@
+"""What settings of TRL, verl and EasyR1 are called here, and which of them are not here, so that a message can say it.
+
+A name is looked up by its last parts, the longest first: `trainer.total_epochs`, then `total_epochs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.config.fields import fields_of, find_key, nearest_keys
+from megarl.config.run import RunConfig
+from megarl.errors import ConfigError, close_matches
+
+_SIZES = "actor.engine.micro_batch_tokens (micro-batches are filled by tokens)"
+_CLIP = "algorithm.loss.clip_low and algorithm.loss.clip_high"
+_USE_KL = "algorithm.kl.use (none, loss or reward)"
+_KL_COEF = "algorithm.kl.coef, with algorithm.kl.use=loss or reward"
+_RESUME = "trainer.resume; megarl train RECIPE --run-dir RUN_DIR continues a run"
+_FOLDER = "tracking.dir, or the option --run-dir"
+_MLFLOW = "tracking.mlflow and tracking.mlflow_uri; there is no W&B, TensorBoard or SwanLab"
+_GREEDY = "validation.sampling (greedy; what is not said is as in rollout.sampling)"
+
+#: Name there -> key here, with what has to be known of it.
+KEYS: dict[str, str] = {
+    # Model and data.
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "model.model_path": "model.path",
+    "tokenizer_name": "model.tokenizer",
+    "tokenizer_name_or_path": "model.tokenizer",
+    "tokenizer_path": "model.tokenizer",
+    "torch_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "dataset_name": "data.train_files",
+    "dataset_path": "data.train_files",
+    "train_dataset": "data.train_files",
+    "eval_dataset": "data.val_files",
+    "test_files": "data.val_files",
+    "dataset_text_field": "data.prompt_key",
+    "train_batch_size": "data.batch_size",
+    "rollout_batch_size": "data.batch_size",
+    "per_device_train_batch_size": "data.batch_size (prompts per step over all ranks)",
+    "per_device_eval_batch_size": "data.val_batch_size (over all ranks)",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "filter_overlong_prompts": "data.overlong",
+    "truncation": "data.overlong (filter or error; nothing is cut)",
+    "shuffle_dataset": "data.shuffle",
+    "system_prompt": "data.format_prompt, or messages with the role system in data.prompt_key",
+    # Generation.
+    "max_response_length": "rollout.sampling.max_new_tokens",
+    "max_completion_length": "rollout.sampling.max_new_tokens",
+    "response_length": "rollout.sampling.max_new_tokens",
+    "num_generations": "rollout.sampling.n",
+    "rollout.n": "rollout.sampling.n",
+    "num_generations_eval": "validation.sampling.n",
+    "val_kwargs": _GREEDY,
+    "val_override_config": _GREEDY,
+    "rollout.temperature": "rollout.sampling.temperature",
+    "rollout.top_p": "rollout.sampling.top_p",
+    "rollout.top_k": "rollout.sampling.top_k",
+    "use_vllm": "rollout.engine=sglang (servers are SGLang's; vLLM is not there)",
+    "rollout.name": "rollout.engine",
+    "vllm_gpu_memory_utilization": "rollout.sglang.memory_fraction",
+    "gpu_memory_utilization": "rollout.sglang.memory_fraction",
+    "vllm_tensor_parallel_size": "rollout.sglang.tp_size",
+    "tensor_parallel_size": "rollout.sglang.tp_size",
+    "rollout.tensor_model_parallel_size": "rollout.sglang.tp_size",
+    "vllm_server_host": "rollout.sglang.urls",
+    "vllm_server_base_url": "rollout.sglang.urls",
+    "free_cache_engine": "rollout.sglang.colocated (memory is then released for each update)",
+    "vllm_mode": "rollout.sglang.colocated",
+    "enforce_eager": "rollout.cuda_graphs",
+    "max_num_batched_tokens": "rollout.max_prefill_tokens",
+    "max_num_seqs": "rollout.max_running",
+    "multi_turn": "env.name",
+    "max_turns": "rollout.limits.turns",
+    "max_assistant_turns": "rollout.limits.turns",
+    # Rewards.
+    "reward_funcs": "reward.name; several functions are one that returns parts",
+    "reward_function": "reward.name",
+    "reward_function_kwargs": "reward.kwargs",
+    "reward_weights": "algorithm.advantage.parts, with algorithm.advantage.name=gdpo; or weigh in the function",
+    "custom_reward_function": "reward.name and reward.kwargs",
+    "reward_manager": "reward.name",
+    # The objective.
+    "adv_estimator": "algorithm.advantage.name",
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.lam": "algorithm.advantage.lam",
+    "scale_rewards": "algorithm.advantage.norm_by_std",
+    "norm_adv_by_std_in_grpo": "algorithm.advantage.norm_by_std",
+    "loss_type": "algorithm.loss.aggregation and algorithm.loss.name",
+    "policy_loss": "algorithm.loss.name",
+    "loss_mode": "algorithm.loss.name",
+    "loss_agg_mode": "algorithm.loss.aggregation",
+    "importance_sampling_level": "algorithm.loss.name (gspo for sequences)",
+    "epsilon": _CLIP,
+    "cliprange": _CLIP,
+    "clip_ratio": _CLIP,
+    "clip_ratio_low": "algorithm.loss.clip_low",
+    "epsilon_high": "algorithm.loss.clip_high",
+    "clip_ratio_high": "algorithm.loss.clip_high",
+    "delta": "algorithm.loss.dual_clip",
+    "clip_ratio_c": "algorithm.loss.dual_clip",
+    "clip_ratio_dual": "algorithm.loss.dual_clip",
+    "entropy_coeff": "algorithm.loss.entropy_coef",
+    "beta": _KL_COEF,
+    "init_kl_coef": _KL_COEF,
+    "kl_coef": _KL_COEF,
+    "kl_loss_coef": _KL_COEF,
+    "kl_ctrl": "algorithm.kl.adaptive, algorithm.kl.coef, algorithm.kl.target and algorithm.kl.horizon",
+    "use_kl_loss": _USE_KL,
+    "use_kl_in_reward": _USE_KL,
+    "disable_kl": _USE_KL,
+    "kl_loss_type": "algorithm.kl.estimator",
+    "kl_penalty": "algorithm.kl.estimator",
+    "filter_groups": "algorithm.dynamic_sampling.enabled",
+    "online_filtering": "algorithm.dynamic_sampling.enabled",
+    "filter_low": "algorithm.dynamic_sampling.low",
+    "filter_high": "algorithm.dynamic_sampling.high",
+    "max_try_make_batch": "algorithm.dynamic_sampling.max_rounds",
+    "max_num_gen_batches": "algorithm.dynamic_sampling.max_rounds",
+    "overlong_buffer": "algorithm.overlong.buffer_tokens and algorithm.overlong.factor",
+    "soft_overlong_punishment": "algorithm.overlong.buffer_tokens and algorithm.overlong.factor",
+    "mask_truncated_completions": "algorithm.filter.truncated",
+    "tis_imp_ratio_cap": "rollout_correction.is_threshold, with rollout_correction.is_level=token",
+    "vllm_importance_sampling_correction": "rollout_correction.preset",
+    "vllm_importance_sampling_cap": "rollout_correction.is_threshold",
+    "cliprange_value": "critic.value_clip",
+    # Optimizer and engine.
+    "learning_rate": "actor.optim.lr",
+    "lr_scheduler_type": "actor.optim.schedule",
+    "warmup_style": "actor.optim.schedule",
+    "lr_warmup_steps": "actor.optim.warmup_steps",
+    "warmup_ratio": "actor.optim.warmup_steps",
+    "lr_warmup_ratio": "actor.optim.warmup_steps",
+    "lr_warmup_steps_ratio": "actor.optim.warmup_steps",
+    "min_lr_ratio": "actor.optim.min_lr",
+    "max_grad_norm": "actor.optim.clip_grad",
+    "grad_clip": "actor.optim.clip_grad",
+    "adam_beta1": "actor.optim.beta1",
+    "adam_beta2": "actor.optim.beta2",
+    "betas": "actor.optim.beta1 and actor.optim.beta2",
+    "adam_epsilon": "actor.optim.eps",
+    "ppo_mini_batch_size": "actor.mini_batch_size",
+    "global_batch_size": "actor.mini_batch_size",
+    "num_mini_batches": "actor.mini_batch_size",
+    "steps_per_generation": "actor.mini_batch_size",
+    "num_iterations": "actor.ppo_epochs",
+    "num_ppo_epochs": "actor.ppo_epochs",
+    "ppo_micro_batch_size": _SIZES,
+    "ppo_micro_batch_size_per_gpu": _SIZES,
+    "log_prob_micro_batch_size_per_gpu": _SIZES,
+    "micro_batch_size_per_device_for_update": _SIZES,
+    "micro_batch_size_per_device_for_experience": _SIZES,
+    "ppo_max_token_len_per_gpu": _SIZES,
+    "use_dynamic_bsz": _SIZES,
+    "dynamic_batching": _SIZES,
+    "gradient_accumulation_steps": _SIZES,
+    "gradient_checkpointing": "actor.engine.recompute",
+    "enable_gradient_checkpointing": "actor.engine.recompute",
+    "param_offload": "actor.engine.offload",
+    "optimizer_offload": "actor.engine.offload",
+    "grad_offload": "actor.engine.offload",
+    "tensor_model_parallel_size": "actor.parallel.tp",
+    "pipeline_model_parallel_size": "actor.parallel.pp",
+    "virtual_pipeline_model_parallel_size": "actor.parallel.vpp",
+    "context_parallel_size": "actor.parallel.cp",
+    "ulysses_sequence_parallel_size": "actor.parallel.cp",
+    "ulysses_size": "actor.parallel.cp",
+    "expert_model_parallel_size": "actor.parallel.ep",
+    "expert_tensor_parallel_size": "actor.parallel.etp",
+    # The loop.
+    "max_steps": "trainer.steps",
+    "total_training_steps": "trainer.steps",
+    "num_train_epochs": "trainer.steps",
+    "total_epochs": "trainer.steps",
+    "save_steps": "trainer.save_every",
+    "save_freq": "trainer.save_every",
+    "save_strategy": "trainer.save_every",
+    "save_total_limit": "trainer.keep_last",
+    "save_limit": "trainer.keep_last",
+    "max_actor_ckpt_to_keep": "trainer.keep_last",
+    "metric_for_best_model": "trainer.best_metric",
+    "load_best_model_at_end": "trainer.best_metric (the best model is exported as hf_best/)",
+    "resume_from_checkpoint": _RESUME,
+    "resume_mode": _RESUME,
+    "resume_from_path": _RESUME,
+    "load_checkpoint_path": _RESUME,
+    "find_last_checkpoint": _RESUME,
+    "eval_steps": "validation.every",
+    "eval_strategy": "validation.every",
+    "test_freq": "validation.every",
+    "val_freq": "validation.every",
+    "eval_on_start": "validation.before_train",
+    "val_before_train": "validation.before_train",
+    "log_completions": "validation.log_samples",
+    "log_val_generations": "validation.log_samples",
+    "val_generations_to_log": "validation.log_samples",
+    "critic_warmup": "critic.warmup_steps",
+    "n_gpus_per_node": "cluster.nproc (over all nodes)",
+    "num_processes": "cluster.nproc",
+    "num_machines": "cluster.nnodes",
+    "ray_wait_register_center_timeout": "cluster.start_timeout_s",
+    "output_dir": _FOLDER,
+    "default_local_dir": _FOLDER,
+    "save_checkpoint_path": _FOLDER,
+    "logging_dir": _FOLDER,
+    "experiment_name": "name",
+    "run_name": "name",
+    "project_name": "tracking.dir, and name for the run",
+    "report_to": _MLFLOW,
+    "trainer.logger": _MLFLOW,
+}
+_LORA = "there are no adapters (LoRA, QLoRA, DoRA) here: all weights are trained"
+_QUANTISED = "there is no training of quantised weights here; model.dtype is fp32 or bf16"
+_WANDB = "there is no W&B here; MLflow is (tracking.mlflow), and report.html in the run folder"
+_SHARDS = "there is no FSDP or DeepSpeed here: Megatron's layouts are (actor.parallel, actor.engine)"
+_PICTURES = "there is no reinforcement learning of vision-language models here, but of robot policies (robot)"
+_REFERENCE = "the reference is frozen here (reference.path)"
+_REWARD_MODEL = "there is no reward model in the run here; a reward function may ask a server for scores (reward.name)"
+_ALWAYS = "this is always so here, and there is no key for it"
+_PREFERENCES = "there is no training on preference pairs here (DPO, IPO, KTO, ORPO, SimPO, reward models)"
+#: Name there -> that it is not here, and what is.
+ABSENT: dict[str, str] = {
+    **dict.fromkeys(
+        ("use_lora", "lora", "lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_path", "lora_target_modules"),
+        _LORA,
+    ),
+    **dict.fromkeys(("use_peft", "peft", "peft_config", "use_dora", "target_modules", "modules_to_save"), _LORA),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "fp8_training"), _QUANTISED),
+    **dict.fromkeys(("fp16", "amp"), "there is no fp16 here; model.dtype is fp32 or bf16"),
+    **dict.fromkeys(("wandb", "use_wandb", "wandb_project", "wandb_entity", "wandb_log_unique_prompts"), _WANDB),
+    **dict.fromkeys(("tensorboard", "tensorboard_dir", "use_tensorboard", "swanlab", "trackio_space_id"), _WANDB),
+    **dict.fromkeys(("fsdp", "fsdp_config", "fsdp_size", "deepspeed", "ds_config", "zero_stage"), _SHARDS),
+    **dict.fromkeys(
+        ("image_key", "video_key", "min_pixels", "max_pixels", "limit_images", "freeze_vision_tower"), _PICTURES
+    ),
+    **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE),
+    **dict.fromkeys(("reward_model", "reward_model_path", "rm"), _REWARD_MODEL),
+    **dict.fromkeys(("packing", "padding_free", "use_remove_padding", "balance_batch", "calculate_log_probs"), _ALWAYS),
+    **dict.fromkeys(("logging_steps", "logging_strategy", "log_level"), f"{_ALWAYS}: every step is logged"),
+    **dict.fromkeys(
+        ("completion_only_loss", "assistant_only_loss", "train_on_prompt"), f"{_ALWAYS}: only responses are learnt"
+    ),
+    **dict.fromkeys(("dpo", "dpo_beta", "label_smoothing", "desirable_weight", "undesirable_weight"), _PREFERENCES),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_strategy"), "nothing is uploaded here; the model is hf/ in RUN_DIR"
+    ),
+    "attn_implementation": "the attention kernel is chosen by what is installed here",
+    "use_liger_kernel": "there are no Liger kernels here",
+    "use_liger_loss": "there are no Liger kernels here; actor.engine.logits_chunk_tokens bounds the logits",
+    "neftune_noise_alpha": "there is no NEFTune here",
+    "ema": "there is no moving average of weights here",
+    "optim": "the optimizer is AdamW here (actor.optim has its settings)",
+    "reward_fn_key": "the column is called data_source here",
+    "val_only": "this is a command here: megarl eval RECIPE",
+    "eval_only": "this is a command here: megarl eval RECIPE",
+    "early_stopping_patience": "there is no early stopping here; trainer.best_metric keeps the best model",
+}
+#: Methods that are named where a pipeline, an estimator or a loss is chosen, or a reward -> what to set here.
+METHODS: dict[str, str] = {
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "bco", "online_dpo", "nash_md", "xpo"), _PREFERENCES),
+    **dict.fromkeys(("rm", "reward_model", "reward", "prm"), _REWARD_MODEL),
+    **dict.fromkeys(("sft", "cold_start"), "this is a command here: megarl sft RECIPE; before RL it is sft.steps"),
+    **dict.fromkeys(("gkd", "distillation", "opd"), "set algorithm.distillation.coef and teacher.path"),
+    **dict.fromkeys(("lora", "qlora", "peft"), _LORA),
+    "accuracy_reward": "set reward.name=math",
+    "math_verify": "set reward.name=math",
+    "think_format_reward": "set reward.name=format",
+    "rloo": "set algorithm.advantage.name=rloo",
+    "remax": "set algorithm.advantage.name=remax and rollout.sampling.n=1",
+    "reinforce_plus_plus": "set algorithm.advantage.name=reinforce_pp",
+    "reinforce++": "set algorithm.advantage.name=reinforce_pp",
+    "reinforce_plus_plus_baseline": "set algorithm.advantage.name=reinforce_pp_baseline",
+    "dr_grpo": "set algorithm.advantage.norm_by_std=false and algorithm.loss.aggregation=seq-mean-token-sum-norm",
+    "gspo": "set algorithm.loss.name=gspo",
+    "cispo": "set algorithm.loss.name=cispo",
+    "bnpo": "set algorithm.loss.aggregation=token-mean, and algorithm.loss.name=ppo",
+    "vanilla": "set algorithm.loss.name=ppo",
+    "clip": "set algorithm.loss.name=ppo",
+}
+
+
+def meaning_of(path: tuple[str, ...]) -> str | None:
+    """What to do in place of giving a key that another project has; None when no such name is known.
+
+    >>> meaning_of(("trainer", "save_steps"))
+    'here this is trainer.save_every'
+    """
+    for start in range(len(path)):
+        name = ".".join(path[start:]).lower()
+        if name in KEYS:
+            return f"here this is {KEYS[name]}"
+        if name in ABSENT:
+            return ABSENT[name]
+    return None
+
+
+def option_meaning(options: Sequence[str]) -> str:
+    """The same for the first option of a command line that another project has: `; ` and what to do, or nothing."""
+    names = (text.lstrip("-").partition("=")[0].replace("-", "_") for text in options if text.startswith("--"))
+    meant = next(filter(None, (meaning_of(tuple(name.split("."))) for name in names)), None)
+    return f"; {meant}" if meant is not None else ""
+
+
+def method_fix(name: str, known: Sequence[str]) -> str | None:
+    """What to set in place of a method's name that is none of `known`: by another project's name, else by spelling."""
+    meant = METHODS.get(name.lower().replace("-", "_"))
+    if meant is not None:
+        return meant
+    close = close_matches(name, known)
+    return f"did you mean {close[0]}?" if close else None
+
+
+def unknown_keys(path: tuple[str, ...], value: Any, where: Callable[[tuple[str, ...]], str]) -> list[ConfigError]:
+    """The errors for a key that is not here, or for each of the keys in a section of another project.
+
+    Args:
+        path: of the key, of which a part may be unknown already.
+        value: what was given for it.
+        where: says where a path was given.
+    """
+    unknown = next(path[:depth] for depth in range(1, len(path) + 1) if find_key(path[:depth]) is None)
+    leaves = list(_leaves(path, value))
+    if not any(meaning_of(leaf) is not None for leaf in leaves):
+        return [_unknown_key(unknown, unknown, where(path))]
+    return [_unknown_key(leaf, unknown, where(leaf)) for leaf in leaves]
+
+
+def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
+    """Paths of the settings in a section that is unknown here; a section that has a meaning as a whole is one."""
+    if not isinstance(value, Mapping) or not value or meaning_of(path) is not None:
+        yield path
+        return
+    for name, inner in value.items():
+        yield from _leaves((*path, str(name)), inner)
+
+
+def _unknown_key(path: tuple[str, ...], unknown: tuple[str, ...], where: str) -> ConfigError:
+    """The error for `path`, of which the part `unknown` is so."""
+    near = nearest_keys(unknown)
+    parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
+    allowed = list(fields_of(parent)) if parent else []
+    begun = any(key.startswith(".".join(path)) for key in near)  # as beta1 is by beta
+    spelt = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above"
+    fix = (None if begun else meaning_of(path)) or spelt
+    return ConfigError(f"unknown key {'.'.join(path)}", where=where, allowed=allowed, fix=fix)

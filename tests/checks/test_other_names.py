@@ -1,0 +1,97 @@
+"""Names of TRL, verl and EasyR1 lead to the key of this project, or to a sentence that it is not there."""
+
+import re
+
+import pytest
+
+from megarl.cli import main
+from megarl.components import COMPONENTS, REGISTRIES
+from megarl.config.fields import iter_keys
+from megarl.config.load import load_config
+from megarl.config.other_names import ABSENT, KEYS, METHODS, meaning_of
+from megarl.errors import ConfigError
+
+_OWN = {key.path for key in iter_keys()}
+
+
+def is_a_key(dotted: str) -> bool:
+    section, _, name = dotted.rpartition(".")
+    return dotted in _OWN or dotted == "env.name" or (section in REGISTRIES and bool(COMPONENTS.readers(section, name)))
+
+
+def message(write, *overrides: str, text: str = "{}") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(text), overrides, components=COMPONENTS)
+    return str(caught.value)
+
+
+def test_every_key_that_the_table_leads_to_exists():
+    named = [key for text in KEYS.values() for key in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", text)]
+    named += re.findall(r"([a-z_]+(?:\.[a-z_0-9]+)+)", " ".join([*ABSENT.values(), *METHODS.values()]))
+    assert len(KEYS) >= 60
+    assert [key for key in named if not is_a_key(key) and key != "report.html"] == []
+
+
+def test_no_key_of_this_project_is_taken_for_one_of_another():
+    assert [path for path in _OWN if path in KEYS or path in ABSENT] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.beta=0.1", "here this is algorithm.kl.coef"),
+        ("beta=0.1", "here this is algorithm.kl.coef"),
+        ("algorithm.loss.epsilon=0.2", "here this is algorithm.loss.clip_low and algorithm.loss.clip_high"),
+        ("trainer.save_steps=5", "here this is trainer.save_every"),
+        ("trainer.test_freq=5", "here this is validation.every"),
+        ("data.train_batch_size=5", "here this is data.batch_size"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "here this is actor.mini_batch_size"),
+        ("actor_rollout_ref.rollout.n=5", "here this is rollout.sampling.n"),
+        ("worker.actor.global_batch_size=5", "here this is actor.mini_batch_size"),
+        ("model.use_lora=true", "there are no adapters"),
+        ("report_to=wandb", "here this is tracking.mlflow and tracking.mlflow_uri; there is no W&B"),
+        ("actor.fsdp_config=x", "there is no FSDP"),
+        ("actor.optim.beta=0.9", "did you mean actor.optim.beta1 or actor.optim.beta2?"),
+        ("actor.optim.lrr=1", "did you mean actor.optim.lr?"),
+    ],
+)
+def test_a_name_of_another_project_leads_to_the_key(write, override, words):
+    text = message(write, override)
+    assert f"unknown key {override.partition('=')[0]}" in text
+    assert f"fix:     {words}" in text
+
+
+def test_each_setting_in_a_section_of_another_project_is_explained_at_its_line(write):
+    text = message(
+        write, text="actor_rollout_ref:\n  actor:\n    ppo_mini_batch_size: 64\n    lora_rank: 8\n    mine: 1\n"
+    )
+    assert "recipe.yaml:3: unknown key actor_rollout_ref.actor.ppo_mini_batch_size" in text
+    assert "recipe.yaml:4: unknown key actor_rollout_ref.actor.lora_rank" in text
+    assert "recipe.yaml:5: unknown key actor_rollout_ref.actor.mine" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("algorithm.pipeline", "dpo", "there is no training on preference pairs here"),
+        ("algorithm.pipeline", "sft", "megarl sft RECIPE"),
+        ("algorithm.pipeline", "rloo", "set algorithm.advantage.name=rloo"),
+        ("algorithm.pipeline", "gpro", "did you mean grpo?"),
+        ("algorithm.loss.name", "KTO", "there is no training on preference pairs here"),
+        ("algorithm.advantage.name", "reinforce++", "set algorithm.advantage.name=reinforce_pp"),
+        ("reward.name", "accuracy_reward", "set reward.name=math"),
+    ],
+)
+def test_a_method_of_another_project_leads_to_what_to_set(failures, key, name, words):
+    [failed] = [check for check in failures(f"{key}={name}") if check.key == key]
+    assert words in failed.fix
+
+
+def test_options_of_other_commands_are_explained(capsys):
+    assert main(["train", "grpo_quickstart", "--learning_rate", "1e-6"]) == 2
+    assert "here this is actor.optim.lr" in capsys.readouterr().err
+
+
+def test_names_are_read_whatever_their_case_and_section():
+    assert meaning_of(("trainer", "Save_Steps")) == "here this is trainer.save_every"
+    assert meaning_of(("anything", "at", "all")) is None
