@@ -1,77 +1,32 @@
 """A pool of reward processes that is watched: a dead one is replaced, a hanging one is killed, and the sample is named.
 
 (`concurrent.futures` gives neither: a killed worker breaks the whole pool, and a running call cannot be stopped.)
+
+What a process writes is plain data that is checked here (`megarl.rewards.results`), because it may run code that the
+policy wrote: anything else fails its sample, and the process is replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
-import signal
-import socket
-import subprocess
+import select
 import sys
 import time
 from collections import deque
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megarl.errors import ConfigError, RewardError
+from megarl.rewards.pool_process import PoolProcess
 from megarl.rewards.registry import Mode
+from megarl.rewards.results import Reading, outcome_of, read_reward
 from megarl.rewards.scoring import Outcome, Result, Sample, ScoringFailure
+from megarl.simulators.plain import Malformed, cut, short, whole
 
+log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # a user's file may import heavy packages
-_EXIT_S = 5.0  # from a broken connection to the end of the process
+_REFUSAL = 20_000  # characters of an error of the function's file
 _CHUNKS_PER_WORKER = 4  # small enough to balance, large enough to amortise a message
-
-
-class _Worker:
-    """One process and the chunk it is busy with: positions in the batch, those not yet scored first."""
-
-    def __init__(self, program: str, setup: dict[str, Any]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", program, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # one group of its own, ended as a whole with what a function started
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            )
-        self.conn = Connection(ours.detach())
-        self.ready = False
-        self.chunk: list[int] = []
-        self.done: set[int] = set()
-        self.since = time.monotonic()
-        with contextlib.suppress(OSError):  # dead already: the first wait for a message says so, and how it ended
-            self.conn.send(setup)
-
-    @property
-    def left(self) -> list[int]:
-        return [i for i in self.chunk if i not in self.done]
-
-    def give(self, chunk: list[int], samples: list[Sample], stop_at_failure: bool) -> None:
-        self.chunk, self.done, self.since = chunk, set(), time.monotonic()
-        self.conn.send(([samples[i] for i in chunk], stop_at_failure))
-
-    def kill(self) -> None:
-        """End the process and what it started, whatever they do."""
-        self.conn.close()
-        with contextlib.suppress(OSError):  # nothing of its group is left
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
-
-    def how_it_ended(self) -> str:
-        """Exit code or signal of a process whose connection broke; it may need a moment to be gone."""
-        try:
-            code = self.process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        if code >= 0:
-            return f"exit code {code}"
-        hint = ", out of memory?" if code == -signal.SIGKILL else ""
-        return f"signal {signal.Signals(-code).name}{hint}"
 
 
 class ScorerPool:
@@ -84,6 +39,7 @@ class ScorerPool:
             get one sample at a time only.
         limit_result: result of a sample over its limit; None: it has failed.
         program: what the processes run, and `noun`, what messages call it.
+        read: what their results may be.
 
     Raises:
         ConfigError: the processes could not load the function.
@@ -100,12 +56,13 @@ class ScorerPool:
         limit_result: Result | None = None,
         program: str = "megarl.rewards.pool_worker",
         noun: str = "reward",
+        read: Reading = read_reward,
     ) -> None:
-        self._program, self._noun = program, noun
+        self._program, self._noun, self._read = program, noun, read
         self._setup = {"name": name, "mode": mode, "kwargs": kwargs, "sys_path": [p or os.getcwd() for p in sys.path]}
         self._mode, self._size = mode, size
         self._sample_limit_s, self._limit_result = sample_limit_s, limit_result
-        self._workers: list[_Worker] = []
+        self._workers: list[PoolProcess] = []
         self._start_missing()
         try:
             self._await_ready(time.monotonic() + START_TIMEOUT_S)
@@ -121,7 +78,7 @@ class ScorerPool:
         while pending or any(w.chunk for w in self._workers):
             for worker in list(self._workers):
                 if worker.ready and not worker.chunk and pending:
-                    self._give(worker, pending, samples, stop_at_failure)
+                    worker.give(pending.popleft(), samples, stop_at_failure)
             self._collect(outcomes, pending, deadline)
             failed = any(isinstance(o, ScoringFailure) for o in outcomes.values())
             if time.monotonic() >= deadline:
@@ -151,25 +108,20 @@ class ScorerPool:
             min(chunks, key=len).extend(members)
         return [sorted(chunk) for chunk in chunks if chunk]
 
-    def _give(self, worker: _Worker, pending: deque[list[int]], samples: list[Sample], stop_at_failure: bool) -> None:
-        chunk = pending.popleft()
-        try:
-            worker.give(chunk, samples, stop_at_failure)
-        except OSError:  # it died idle: no sample is to blame
-            self._requeue(worker, chunk, pending)
-
     def _collect(self, outcomes: dict[int, Outcome], pending: deque[list[int]], deadline: float) -> None:
         """Wait for messages until something happens or a limit is reached, and act on it."""
-        now = time.monotonic()
         until = deadline
         if self._sample_limit_s is not None:
             until = min([until, *(w.since + self._sample_limit_s for w in self._workers if w.chunk)])
-        ready = wait([w.conn for w in self._workers], timeout=max(0.0, until - now))
-        for worker in [w for w in self._workers if w.conn in ready]:
+        for worker in self._with_news(until - time.monotonic()):
+            worker.flush()
             try:
-                self._on_message(worker, worker.conn.recv(), outcomes)
-            except (EOFError, OSError):  # EOFError between two messages, OSError inside one
-                self._on_death(worker, outcomes, pending)
+                for message in worker.receive():
+                    self._on_message(worker, message, outcomes)
+            except Malformed as error:
+                self._on_loss(worker, outcomes, pending, f"wrote {error}")
+            except EOFError:
+                self._on_loss(worker, outcomes, pending, None)
         if self._sample_limit_s is not None:
             for worker in [w for w in self._workers if w.chunk and time.monotonic() > w.since + self._sample_limit_s]:
                 left = worker.left  # none where the last message of a chunk is missing
@@ -178,36 +130,65 @@ class ScorerPool:
                     outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
                 self._requeue(worker, left[1:], pending)
 
-    def _on_message(self, worker: _Worker, message: tuple[Any, ...], outcomes: dict[int, Outcome]) -> None:
-        if message[0] == "scored":
-            position = worker.chunk[message[1]]
-            outcomes[position] = message[2]
+    def _with_news(self, wait_s: float) -> list[PoolProcess]:
+        """Processes that have written, ended, or take more of what they are sent; none after `wait_s` seconds."""
+        poll, by_handle = select.poll(), {worker.fileno(): worker for worker in self._workers}
+        for handle, worker in by_handle.items():
+            poll.register(handle, select.POLLIN | (select.POLLOUT if worker.unsent else 0))
+        return [by_handle[handle] for handle, _ in poll.poll(max(0.0, wait_s) * 1000)]
+
+    def _on_message(self, worker: PoolProcess, message: dict[str, Any], outcomes: dict[int, Outcome]) -> None:
+        """Act on what a process says.
+
+        Raises:
+            ConfigError: it could not load the function.
+            Malformed: no process of ours would say this now.
+        """
+        kind = message.get("kind")
+        if kind == "scored" and worker.chunk:
+            index = whole(message.get("index"), range(len(worker.chunk)), "an answer for the sample")
+            position = worker.chunk[index]
+            if position in worker.done or (self._mode == "sequential" and position != worker.left[0]):
+                raise Malformed(f"an answer for sample {index} of its {len(worker.chunk)}, which is not in work")
+            outcomes[position] = outcome_of(message, self._read)
             worker.done.add(position)
             worker.since = time.monotonic()
-        elif message[0] == "idle":
+        elif kind == "idle" and worker.chunk and (not worker.left or self._stopped(worker, outcomes)):
             worker.chunk = []
-        elif message[0] == "ready":
+        elif kind == "ready" and not worker.ready:
             worker.ready = True
+        elif kind == "refused" and not worker.ready:
+            raise ConfigError(cut(str(message.get("text")), _REFUSAL))
         else:
-            raise ConfigError(str(message[1]))
+            raise Malformed(f"a message {short(kind)} where none is due")
 
-    def _on_death(self, worker: _Worker, outcomes: dict[int, Outcome], pending: deque[list[int]]) -> None:
-        left, how = worker.left, worker.how_it_ended()
+    def _stopped(self, worker: PoolProcess, outcomes: dict[int, Outcome]) -> bool:
+        return worker.stops and any(isinstance(outcomes[i], ScoringFailure) for i in worker.done)
+
+    def _on_loss(
+        self, worker: PoolProcess, outcomes: dict[int, Outcome], pending: deque[list[int]], wrote: str | None
+    ) -> None:
+        """Replace a process that died, or wrote what is no message."""
+        left = worker.left
+        how = worker.how_it_ended() if wrote is None else ""
         self._drop(worker)
+        name = f"{self._noun} {self._setup['name']!r}"
         if not worker.ready:
-            raise RewardError(f"a process of {self._noun} {self._setup['name']!r} died while it started ({how})")
-        reason = f"died with its {self._noun} process ({how})"
+            raise RewardError(f"a process of {name} {wrote or 'died'} while it started{how and f' ({how})'}")
+        its = f"its {self._noun} process"
+        reason = f"died with {its} ({how})" if wrote is None else f"lost {its}, which {wrote}"
         self._start_missing()
-        if not left:  # it died idle
-            return
-        if self._mode == "sequential":
+        if not left or worker.broken:  # no sample is to blame
+            log.warning("a process of %s, which was idle, %s; it is replaced", name, wrote or f"died ({how})")
+            pending.extendleft([left] if left else [])
+        elif self._mode == "sequential":
             outcomes[left[0]] = ScoringFailure(reason)
             pending.extendleft([left[1:]] if left[1:] else [])
         else:
             reason += f" while that scored a batch of {len(left)}"
             outcomes.update({i: ScoringFailure(reason, collateral=k > 0) for k, i in enumerate(left)})
 
-    def _requeue(self, worker: _Worker, rest: list[int], pending: deque[list[int]]) -> None:
+    def _requeue(self, worker: PoolProcess, rest: list[int], pending: deque[list[int]]) -> None:
         self._drop(worker)
         if rest:
             pending.appendleft(rest)
@@ -222,13 +203,13 @@ class ScorerPool:
         for i in (i for chunk in pending for i in chunk):
             outcomes[i] = ScoringFailure(_late(timeout_s, False), collateral=True)
 
-    def _drop(self, worker: _Worker) -> None:
+    def _drop(self, worker: PoolProcess) -> None:
         self._workers.remove(worker)
         worker.kill()
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._size:
-            self._workers.append(_Worker(self._program, self._setup))
+            self._workers.append(PoolProcess(self._program, self._setup))
 
     def _await_ready(self, deadline: float) -> None:
         while not all(worker.ready for worker in self._workers):

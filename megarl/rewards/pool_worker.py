@@ -1,22 +1,29 @@
 """One process of the reward pool: `python -m megarl.rewards.pool_worker FD`, driven over that socket by `pool.py`.
 
 It loads the reward function itself, so a user's file never runs in a training process. It ends when its parent does.
+
+    parent    setup, then chunks: samples, stop_at_failure
+    process   ready, or refused (text); then per sample: scored (index, result or failure), and idle after a chunk
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
+
+from megarl.simulators.plain import PlainInbox, pack
 
 #: Samples, and whether to stop at the first failure, to (index, outcome) of each.
 Work = Callable[[list[Any], bool], Iterable[tuple[int, Any]]]
 _PR_SET_PDEATHSIG = 1
+_ANY = (1 << 32) - 1  # bytes: the parent is trusted
 
 
 def main() -> None:
@@ -29,30 +36,40 @@ def run(load: Callable[[dict[str, Any]], Work]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
-    conn = Connection(int(sys.argv[1]))
-    try:
-        serve(conn, load)
-    except (EOFError, OSError):
-        os._exit(0)  # the parent is gone, and nobody waits for a clean interpreter shutdown
+    with socket.socket(fileno=int(sys.argv[1])) as parent, contextlib.suppress(OSError):
+        serve(parent, load)
+    sys.stdout.flush()
+    os._exit(0)  # the parent is gone, and nobody waits for a clean interpreter shutdown
 
 
-def serve(conn: Connection, load: Callable[[dict[str, Any]], Work]) -> None:
-    """Load the function, say so, then work off chunk after chunk, one message per sample."""
+def serve(parent: socket.socket, load: Callable[[dict[str, Any]], Work]) -> None:
+    """Load the function, say so, then work off chunk after chunk, one message per sample, until the parent hangs up."""
     from megarl.errors import UserError
+    from megarl.rewards.results import plain_outcome
 
-    setup = conn.recv()
+    messages = _messages(parent)
+    setup = next(messages, None)
+    if setup is None:
+        return
     sys.path[:] = setup["sys_path"]
     try:
         work = load(setup)
     except UserError as error:
-        conn.send(("refused", str(error)))
+        parent.sendall(pack({"kind": "refused", "text": str(error)}))
         return
-    conn.send(("ready",))
-    while True:
-        samples, stop_at_failure = conn.recv()
-        for index, outcome in work(samples, stop_at_failure):
-            conn.send(("scored", index, outcome))
-        conn.send(("idle",))
+    parent.sendall(pack({"kind": "ready"}))
+    for message in messages:
+        for index, outcome in work(message["samples"], message["stop_at_failure"]):
+            parent.sendall(pack({"kind": "scored", "index": index, **plain_outcome(outcome)}))
+        parent.sendall(pack({"kind": "idle"}))
+
+
+def _messages(parent: socket.socket) -> Iterator[dict[str, Any]]:
+    inbox = PlainInbox(_ANY, 0, None)
+    while data := parent.recv(1 << 20):
+        inbox.feed(data)
+        while (message := inbox.take()) is not None:
+            yield message[0]
 
 
 def _scoring(setup: dict[str, Any]) -> Work:

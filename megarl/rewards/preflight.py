@@ -16,10 +16,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.errors import ConfigError, UserError
 from megarl.rewards.registry import REWARDS, load_scorer, own_keys
+from megarl.simulators.plain import Malformed, parsed
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _LIMIT_S = 2.0
 #: Where the keys are asked for: files that import torch on a busy machine answer, too.
 KEYS_LIMIT_S = 60.0
+_DEPTH = 100
 _PARTS = ("what", "where", "found", "allowed", "fix")
 
 
@@ -65,13 +67,12 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arg
     command = [sys.executable, "-m", module, *arguments]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, env=environment, start_new_session=True
+        command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, start_new_session=True
     ) as process:
         try:
-            stdout, _ = process.communicate(json.dumps(request), limit_s)
-            answered = json.loads(stdout.rpartition("\n")[2])
-            error, value = answered["error"], answered["value"]
-        except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
+            stdout, _ = process.communicate(json.dumps(request).encode(), limit_s)
+            error, value = _answered(stdout.rpartition(b"\n")[2])
+        except (subprocess.TimeoutExpired, Malformed):
             return None  # too slow, or prints of the import at the end
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -79,6 +80,21 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arg
     if error is not None:
         raise ConfigError(error.pop("what"), **error)
     return value
+
+
+def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
+    """The parts of an error, if there is one, and a value.
+
+    Raises:
+        Malformed: this is no answer.
+    """
+    message = parsed(line, _DEPTH)
+    error = message.get("error")
+    if message.keys() != {"error", "value"} or not (error is None or isinstance(error, dict)):
+        raise Malformed("no answer")
+    if error is not None and (error.keys() != set(_PARTS) or not isinstance(error["what"], str)):
+        raise Malformed("no error")
+    return error, message["value"]
 
 
 def answer(work: Callable[[], object]) -> None:

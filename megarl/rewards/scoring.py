@@ -10,11 +10,13 @@ from typing import Any
 
 from megarl.imports import location
 from megarl.rewards.registry import Scorer
+from megarl.simulators.plain import cut
 
 Sample = dict[str, Any]
 Result = dict[str, Any]
 ERROR_KEY = "_error"  # marks a result that `on_error` supplied
 EXTRACTED_KEY = "extracted"  # the one part that may be text: the answer read from the response, for majority votes
+MAX_PARTS, MAX_NAME, MAX_EXTRACTED = 1000, 200, 4096  # of a result; the others are characters
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
         return call()
     except _Refused as error:
         return ScoringFailure(str(error))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt: where functions run no signal raises it
         return ScoringFailure(f"raised {type(error).__name__}: {error}".rstrip(": "), location(error, scorer.file))
 
 
@@ -117,11 +119,15 @@ def _checked(value: Any) -> Result:
         return {"overall": _finite(value, "")}
     if "overall" not in value:
         raise _Refused(f"returned a dict without 'overall': {_short(value)}")
+    if len(value) > MAX_PARTS:
+        raise _Refused(f"returned {len(value)} parts; allowed: {MAX_PARTS}")
     result: Result = {}
     for name, part in value.items():
         if name == EXTRACTED_KEY:  # a number votes like its text, or 0 would be no vote
             is_text = part is None or isinstance(part, str)
-            result[name] = part or "" if is_text else str(_finite(part, f" for part {name!r}"))
+            result[name] = cut(part or "", MAX_EXTRACTED) if is_text else str(_finite(part, f" for part {name!r}"))
+        elif len(str(name)) > MAX_NAME:
+            raise _Refused(f"returned a part with a name of {len(str(name))} characters; allowed: {MAX_NAME}")
         else:
             result[str(name)] = _finite(part, f" for part {name!r}")
     return result

@@ -1,6 +1,6 @@
 """Messages between a trainer and the process of a simulator: numbers and names only, so nothing in them is ever run.
 
-    length of the header | length of the arrays | header (JSON) | arrays, one after the other
+    a message of `plain` whose header has `arrays`, name -> [kind, shape], which lie one after the other in its body
 
 Pictures take another way: a block of memory that both map (`places`).
 """
@@ -8,33 +8,38 @@ Pictures take another way: a block of memory that both map (`places`).
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from . import plain
+from .plain import Malformed
 from .protocol import TaskSpec
 
 #: Header and arrays.
 Message = tuple[dict[str, Any], dict[str, NDArray[Any]]]
-_LENGTHS = struct.Struct("<II")
+_KINDS = ("<f4", "<f8", "<i4", "<i8", "|u1", "|b1")
+_MOST_ARRAYS, _MOST_DIMENSIONS = 64, 8
+#: Bytes and levels that a trainer takes from a simulator's process; the other way there is nothing to fear.
+_HEADER, _BODY, _DEPTH = 8 << 20, 1 << 30, 16
+_ANY = (1 << 32) - 1
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None) -> bytes:
     """A message as bytes. `header`: plain JSON with finite numbers."""
     blocks = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
     shapes = {name: [block.dtype.str, list(block.shape)] for name, block in blocks.items()}
-    text = json.dumps({**header, "arrays": shapes}, allow_nan=False).encode()
-    body = b"".join(block.tobytes() for block in blocks.values())
-    return _LENGTHS.pack(len(text), len(body)) + text + body
+    return plain.pack({**header, "arrays": shapes}, b"".join(block.tobytes() for block in blocks.values()))
 
 
 class Inbox:
     """Takes bytes as they come, and gives messages as they are complete.
+
+    Args:
+        trusted: they come from the trainer.
 
     >>> inbox = Inbox()
     >>> data = pack({"call": "reset"})
@@ -43,30 +48,53 @@ class Inbox:
     ({'call': 'reset'}, {})
     """
 
-    def __init__(self) -> None:
-        self._held = bytearray()
+    def __init__(self, *, trusted: bool = False) -> None:
+        self._inbox = plain.PlainInbox(_ANY, _ANY, None) if trusted else plain.PlainInbox(_HEADER, _BODY, _DEPTH)
 
     def feed(self, data: bytes) -> None:
         """Add bytes."""
-        self._held += data
+        self._inbox.feed(data)
 
     def take(self) -> Message | None:
-        """The next message; None: not all of it is there."""
-        start = _LENGTHS.size
-        if len(self._held) < start:
-            return None
-        text, body = _LENGTHS.unpack_from(self._held)
-        if len(self._held) < start + text + body:
-            return None
-        header = json.loads(self._held[start : start + text])
-        arrays, at = {}, start + text
-        for name, (dtype, shape) in header.pop("arrays").items():
-            block = np.empty(shape, dtype)
-            if block.size:
-                block[...] = np.frombuffer(self._held, dtype, math.prod(shape), at).reshape(shape)
-            arrays[name], at = block, at + block.nbytes
-        self._held = self._held[start + text + body :]
-        return header, arrays
+        """The next message; None: not all of it is there.
+
+        Raises:
+            Malformed: this is none.
+        """
+        message = self._inbox.take()
+        return None if message is None else (message[0], _arrays(*message))
+
+
+def _arrays(header: dict[str, Any], body: bytes) -> dict[str, NDArray[Any]]:
+    """The arrays of a message; their shapes are taken out of its header.
+
+    Raises:
+        Malformed: the shapes are none, or not those of the body.
+    """
+    shapes = header.pop("arrays", None)
+    if not isinstance(shapes, dict) or len(shapes) > _MOST_ARRAYS:
+        raise Malformed("a message without a table of arrays")
+    arrays, at = {}, 0
+    for name, entry in shapes.items():
+        kind, shape = _kind_and_shape(name, entry)
+        count = math.prod(shape)
+        size = count * np.dtype(kind).itemsize
+        if size > len(body) - at:
+            raise Malformed(f"an array {plain.short(name)} of {size} bytes; there are {len(body) - at}")
+        arrays[name] = np.frombuffer(body, kind, count, at).reshape(shape).copy() if count else np.empty(shape, kind)
+        at += size
+    if at != len(body):
+        raise Malformed(f"a message with {len(body) - at} bytes that belong to no array")
+    return arrays
+
+
+def _kind_and_shape(name: str, entry: Any) -> tuple[str, list[int]]:
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in _KINDS or not isinstance(entry[1], list):
+        raise Malformed(f"an array {plain.short(name)} that is none: {plain.short(entry)}")
+    if len(entry[1]) > _MOST_DIMENSIONS:
+        raise Malformed(f"an array {plain.short(name)} of {len(entry[1])} dimensions")
+    what = f"an array {plain.short(name)} with the dimension"
+    return entry[0], [plain.whole(size, range(_ANY), what) for size in entry[1]]
 
 
 def places(spec: TaskSpec) -> tuple[dict[str, tuple[int, tuple[int, int, int]]], int]:

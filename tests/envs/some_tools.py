@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import runpy
 import time
+from pathlib import Path
 from typing import Literal
 
 
@@ -33,6 +35,11 @@ def misbehave(how: str) -> str:
     """Fail in some way."""
     if how == "sleep":
         time.sleep(60)
+    if how.startswith("write "):
+        _, kind, marker = how.split()
+        runpy.run_path(str(Path(__file__).parents[1] / "hostile.py"))["attack"](marker, kind)
+    if how == "interrupt":
+        raise KeyboardInterrupt
     if how == "die":
         os._exit(3)
     if how == "eat":

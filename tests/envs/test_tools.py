@@ -124,6 +124,10 @@ DEEP = '{"a":' * 100_000
         ("llama3", f"<|python_tag|>add.call(a={'(' * 1000})", "name.call"),
         ("llama3", "<|python_tag|>add.call(a={[]: 1})", "name.call"),
         ("llama3", "<|python_tag|>add.call(a={{}, 1})", "name.call"),
+        ("llama3", "<|python_tag|>add.call(a={1, 2})", "name.call"),
+        ("llama3", "<|python_tag|>add.call(a=b'x')", "name.call"),
+        ("llama3", "<|python_tag|>add.call(a={1: 2})", "name.call"),
+        ("llama3", f"<|python_tag|>add.call(a=0x{'f' * 9000})", "name.call"),
     ],
 )
 def test_malformed_calls_say_what_is_wrong(parser, text, error):
@@ -177,8 +181,17 @@ def test_a_turn_without_a_call_is_the_last_one(answer):
         (call("misbehave", how="eat"), "error: MemoryError"),
         (call("misbehave", how="die"), "error: the tool died with its environment process (exit code 3)"),
         (call("misbehave", how="sleep"), "error: no result within 1.5 s"),
+        (call("misbehave", how="interrupt"), "error: KeyboardInterrupt"),
+        (
+            call("misbehave", how="write pickle -"),
+            "error: the tool lost its environment process, which wrote a message",
+        ),
+        (call("misbehave", how="write garbage -"), "error: the tool lost its environment process, which wrote"),
     ],
-    ids=["malformed", "unknown", "wrong type", "missing", "raises", "memory", "dies", "hangs"],
+    ids=[
+        *("malformed", "unknown", "wrong type", "missing", "raises", "memory", "dies", "hangs", "interrupts"),
+        *("writes a pickle", "writes garbage"),
+    ],
 )
 def test_what_goes_wrong_is_told_to_the_model_and_the_next_call_works(answer, asked, error):
     said, info = answer(asked, call("shift", text="a"))

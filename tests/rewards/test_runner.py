@@ -78,7 +78,7 @@ def slow_batch(samples):
 
 def half_a_message(sample):
     if sample["response"] == "bad":
-        os.write(int(sys.argv[1]), struct.pack("!i", 1000) + b"the rest is missing")
+        os.write(int(sys.argv[1]), struct.pack("<II", 1000, 0) + b"the rest is missing")
         os.kill(os.getpid(), 9)
     return 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ class Line(Simulator):
 
     settings: ClassVar[Mapping[str, Any]] = {
         "wrong": "",  # how it fails
+        "writes": "",  # a kind of tests/hostile.py that it writes into its descriptors where `wrong` is "write"
+        "marker": "",  # a file that is there if what it writes is executed
         "at": 2,  # environment steps of an episode after which it does
         "once": None,  # a file that is there once it has: then it does not again
         "limit": 6,
@@ -74,6 +77,11 @@ class Line(Simulator):
             os._exit(7)
         if self._now("hang"):
             time.sleep(600)
+        if self._now("write"):
+            hostile = runpy.run_path(str(Path(__file__).parents[1] / "hostile.py"))
+            hostile["attack"](self._settings["marker"], self._settings["writes"])
+        if self._now("shrink"):
+            _shorten_memory()
         if self._now("raise"):
             raise RuntimeError("a joint is out of range")
         if self._now("chance"):
@@ -97,3 +105,12 @@ class Line(Simulator):
 
 def _spec(name: str, settings: Mapping[str, Any]) -> TaskSpec:
     return TaskSpec(name, f"go {name}", 5, settings["limit"], 2, 2, CAMERAS)
+
+
+def _shorten_memory() -> None:
+    """Take away what the trainer maps, where that is possible."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            os.ftruncate(int(name), 0)
+        except OSError as error:
+            print(f"{name}: {error.strerror}")

@@ -12,10 +12,11 @@ Otherwise the slot answers a Failure, and the episode is no episode.
 
 from __future__ import annotations
 
+import select
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
@@ -23,10 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.envs.robots.answers import Advice, Answer, Failure, PoolCounts, SimulatorError
+from megarl.envs.robots.messages import check_answer
 from megarl.envs.robots.process import SimulatorProcess
 from megarl.envs.robots.settings import SimulatorSettings
 from megarl.errors import ConfigError, close_matches, count
 from megarl.phase import beat
+from megarl.simulators.plain import Malformed
 from megarl.simulators.protocol import Numbers, Observation, Outcome, TaskSpec
 from megarl.simulators.wire import spec_of
 
@@ -222,7 +225,7 @@ class SimulatorPool:
         ends = [slot.process.since + self._limit(slot)[1] for slot in busy.values()]
         now = time.monotonic()
         sockets = [slot.process.socket for slot in busy.values()]
-        ready = wait(sockets, max(0.0, min([until, now + _BEAT_S, *ends]) - now)) if busy else []
+        ready = _readable(sockets, min([until, now + _BEAT_S, *ends]) - now) if busy else []
         found = {}
         for number, slot in busy.items():
             answer = self._read(slot) if slot.process.socket in ready else self._in_time(slot)
@@ -243,15 +246,28 @@ class SimulatorPool:
         except EOFError:
             how = slot.process.how_it_ended()
             return self._failed(slot, "crash", f"its process {how} during {slot.process.waiting[0]}")
+        except Malformed as error:
+            return self._failed(slot, "crash", f"its process wrote {error} (during {slot.process.waiting[0]})")
         answer = None
         for header, arrays in messages:
-            if "error" in header:
-                during = slot.process.waiting[0]
-                return self._failed(slot, header["error"], f"{header['text']} (during {during})")
-            slot.process.waiting.popleft()
-            answer = self._take(slot, header, arrays)
+            during = slot.process.waiting[0]
+            try:
+                self._check(slot, during, header, arrays)
+                if "error" in header:
+                    return self._failed(slot, header["error"], f"{header['text']} (during {during})")
+                slot.process.waiting.popleft()
+                answer = self._take(slot, header, arrays)
+            except Malformed as error:
+                return self._failed(slot, "crash", f"its process wrote {error} (during {during})")
         self._go_on(slot)
         return answer
+
+    def _check(self, slot: _Slot, during: str, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+        """Refuse what is no answer to the call `during` in the slot's episode; raises Malformed."""
+        episode = slot.episode
+        task = None if episode is None else self.tasks[episode.task]
+        chunk = len(episode.chunks[slot.played - 1]) if episode is not None and during == "step" else 0
+        check_answer(during, header, arrays, task, chunk)
 
     def _take(self, slot: _Slot, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Answer | None:
         """What an answer of the process is for the slot; None: nothing that anybody asked for."""
@@ -334,16 +350,19 @@ class SimulatorPool:
         process = self._slots[0].process
         text, header = "", dict[str, Any]()
         while not header and not text:
-            wait([process.socket], _BEAT_S)
+            _readable([process.socket], _BEAT_S)
             beat()
             try:
-                header = next((message[0] for message in process.read()), header)
+                for header, arrays in process.read():
+                    check_answer("open", header, arrays, None, 0)
             except EOFError:
                 text = f"its process {process.how_it_ended()}"
+            except Malformed as error:
+                text = f"its process wrote {error}"
             if not header and time.monotonic() - process.since > self.settings.construct_s:
                 process.say_where()
                 text = f"it did not start within {self._where}.construct_s = {self.settings.construct_s:g} s"
-        if header.get("error") == "settings":
+        if not text and header.get("error") == "settings":
             raise self._refused(header)
         if text or "error" in header:
             text = text or header["text"]
@@ -371,3 +390,11 @@ class SimulatorPool:
                     fix=f"did you mean {near[0]!r}?" if near else None,
                 )
         return {name: there[name] for name in self.settings.tasks or there}
+
+
+def _readable(sockets: Sequence[socket.socket], wait_s: float) -> list[socket.socket]:
+    """Those of `sockets` that something can be read from, or that are broken; none after `wait_s` seconds."""
+    poll, by_handle = select.poll(), {one.fileno(): one for one in sockets}
+    for handle in by_handle:
+        poll.register(handle, select.POLLIN)
+    return [by_handle[handle] for handle, _ in poll.poll(max(0.0, wait_s) * 1000)]

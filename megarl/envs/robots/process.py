@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import signal
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from megarl.envs.robots.settings import SimulatorSettings
 from megarl.errors import ConfigError
 from megarl.simulators import start
+from megarl.simulators.plain import Malformed
 from megarl.simulators.protocol import Frame, TaskSpec
 from megarl.simulators.wire import Inbox, Message, pack, places
 
@@ -45,7 +47,9 @@ class SimulatorProcess:
     def __init__(self, settings: SimulatorSettings, where: str, cuda_device: int | None) -> None:
         python = os.path.expanduser(settings.python or sys.executable)
         ours, theirs = socket.socketpair()
-        self._memory = os.memfd_create("megarl-frames")  # has no name: the kernel frees it with its last user
+        # Has no name: the kernel frees it with its last user. What is mapped here must not become shorter.
+        self._memory = os.memfd_create("megarl-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._map: mmap.mmap | None = None
         with theirs:
             handed = [theirs.fileno(), self._memory]
@@ -90,6 +94,7 @@ class SimulatorProcess:
 
         Raises:
             EOFError: the process is gone.
+            Malformed: it wrote what is no answer, or one that nobody asked for.
         """
         found: list[Message] = []
         while True:
@@ -105,12 +110,20 @@ class SimulatorProcess:
                 return found  # the next call says that it is gone
             self._inbox.feed(data)
             while (message := self._inbox.take()) is not None:
+                if len(found) == len(self.waiting):
+                    raise Malformed("an answer that nobody asked for")
                 found.append(message)
                 self.since = time.monotonic()
 
     def frames(self, spec: TaskSpec) -> dict[str, Frame]:
-        """Copies of the pictures that belong to the answer read last."""
+        """Copies of the pictures that belong to the answer read last.
+
+        Raises:
+            Malformed: the process has not made the memory large enough for them.
+        """
         found, size = places(spec)
+        if size > os.fstat(self._memory).st_size:
+            raise Malformed(f"pictures into {os.fstat(self._memory).st_size} bytes of memory; they have {size}")
         if size and (self._map is None or len(self._map) < size):
             self._map = mmap.mmap(self._memory, size, prot=mmap.PROT_READ)
         return {camera: np.ndarray(shape, np.uint8, self._map, at).copy() for camera, (at, shape) in found.items()}

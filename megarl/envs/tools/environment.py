@@ -19,6 +19,7 @@ from megarl.envs.tools.functions import Functions, load_tools
 from megarl.envs.tools.mcp_servers import McpServer, McpServers, check_servers
 from megarl.envs.tools.parsers import PARSERS, Call
 from megarl.errors import ConfigError
+from megarl.simulators.plain import nested_deeper
 
 _DEPTH = 100
 
@@ -34,7 +35,7 @@ class ToolSettings(EnvSettings):
     workers: PositiveInt = Field(1, description="processes per replica that run tools")
     timeout_s: PositiveFloat = Field(10.0, description="deadline of a call; a later one is answered with an error")
     memory_mb: PositiveInt = Field(2048, description="address space of a process that runs tools")
-    max_chars: PositiveInt = Field(8192, description="characters of a result that the model is shown")
+    max_chars: PositiveInt = Field(8192, le=1_000_000, description="characters of a result that the model is shown")
 
 
 class Tools(Environment):
@@ -74,6 +75,7 @@ class Tools(Environment):
                         workers=settings.workers,
                         timeout_s=settings.timeout_s,
                         memory_mb=settings.memory_mb,
+                        max_chars=settings.max_chars,
                     )
                 )
             if settings.mcp:
@@ -105,7 +107,7 @@ class Tools(Environment):
             return f"error: {call.error}", True
         if call.name not in self.shared.names:
             return f"error: there is no tool {call.name!r}; there are {', '.join(self.shared.names)}", True
-        if _is_deep(call.arguments):
+        if nested_deeper(call.arguments, _DEPTH):
             return f"error: the arguments are nested more than {_DEPTH} levels deep", True
         result: tuple[str, bool] = self.shared.call(call.name, call.arguments)
         return result
@@ -161,21 +163,6 @@ def _check_names(functions: Sequence[str], served: Sequence[str]) -> None:
             found=twice,
             fix="rename the function, or choose the server's tools with env.mcp.NAME.tools",
         )
-
-
-def _is_deep(value: Any) -> bool:
-    """Whether `value` has more levels than are sent to another process, which recurses over them."""
-    level = [value]
-    for _ in range(_DEPTH):
-        inner = [[*item, *item.values()] if isinstance(item, dict) else item for item in level if _is_nest(item)]
-        level = [value for values in inner for value in values]
-        if not level:
-            return False
-    return any(map(_is_nest, level))
-
-
-def _is_nest(value: Any) -> bool:
-    return isinstance(value, dict | list | tuple | set)
 
 
 def _encodable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,8 @@ from megarl.envs.registry import import_source
 from megarl.envs.tools.schema import Tool, tool_of
 from megarl.errors import ConfigError
 from megarl.rewards.pool import ScorerPool
-from megarl.rewards.scoring import ScoringFailure
+from megarl.rewards.scoring import Result, ScoringFailure
+from megarl.simulators.plain import Malformed, flag, short, text
 
 _KEY = "env.tools"
 
@@ -38,6 +40,20 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
     return tools
 
 
+def _read_answer(max_chars: int, value: Any) -> Result:
+    """What a process says of a call: `text`, and whether it `failed`.
+
+    Raises:
+        Malformed: it says something else.
+    """
+    if not isinstance(value, dict) or value.keys() != {"text", "failed"}:
+        raise Malformed(f"a result that is no tool's: {short(value)}")
+    return {
+        "text": text(value["text"], max_chars, "a result"),
+        "failed": flag(value["failed"], "the failure of a call"),
+    }
+
+
 class Functions:
     """Processes that run tools, one call at a time each. Calls come from any thread.
 
@@ -46,6 +62,7 @@ class Functions:
         workers: processes.
         timeout_s: a call that takes longer ends with an error, and its process is replaced.
         memory_mb: address space of a process.
+        max_chars: of a result; what is longer is cut.
 
     Attributes:
         names: what the tools are called.
@@ -54,7 +71,7 @@ class Functions:
         ConfigError: a process could not load a tool.
     """
 
-    def __init__(self, names: Sequence[str], *, workers: int, timeout_s: float, memory_mb: int) -> None:
+    def __init__(self, names: Sequence[str], *, workers: int, timeout_s: float, memory_mb: int, max_chars: int) -> None:
         late = {"text": f"error: no result within {timeout_s:g} s", "failed": True}
         self.names, self._timeout_s = [tool.name for tool in load_tools(names)], timeout_s
         self._free: queue.SimpleQueue[ScorerPool] = queue.SimpleQueue()
@@ -62,12 +79,13 @@ class Functions:
             ScorerPool(
                 "tools",
                 "sequential",
-                {"tools": list(names), "memory_mb": memory_mb},
+                {"tools": list(names), "memory_mb": memory_mb, "max_chars": max_chars},
                 1,
                 sample_limit_s=timeout_s,
                 limit_result=late,
                 program="megarl.envs.tools.worker",
                 noun="environment",
+                read=functools.partial(_read_answer, max_chars),
             )
             for _ in range(workers)
         ]
@@ -84,7 +102,7 @@ class Functions:
             self._free.put(pool)
         if isinstance(outcome, ScoringFailure):
             return f"error: the tool {outcome.reason}", True
-        return str(outcome["text"]), bool(outcome["failed"])
+        return outcome["text"], outcome["failed"]
 
     def close(self) -> None:
         """End the processes."""

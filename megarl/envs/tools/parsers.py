@@ -18,6 +18,7 @@ _TAG = "<|python_tag|>"
 _PART = re.compile(r"</?think>|<tool_call>")
 #: What text of a policy can make Python's parsers raise: wrong, nested too deep, too large, unhashable keys.
 _UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError)
+_INTEGER_BITS = 1024  # Python writes no integer of any size as digits, and 0xff... is one
 _SPECIAL = re.compile(r"<\|(?!python_tag)[^|<>]*\|>")
 
 
@@ -119,6 +120,24 @@ def _from_python(body: str) -> Call:
     if not isinstance(target, ast.Name):
         return wrong
     try:
-        return Call(target.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
+        arguments = {str(keyword.arg): _of_json(ast.literal_eval(keyword.value)) for keyword in node.keywords}
     except _UNREADABLE:
         return wrong
+    return Call(target.id, arguments)
+
+
+def _of_json(value: Any) -> Any:
+    """A literal as the JSON value that it stands for.
+
+    Raises:
+        ValueError: it stands for none.
+    """
+    if isinstance(value, (list, tuple)):
+        return [_of_json(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _of_json(item) for key, item in value.items()}
+    if isinstance(value, int) and value.bit_length() <= _INTEGER_BITS:
+        return value
+    if value is None or isinstance(value, (str, float)):
+        return value
+    raise ValueError(f"{type(value).__name__} is no type of JSON")

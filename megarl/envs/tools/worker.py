@@ -25,21 +25,24 @@ def _tools(setup: dict[str, Any]) -> Work:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     tools = {tool.name: tool for tool in load_tools(setup["kwargs"]["tools"])}
 
+    most = setup["kwargs"]["max_chars"]
+
     def work(calls: list[dict[str, Any]], stop_at_failure: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         for index, call in enumerate(calls):
-            yield index, _answer(tools[call["name"]], call["arguments"])
+            text, failed = _answer(tools[call["name"]], call["arguments"])
+            yield index, {"text": text[:most], "failed": failed}
 
     return work
 
 
-def _answer(tool: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the tool returns, or its error as the model is told it; what it prints is dropped."""
+def _answer(tool: Any, arguments: dict[str, Any]) -> tuple[str, bool]:
+    """What the tool returns, or its error as the model is told it, and whether it failed; what it prints is dropped."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return {"text": tool.call(arguments), "failed": False}
-    except (Exception, SystemExit) as error:
+            return tool.call(arguments), False
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, which only the tool raises here
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return {"text": f"error: {text}".rstrip(": "), "failed": True}
+        return f"error: {text}".rstrip(": "), True
 
 
 if __name__ == "__main__":

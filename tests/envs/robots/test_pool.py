@@ -108,6 +108,27 @@ def test_the_expert_of_a_simulator_is_asked_where_the_episode_is() -> None:
 
 
 @pytest.mark.parametrize(
+    "kind", ["pickle", "pickle as a body", "oversized", "deep", "garbage", "list", "other types", "no array"]
+)
+def test_what_is_no_answer_fails_its_episode_and_executes_nothing(kind: str, tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    with pool_of(wrong="write", writes=kind, marker=str(marker), once=str(tmp_path / "once")) as pool:
+        *_, failure = episode(pool)
+        assert isinstance(failure, Failure)
+        assert (failure.kind, failure.task) == ("crash", "left")
+        assert failure.text.startswith("its process wrote ")
+        assert isinstance(episode(pool)[-1], Outcome), "its process is replaced"
+    assert not marker.exists()
+
+
+def test_the_memory_of_pictures_cannot_become_shorter_than_what_is_mapped() -> None:
+    with pool_of(wrong="shrink") as pool:
+        *_, last = episode(pool)
+        assert isinstance(last, Outcome)
+        assert np.all(last.observation.frames["wrist"] == 90)
+
+
+@pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
         ("exit", "crash", "ended with exit code 7 during step"),

@@ -1,0 +1,185 @@
+"""Messages of processes that run foreign code: JSON and bytes of stated sizes, nothing in which is ever executed.
+
+    length of the header | length of the body | header (a JSON object) | body
+
+Code that a model wrote can write anything into the connection of its process. So a reader states how much it takes,
+and what is larger, nested deeper or no such message is `Malformed`; it never waits for the rest of a message. What the
+fields of a message may hold is for its reader to check: the functions below do that for the usual kinds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+_LENGTHS = struct.Struct("<II")
+_SHOWN = 40  # characters of what was found
+
+
+class Malformed(ValueError):
+    """What a process wrote is no message, or says what no process of ours would. The text goes on from "it wrote"."""
+
+
+def pack(header: Mapping[str, Any], body: bytes = b"", *, finite: bool = True) -> bytes:
+    """A message as bytes.
+
+    Args:
+        header: plain JSON with names of type str.
+        body: what follows it.
+        finite: refuse NaN and infinity, which only Python's JSON has.
+
+    Raises:
+        ValueError, TypeError: the header is not plain JSON.
+    """
+    text = json.dumps(header, allow_nan=not finite, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return _LENGTHS.pack(len(text), len(body)) + text + body
+
+
+class PlainInbox:
+    """Takes bytes as they come, and gives messages as they are complete.
+
+    Args:
+        header: bytes that a header may have.
+        body: bytes that a body may have.
+        depth: lists and objects inside one another that a header may have; None: whoever writes is trusted.
+
+    >>> inbox = PlainInbox(1000, 0, 5)
+    >>> data = pack({"call": "reset"})
+    >>> inbox.feed(data[:5]); inbox.take()
+    >>> inbox.feed(data[5:]); inbox.take()
+    ({'call': 'reset'}, b'')
+    """
+
+    def __init__(self, header: int, body: int, depth: int | None) -> None:
+        self._limits, self._depth = (header, body), depth
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Add bytes."""
+        self._held += data
+
+    def take(self) -> tuple[dict[str, Any], bytes] | None:
+        """The next message; None: not all of it is there.
+
+        Raises:
+            Malformed: this is none, and nothing after it can be read.
+        """
+        start = _LENGTHS.size
+        if len(self._held) < start:
+            return None
+        sizes = _LENGTHS.unpack_from(self._held)
+        for part, size, limit in zip(("header", "body"), sizes, self._limits, strict=True):
+            if size > limit:
+                raise Malformed(f"a message whose {part} has {size} bytes; allowed: {limit}")
+        middle, end = start + sizes[0], start + sum(sizes)
+        if len(self._held) < end:
+            return None
+        header, body = parsed(bytes(self._held[start:middle]), self._depth), bytes(self._held[middle:end])
+        del self._held[:end]
+        return header, body
+
+
+def parsed(text: bytes, depth: int | None) -> dict[str, Any]:
+    """The JSON object that `text` is; `depth` as for an inbox.
+
+    Raises:
+        Malformed: it is none.
+    """
+    try:
+        header = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=_constant if depth else None)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"a message that is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise Malformed(f"a message that is no JSON object: {short(header)}")
+    if depth is not None and nested_deeper(header, depth):
+        raise Malformed(f"a message with more than {depth} lists and objects inside one another")
+    return header
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def nested_deeper(value: Any, depth: int) -> bool:
+    """Whether `value` has more than `depth` lists and objects inside one another."""
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, (dict, list, tuple))
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return any(isinstance(item, (dict, list, tuple)) for item in level)
+
+
+def number(value: Any, what: str) -> float:
+    """`value` as a finite number.
+
+    Raises:
+        Malformed: it is none; `what` names it.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            if math.isfinite(found := float(value)):
+                return found
+        except OverflowError:  # an integer beyond floats
+            pass
+    raise Malformed(f"{what} {short(value)}; allowed: a finite number")
+
+
+def whole(value: Any, limits: range, what: str) -> int:
+    """`value` as an integer within `limits`.
+
+    Raises:
+        Malformed: it is none; `what` names it.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value not in limits:
+        raise Malformed(f"{what} {short(value)}; allowed: an integer from {limits.start} to {limits.stop - 1}")
+    return value
+
+
+def flag(value: Any, what: str) -> bool:
+    """`value`, true or false.
+
+    Raises:
+        Malformed: it is neither; `what` names it.
+    """
+    if not isinstance(value, bool):
+        raise Malformed(f"{what} {short(value)}; allowed: true or false")
+    return value
+
+
+def text(value: Any, limit: int, what: str) -> str:
+    """`value` as text of at most `limit` characters.
+
+    Raises:
+        Malformed: it is none; `what` names it.
+    """
+    if not isinstance(value, str) or len(value) > limit:
+        found = f"of {len(value)} characters" if isinstance(value, str) else short(value)
+        raise Malformed(f"{what} {found}; allowed: text of at most {limit} characters")
+    return value
+
+
+def short(value: Any) -> str:
+    """The beginning of a value of a message, for messages about it."""
+    shown = json.dumps(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
+
+
+def cut(value: str, limit: int) -> str:
+    """The first `limit` characters of a text; one that is cut says so at its end, within them.
+
+    >>> cut("x" * 100, 30)
+    'xxxxxxx... (of 100 characters)'
+    """
+    if len(value) <= limit:
+        return value
+    note = f"... (of {len(value)} characters)"
+    return value[: max(0, limit - len(note))] + note
