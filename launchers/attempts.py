@@ -19,6 +19,7 @@ from pathlib import Path
 from megarl.artifacts.trained import steps_in
 from megarl.errors import MegarlError
 from megarl.launchers.common import Job, Workers, clear, node_rank, prepare, process_of
+from megarl.launchers.interrupt import save_first
 from megarl.launchers.supervise import End, supervise
 from megarl.runtime.health import forget, keep_attempt, old_errors
 from megarl.tracking.close import close_mlflow, show_end
@@ -85,6 +86,11 @@ class Attempts:
         if end.exit_code and self._job.config.cluster.max_restarts and node_rank() == 0 and self._begun():
             show_end(self._job.run_dir)
         return end.exit_code
+
+    def save_first(self) -> None:
+        """Let the workers save what they would lose by `stop`, which a user asks for."""
+        if self._workers is not None:
+            save_first(self._workers, self._job)
 
     def stop(self) -> None:
         """End all workers; may be called at any time."""

@@ -213,6 +213,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 return code
             except Stopped as stopped:
                 ended = "stopped"
+                if stopped.number == signal.SIGINT:
+                    attempts.save_first()
                 log.say(f"megarl: stopped by {signal.Signals(stopped.number).name}")
                 return 128 + stopped.number
             except UserError:

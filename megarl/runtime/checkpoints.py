@@ -86,9 +86,8 @@ class Checkpoints:
         self._under_way = UnderWay()
         self.accuracy: float | None = None
         self._withdraws = self._continues = self._begun = False
-        # A batch job asks for a checkpoint before its time limit, see megarl/launchers/slurm.py.
-        job = c.run_dir / batch.FOLDER
-        self._request = job / batch.SAVE if job.is_dir() else None
+        # A batch job asks for a checkpoint before its time limit (megarl/launchers/slurm.py), a user by Ctrl-C.
+        self._requests = [c.run_dir / batch.FOLDER / batch.SAVE, c.run_dir / batch.SAVE]
 
     def find(self, key: str, steps: int) -> int | None:
         """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
@@ -212,6 +211,7 @@ class Checkpoints:
             if not self._begun:
                 self._leave_others()
             take_up_reference(self._c.run_dir)
+            self._requests[-1].unlink(missing_ok=True)  # of a launcher that was killed
             if self._withdraws:
                 withdraw_exported(self._c.run_dir)
             if self.best_step is not None:
@@ -287,7 +287,7 @@ class Checkpoints:
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
         """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every`, as the best one, or
-        where the batch job asks for one.
+        where the batch job or the user asks for one.
 
         The next steps run while it is written; after the last one, or when the job has asked for it, it is complete.
 
@@ -312,13 +312,14 @@ class Checkpoints:
             self._teams.announce(step, None)
         if last or asked:
             self._under_way.wait()
-        if asked and self._request is not None and self._world.rank == 0:
-            self._request.unlink(missing_ok=True)
+        if asked and self._world.rank == 0:
+            for request in self._requests:
+                request.unlink(missing_ok=True)
         if accuracy is not None:
             self.check_metric(numbers)
 
     def _is_asked(self) -> bool:
-        return self._request is not None and bool(self._world.broadcast_json(self._request.exists()))
+        return bool(self._world.broadcast_json(any(request.exists() for request in self._requests)))
 
     def check_metric(self, numbers: dict[str, float]) -> None:
         """`check_best_metric`; the checkpoint that is being written is completed before it raises."""

@@ -306,11 +306,12 @@ def test_a_run_that_fails_says_where_and_why(folder: Path, ended: dict[str, Futu
 # -- a run folder in use, and a run that the user stops --------------------------------------------------------------
 
 
-def test_ctrl_c_ends_every_worker_and_tells_how_to_go_on(folder: Path) -> None:
-    run_dir = folder / "interrupted"
-    arguments = [*QUICK, "trainer.steps=100000", "trainer.save_every=1"]
+def test_ctrl_c_saves_ends_every_worker_and_tells_how_to_go_on(folder: Path) -> None:
+    run_dir, metrics = folder / "interrupted", folder / "interrupted" / "metrics.jsonl"
+    arguments = [*QUICK, "trainer.steps=100000", "trainer.save_every=0"]
     process = harness.start(folder / "tiny.yaml", run_dir, *arguments)
-    harness.wait_for(lambda: list(run_dir.glob("checkpoints/step_*/meta.json")), process)
+    harness.wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 2, process)
+    assert not list(run_dir.glob("checkpoints/step_*"))
 
     second = train(folder, *arguments, "--run-dir", str(run_dir))
     assert second.code == 2
@@ -320,10 +321,12 @@ def test_ctrl_c_ends_every_worker_and_tells_how_to_go_on(folder: Path) -> None:
     assert process.poll() is None
 
     process.send_signal(signal.SIGINT)
-    output = harness.finish(process, timeout=30)  # the run itself would go on for hours
+    output = harness.finish(process, timeout=120)  # the run itself would go on for hours
     assert process.returncode == 130
     assert harness.workers(run_dir) == {}
+    assert "the step under way is finished and saved first" in output
     assert "megarl: stopped by SIGINT" in output
+    assert len(list(run_dir.glob("checkpoints/step_*/meta.json"))) == 1
     assert "Traceback" not in output
     assert "to go on: megarl train" in output
     assert f"--run-dir {run_dir}" in output
