@@ -1,4 +1,4 @@
-# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | bench-trl-env | sglang-env | libero-env | metaworld-env
+# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | bench-trl-env | older-env | sglang-env | libero-env | metaworld-env
 # Everything runs in .venv, which is made when it is missing.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: quickstart srpo-quickstart test lint bench bench-trl-env sglang-env libero-env metaworld-env
+.PHONY: quickstart srpo-quickstart test lint bench bench-trl-env older-env sglang-env libero-env metaworld-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
@@ -39,6 +39,14 @@ bench-trl-env:
 	test -x $(TRL_ENV)/bin/python || $(PYTHON) -m venv $(TRL_ENV)
 	$(TRL_ENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(TRL_ENV)/bin/python -m pip install --quiet trl==1.16.0 "$(shell grep '^transformers==' constraints.txt)"
+
+# transformers 4, which must read exports as they are (make campaign-exports): 1.1 GB in the cache folder.
+OLDER := transformers==4.57.6
+OLDER_ENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/$(subst ==,-,$(OLDER))
+older-env:
+	test -x $(OLDER_ENV)/bin/python || $(PYTHON) -m venv $(OLDER_ENV)
+	$(OLDER_ENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(OLDER_ENV)/bin/python -m pip install --quiet $(OLDER) jinja2
 
 # The interpreter of SGLang servers, in the cache folder: SGLANG_KIND=cpu (3 GB), cuda (11 GB) or auto.
 SGLANG_KIND ?= auto

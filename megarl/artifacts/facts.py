@@ -258,13 +258,19 @@ def hub_paths() -> HubPaths:
 
 
 def hub_cache_folder(name: str) -> Path | None:
-    """Snapshot folder of a hub model in the local Hugging Face cache, None when it is not there."""
+    """Snapshot folder of a hub model in the local Hugging Face cache, None when its configuration is not there."""
+    snapshot = hub_snapshot(name)
+    return snapshot if snapshot is not None and (snapshot / "config.json").is_file() else None
+
+
+def hub_snapshot(name: str) -> Path | None:
+    """Folder of what the local Hugging Face cache holds of a repository of models; None: nothing."""
     cache = hub_paths().hub / ("models--" + name.replace("/", "--"))
     reference = cache / "refs" / "main"
     if not reference.is_file():
         return None
     snapshot = cache / "snapshots" / reference.read_text(encoding="utf-8").strip()
-    return snapshot if (snapshot / "config.json").is_file() else None
+    return snapshot if snapshot.is_dir() else None
 
 
 _AGAIN = "correct the file, or copy or download the model again"

@@ -13,19 +13,9 @@ from megarl.config.model import ModelConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
-from megarl.models.weights.export import write_metadata
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
+from megarl.models.weights.metadata import copy_tokenizer, write_metadata
 from megarl.models.weights.plan import hf_tensors
-
-_KEPT = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    STATISTICS,
-)
 
 
 def convert(source: Path | str, target: Path | str, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:
@@ -40,8 +30,6 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     Raises:
         ConfigError: no such model, an unsupported one, tensors that are missing, or a target that is taken.
     """
-    from transformers import GenerationConfig
-
     target = Path(target)
     check_target(target)
     folder = resolve_folder(source)
@@ -62,9 +50,7 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
         print(f"weights: {reader.describe()}", flush=True)
         for name in shapes:
             writer.add(name, reader.read(name))
-        write_metadata(writer.temporary, hf, None, to, value_head=value_head)
-        if (reader.folder / "generation_config.json").is_file():
-            GenerationConfig.from_pretrained(reader.folder).save_pretrained(writer.temporary)
-        for pattern in _KEPT:
-            for file in reader.folder.glob(pattern):
-                shutil.copy(file, writer.temporary)
+        write_metadata(writer.temporary, hf, None, to, value_head=value_head, source=folder)
+        copy_tokenizer(folder, writer.temporary)
+        if (folder / STATISTICS).is_file():
+            shutil.copyfile(folder / STATISTICS, writer.temporary / STATISTICS)

@@ -95,4 +95,6 @@ def _write(c: Controller, model: ModelRole, name: str) -> None:
     from megarl.models.weights import export_weights
 
     with c.residency.phase("export", model.name):
-        export_weights(model.chunks, c.run_dir / name, model.engine.hf_config, c.tokenizer, world=c.layout.world)
+        folder, source = c.run_dir / name, c.config.model.path
+        hf_config, world = model.engine.hf_config, c.layout.world
+        export_weights(model.chunks, folder, hf_config, c.tokenizer, world=world, source=source)

@@ -198,7 +198,7 @@ def _look_after_servers(c: Controller) -> None:
 def _write_model_config(c: Controller) -> Path:
     """Folder with the model's configuration and no weights, readable on every machine."""
     from megarl.device import DTYPES
-    from megarl.models.weights.export import write_metadata
+    from megarl.models.weights.metadata import write_metadata
 
     folder = c.run_dir / MODEL_FOLDER
     if c.layout.rank == 0:

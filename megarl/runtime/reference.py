@@ -76,7 +76,8 @@ def _export_actor(c: Controller, folder: Path) -> None:
     from megarl.models.weights import export_weights
 
     with phase("keep_reference"), c.residency.phase("load"):
-        export_weights(c.actor.chunks, folder, c.hf_config, c.tokenizer, world=c.layout.world)
+        world, source = c.layout.world, c.config.model.path
+        export_weights(c.actor.chunks, folder, c.hf_config, c.tokenizer, world=world, source=source)
 
 
 def now_at(run_dir: Path, source: str) -> str:

@@ -14,7 +14,7 @@ from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import load_hf_config
-from megarl.models.weights.export import write_metadata
+from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from tests.rollout.forked import forked_servers
 from tests.rollout.servers import need_interpreter

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,13 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.artifacts.action_statistics import FILE, write_statistics
-from megarl.artifacts.robot_policy import PREPROCESSOR
 from megarl.comm import WorkerGroup
-from megarl.models.hf import value_bias
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import coordinate, local_shards
+from megarl.models.weights.metadata import write_metadata
 from megarl.models.weights.plan import Box, Coordinate, Piece, hf_tensors, slices_for
 from megarl.phase import beat
 
@@ -102,6 +98,7 @@ def export_weights(
     world: WorkerGroup,
     dtype: torch.dtype | None = None,
     max_shard_gb: float = 4.0,
+    source: str | Path | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder that `from_pretrained` loads. Collective over `world`.
 
@@ -111,6 +108,7 @@ def export_weights(
         world: all ranks that hold the model; its first one writes.
         dtype: of the written tensors; None: as the parameters are.
         max_shard_gb: start another file beyond this size (10**9 bytes).
+        source: the model that this one was trained from; see `write_metadata`.
     """
     out_dir = Path(out_dir)
     dtype = dtype or chunks[0].config.params_dtype
@@ -124,46 +122,5 @@ def export_weights(
             for name, tensor in iter_hf_tensors(chunks, world):
                 assert tensor is not None, "the writing rank is given every tensor"
                 writer.add(name, tensor)
-            write_metadata(writer.temporary, hf_config, tokenizer, dtype, value_head=value_head)
+            write_metadata(writer.temporary, hf_config, tokenizer, dtype, value_head=value_head, source=source)
     world.barrier()
-
-
-def write_metadata(
-    folder: Path,
-    hf_config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    dtype: torch.dtype,
-    *,
-    value_head: bool = False,
-) -> None:
-    """config.json, generation_config.json and the tokenizer's files; of a robot policy the scales of its numbers."""
-    name, policy = str(dtype).removeprefix("torch."), getattr(hf_config, "policy", None)
-    if policy is None:
-        _write_config(folder, hf_config, name, value_head=value_head)
-    else:  # of a robot policy: transformers has no class for it, so it stays what it was
-        (folder / "config.json").write_text(json.dumps(policy | {"torch_dtype": name}, indent=2))
-        if statistics := getattr(hf_config, "action_statistics", None):
-            write_statistics(folder / FILE, statistics)
-        if hf_config.preprocessor is not None:
-            (folder / PREPROCESSOR).write_text(json.dumps(hf_config.preprocessor, indent=2) + "\n")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, value_head: bool) -> None:
-    from transformers import GenerationConfig
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    )
-
-    config = copy.deepcopy(hf_config)
-    names = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES if value_head else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    config.architectures = [names[config.model_type]]
-    config.dtype = dtype
-    if value_head:
-        config.num_labels = 1
-        config.token_classification_bias = value_bias(config)  # transformers would add one that is not in the files
-    config.save_pretrained(folder)
-    if not value_head:
-        GenerationConfig.from_model_config(config).save_pretrained(folder)

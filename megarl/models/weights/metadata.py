@@ -1,0 +1,155 @@
+"""What a Hugging Face folder holds beside the weights, so that programs with transformers 4 or 5 read one and the same
+model: config.json, generation_config.json, and the tokenizer's files.
+
+transformers 5 keeps RoPE in `rope_parameters`; 4 and what is built on it read `rope_theta` and `rope_scaling` and know
+nothing of the newer key. The number of experts has two names as well. Both are written. Files of the source stay as
+they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.architectures import ARCHITECTURES
+from megarl.architectures.values import read_keys
+from megarl.artifacts.action_statistics import FILE, write_statistics
+from megarl.artifacts.facts import hub_snapshot, is_hub_name
+from megarl.artifacts.robot_policy import PREPROCESSOR
+from megarl.models.hf import value_bias
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+#: Names of the files that a tokenizer may be made of.
+_TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "*.model", "tekken.json", "tokenization*.py"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*.jinja"),
+)
+_TOKENIZER_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
+
+
+def write_metadata(
+    folder: Path,
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    *,
+    value_head: bool = False,
+    source: str | Path | None = None,
+) -> None:
+    """config.json, generation_config.json and the tokenizer's files; of a robot policy the scales of its numbers.
+
+    Args:
+        tokenizer: the files that it was read from are kept, where they are still there.
+        source: folder or hub name of the model that this one was made of: its generation_config.json is kept.
+    """
+    name, policy = str(dtype).removeprefix("torch."), getattr(hf_config, "policy", None)
+    if policy is None:
+        _write_config(folder, hf_config, name, value_head=value_head)
+        if not value_head:
+            _write_generation_config(folder, hf_config, source)
+    else:  # of a robot policy: transformers has no class for it, so it stays what it was
+        (folder / "config.json").write_text(json.dumps(policy | {"torch_dtype": name}, indent=2))
+        if statistics := getattr(hf_config, "action_statistics", None):
+            write_statistics(folder / FILE, statistics)
+        if hf_config.preprocessor is not None:
+            (folder / PREPROCESSOR).write_text(json.dumps(hf_config.preprocessor, indent=2) + "\n")
+    if tokenizer is not None and not copy_tokenizer(_folder_of(tokenizer.name_or_path), folder):
+        tokenizer.save_pretrained(folder)
+        _name_older_class(folder / _TOKENIZER_CONFIG)
+
+
+def copy_tokenizer(source: Path | None, folder: Path) -> bool:
+    """Copy the files of the tokenizer in `source` to `folder`; False: there is none."""
+    if source is None or not any((source / name).is_file() for name in ("tokenizer.json", _TOKENIZER_CONFIG)):
+        return False
+    for pattern in _TOKENIZER_FILES:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                target = folder / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+    _name_older_class(folder / _TOKENIZER_CONFIG)
+    return True
+
+
+def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, as transformers 4 reads them, of `rope_parameters`.
+
+    >>> older_rope_keys({"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}, 64)
+    {'rope_theta': 500.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
+
+    Args:
+        max_positions: max_position_embeddings of the model. A yarn without a factor goes by its ratio to the original
+            length, and transformers 4 wants the number.
+    """
+    scaling = {key: value for key, value in rope_parameters.items() if key not in ("rope_theta", "type")}
+    if scaling.get("rope_type", "default") == "default":
+        return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": None}
+    scaling.pop("partial_rotary_factor", None)  # 1: others are not supported
+    if scaling["rope_type"] == "yarn" and scaling.get("factor") is None:
+        scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
+    return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling}
+
+
+def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, value_head: bool) -> None:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    config = copy.deepcopy(hf_config)
+    names = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES if value_head else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config.architectures = [names[config.model_type]]
+    config.dtype = dtype
+    if value_head:
+        config.num_labels = 1
+        config.token_classification_bias = value_bias(config)  # transformers would add one that is not in the files
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    values = read_keys(written)
+    written |= older_rope_keys(written["rope_parameters"], written["max_position_embeddings"])
+    written |= dict.fromkeys(ARCHITECTURES[config.model_type].experts_keys or (), values.get("num_experts"))
+    written["torch_dtype"] = dtype
+    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_generation_config(folder: Path, hf_config: PretrainedConfig, source: str | Path | None) -> None:
+    """That of the source, which an engine goes by; of a model without one, what transformers makes of its config."""
+    from transformers import GenerationConfig
+
+    kept = _folder_of(source)
+    if kept is not None and (kept / _GENERATION).is_file():
+        shutil.copyfile(kept / _GENERATION, folder / _GENERATION)
+    elif kept is None:
+        GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
+
+
+def _folder_of(name: str | Path | None) -> Path | None:
+    """The folder of a name that transformers loads from; None: there is none on this machine."""
+    if not name:
+        return None
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    return hub_snapshot(str(name)) if is_hub_name(str(name)) else None
+
+
+def _name_older_class(file: Path) -> None:
+    """Name the class of a plain tokenizer as transformers 4 and 5 both know it, and its special tokens likewise."""
+    if not file.is_file():
+        return
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") != "TokenizersBackend":
+        return
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
