@@ -70,11 +70,11 @@ def test_older_keys_stand_beside_the_newer_ones_and_mean_the_same(tmp_path: Path
     assert raw["torch_dtype"] == raw["dtype"] == "bfloat16"
     again = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert again == {**config.rope_parameters, **({"factor": 4.0} if rope == "yarn-ratio" else {})}
-    # A reader of either form alone gets the same numbers.
+    # A reader of only one form gets the same numbers.
     for left_out in (["rope_parameters"], ["rope_scaling", "rope_theta"]):
         part = {key: value for key, value in raw.items() if key not in left_out}
-        alone = AutoConfig.for_model(**part).rope_parameters
-        assert older_rope_keys(alone, 128) == older_rope_keys(again, 128)
+        single = AutoConfig.for_model(**part).rope_parameters
+        assert older_rope_keys(single, 128) == older_rope_keys(again, 128)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
