@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
-import json
 import os
 import re
 import shutil
@@ -30,6 +29,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megarl.artifacts import resolved, start
+from megarl.artifacts.records import read_run
+from megarl.artifacts.repair import repair
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count
 from megarl.launchers.output import OutputLog
@@ -203,7 +204,11 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
     if launcher not in starts:
         raise ConfigError("unknown launcher", where="--launcher", found=launcher, allowed=LAUNCHERS)
     names = functools.partial(name_in, placement)
-    with _locked(run_dir), contextlib.closing(OutputLog(run_dir / "log.txt", names)) as log:
+    with contextlib.ExitStack() as open_files:
+        open_files.enter_context(_locked(run_dir))
+        if node_rank() == 0:
+            repair(run_dir)
+        log = open_files.enter_context(contextlib.closing(OutputLog(run_dir / "log.txt", names)))
         attempts = Attempts(starts[launcher], Job(entry, config, run_dir, log, placement))
         ended: Status = "failed"
         with _signals_raise() as ignore_signals:
@@ -258,8 +263,7 @@ def clear(run_dir: Path) -> None:
 
 def process_of(run_dir: Path) -> object:
     """The process that wrote the run's record; None without one. Another one: the run has begun since."""
-    record = run_dir / "run.json"
-    return json.loads(record.read_text()).get("process") if record.is_file() else None
+    return read_run(run_dir, tell=False).get("process")  # the start sets a damaged one aside, and says so
 
 
 def node_rank() -> int:

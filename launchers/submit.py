@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from megarl.artifacts.batch import FOLDER
 from megarl.artifacts.jsonl import read_jsonl
+from megarl.artifacts.records import read_record
 from megarl.config.load import dump_config
 from megarl.errors import ConfigError, UnavailableError, UserError, close_matches
 from megarl.launchers import slurm_job
@@ -147,12 +148,13 @@ def submit(job: Submission) -> str:
 
 def excluded(run_dir: Path) -> dict[str, str]:
     """Nodes that the jobs of a run leave out, and why."""
-    return {line["node"]: line["reason"] for line in read_jsonl(run_dir / FOLDER / EXCLUDED)}
+    lines = read_jsonl(run_dir / FOLDER / EXCLUDED, needs={"node": str, "reason": str})
+    return {line["node"]: line["reason"] for line in lines}
 
 
 def notes_of(run_dir: Path) -> list[dict[str, Any]]:
     """What has happened in the jobs of a run: time, job, kind and text of each event, in order."""
-    return read_jsonl(run_dir / FOLDER / EVENTS)
+    return read_jsonl(run_dir / FOLDER / EVENTS, needs={"time": (int, float), "job": str, "kind": str, "text": str})
 
 
 def latest_tests(run_dir: Path) -> dict[str, str]:
@@ -161,10 +163,10 @@ def latest_tests(run_dir: Path) -> dict[str, str]:
     if not folders:
         return {}
     folder = max(folders, key=lambda path: (path / "failed.json").stat().st_mtime)
-    bad, found = json.loads((folder / "failed.json").read_text()), {}
+    bad, found = read_record(folder / "failed.json"), {}
     for file in sorted(folder.glob("*.json")):
         if file.stem not in ("failed", "links"):
-            checks = json.loads(file.read_text())["checks"]
+            checks = read_record(file).get("checks", {})
             told = ", ".join(f"{name}: {check['reason']}" for name, check in checks.items())
             found[file.stem] = f"failed ({bad[file.stem]})" if file.stem in bad else f"passed ({told})"
     return found | {node: f"failed ({reason})" for node, reason in bad.items() if node not in found}
@@ -179,8 +181,11 @@ def _leaving_out(job: Submission, script: str) -> str:
 def jobs_of(run_dir: Path) -> list[SubmittedJob]:
     """The jobs that were submitted for a run folder, in order."""
     file = run_dir / FOLDER / JOBS
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return [SubmittedJob(*line.split("\t")) for line in lines]
+    lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    told = (line.strip("\0").split("\t") for line in lines)
+    return [
+        SubmittedJob(*fields) for fields in told if len(fields) == len(SubmittedJob._fields) and fields[0].isdecimal()
+    ]
 
 
 def state_of(number: str) -> JobState:

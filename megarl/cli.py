@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import shlex
 import sys
 import tempfile
@@ -332,9 +331,9 @@ def _use_run(arguments: argparse.Namespace) -> None:
 
 def _refuse_trained(run_dir: Path, command: str) -> None:
     """Keep numbers and configuration of a training run from being written over."""
-    record = run_dir / "run.json"
-    stage = json.loads(record.read_text()).get("stage") if record.is_file() else None
-    if stage in ("train", "sft") or (run_dir / "checkpoints").is_dir():
+    from megarl.artifacts.records import read_run
+
+    if read_run(run_dir).get("stage") in ("train", "sft") or (run_dir / "checkpoints").is_dir():
         raise UserError(
             "this folder holds a training run",
             where="--run-dir",

@@ -251,20 +251,22 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _run_text(run_dir: Path) -> str:
     """How far the run itself says it is."""
-    record = run_dir / "run.json"
-    if not record.is_file():
+    from megarl.artifacts.records import read_run, setting
+
+    run, done = read_run(run_dir), last_step(run_dir)
+    if not run and done is None:
         return "not begun"
-    run = json.loads(record.read_text())
-    steps = run["config"]["trainer"]["steps"]
-    done = last_step(run_dir)
-    return f"{run['status']}, step {done} of {steps}" if done is not None else f"{run['status']}, before step 1"
+    status, steps = run.get("status", "status unknown"), setting(run, "trainer", "steps")
+    of = "" if steps is None else f" of {steps}"
+    return f"{status}, step {done}{of}" if done is not None else f"{status}, before step 1"
 
 
 def last_step(run_dir: Path) -> int | None:
     """The last training step in metrics.jsonl; None: there is none."""
-    from megarl.artifacts.jsonl import read_jsonl
+    from megarl.artifacts.jsonl import STEP, read_jsonl
 
-    steps = [line["step"] for line in read_jsonl(run_dir / "metrics.jsonl") if line.get("stage") == "train"]
+    lines = read_jsonl(run_dir / "metrics.jsonl", needs=STEP)
+    steps = [line["step"] for line in lines if line["stage"] == "train"]
     return steps[-1] if steps else None
 
 

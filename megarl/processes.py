@@ -203,14 +203,23 @@ def has_ended(who: Mapping[str, Any]) -> bool:
         return True
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write `content` so that a reader of `path` sees the old file or the whole new one, never a part."""
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write `content` so that a reader of `path` sees the old file or the whole new one, never a part.
+
+    Args:
+        path: the file.
+        content: all of it.
+        durable: it is on the disk when this returns, so that a power cut leaves no empty file either.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             os.fchmod(handle, 0o644)  # mkstemp's files are for their owner only; runs are read by teams
             file.write(content if isinstance(content, bytes) else content.encode())
+            if durable:
+                file.flush()
+                os.fsync(handle)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

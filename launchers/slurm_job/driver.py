@@ -123,7 +123,7 @@ class SlurmJob:
             self.say("again", f"Slurm has started job {self.job} again (restart {again})")
             if gone:
                 self._restart(gone, "in this job")
-        known = {line["node"] for line in self.files.lines("excluded.jsonl")}
+        known = set(self.files.excluded())
         self.good = [node for node in self.allocated if node not in known]
         if self.plan["preflight"] and self.good:
             self._exclude(self.nodes.preflight(self.good), "failed its pre-flight")
@@ -136,7 +136,7 @@ class SlurmJob:
         """
         if nodes := self._chosen():
             return nodes
-        reasons = {line["node"]: line["reason"] for line in self.files.lines("excluded.jsonl")}
+        reasons = self.files.excluded()
         told = "; ".join(f"{node}: {reasons[node]}" for node in self.allocated if node in reasons)
         self.say(
             "too few",
@@ -207,7 +207,7 @@ class SlurmJob:
         wanted, spares = self.plan["nodes"], self.plan["spares"]
         if spares:  # a small cluster may have no spare left: the job must not wait for one
             options.append(f"--nodes={wanted}-{wanted + spares}")
-        if names := [*self.plan["exclude"], *(line["node"] for line in self.files.lines("excluded.jsonl"))]:
+        if names := [*self.plan["exclude"], *self.files.excluded()]:
             text = with_exclusion(script.read_text(), names)
             script = self.files.path / "next.sh"
             script.write_text(text)
@@ -216,8 +216,7 @@ class SlurmJob:
         except CommandFailed as error:
             self.say("ended", f"Slurm refuses the next job: {error}")
             raise Over(1) from error
-        with (self.files.path / "jobs.txt").open("a") as file:
-            file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.plan['nodes']}\n")
+        self.files.note_job(number)
         self.say("next", f"job {number} goes on")
 
     def _told(self) -> dict[str, str]:
@@ -296,7 +295,7 @@ class SlurmJob:
             Over: the next job goes on, or this one does in the queue.
         """
         preempted = self._preempted()
-        left = int((self.files.path / "chain").read_text())
+        left = self.files.chain()
         why = "the job is preempted" if preempted else "the time limit is near"
         goes_on = preempted or left > 0
         if step is None and not goes_on:
@@ -311,7 +310,7 @@ class SlurmJob:
                 self.nodes.stop(step, LEFT_S / 2)
             self._requeue("preempted; the job goes into the queue again")
         self._next_job()
-        (self.files.path / "chain").write_text(f"{left - 1}\n")
+        self.files.set_chain(left - 1)
         if step is not None:
             self.nodes.stop(step)  # last: there may be less time than that takes
         raise Over(0)

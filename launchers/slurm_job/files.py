@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -46,29 +48,90 @@ class Folder:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.path = run_dir, run_dir / "launch"
-        self.plan: dict[str, Any] = json.loads((self.path / "plan.json").read_text())
+        self.plan = self._plan()
         self._told_alive = 0.0
 
+    def _plan(self) -> dict[str, Any]:
+        """What `megarl launch` has written for the driver.
+
+        Raises:
+            SystemExit: it is gone or damaged.
+        """
+        plan = read_object(self.path / "plan.json")
+        if not plan:
+            raise SystemExit(
+                f"megarl: {self.path / 'plan.json'} is missing or damaged, and this job cannot run without it\n"
+                f"  fix:     megarl launch RECIPE --slurm --run-dir {self.run_dir}, which writes it again"
+            )
+        return plan
+
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Lines of a file of JSON lines, which may not be there."""
-        file = self.path / name
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        """Lines of a file of JSON lines, which may not be there; damaged ones do not count."""
+        try:
+            text = (self.path / name).read_text(errors="replace")
+        except OSError:
+            return []
+        return [line for line in map(_parsed, text.splitlines()) if line]
+
+    def excluded(self) -> dict[str, str]:
+        """Nodes that are left out, and why."""
+        lines = [line for line in self.lines("excluded.jsonl") if "node" in line]
+        return {str(line["node"]): str(line.get("reason", "")) for line in lines}
 
     def add(self, file: Path, line: dict[str, Any]) -> None:
-        """Add a line to such a file."""
-        with file.open("a") as out:
-            out.write(json.dumps(line) + "\n")
+        """Add a line to such a file; that the disk does not take it is printed, and changes nothing."""
+        try:
+            with file.open("a") as out:
+                out.write(json.dumps(line) + "\n")
+        except OSError as error:
+            print(f"megarl: {file} cannot be written: {error}", flush=True)
 
     def state(self) -> dict[str, Any]:
-        """What the jobs of a run know of each other."""
-        return json.loads((self.path / "state.json").read_text())
+        """What the jobs of a run know of each other; without a readable file, what a first job knows."""
+        return {
+            "process": None,
+            "failures": 0,
+            "newest": -1,
+            "on": [],
+            "job": "",
+            **read_object(self.path / "state.json"),
+        }
 
     def set_state(self, **values: Any) -> None:
-        """Change some of it."""
+        """Change some of it; that the disk does not take it is printed, and the next job knows less."""
         file = self.path / "state.json"
         draft = file.with_suffix(".tmp")
-        draft.write_text(json.dumps({**self.state(), **values}))
-        draft.replace(file)
+        try:
+            with draft.open("w") as out:
+                out.write(json.dumps({**self.state(), **values}))
+                out.flush()
+                os.fsync(out.fileno())
+            draft.replace(file)
+        except OSError as error:
+            print(f"megarl: {file} cannot be written: {error}", flush=True)
+
+    def chain(self) -> int:
+        """How many jobs may still follow."""
+        try:
+            return int((self.path / "chain").read_text())
+        except (OSError, ValueError) as error:
+            print(f"megarl: {self.path / 'chain'} cannot be read, so no job follows: {error}", flush=True)
+            return 0
+
+    def set_chain(self, left: int) -> None:
+        """Note it; that the disk does not take it is printed."""
+        try:
+            (self.path / "chain").write_text(f"{left}\n")
+        except OSError as error:
+            print(f"megarl: {self.path / 'chain'} cannot be written: {error}", flush=True)
+
+    def note_job(self, number: str) -> None:
+        """Add a job to the list of those that were submitted; that the disk does not take it is printed."""
+        try:
+            with (self.path / "jobs.txt").open("a") as file:
+                file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.plan['nodes']}\n")
+        except OSError as error:
+            print(f"megarl: {self.path / 'jobs.txt'} cannot be written: {error}", flush=True)
 
     def newest(self) -> int:
         """Step of the newest complete checkpoint; -1: there is none."""
@@ -77,9 +140,7 @@ class Folder:
 
     def begun(self) -> bool:
         """The run has begun since it was submitted."""
-        record = self.run_dir / "run.json"
-        process = json.loads(record.read_text()).get("process") if record.is_file() else None
-        return process != self.state()["process"]
+        return read_object(self.run_dir / "run.json").get("process") != self.state()["process"]
 
     def say(self, job: str, kind: str, text: str) -> None:
         """Print what happens in a job, and note it."""
@@ -90,4 +151,25 @@ class Folder:
         """For the guard; cheap enough to be called in every loop."""
         if time.monotonic() - self._told_alive > ALIVE_S:
             self._told_alive = time.monotonic()
-            (self.path / "alive").write_text(repr(time.time()))
+            try:
+                (self.path / "alive").write_text(repr(time.time()))
+            except OSError:  # a full disk: the time of the file tells the guard as much
+                with contextlib.suppress(OSError):
+                    os.utime(self.path / "alive")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty when there is none, or something else is there."""
+    try:
+        return _parsed(file.read_text(errors="replace"))
+    except OSError:
+        return {}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The JSON object in a text; empty when it is something else."""
+    try:
+        found = json.loads(text.strip("\0 \n"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .files import LOOK_S, CommandFailed, Folder, answer, fields_of
+from .files import LOOK_S, CommandFailed, Folder, answer, fields_of, read_object
 from .verdicts import failed_checks, link_faults, odd_versions
 
 #: Seconds for a step to end after its signal.
@@ -174,7 +174,7 @@ class Nodes:
         folder = self._results()
         bad = self._test_nodes(nodes, folder)
         well = [node for node in nodes if node not in bad]
-        versions = {node: json.loads((folder / f"{node}.json").read_text())["versions"] for node in well}
+        versions = {node: read_object(folder / f"{node}.json").get("versions", {}) for node in well}
         bad.update(odd_versions(versions))
         well = [node for node in well if node not in bad]
         if len(well) > 1:
@@ -191,9 +191,9 @@ class Nodes:
             asked[node] = [*group["srun"], *group["start"], *tests]
         bad = self._ask_each(asked)
         for node in nodes:
-            file = folder / f"{node}.json"
             if node not in bad:
-                why = failed_checks(json.loads(file.read_text())) if file.is_file() else "it left no result"
+                result = read_object(folder / f"{node}.json")
+                why = failed_checks(result) if result else "it left no result"
                 bad.update({node: why} if why else {})
         return bad
 
@@ -255,9 +255,9 @@ class Nodes:
         finally:
             if step.poll() is None:
                 self.stop(step)
-        if not (folder / "links.json").is_file():
+        found = read_object(folder / "links.json")
+        if not found:
             told = "pre-flight: how nodes reach each other could not be measured; the run starts anyway"
             self._files.say(self._job, "preflight", told)
             return {}
-        found = json.loads((folder / "links.json").read_text())
         return link_faults(found, nodes, self._plan["clock_s"], self._plan["bandwidth"])

@@ -1,4 +1,7 @@
-"""Append-only JSON lines that survive `kill -9`: at most the last line is partial; readers skip it, writers cut it."""
+"""Append-only JSON lines that survive `kill -9`: at most the last line is partial; readers skip it, writers cut it.
+
+Other damage (zero bytes after a power cut, a full disk) costs the lines that it is in, which is logged.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import DataError
+from megarl.artifacts.records import Needs, parse_object, set_aside, tell_once
 
 Record = dict[str, Any]
+#: What every line of metrics.jsonl and samples.jsonl has.
+STEP: Needs = {"step": int, "stage": str}
 
 
 class JsonlWriter:
     """Appends one record per line; with `durable` every line is on disk when `write` returns.
 
-    A partial last line of an earlier process is cut when the file is opened.
+    A partial last line of an earlier process is cut when the file is opened; a folder in its place is set aside.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            set_aside(path, "a folder")
         self._durable = durable
         self._file = open(path, "ab")  # noqa: SIM115  (lives as long as the writer)
         complete = _complete_bytes(path)
@@ -40,39 +47,67 @@ class JsonlWriter:
         self._file.close()
 
 
-def read_jsonl(path: Path, *, must_exist: bool = False) -> list[Record]:
-    """All complete records, oldest first; an absent file has none.
+def read_jsonl(path: Path, *, needs: Needs | None = None, must_exist: bool = False) -> list[Record]:
+    """All complete records, oldest first; an absent file has none. Damaged lines are left out, which is logged once.
+
+    Args:
+        path: the file.
+        needs: fields without which a line counts as damaged, and their types.
+        must_exist: an absent file is an error.
 
     Raises:
-        FileNotFoundError: with `must_exist`, of an absent file.
-        DataError: a line other than a partial last one is not a JSON object.
+        OSError: with `must_exist`, of a file that is not there or cannot be opened.
     """
     if not must_exist and not path.is_file():
         return []
-    records = []
-    for number, line in enumerate(path.read_bytes()[: _complete_bytes(path)].split(b"\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"not JSON: {error}", where=f"{path}:{number}") from error
-        if not isinstance(record, dict):
-            raise DataError("not a JSON object", where=f"{path}:{number}", found=record)
-        records.append(record)
+    records, damaged = _parsed(path.read_bytes()[: _complete_bytes(path)], needs or {})
+    if damaged:
+        tell_once(path, f"{path}: {_lines_text([*damaged])} left out: {next(iter(damaged.values()))[1]}")
     return records
 
 
-def rewrite_jsonl(path: Path, keep: Callable[[Record], bool]) -> None:
-    """Drop the records that `keep` refuses, and a partial last line. Atomic: a crash leaves the old or the new file."""
+def rewrite_jsonl(path: Path, keep: Callable[[Record], bool], *, needs: Needs | None = None) -> None:
+    """Drop the records that `keep` refuses, and a partial last line. Atomic: a crash leaves the old or the new file.
+
+    Damaged lines move to NAME.damaged, and a folder in place of the file is set aside, both of which is logged.
+    """
+    if path.is_dir():
+        set_aside(path, "a folder")
     if not path.is_file():
         return
-    kept = [record for record in read_jsonl(path) if keep(record)]
+    records, damaged = _parsed(path.read_bytes()[: _complete_bytes(path)], needs or {})
+    if damaged:
+        aside = path.with_name(f"{path.name}.damaged")
+        with open(aside, "ab") as file:
+            file.writelines(line + b"\n" for line, _ in damaged.values())
+        reason = next(iter(damaged.values()))[1]
+        tell_once(path, f"{path}: {_lines_text([*damaged])} moved to {aside.name}: {reason}")
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
-        for record in kept:
-            file.write(_line(record))
+        for record in records:
+            if keep(record):
+                file.write(_line(record))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _parsed(data: bytes, needs: Needs) -> tuple[list[Record], dict[int, tuple[bytes, str]]]:
+    """The records of whole lines; and the lines that are none, by number, with what is wrong with each."""
+    records, damaged = [], {}
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            records.append(parse_object(line, needs))
+        except ValueError as error:
+            damaged[number] = (line, str(error))
+    return records, damaged
+
+
+def _lines_text(numbers: list[int]) -> str:
+    """Which lines, and the verb."""
+    if len(numbers) == 1:
+        return f"line {numbers[0]} is damaged and"
+    return f"{len(numbers)} lines from line {numbers[0]} on are damaged and"
 
 
 def _line(record: Record) -> bytes:

@@ -19,7 +19,7 @@ def propose(run_dir: Path, text: str) -> None:
     """Write the configuration of a start; that of an earlier one stays until `take_up`."""
     withdraw(run_dir)
     path = run_dir / NAME
-    write_atomically(run_dir / NEXT if path.is_file() and path.read_text() != text else path, text)
+    write_atomically(run_dir / NEXT if path.is_file() and path.read_bytes() != text.encode() else path, text)
 
 
 def proposed(run_dir: Path) -> Path:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.artifacts.jsonl import read_jsonl
+from megarl.artifacts.jsonl import STEP, read_jsonl
 from megarl.errors import DataError
 
 #: First steps that do not count: memory is allocated and code is loaded in them.
@@ -67,8 +67,8 @@ def read_timings(run_dir: Path) -> Timings:
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     try:
-        return read_jsonl(file, must_exist=True)
-    except (OSError, DataError) as error:
+        return read_jsonl(file, needs=STEP, must_exist=True)
+    except OSError as error:
         raise _no_run(file, error) from error
 
 
@@ -77,7 +77,7 @@ def _teams(file: Path) -> tuple[dict[str, tuple[tuple[str, ...], int]], int]:
         config = json.loads(file.read_text())["config"]
         teams = {name: (tuple(team["roles"]), team["devices"]) for name, team in config["placement"]["teams"].items()}
         return teams, config["cluster"]["nproc"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _no_run(file, error) from error
 
 

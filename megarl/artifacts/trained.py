@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.artifacts.jsonl import read_jsonl
-from megarl.errors import DataError, UserError
+from megarl.artifacts.jsonl import STEP, read_jsonl
+from megarl.artifacts.records import read_run, setting
+from megarl.errors import UserError
 from megarl.processes import write_atomically
 
 Which = Literal["best", "last"]
@@ -75,12 +76,12 @@ def better_before(run_dir: Path) -> str | None:
     """
     if any(model.which == "best" for model in exported(run_dir)) or 0 in steps_in(run_dir / "checkpoints"):
         return None
-    try:
-        metric = json.loads((run_dir / "run.json").read_text())["config"]["trainer"]["best_metric"]
-        lines = read_jsonl(run_dir / "metrics.jsonl")
-    except (OSError, ValueError, KeyError, TypeError, DataError):
+    metric = setting(read_run(run_dir), "trainer", "best_metric")
+    if not isinstance(metric, str):
         return None
-    values = {line["step"]: line[metric] for line in lines if line["stage"] == "train" and line.get(metric) is not None}
+    lines = read_jsonl(run_dir / "metrics.jsonl", needs=STEP)
+    told = [line for line in lines if line["stage"] == "train" and isinstance(line.get(metric), (int, float))]
+    values = {line["step"]: line[metric] for line in told}
     before = values.pop(0, None)
     if before is None or not values or before <= max(values.values()):
         return None

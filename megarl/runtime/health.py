@@ -21,6 +21,7 @@ import re
 import shutil
 import socket
 import struct
+import sys
 import threading
 import time
 import traceback
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megarl import phase
+from megarl.artifacts.records import Needs, read_record
 from megarl.credentials import mask
 from megarl.errors import MegarlError, UserError
 from megarl.processes import write_atomically
@@ -160,10 +162,13 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
 
 
 def write_error(run_dir: Path, failure: RankFailure) -> None:
-    """Leave `failure` for the launcher in RUN_DIR/errors/rank_K.json."""
-    write_atomically(
-        run_dir / "errors" / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure), indent=2)
-    )
+    """Leave `failure` for the launcher in RUN_DIR/errors/rank_K.json; on stderr where the disk does not take it."""
+    try:
+        write_atomically(
+            run_dir / "errors" / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure), indent=2)
+        )
+    except OSError as error:
+        print(f"{failure.traceback}\nRUN_DIR/errors cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 _reported: tuple[BaseException, RankFailure] | None = None
@@ -196,13 +201,22 @@ def _mark(path: Path) -> tuple[str, int, int]:
     return path.name, status.st_ino, status.st_mtime_ns
 
 
+_FAILURE_FIELDS = {field.name for field in dataclasses.fields(RankFailure)}
+_FAILURE_NEEDS: Needs = {
+    "time": (int, float),
+    **dict.fromkeys(("rank", "step", "exit_code"), int),
+    **dict.fromkeys(("phase", "type", "message", "traceback"), str),
+}
+
+
 def read_errors(run_dir: Path, old: Old = frozenset()) -> dict[int, RankFailure]:
-    """Failures left in RUN_DIR/errors by rank, without `old` ones."""
+    """Failures left in RUN_DIR/errors by rank, without `old` ones and damaged files."""
     failures = []
     for path in (run_dir / "errors").glob("rank_*.json"):
         with contextlib.suppress(FileNotFoundError):  # another machine's launcher may put it aside
-            if not old or _mark(path) not in old:
-                failures.append(RankFailure(**json.loads(path.read_text())))
+            if (not old or _mark(path) not in old) and (told := read_record(path, _FAILURE_NEEDS)):
+                known = {name: value for name, value in told.items() if name in _FAILURE_FIELDS}
+                failures.append(RankFailure(**known))
     return {failure.rank: failure for failure in failures}
 
 

@@ -9,7 +9,6 @@ team/NAME/busy_s             less the nodes of the team: what else it does
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.artifacts.jsonl import read_jsonl
+from megarl.artifacts.jsonl import STEP, read_jsonl
+from megarl.artifacts.records import read_record
 from megarl.artifacts.timings import WARM_UP, read_timings
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
@@ -69,7 +69,9 @@ def calibrate(run_dir: Path) -> Calibration:
             allowed="a run in order, of any staleness",
             fix="let the recipe make some steps with async='!replace {max_staleness: 0}', and name that run",
         )
-    steps = {line["step"]: line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train"}
+    steps = {
+        line["step"]: line for line in read_jsonl(run_dir / "metrics.jsonl", needs=STEP) if line["stage"] == "train"
+    }
     lines = [steps[step] for step in sorted(steps) if step > 0][WARM_UP:]
     ends = [line["time"] for line in lines]
     prompt = round(_mean(lines, "prompt_length/mean"))
@@ -98,7 +100,7 @@ def _drawn(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[fl
     file = run_dir / "trace.json"
     counted = {line["step"] for line in lines}
     ranks: defaultdict[tuple[int, int], float] = defaultdict(float)
-    for slice_ in json.loads(file.read_text())["traceEvents"] if file.is_file() else []:
+    for slice_ in read_record(file, {"traceEvents": list}).get("traceEvents", []):
         facts = slice_.get("args", {})
         if slice_["ph"] == "X" and facts.get("step") in counted and facts.get("path") == f"step/{node}":
             ranks[facts["step"], slice_["pid"]] += slice_["dur"] / 1e6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import json
 import logging
 import threading
 import time
@@ -12,9 +11,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.artifacts.jsonl import read_jsonl
+from megarl.artifacts.jsonl import STEP, read_jsonl
+from megarl.artifacts.records import RUN, read_run, setting, write_record
 from megarl.credentials import mask
-from megarl.processes import has_ended, write_atomically
+from megarl.processes import has_ended
 
 if TYPE_CHECKING:
     from megarl.tracking.tracker import Status
@@ -28,16 +28,13 @@ def close_if_killed(run_dir: Path) -> None:
 
     Commands that read a run folder call this first. Nothing is known of a run on another machine.
     """
-    path = run_dir / "run.json"
-    if not path.is_file():
-        return
-    run = json.loads(path.read_text())
-    if run["status"] != "running" or "process" not in run:
+    run = read_run(run_dir)
+    if run.get("status") != "running" or "process" not in run:
         return
     # A process of another container may have another number here, or none; its launcher's lock shows in every one.
     if has_ended(run["process"]) and not _is_locked(run_dir):
         last = run_dir / "metrics.jsonl"  # written in every step, so the end was soon after
-        close_run(run_dir, "killed", ended=last.stat().st_mtime if last.is_file() else run["started"])
+        close_run(run_dir, "killed", ended=last.stat().st_mtime if last.is_file() else run.get("started", 0.0))
 
 
 def _is_locked(run_dir: Path) -> bool:
@@ -76,10 +73,11 @@ def _show_end(run_dir: Path) -> None:
     from megarl.tracking.console import ConsoleView
     from megarl.tracking.tracker import end_text
 
-    run = json.loads((run_dir / "run.json").read_text())
-    lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == run["stage"]]
+    run = read_run(run_dir)
+    stage = run.get("stage", "train")
+    lines = [line for line in read_jsonl(run_dir / "metrics.jsonl", needs=STEP) if line["stage"] == stage]
     view, report = ConsoleView(None), run_dir / "report.html"
-    view.final(end_text(run["name"], run["stage"], "failed"), lines)
+    view.final(end_text(run.get("name", run_dir.name), stage, "failed"), lines)
     if report.is_file():
         view.note(f"report: {report}")
 
@@ -135,14 +133,10 @@ def _close_files(run_dir: Path, status: Status, ended: float) -> None:
     from megarl.tracking.report import write_report
     from megarl.tracking.trace import merge_trace
 
-    path = run_dir / "run.json"
-    if not path.is_file():
+    run = read_run(run_dir)
+    if run.get("status") != "running":
         return
-    run = json.loads(path.read_text())
-    if run["status"] != "running":
-        return
-    run |= {"status": status, "ended": ended}
-    write_atomically(path, json.dumps(run, indent=1))
+    write_record(run_dir / RUN, run | {"status": status, "ended": ended})
     merge_trace(run_dir)
-    if run["config"]["tracking"]["report"]:
+    if setting(run, "tracking", "report"):
         write_report(run_dir)

@@ -8,7 +8,6 @@ metrics.jsonl has every number anyway.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -19,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.artifacts.records import Needs, read_record, write_record
 from megarl.credentials import MASK, PASSWORD, mask, put_back
 from megarl.errors import ConfigError
-from megarl.processes import write_atomically
 from megarl.tracking.mlflow_server import down_text, unreachable
 from megarl.tracking.names import SafeNames
 
@@ -37,6 +36,7 @@ _RETRY_S = 30.0  # between two questions to a server that was down
 _MOST_WAITING = 10_000  # calls that wait for such a server, about 100 MB
 _REJECTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
+_ID_NEEDS: Needs = {"uri": str, "run_id": str, "status": str}  # of the file that knows the run of MLflow
 _Call = Callable[[Any, str], None]
 
 
@@ -157,7 +157,7 @@ class MlflowLog:
 
     def _keep(self, run_id: str, status: str) -> None:
         known = {"uri": self._uri, "experiment": EXPERIMENT, "run_id": run_id, "status": status}
-        write_atomically(self._id_file, json.dumps(known))
+        write_record(self._id_file, known)
 
     def _earlier(self, client: Any, run_id: str, key: str) -> frozenset[int]:
         """Steps of a metric that were there before this process: a resumed run repeats some, MLflow deletes none."""
@@ -252,10 +252,8 @@ class MlflowLog:
 
     def _continued(self, client: Any) -> str | None:
         """Id of the MLflow run this folder logged to, set to running again; None when there is none in this store."""
-        if not self._id_file.is_file():
-            return None
-        known = json.loads(self._id_file.read_text())
-        if known["uri"] != self._uri:
+        known = read_record(self._id_file, _ID_NEEDS)
+        if known.get("uri") != self._uri:
             return None
         client.update_run(known["run_id"], status="RUNNING")
         return str(known["run_id"])
@@ -303,7 +301,9 @@ def _text(error: Exception) -> str:
 
 def add_artifact(id_file: Path, artifact: Path) -> None:
     """Upload a file to the MLflow run of `id_file`, which may be closed."""
-    known = json.loads(id_file.read_text())
+    known = read_record(id_file, _ID_NEEDS)
+    if not known:
+        return
     reason = unreachable(known["uri"])
     if reason is not None:
         log.warning("MLflow at %s: does not answer (%s); it does not get %s", known["uri"], reason, artifact.name)
@@ -313,14 +313,14 @@ def add_artifact(id_file: Path, artifact: Path) -> None:
 
 def close_open_run(id_file: Path, status: str) -> None:
     """Close the MLflow run of `id_file` (`FAILED` or `KILLED`) when the process that logged to it could not."""
-    known = json.loads(id_file.read_text())
-    if known["status"] == "RUNNING":
+    known = read_record(id_file, _ID_NEEDS)
+    if known.get("status") == "RUNNING":
         reason = unreachable(known["uri"])
         if reason is not None:
             log.warning("MLflow at %s: does not answer (%s); its run stays open", known["uri"], reason)
             return
         _connect(known["uri"]).set_terminated(known["run_id"], status)
-        write_atomically(id_file, json.dumps(known | {"status": status}))
+        write_record(id_file, known | {"status": status})
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import megarl
+from megarl.artifacts.records import set_aside
 from megarl.tracking.report_data import load_run, report_data
 
 
@@ -23,11 +24,13 @@ def write_report(run_dir: str | os.PathLike[str], compare: Sequence[str | os.Pat
         compare: more run folders whose curves are drawn with it; the page is then `compare.html`.
 
     Raises:
-        DataError: a folder has no metrics.jsonl, or a damaged line.
+        DataError: a folder has no metrics.jsonl.
     """
     runs = [load_run(Path(folder)) for folder in (run_dir, *compare)]
     page = render(runs[0].name, report_data(runs))
     target = Path(run_dir) / ("compare.html" if compare else "report.html")
+    if target.is_dir():
+        set_aside(target, "a folder")
     temporary = target.with_suffix(".tmp")
     temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
     os.replace(temporary, target)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.artifacts.jsonl import read_jsonl
+from megarl.artifacts.records import read_run
 from megarl.artifacts.trained import exported, run_folder_fix
 from megarl.errors import DataError
 from megarl.tracking import teams
@@ -121,18 +122,20 @@ def load_run(folder: Path) -> Run:
     """Read a run folder.
 
     Raises:
-        DataError: there is no metrics.jsonl, or a line of it is damaged.
+        DataError: there is no metrics.jsonl.
     """
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise DataError("no metrics.jsonl here", where=str(folder), fix=run_folder_fix(folder))
     series: dict[str, dict[str, dict[int, float | None]]] = {}
-    for line in read_jsonl(metrics):
-        stage = series.setdefault(line.get("stage", "train"), {})
+    for line in read_jsonl(metrics, needs={"step": int}):
+        stage = series.setdefault(str(line.get("stage", "train")), {})
         for name, value in line.items():
-            if name not in _NOT_METRICS and (value is None or isinstance(value, (int, float))):
+            if name not in _NOT_METRICS and (
+                value is None or (isinstance(value, (int, float)) and math.isfinite(value))
+            ):
                 stage.setdefault(name, {})[line["step"]] = value
-    info = json.loads((folder / "run.json").read_text()) if (folder / "run.json").is_file() else {}
+    info = read_run(folder)
     ordered = {
         stage: {name: _thin(sorted(points.items())) for name, points in metrics.items() if any(
             value is not None for value in points.values())} for stage, metrics in series.items()
@@ -403,7 +406,9 @@ def _duration(seconds: float) -> str:
 
 def _samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], str]:
     """Rows for the table and a note on what was left out: all steps when they are few, else evenly spread ones."""
-    rows = [row for row in read_jsonl(folder / "samples.jsonl") if row.get("stage", stage) == stage]
+    rows = [
+        row for row in read_jsonl(folder / "samples.jsonl", needs={"step": int}) if row.get("stage", stage) == stage
+    ]
     steps = sorted({row["step"] for row in rows})
     kept = steps
     if len(steps) > MAX_SAMPLE_STEPS:
@@ -467,7 +472,7 @@ def _graph(folder: Path) -> str | None:
 def _config(run: Run) -> str:
     path = run.folder / "config.yaml"
     if path.is_file():
-        return path.read_text()
+        return path.read_text(encoding="utf-8", errors="replace")
     import yaml
 
     return yaml.safe_dump(run.info.get("config", {}), sort_keys=False)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.artifacts.jsonl import JsonlWriter, read_jsonl
+from megarl.artifacts.records import Needs
 
 NAME = "restarts.jsonl"
+_NEEDS: Needs = {"restart": int, "time": (int, float), "why": str}
 
 
 def note_restart(run_dir: Path, why: str, start: str) -> None:
@@ -27,4 +29,4 @@ def note_restart(run_dir: Path, why: str, start: str) -> None:
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
     """All restarts of the run, oldest first."""
-    return read_jsonl(run_dir / NAME)
+    return read_jsonl(run_dir / NAME, needs=_NEEDS)

@@ -7,18 +7,28 @@ Where a rank waited for another team, an arrow comes from what that team did whe
 from __future__ import annotations
 
 import bisect
+import contextlib
+import itertools
 import json
+import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megarl.artifacts.jsonl import JsonlWriter, read_jsonl
+from megarl.artifacts.jsonl import JsonlWriter
+from megarl.artifacts.records import Needs, parse_object, tell_once
 from megarl.phase import PhaseEvent
 from megarl.tracking.restarts import read_restarts
 
+#: Of the ranks' files, that trace.json is made of: about 300,000 phases, in some seconds and 200 MB of memory.
+MOST_BYTES = 64 << 20
+_NEEDS: Needs = {"rank": int, "path": str, "start_ns": int, "end_ns": int, "step": int}
 _TO_ITS_END = {"ph": "f", "bp": "e"}  # an arrow ends at the slice around that moment
 _INSIDE_NS = 1000  # a moment at which a slice ends is no more inside it
+
+log = logging.getLogger(__name__)
 
 
 class TraceWriter:
@@ -33,74 +43,157 @@ class TraceWriter:
 
     def __init__(self, run_dir: Path, rank: int, label: str | None = None, team: str = "") -> None:
         self._rank, self._label, self._team = rank, label or f"rank {rank}", team
+        self._lost = False
         self._writer = JsonlWriter(Path(run_dir) / "trace" / f"rank_{rank}.jsonl", durable=False)
 
     def write(self, events: Iterable[PhaseEvent]) -> None:
-        """Append closed phases."""
-        for event in events:
-            self._writer.write(
-                {
-                    "rank": self._rank,
-                    "label": self._label,
-                    "path": event.path,
-                    "start_ns": event.start_ns,
-                    "end_ns": event.end_ns,
-                    "step": event.step,
-                    "team": self._team,
-                    "waits_for": event.waits_for,
-                }
-            )
+        """Append closed phases. A disk that does not take them ends the trace, which is logged, and not the run."""
+        if self._lost:
+            return
+        try:
+            for event in events:
+                self._writer.write(self._record(event))
+        except OSError as error:
+            self._lost = True
+            log.warning("the trace of this rank ends here: %s", error)
+
+    def _record(self, event: PhaseEvent) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "label": self._label,
+            "path": event.path,
+            "start_ns": event.start_ns,
+            "end_ns": event.end_ns,
+            "step": event.step,
+            "team": self._team,
+            "waits_for": event.waits_for,
+        }
 
     def close(self) -> None:
         """Close the file."""
-        self._writer.close()
+        with contextlib.suppress(OSError):  # what was not written yet has been given up
+            self._writer.close()
 
 
-def merge_trace(run_dir: Path) -> Path | None:
-    """Write RUN_DIR/trace.json from the ranks' files; None when there are none."""
-    sources = sorted((run_dir / "trace").glob("rank_*.jsonl"), key=lambda path: int(path.stem.split("_")[1]))
-    records = [record for source in sources for record in read_jsonl(source)]
-    if not records:
+class _Slice(NamedTuple):
+    """One phase of one rank; times in nanoseconds."""
+
+    rank: int
+    path: str
+    start_ns: int
+    end_ns: int
+    step: int
+    team: str
+    waits_for: str
+
+    @property
+    def of_step(self) -> tuple[str, int]:
+        """Stage and step: the stages of a run count their own steps."""
+        return self.path.split("/", 1)[0], self.step
+
+
+def merge_trace(run_dir: Path, most_bytes: int = MOST_BYTES) -> Path | None:
+    """Write RUN_DIR/trace.json from the ranks' files; None when there are none.
+
+    Args:
+        run_dir: run folder.
+        most_bytes: of larger files together only the last steps are taken, the same of every rank.
+    """
+    sources = [path for path in (run_dir / "trace").glob("rank_*.jsonl") if path.stem.removeprefix("rank_").isdecimal()]
+    sources.sort(key=lambda path: int(path.stem.removeprefix("rank_")))
+    total = sum(path.stat().st_size for path in sources)
+    each = most_bytes // len(sources) if total > most_bytes else total
+    labels: dict[int, str] = {}
+    slices, begins = [], []
+    for source in sources:
+        found, cut = _read(source, each, labels)
+        slices += found
+        begins += [found[0].start_ns] if cut and found else []
+    if begins:
+        first = max(begins)
+        slices = [one for one in slices if one.start_ns >= first]
+        log.warning(
+            "trace.json shows the last %.0f s: the files of all ranks have %d MB, and are in %s",
+            (max(one.end_ns for one in slices) - first) / 1e9,
+            total >> 20,
+            run_dir / "trace",
+        )
+    if not slices:
         return None
     target, temporary = run_dir / "trace.json", run_dir / "trace.json.tmp"
     with open(temporary, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for number, event in enumerate(_events(records, read_restarts(run_dir))):
+        for number, event in enumerate(_events(slices, labels, read_restarts(run_dir))):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")
     os.replace(temporary, target)
     return target
 
 
-def _events(records: list[dict[str, Any]], restarts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_Slice], bool]:
+    """The phases at the end of a rank's file, from the beginning of a step on, and whether there are more before them.
+
+    Damaged lines are left out, which is logged.
+
+    Args:
+        source: the file.
+        most_bytes: that are read.
+        labels: of rows in the viewer, by rank, which it adds to.
+    """
+    found: list[_Slice] = []
+    damaged, reason = 0, ""
+    with source.open("rb") as file:
+        cut = file.seek(0, os.SEEK_END) > most_bytes
+        file.seek(-most_bytes if cut else 0, os.SEEK_END if cut else os.SEEK_SET)
+        if cut:
+            file.readline()
+        for line in file:
+            if not line.endswith(b"\n"):
+                break  # its rank was killed while it wrote this one
+            try:
+                record = parse_object(line, _NEEDS)
+            except ValueError as error:
+                damaged, reason = damaged + 1, str(error)
+                continue
+            labels.setdefault(record["rank"], str(record.get("label", f"rank {record['rank']}")))
+            path, team, waits_for = (sys.intern(str(record.get(name, ""))) for name in ("path", "team", "waits_for"))
+            times = record["start_ns"], record["end_ns"], record["step"]
+            found.append(_Slice(record["rank"], path, *times, team, waits_for))
+    if damaged:
+        tell_once(source, f"{source}: {damaged} damaged lines are left out of trace.json: {reason}")
+    whole = itertools.dropwhile(lambda one: one.of_step == found[0].of_step, found) if cut else found
+    kept = sorted(whole, key=lambda one: one.start_ns) if cut else found
+    return kept or found, cut
+
+
+def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Metadata per rank, a complete event per phase, an instant event per step of a stage and per restart.
 
     Times in microseconds.
     """
-    origin = min(record["start_ns"] for record in records)
-    for rank, label in sorted({record["rank"]: record["label"] for record in records}.items()):
+    origin = min(one.start_ns for one in slices)
+    for rank, label in sorted(labels.items()):
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": label}}
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "phases"}}
-    steps: dict[tuple[str, int], int] = {}  # the stages of a run count their own steps
-    for record in records:
-        path, waited = record["path"], record.get("waits_for", "")
+    steps: dict[tuple[str, int], int] = {}
+    for one in slices:
         yield {
             "ph": "X",
-            "pid": record["rank"],
+            "pid": one.rank,
             "tid": 0,
-            "ts": (record["start_ns"] - origin) / 1000,
-            "dur": (record["end_ns"] - record["start_ns"]) / 1000,
-            "name": path.rsplit("/", 1)[-1],
-            "cat": path.split("/", 1)[0],
-            "args": {"path": path, "step": record["step"]} | ({"waits_for": waited} if waited else {}),
+            "ts": (one.start_ns - origin) / 1000,
+            "dur": (one.end_ns - one.start_ns) / 1000,
+            "name": one.path.rsplit("/", 1)[-1],
+            "cat": one.path.split("/", 1)[0],
+            "args": {"path": one.path, "step": one.step} | ({"waits_for": one.waits_for} if one.waits_for else {}),
         }
-        key = (path.split("/", 1)[0], record["step"])
-        steps[key] = min(record["start_ns"], steps.get(key, record["start_ns"]))
-    yield from _arrows(records, origin)
-    first_rank = min(record["rank"] for record in records)
+        steps[one.of_step] = min(one.start_ns, steps.get(one.of_step, one.start_ns))
+    yield from _arrows(slices, origin)
+    first_rank = min(one.rank for one in slices)
     marks = [(start, f"{stage} {step}", {"step": step}) for (stage, step), start in steps.items()]
-    marks += [(int(one["time"] * 1e9), f"restart {one['restart']}", {"why": one["why"]}) for one in restarts]
+    times = [(int(one["time"] * 1e9), one) for one in restarts]
+    marks += [(at, f"restart {one['restart']}", {"why": one["why"]}) for at, one in times if at >= origin]
     for start, name, arguments in sorted(marks, key=lambda mark: mark[0]):
         yield {
             "ph": "i",
@@ -113,26 +206,26 @@ def _events(records: list[dict[str, Any]], restarts: list[dict[str, Any]]) -> It
         }
 
 
-def _arrows(records: list[dict[str, Any]], origin: int) -> Iterator[dict[str, Any]]:
+def _arrows(slices: list[_Slice], origin: int) -> Iterator[dict[str, Any]]:
     """Of every wait for another team: from its work that began last before the wait ended, to the end of the wait.
 
     That is what the wait was for, as far as phases tell: samples come from `give`, weights and mail from what follows
     them. Clocks of several machines may differ, and the arrows with them.
     """
-    works: dict[tuple[str, bool], list[dict[str, Any]]] = {}  # by team; True: only what hands over samples
-    for record in sorted(records, key=lambda record: record["start_ns"]):
-        if record.get("team") and not record.get("waits_for"):
-            works.setdefault((record["team"], False), []).append(record)
-            if record["path"].endswith("/give"):
-                works.setdefault((record["team"], True), []).append(record)
-    starts = {key: [one["start_ns"] for one in some] for key, some in works.items()}
-    for number, wait in enumerate(record for record in records if record.get("waits_for")):
-        key = (wait["waits_for"], wait["path"].endswith("/wait"))
-        place = bisect.bisect_right(starts.get(key, []), wait["end_ns"])
+    works: dict[tuple[str, bool], list[_Slice]] = {}  # by team; True: only what hands over samples
+    for one in sorted(slices, key=lambda one: one.start_ns):
+        if one.team and not one.waits_for:
+            works.setdefault((one.team, False), []).append(one)
+            if one.path.endswith("/give"):
+                works.setdefault((one.team, True), []).append(one)
+    starts = {key: [one.start_ns for one in some] for key, some in works.items()}
+    for number, wait in enumerate(one for one in slices if one.waits_for):
+        key = (wait.waits_for, wait.path.endswith("/wait"))
+        place = bisect.bisect_right(starts.get(key, []), wait.end_ns)
         if place == 0:
             continue
         source = works[key][place - 1]
-        for record, kind in ((source, {"ph": "s"}), (wait, _TO_ITS_END)):
-            moment = max(record["start_ns"], min(record["end_ns"], wait["end_ns"]) - _INSIDE_NS)
-            at = {"pid": record["rank"], "tid": 0, "ts": (moment - origin) / 1000}
+        for one, kind in ((source, {"ph": "s"}), (wait, _TO_ITS_END)):
+            moment = max(one.start_ns, min(one.end_ns, wait.end_ns) - _INSIDE_NS)
+            at = {"pid": one.rank, "tid": 0, "ts": (moment - origin) / 1000}
             yield kind | at | {"id": number, "name": "waited for", "cat": "wait"}

@@ -10,7 +10,7 @@ MLflow                  parameters once, metrics per step, the files above at th
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -18,9 +18,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.artifacts.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
+from megarl.artifacts.jsonl import STEP, JsonlWriter, read_jsonl, rewrite_jsonl
+from megarl.artifacts.records import RUN, read_run, write_record
 from megarl.artifacts.resolved import take_up
 from megarl.errors import ConfigError
+from megarl.phase import keep_beating
 from megarl.processes import identity
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.machine import machine_info
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
 
 Status = Literal["finished", "failed", "stopped", "killed"]
 Part = Literal["whole", "first", "second"]
+_SHOW_LIMIT_S = 1800.0  # for files that show a run that is over
 _COLUMNS = frozenset({"step", "stage", "time"})  # of metrics.jsonl, in addition to the metrics
 _ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
+log = logging.getLogger(__name__)
 
 
 def end_text(name: str, stage: str, status: str) -> str:
@@ -129,45 +133,65 @@ class Tracker:
         """Close everything: status, trace.json, report.html, MLflow artifacts, the final table."""
         self._metrics.close()
         self._samples.close()
-        lines = [line for line in read_jsonl(self.run_dir / "metrics.jsonl") if line["stage"] == self._stage]
+        lines = self._lines(self.run_dir / "metrics.jsonl")
         if self._part == "first" and status == "finished":
             self.view.final(f"{self._name}: first phase ({self._stage}) is done", lines)
             self.view.note("the run goes on with its second phase, reinforcement learning")
         else:
             self._run |= {"status": status, "ended": time.time()}
             self._write_run()
+            with keep_beating(_SHOW_LIMIT_S):
+                self._close_trace(status)
+                self._close_files(status, lines)
+        if self._mlflow is not None:
+            self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
+
+    def _close_trace(self, status: Status) -> None:
+        """Write trace.json, unless others add to it; that it cannot be written is logged and changes nothing."""
+        try:
             if self._last or status != "finished":
                 merge_trace(self.run_dir)
             else:
                 (self.run_dir / "trace.json").unlink(missing_ok=True)  # of an earlier command
-            self._close_files(status, lines)
-        if self._mlflow is not None:
-            self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
+        except Exception as error:
+            log.warning("trace.json could not be written: %s: %s", type(error).__name__, error)
 
     def _close_files(self, status: Status, lines: list[dict[str, Any]]) -> None:
-        """Write report.html; show the final table, unless the run may go on."""
+        """Write report.html, and log it if that fails; show the final table, unless the run may go on."""
+        report = None
         if self._cfg.report:
             from megarl.tracking.report import write_report
 
-            report = write_report(self.run_dir)
+            try:
+                report = write_report(self.run_dir)
+            except Exception as error:
+                log.warning("report.html could not be written: %s: %s", type(error).__name__, error)
         if status == "failed" and self._restarts:
             self.view.close()
             return
         self.view.final(end_text(self._name, self._stage, status), lines)
-        if self._cfg.report:
+        if report is not None:
             self.view.note(f"report: {report}")
 
     def _started(self) -> float:
-        """When the run that this one continues began; now, when this folder holds no record of it."""
-        record = self.run_dir / "run.json"
-        return json.loads(record.read_text())["started"] if record.is_file() else time.time()
+        """When the run that this one continues began: by its record, else by its first line, else now."""
+        record = read_run(self.run_dir)
+        if "started" in record:
+            return float(record["started"])
+        times = [line.get("time") for line in read_jsonl(self.run_dir / "metrics.jsonl", needs=STEP)]
+        return min((time_ for time_ in times if isinstance(time_, (int, float))), default=time.time())
+
+    def _lines(self, path: Path) -> list[dict[str, Any]]:
+        """Lines of this stage."""
+        return [line for line in read_jsonl(path, needs=STEP) if line["stage"] == self._stage]
 
     def _prepare(self, path: Path, resume_step: int | None) -> None:
         """Cut the lines after the step that is resumed at; before a fresh start move the old lines away."""
         if resume_step is not None:
-            rewrite_jsonl(path, lambda line: line["stage"] != self._stage or line["step"] <= resume_step)
+            rewrite_jsonl(path, lambda line: line["stage"] != self._stage or line["step"] <= resume_step, needs=STEP)
             return
-        old = [line for line in read_jsonl(path) if line["stage"] == self._stage]
+        rewrite_jsonl(path, lambda line: True, needs=STEP)  # sound from here on
+        old = self._lines(path)
         if not old:
             return
         number = 1
@@ -189,6 +213,4 @@ class Tracker:
         return MlflowLog(uri, artifacts, name, resolved, self.run_dir / f"mlflow.{self._stage}.json", resume=resume)
 
     def _write_run(self) -> None:
-        temporary = self.run_dir / "run.json.tmp"
-        temporary.write_text(json.dumps(self._run, indent=1, default=str))
-        os.replace(temporary, self.run_dir / "run.json")
+        write_record(self.run_dir / RUN, self._run)

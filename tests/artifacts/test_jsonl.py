@@ -8,7 +8,6 @@ import time
 import pytest
 
 from megarl.artifacts.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
-from megarl.errors import DataError
 
 
 def test_round_trip_and_missing_file(tmp_path):
@@ -41,12 +40,35 @@ def test_a_file_that_is_one_partial_line_is_empty(tmp_path):
     assert read_jsonl(path) == [{"step": 1}]
 
 
-@pytest.mark.parametrize("line", ["{broken", "3"])
-def test_damage_elsewhere_names_file_and_line(tmp_path, line):
+DAMAGED = [b"{broken", b"3", b"", b"\0" * 50, b"\xff\xfe{}", b"[" * 100_000, b'{"stage": "train"}', b'{"step": true}']
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_costs_itself_alone_and_is_told_once(tmp_path, caplog, line):
     path = tmp_path / "m.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(DataError, match=r"m\.jsonl:2"):
-        read_jsonl(path)
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    for _ in range(2):
+        assert read_jsonl(path, needs={"step": int}) == [{"step": 1}, {"step": 3}]
+    assert len(caplog.messages) == 1
+    assert f"{path}: line 2 is damaged and left out" in caplog.text
+    rewrite_jsonl(path, lambda record: True, needs={"step": int})
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+    assert (tmp_path / "m.jsonl.damaged").read_bytes() == line + b"\n"
+
+
+def test_a_line_after_zero_bytes_is_kept(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + b"\0" * 4096 + b'{"step": 2}\n')
+    assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_folder_in_place_of_a_file_is_set_aside(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.mkdir()
+    assert read_jsonl(path) == []
+    JsonlWriter(path).write({"step": 1})
+    assert read_jsonl(path) == [{"step": 1}]
+    assert (tmp_path / "m.jsonl.damaged-1").is_dir()
 
 
 def test_rewrite_keeps_what_it_is_told_to(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -18,8 +19,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return harness.train(recipe, tmp_path_factory.mktemp("undisturbed"))
+def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    harness.train(recipe, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole: Path) -> dict[int, dict[str, float]]:
+    return harness.metrics(whole)
 
 
 def at_step(run_dir: Path, step: int) -> bool:
@@ -72,6 +80,30 @@ def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(r
         time.sleep(0.1)
     assert not harness.workers(tmp_path)
     assert harness.train(recipe, tmp_path) == undisturbed
+
+
+def test_damaged_files_beside_the_checkpoints_change_no_number(recipe, whole, undisturbed, tmp_path):
+    tmp_path = tmp_path / "run"
+    shutil.copytree(whole, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_4")
+    (tmp_path / "run.json").write_bytes(b"")
+    metrics, samples = (tmp_path / name for name in ("metrics.jsonl", "samples.jsonl"))
+    metrics.write_bytes(bytes(99) + b"\n" + metrics.read_bytes())
+    samples.write_bytes(samples.read_bytes() + b"[]\n" + bytes(99) + b"\n")
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe" * 9)
+    with (tmp_path / "trace" / "rank_0.jsonl").open("ab") as trace:
+        trace.write(bytes(99) + b"\n")
+    (tmp_path / "log.txt").mkdir()
+    (tmp_path / "errors").write_text("")
+    (tmp_path / "checkpoints" / "best.json").write_text("[1]")
+    process = harness.start(recipe, tmp_path)
+    output = harness.finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert harness.metrics(tmp_path) == undisturbed
+    for name in ("run.json", "metrics.jsonl", "samples.jsonl", "trace/rank_0.jsonl", "log.txt", "errors", "best.json"):
+        assert sum(f"{name} was damaged" in line or f"{name}: " in line for line in output.splitlines()) == 1, output
+    assert '"trace.json"' not in output
+    assert (tmp_path / "trace.json").is_file()
 
 
 def test_a_finished_run_has_nothing_left_to_do(recipe, tmp_path):

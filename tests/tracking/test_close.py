@@ -100,6 +100,7 @@ def test_what_a_team_did_after_the_end_of_the_record_is_in_the_trace(tmp_path, c
     complete_trace(tmp_path)
     assert caplog.text == "", "it is written once"
     (tmp_path / "trace.json").unlink()
+    (tmp_path / "trace.json.tmp").mkdir()
     complete_trace(tmp_path)
     assert "the record of the run is incomplete" in caplog.text
 

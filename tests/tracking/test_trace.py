@@ -71,3 +71,60 @@ def test_a_wait_for_a_team_that_has_left_nothing_has_no_arrow(tmp_path):
     writer.write([PhaseEvent("step/take/wait", 0, MS, 1, "draw")])
     writer.close()
     assert {e["ph"] for e in json.loads(merge_trace(tmp_path).read_text())["traceEvents"]} == {"M", "X", "i"}
+
+
+def write_steps(folder, rank, steps, per_step=10):
+    writer = TraceWriter(folder, rank)
+    for step in range(1, steps + 1):
+        at = step * 100 * MS
+        writer.write(
+            [PhaseEvent(f"step/{name}", at + name * MS, at + (name + 1) * MS, step) for name in range(per_step)]
+        )
+        writer.write([PhaseEvent("step", at, at + 50 * MS, step)])
+    writer.close()
+
+
+def shown(folder, most_bytes):
+    events = json.loads(merge_trace(folder, most_bytes).read_text())["traceEvents"]
+    steps = {rank: {} for rank in (0, 1)}
+    for event in (event for event in events if event["ph"] == "X"):
+        steps[event["pid"]].setdefault(event["args"]["step"], []).append(event["name"])
+    return steps
+
+
+def test_of_large_traces_the_last_whole_steps_are_shown_the_same_of_every_rank(tmp_path, caplog):
+    write_steps(tmp_path, 0, 40)
+    write_steps(tmp_path, 1, 40, per_step=20)  # has fewer steps in as many bytes
+    steps = shown(tmp_path, 40_000)
+    assert list(steps[0]) == list(steps[1]) == [*range(min(steps[0]), 41)]
+    assert 1 < min(steps[0]) < 40
+    assert {len(names) for names in steps[0].values()} == {11}, "no step in part"
+    assert {len(names) for names in steps[1].values()} == {21}
+    assert "trace.json shows the last" in caplog.text
+    assert len(shown(tmp_path, 10_000_000)[0]) == 40
+
+
+def test_a_step_larger_than_the_limit_is_shown_in_part(tmp_path):
+    write_steps(tmp_path, 0, 1, per_step=200)
+    assert 0 < len(shown(tmp_path, 5_000)[0][1]) < 200
+
+
+def test_damaged_lines_of_a_trace_are_left_out(tmp_path, caplog):
+    write_steps(tmp_path, 0, 2)
+    file = tmp_path / "trace" / "rank_0.jsonl"
+    first, *lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([first, b"\0" * 99 + b"\n", b"[]\n", *lines]))
+    assert len(shown(tmp_path, 10_000_000)[0]) == 2
+    assert "2 damaged lines are left out of trace.json" in caplog.text
+
+
+def test_a_disk_that_takes_no_trace_ends_the_trace_alone(tmp_path, caplog, monkeypatch):
+    writer = TraceWriter(tmp_path, 0)
+
+    def full(record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer._writer, "write", full)
+    for _ in range(2):
+        writer.write([PhaseEvent("a", 0, MS, 0)])
+    assert len(caplog.messages) == 1
