@@ -30,7 +30,6 @@ _RUN_TYPES: Needs = {
     "config": dict,
     "process": dict,
 }
-_PROCESS_NEEDS: Needs = {"host": str, "pid": int, "began": _NUMBER}
 _told: set[Path] = set()
 log = logging.getLogger(__name__)
 
@@ -66,8 +65,6 @@ def read_record(path: Path, needs: Needs | None = None, *, tell: bool = True) ->
 def read_run(run_dir: Path, *, tell: bool = True) -> dict[str, Any]:
     """The record of a run, RUN_DIR/run.json, without fields of another type than theirs; see `read_record`."""
     run = read_record(run_dir / RUN, tell=tell)
-    if not has_fields(run.get("process"), _PROCESS_NEEDS):
-        run.pop("process", None)
     return {key: value for key, value in run.items() if isinstance(value, _RUN_TYPES.get(key, object))}
 
 

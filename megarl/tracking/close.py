@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.artifacts.jsonl import STEP, read_jsonl
-from megarl.artifacts.records import RUN, read_run, setting, write_record
+from megarl.artifacts.records import RUN, Needs, has_fields, read_run, setting, write_record
 from megarl.credentials import mask
 from megarl.processes import has_ended
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megarl.tracking.tracker import Status
 
 log = logging.getLogger(__name__)
+_PROCESS: Needs = {"host": str, "pid": int, "began": (int, float)}
 _MLFLOW = "mlflow.*.json"  # which run of MLflow is that of a stage
 
 
@@ -29,7 +30,7 @@ def close_if_killed(run_dir: Path) -> None:
     Commands that read a run folder call this first. Nothing is known of a run on another machine.
     """
     run = read_run(run_dir)
-    if run.get("status") != "running" or "process" not in run:
+    if run.get("status") != "running" or not has_fields(run.get("process"), _PROCESS):
         return
     # A process of another container may have another number here, or none; its launcher's lock shows in every one.
     if has_ended(run["process"]) and not _is_locked(run_dir):
