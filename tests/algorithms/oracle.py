@@ -202,7 +202,14 @@ def clamped(logp, old):
     return max(-20.0, min(20.0, logp - old))
 
 
-def dppo_token(logp, old, advantage, divergence, limit):
+def capped(d, cap):
+    """exp(d), and from log cap on the straight line with the slope that it has there."""
+    if cap is None or d <= math.log(cap):
+        return math.exp(d)
+    return cap * (1 + d - math.log(cap))
+
+
+def dppo_token(logp, old, advantage, divergence, limit, cap):
     new_p, old_p, r = math.exp(logp), math.exp(old), math.exp(clamped(logp, old))
     if divergence == "tv":
         far = abs(new_p - old_p) > limit
@@ -210,7 +217,7 @@ def dppo_token(logp, old, advantage, divergence, limit):
         far = old_p * math.log(old_p / new_p) + (1 - old_p) * math.log((1 - old_p) / (1 - new_p)) > limit
     if far and ((advantage > 0 and r > 1) or (advantage < 0 and r < 1)):
         return 0.0
-    return -advantage * r
+    return -advantage * capped(clamped(logp, old), cap)
 
 
 def loss_token(name, logp, old, a, cfg):
@@ -231,7 +238,7 @@ def loss_token(name, logp, old, a, cfg):
         return -a * logp
     if name == "dro":
         return -(a * logp - cfg.quadratic_coef / 2 * (logp - old) ** 2)
-    return dppo_token(logp, old, a, name.removeprefix("dppo_"), cfg.trust_region)
+    return dppo_token(logp, old, a, name.removeprefix("dppo_"), cfg.trust_region, cfg.ratio_cap)
 
 
 def loss_row(name, logps, olds, advantages, cfg):
@@ -241,12 +248,17 @@ def loss_row(name, logps, olds, advantages, cfg):
     if name == "gspo":
         s = math.exp(sum(ds) / n)
         bounded = max(1 - cfg.clip_low, min(1 + cfg.clip_high, s))
-        return [max(-a * s, -a * bounded) for a in advantages]
+        return [dual(max(-a * s, -a * bounded), a, cfg.dual_clip) for a in advantages]
     total = 0.0
     for d, a in zip(ds, advantages, strict=True):
         sign = (a > 0) - (a < 0)
         total += sign * min(sign * d, sign * max(-cfg.clip_low, min(cfg.clip_high, d)))
-    return [-sum(advantages) / n * math.exp(total / n)] * n
+    mean = sum(advantages) / n
+    return [dual(-mean * math.exp(total / n), mean, cfg.dual_clip)] * n
+
+
+def dual(loss, advantage, bound):
+    return loss if bound is None or advantage >= 0 else min(loss, -advantage * bound)
 
 
 def covariances(old, advantages, mask):

@@ -31,6 +31,7 @@ configs = st.builds(
     drift_coef=st.sampled_from([0.0, 0.3]),
     drift_clip=st.sampled_from([0.2, 2.0]),
     trust_region=st.sampled_from([0.01, 0.1]),
+    ratio_cap=st.sampled_from([None, 1.2, 20.0]),
     quadratic_coef=st.sampled_from([0.05, 1.0]),
     cov_fraction=st.sampled_from([0.01, 0.3, 1.0]),
     cov_low=st.just(0.0),
@@ -122,7 +123,7 @@ def test_kl_cov_penalises_the_largest_covariances(case, cfg):
     expected = [[0.0] * len(ms) for ms in mask]
     for i, t in cov:
         d = oracle.clamped(logp[i][t], old[i][t])
-        expected[i][t] = -a[i][t] * math.exp(d)
+        expected[i][t] = -a[i][t] * oracle.capped(d, cfg.ratio_cap)
     for i, t in chosen:
         expected[i][t] += cfg.cov_kl_coef * abs(oracle.clamped(logp[i][t], old[i][t]))
     close(run("kl_cov", case, cfg, poison=True)[0], expected)
@@ -185,7 +186,7 @@ def test_cpgd_pulls_drifted_tokens_back_however_far_they_are(far):
 
 def test_gspo_gradient_reaches_tokens_with_the_sequence_ratio():
     """With one advantage per sequence it is the gradient of -A s, averaged over tokens."""
-    case, cfg = make_case(4), Settings(clip_low=9.0, clip_high=9.0)
+    case, cfg = make_case(4), Settings(clip_low=9.0, clip_high=9.0, dual_clip=None)
     advantages = case.advantages[:, :1].expand_as(case.advantages)
     case = Case(**{**vars(case), "advantages": advantages})
     logp = case.logp.clone().requires_grad_()
@@ -267,6 +268,72 @@ def test_dppo_by_hand():
     """0.6 -> 0.9 moves 0.3 of mass outward, 0.1 -> 0.2 moves 0.1 though its ratio is 2; back is always free."""
     logp, old = torch.tensor([0.9, 0.2, 0.9]).log(), torch.tensor([0.6, 0.1, 0.6]).log()
     advantages, mask = torch.tensor([1.0, 1.0, -1.0]), torch.ones(3, dtype=torch.bool)
-    loss, metrics = POLICY_LOSSES.get("dppo_tv")(logp, old, advantages, mask, SimpleNamespace(trust_region=0.2))
+    loss, metrics = POLICY_LOSSES.get("dppo_tv")(logp, old, advantages, mask, Settings(trust_region=0.2))
     close(loss, [0.0, -2.0, 1.5], 1e-6)
     assert metrics.result()["actor/pg_clipfrac"] == pytest.approx(1 / 3)
+
+
+def slopes(name: str, **settings) -> dict[float, float]:
+    """Largest |d loss / d logp| over |A| of a response of one token, for A = 1 and A = -1, however far it moved."""
+    spec = POLICY_LOSSES.spec(name)
+    cfg, found = spec.settings(**settings), {}
+    if name == "pg_is":
+        cfg = SimpleNamespace(is_level="token", is_threshold=2.0)
+    d = torch.linspace(-19.9, 19.9, 797, dtype=torch.float64)
+    for sign in (1.0, -1.0):
+        old = torch.where(d > 0, -d - 0.01, -0.01)[:, None]
+        logp = (old + d[:, None]).requires_grad_()
+        mask = torch.ones(len(d), 1, dtype=torch.bool)
+        chosen = {"selected": ~mask} if spec.prepare else {}
+        loss, _ = POLICY_LOSSES.get(name)(logp, old, sign * torch.ones_like(old), mask, cfg, **chosen)
+        loss.sum().backward()
+        found[sign] = float(logp.grad.abs().max())
+    return found
+
+
+#: What docs/algorithms.md says: the largest weight of a token, for A > 0 and for A < 0; None: nothing bounds it.
+WEIGHTS = {
+    "ppo": (1.2, 3.0),
+    "clip_cov": (1.2, 3.0),
+    "gspo": (1.2, None),
+    "gmpo": (math.exp(0.2), None),
+    "cispo": (1.2, 1.2),
+    "sapo": (1.6, 1.6),
+    "cpgd": (1.1, 1.1),
+    "gpg": (1.0, 1.0),
+    "pg_is": (2.0, 2.0),
+    "dro": (2.0, 2.0),
+    "dppo_tv": (20.0, 20.0),
+    "dppo_kl": (20.0, 20.0),
+    "kl_cov": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_no_token_owns_a_step_where_the_documentation_says_so(name):
+    """A token whose log-prob went from -18 to -2 has a ratio of nine million."""
+    for (sign, found), most in zip(slopes(name).items(), WEIGHTS[name], strict=True):
+        assert (found > 1e7) if most is None else (found <= most + 1e-6), (sign, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("gspo", {"dual_clip": 4.0}), ("gmpo", {"dual_clip": 4.0}), ("kl_cov", {"ratio_cap": 4.0})],
+)
+def test_losses_without_a_bound_have_an_option_for_one(name, settings):
+    assert max(slopes(name, **settings).values()) <= 4.0 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "kl_cov"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_truncated_token_still_learns_with_the_weight_of_the_cap(name, advantage):
+    """Its old log-prob is -18 and its new one -2, which moves less mass than either trust region allows."""
+    logp = torch.tensor([-2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    old, ones = torch.tensor([-18.0, -1.5], dtype=torch.float64), torch.ones(2, dtype=torch.bool)
+    chosen = {"selected": ~ones} if name == "kl_cov" else {}
+    cfg = Settings(trust_region=10.0, ratio_cap=20.0)
+    loss, metrics = POLICY_LOSSES.get(name)(logp, old, torch.full_like(old, advantage), ones, cfg, **chosen)
+    loss.sum().backward()
+    close(logp.grad, [-advantage * 20.0, -advantage * math.exp(0.5)], 1e-9)
+    assert metrics.result()["actor/pg_clipfrac_lower"] == 0.5
+    assert metrics.result()["actor/ratio_max"] == pytest.approx(math.exp(16.0))

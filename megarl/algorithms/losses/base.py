@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -51,6 +52,12 @@ class ClipSettings(Settings):
 
     clip_low: NonNegativeFloat = Field(0.2, description="lower clip range (gmpo: of the log-ratio)")
     clip_high: NonNegativeFloat = Field(0.2, description="upper clip range (gmpo: of the log-ratio)")
+
+
+class SequenceClipSettings(ClipSettings):
+    """The clip range, and a bound of -A s for A < 0 which the papers do not have."""
+
+    dual_clip: PositiveFloat | None = Field(None, gt=1, description="bound of -A*s for A < 0; null: no bound")
 
 
 class DualClipSettings(ClipSettings):
@@ -118,6 +125,21 @@ class Prologue:
                 (mask & (none if lower is None else lower)).sum().double(),
             ]
         )
+
+
+def capped_ratio(p: Prologue, cap: float | None) -> tuple[Tensor, Tensor]:
+    """The ratio up to `cap`, then its tangent there: its slope in the log-prob is min(r, cap), and never ends.
+
+    The truncated importance weight of a token, written as a loss: a token beyond the cap still learns, with the weight
+    `cap`. A constant beyond it would leave the tokens alone that a negative advantage should push back.
+
+    Returns:
+        Differentiable, in the shape of the mask, and which tokens are beyond the cap; without one the ratio, and none.
+    """
+    if cap is None:
+        return p.ratio, torch.zeros_like(p.mask)
+    beyond = (p.difference - math.log(cap)).clamp(min=0)
+    return p.log_ratio.clamp(max=math.log(cap)).exp() * (1 + beyond), beyond > 0
 
 
 def ratio_metrics(statistics: Tensor) -> Metrics:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megarl.algorithms.kl import absolute
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue, capped_ratio
 from megarl.algorithms.losses.ppo import clipped_surrogate
 from megarl.algorithms.registry import Settings
 from megarl.algorithms.select import descending, smallest
@@ -47,9 +47,12 @@ class ClipCovSettings(FractionSettings, DualClipSettings):
 
 
 class KLCovSettings(FractionSettings):
-    """Weight of the penalty on the chosen tokens."""
+    """Weight of the penalty on the chosen tokens, and a bound of the ratio which the paper does not have."""
 
     cov_kl_coef: NonNegativeFloat = Field(1.0, description="weight of the penalty on the chosen tokens")
+    ratio_cap: PositiveFloat | None = Field(
+        None, gt=1, description="largest ratio that a token's gradient is weighted with; null: no bound"
+    )
 
 
 def covariances(old_logp: Tensor, advantages: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> tuple[Tensor, int]:
@@ -141,11 +144,15 @@ def kl_cov(
 ) -> tuple[Tensor, Metrics]:
     """-A r, plus cov_kl_coef |logp - old_logp| for the tokens that `take_largest` selected. No clip.
 
-    Arguments, and where covariances come from, as in `clip_cov`; cfg has cov_kl_coef, and cov_fraction for the
-    selection. pg_clipfrac is the share of selected tokens.
+    Nothing bounds r in the paper: a token that was all but impossible before may own a step. `ratio_cap` truncates it as
+    in `dppo_tv`.
+
+    Arguments, and where covariances come from, as in `clip_cov`; cfg has cov_kl_coef, ratio_cap, and cov_fraction for
+    the selection. pg_clipfrac is the share of selected tokens, pg_clipfrac_lower of those whose ratio was truncated.
 
     Source: The Entropy Mechanism of RL for Reasoning LLMs (arXiv 2505.22617), KL-Cov.
     """
     p = Prologue.of(logp, old_logp, advantages, mask)
     penalty = cfg.cov_kl_coef * absolute(p.log_ratio)
-    return torch.where(selected & mask, penalty, 0) - p.advantages * p.ratio, p.metrics(selected)
+    ratio, truncated = capped_ratio(p, cfg.ratio_cap)
+    return torch.where(selected & mask, penalty, 0) - p.advantages * ratio, p.metrics(selected, truncated)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, PositiveFloat
 
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue, capped_ratio
 from megarl.algorithms.registry import Settings
 from megarl.metrics import Metrics
 
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 
 class TrustRegionSettings(Settings):
-    """Largest divergence at which a token still moves away from the old policy."""
+    """Largest divergence at which a token still moves away from the old policy, and its largest weight."""
 
     trust_region: PositiveFloat = Field(0.15, description="largest divergence of a token")
+    ratio_cap: PositiveFloat | None = Field(
+        20.0, gt=1, description="largest ratio that a token's gradient is weighted with; null: no bound"
+    )
 
 
 @POLICY_LOSSES.register("dppo_tv", settings=TrustRegionSettings)
@@ -34,29 +37,32 @@ def dppo_tv(
     """-A r, without gradient where A pushes the token further away and |pi - old| > trust_region already.
 
     |pi - old| of the sampled token against all others is the total variation of the two-outcome distribution. A ratio
-    clip stops rare tokens early and common ones late; this bounds the mass that moves.
+    clip stops rare tokens early and common ones late; this bounds the mass that moves. The ratio of a token that was
+    all but impossible is in the millions while hardly any mass moves, so r is truncated at ratio_cap: see
+    `capped_ratio`.
 
     Args:
         logp: float [N] or [B, T], differentiable.
         old_logp: same shape.
         advantages: same shape.
         mask: bool, same shape.
-        cfg: trust_region.
+        cfg: trust_region, ratio_cap.
         offsets: int64 [B + 1] for the packed form; this loss needs no rows.
 
     Returns:
-        Token loss, zero where the mask hides or the region ends, and metrics.
+        Token loss, zero where the mask hides or the region ends, and metrics; pg_clipfrac_lower is the share of tokens
+        whose ratio was truncated.
 
-    Source: Rethinking the Trust Region in LLM RL (arXiv 2602.04879), binary divergence.
+    Source: Rethinking the Trust Region in LLM RL (arXiv 2602.04879), binary divergence; truncation: section 5.4.
 
     >>> from types import SimpleNamespace
-    >>> cfg, ones = SimpleNamespace(trust_region=0.2), torch.ones(2)
+    >>> cfg, ones = SimpleNamespace(trust_region=0.2, ratio_cap=20.0), torch.ones(2)
     >>> dppo_tv(torch.tensor([0.9, 0.2]).log(), torch.tensor([0.6, 0.1]).log(), ones, ones.bool(), cfg)[0]
     tensor([-0., -2.])
     """
     p = Prologue.of(logp, old_logp, advantages, mask)
     new, old = _probabilities(p)
-    return _inside(p, (new - old).abs() > cfg.trust_region)
+    return _inside(p, (new - old).abs() > cfg.trust_region, cfg.ratio_cap)
 
 
 @POLICY_LOSSES.register("dppo_kl", settings=TrustRegionSettings)
@@ -74,7 +80,7 @@ def dppo_kl(
     old log(old / pi) + (1 - old) log((1 - old) / (1 - pi)). Arguments and source as there.
 
     >>> from types import SimpleNamespace
-    >>> cfg, ones = SimpleNamespace(trust_region=0.1), torch.ones(2)
+    >>> cfg, ones = SimpleNamespace(trust_region=0.1, ratio_cap=20.0), torch.ones(2)
     >>> dppo_kl(torch.tensor([0.9, 0.2]).log(), torch.tensor([0.6, 0.1]).log(), ones, ones.bool(), cfg)[0]
     tensor([-0., -2.])
     """
@@ -82,7 +88,7 @@ def dppo_kl(
     new, old = _probabilities(p)
     # A probability that rounds to 1 leaves 0 for the others: the divergence is infinite, or 0 when both do.
     others = torch.special.xlogy(1 - old, 1 - old) - torch.special.xlogy(1 - old, 1 - new)
-    return _inside(p, -old * p.difference.detach() + others > cfg.trust_region)
+    return _inside(p, -old * p.difference.detach() + others > cfg.trust_region, cfg.ratio_cap)
 
 
 def _probabilities(p: Prologue) -> tuple[Tensor, Tensor]:
@@ -90,8 +96,9 @@ def _probabilities(p: Prologue) -> tuple[Tensor, Tensor]:
     return new.exp().clamp(max=1), (new - p.difference.detach()).exp().clamp(max=1)
 
 
-def _inside(p: Prologue, far: Tensor) -> tuple[Tensor, Metrics]:
-    """-A r for all tokens but those that are far and that A would push further."""
+def _inside(p: Prologue, far: Tensor, cap: float | None) -> tuple[Tensor, Metrics]:
+    """-A r, truncated, for all tokens but those that are far and that A would push further."""
     outward = torch.where(p.advantages > 0, p.log_ratio > 0, p.log_ratio < 0) & (p.advantages != 0)
     stopped = far & outward
-    return -p.advantages * torch.where(stopped, 0, p.ratio), p.metrics(stopped)
+    ratio, truncated = capped_ratio(p, cap)
+    return -p.advantages * torch.where(stopped, 0, ratio), p.metrics(stopped, truncated & ~stopped)

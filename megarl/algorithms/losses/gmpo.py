@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue, SequenceClipSettings
 from megarl.algorithms.rows import Rows
 from megarl.metrics import Metrics
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@POLICY_LOSSES.register("gmpo", settings=ClipSettings, per_sequence=True)
+@POLICY_LOSSES.register("gmpo", settings=SequenceClipSettings, per_sequence=True)
 def gmpo(
     logp: Tensor,
     old_logp: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    cfg: ClipSettings,
+    cfg: SequenceClipSettings,
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """-A s, s = exp(mean over the sequence of sign(A) min(sign(A) d, sign(A) clip(d, -low, high))), d the log-ratio.
 
     Clipped in log space and per token; A is the mean advantage of the sequence's tokens. Every valid token carries its
-    sequence's loss, so aggregation seq-mean-token-mean is the mean over sequences of the paper, with ranges of 0.4.
+    sequence's loss, so aggregation seq-mean-token-mean is the mean over sequences of the paper, with ranges of 0.4. For A < 0 it has no upper bound on s; `dual_clip` is one.
 
     Args:
         logp: float [N] or [B, T], differentiable.
         old_logp: same shape.
         advantages: same shape.
         mask: bool, same shape.
-        cfg: clip_low, clip_high, in log space.
+        cfg: clip_low, clip_high, in log space; dual_clip, of s.
         offsets: int64 [B + 1] for the packed form.
 
     Returns:
@@ -42,7 +42,7 @@ def gmpo(
     Source: Geometric-Mean Policy Optimization (arXiv 2507.20673).
 
     >>> from types import SimpleNamespace
-    >>> cfg, logp = SimpleNamespace(clip_low=0.4, clip_high=0.4), torch.tensor([[0.2, 0.8]])  # 0.8 is clipped to 0.4
+    >>> cfg, logp = SimpleNamespace(clip_low=0.4, clip_high=0.4, dual_clip=None), torch.tensor([[0.2, 0.8]])  # 0.8 is clipped to 0.4
     >>> gmpo(logp, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), cfg)[0]  # -exp(0.3)
     tensor([[-1.3499, -1.3499]])
     """
@@ -53,6 +53,11 @@ def gmpo(
     used = sign * torch.minimum(sign * p.log_ratio, sign * near)
     length = rows.counts(mask).clamp(min=1)
     ratio = (rows.sum(used) / length).exp()
-    loss = -(rows.sum(p.advantages) / length) * ratio
+    advantage = rows.sum(p.advantages) / length
+    loss, lower = -advantage * ratio, None
+    if cfg.dual_clip is not None:
+        bounded = (advantage < 0) & (ratio > cfg.dual_clip)
+        loss = torch.where(bounded, -advantage * cfg.dual_clip, loss)
+        lower = rows.spread(bounded.float(), mask) > 0
     clipped = (used != p.log_ratio) & (sign != 0)
-    return rows.spread(loss, mask), p.metrics(clipped, ratio=rows.spread(ratio, mask))
+    return rows.spread(loss, mask), p.metrics(clipped, lower, rows.spread(ratio, mask))

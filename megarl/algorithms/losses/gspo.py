@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue, SequenceClipSettings
+from megarl.algorithms.losses.ppo import clipped_surrogate
 from megarl.algorithms.rows import Rows
 from megarl.metrics import Metrics
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@POLICY_LOSSES.register("gspo", settings=ClipSettings, per_sequence=True)
+@POLICY_LOSSES.register("gspo", settings=SequenceClipSettings, per_sequence=True)
 def gspo(
     logp: Tensor,
     old_logp: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    cfg: ClipSettings,
+    cfg: SequenceClipSettings,
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
@@ -27,14 +27,14 @@ def gspo(
 
     All tokens of a sequence are clipped together. The gradient of s goes to tokens as s_t = sg(s) pi_t / sg(pi_t), so
     that token-level advantages work too. The paper averages within sequences: aggregation seq-mean-token-mean, with
-    ranges of about 3e-4 and 4e-4.
+    ranges of about 3e-4 and 4e-4. For A < 0 it has no upper bound on s; `dual_clip` is one.
 
     Args:
         logp: float [N] or [B, T], differentiable.
         old_logp: same shape.
         advantages: same shape.
         mask: bool, same shape.
-        cfg: clip_low, clip_high.
+        cfg: clip_low, clip_high, dual_clip.
         offsets: int64 [B + 1] for the packed form.
 
     Returns:
@@ -42,8 +42,9 @@ def gspo(
 
     Source: GSPO (arXiv 2507.18071), GSPO-token.
 
+    >>> import torch
     >>> from types import SimpleNamespace
-    >>> cfg, logp = SimpleNamespace(clip_low=0.2, clip_high=0.2), torch.tensor([[4.0, 1.0]]).log()
+    >>> cfg, logp = SimpleNamespace(clip_low=0.2, clip_high=0.2, dual_clip=None), torch.tensor([[4.0, 1.0]]).log()
     >>> gspo(logp, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), cfg)[0]  # s = sqrt(4 * 1)
     tensor([[-1.2000, -1.2000]])
     """
@@ -52,6 +53,5 @@ def gspo(
     mean = rows.sum(p.log_ratio.detach()) / rows.counts(mask).clamp(min=1)
     # Through the limited log-ratio: as in all losses, a token at its limit has no gradient.
     ratio = (p.log_ratio - p.log_ratio.detach() + rows.spread(mean, mask)).exp()
-    plain = -p.advantages * ratio
-    bounded = -p.advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return torch.maximum(plain, bounded), p.metrics(bounded > plain, ratio=ratio)
+    loss, clipped, lower = clipped_surrogate(ratio, p.advantages, cfg)
+    return loss, p.metrics(clipped, lower, ratio)

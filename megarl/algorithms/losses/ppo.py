@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue, ratio_metrics
+from megarl.algorithms.losses.base import (
+    POLICY_LOSSES,
+    DualClipSettings,
+    Prologue,
+    SequenceClipSettings,
+    ratio_metrics,
+)
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -57,7 +63,9 @@ def ppo(
     return WithSlope.apply(logp, loss, slope), ratio_metrics(statistics)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, cfg: DualClipSettings) -> tuple[Tensor, Tensor, Tensor | None]:
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, cfg: DualClipSettings | SequenceClipSettings
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Token loss, which tokens the clip stopped, and which the dual clip (None: there is none)."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
