@@ -93,7 +93,7 @@ def _training(work: Work) -> list[str]:
     made += ["--optimizer", "adam", "--lr", optim.lr, "--lr-decay-style", optim.schedule]
     # Its warm-up may not be longer than the run, as one that is made for measuring is.
     updates = work.steps * (config.data.batch_size // work.mini_batch)
-    made += ["--lr-warmup-iters", min(optim.warmup_steps, updates - 1), "--weight-decay", optim.weight_decay]
+    made += ["--lr-warmup-iters", min(optim.warmup(updates), updates - 1), "--weight-decay", optim.weight_decay]
     made += ["--adam-beta1", optim.beta1, "--adam-beta2", optim.beta2, "--clip-grad", optim.clip_grad]
     made += ["--attention-dropout", 0.0, "--hidden-dropout", 0.0, "--accumulate-allreduce-grads-in-fp32"]
     made += ["--attention-softmax-in-fp32", "--attention-backend", "flash"]

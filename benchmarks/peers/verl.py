@@ -76,7 +76,7 @@ def _training(work: Work) -> dict[str, object]:
         f"{_ACTOR}.kl_loss_type": kl.estimator if kl.use == "loss" else "low_var_kl",
         f"{_ACTOR}.optim.lr": optim.lr,
         f"{_ACTOR}.optim.lr_decay_style": optim.schedule,
-        f"{_ACTOR}.optim.lr_warmup_steps": optim.warmup_steps,
+        f"{_ACTOR}.optim.lr_warmup_steps": optim.warmup(config.updates(config.actor)),
         f"{_ACTOR}.optim.weight_decay": optim.weight_decay,
         f"{_ACTOR}.optim.clip_grad": optim.clip_grad,
     }

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from megarl.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig, PolicyLossConfig
     from megarl.config.correction import ResolvedCorrection
 
-#: Raw metric that holds a part's tokens or sequences, by which the gradient is divided when all are counted.
-DIVISOR = "_update/divisor"
+#: Raw metrics of a part, by which the gradient is divided when all parts are counted: its tokens or sequences, and the
+#: sum and number of its importance weights.
+DIVISOR, WEIGHT_SUM, WEIGHT_COUNT = "_update/divisor", "_update/weight_sum", "_update/weight_count"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ class TokenInputs:
 class Objective:
     """The settings of an update, and the maths of its loss.
 
-    In bypass with rejection it is known only after the last micro-batch which tokens are trained on. Weights are then
-    made without the global count, and the summed gradient is divided by it: the loss is linear in this one number.
+    In bypass with rejection it is known only after the last micro-batch which tokens are trained on, and so is the mean
+    of the importance weights that they may be divided by. The parts are then made without these global numbers, and the
+    summed gradient is divided by them: the loss is linear in both. (With a KL term or an entropy bonus it is not linear
+    in the mean weight, which the checks refuse.)
     """
 
     algorithm: AlgorithmConfig
@@ -101,9 +104,27 @@ class Objective:
         """Whether the tokens that are trained on are known only after the last micro-batch."""
         return self.correction.bypass and self.correction.rejects and inputs.rollout_logp is not None
 
+    def normalises_late(self, inputs: TokenInputs) -> bool:
+        """Whether the mean importance weight is known only after the last micro-batch."""
+        knobs = self.correction
+        normalises = knobs.is_batch_normalize and knobs.is_level != "none"
+        return knobs.bypass and normalises and inputs.rollout_logp is not None
+
     def divides_late(self, inputs: TokenInputs) -> bool:
-        """Whether the gradient is still to be divided by `DIVISOR`."""
-        return self.counts_late(inputs) and self.settings.aggregation != "token-sum"
+        """Whether the gradient is still to be divided by `divisor`."""
+        counts = self.counts_late(inputs) and self.settings.aggregation != "token-sum"
+        return counts or self.normalises_late(inputs)
+
+    def divisor(self, metrics: Metrics) -> float:
+        """What the gradient of all parts, of merged `metrics`, is divided by where `divides_late`."""
+        from megarl.algorithms.correction import mean_weight
+
+        count = 1.0
+        if DIVISOR in metrics and self.settings.aggregation != "token-sum":
+            count = max(metrics.result()[DIVISOR], 1.0)
+        if WEIGHT_COUNT in metrics:
+            count *= mean_weight(*(metrics.result()[name] for name in (WEIGHT_SUM, WEIGHT_COUNT)))
+        return count
 
     def weigh(self, inputs: TokenInputs, all_sum: AllSum) -> tuple[float, Tensor | None]:
         """Valid tokens of the mini-batch over all ranks, and the weight of each token here.
@@ -162,16 +183,25 @@ class Objective:
             metrics.merge(correction.moments)
         if late:
             self._count(metrics, mask, inputs.offsets)
+        if correction is not None and self.normalises_late(inputs):
+            for name, value in zip((WEIGHT_SUM, WEIGHT_COUNT), correction.normaliser.tolist(), strict=True):
+                metrics.sum(name, value)
         return loss, metrics
 
     def settle(self, metrics: Metrics, inputs: TokenInputs) -> None:
         """Divide what the metrics of all parts, merged, still have to be divided by."""
-        if not self.counts_late(inputs):
+        if not self.divides_late(inputs) and not self.counts_late(inputs):
             return
-        divisor = metrics.pop(DIVISOR)[1] if DIVISOR in metrics else 0.0
         if "actor/pg_loss" in metrics:
             total = metrics.pop("actor/pg_loss")[1]
-            metrics.mean("actor/pg_loss", total / (divisor if self.divides_late(inputs) else 1.0), 1)
+            metrics.mean("actor/pg_loss", total / self.divisor(metrics), 1)
+        if WEIGHT_COUNT in metrics:
+            from megarl.algorithms.correction import mean_weight
+
+            weights = [metrics.pop(name)[1] for name in (WEIGHT_SUM, WEIGHT_COUNT)]
+            metrics.mean("rollout_corr/is_batch_norm", mean_weight(*weights), 1)
+        if DIVISOR in metrics:
+            metrics.pop(DIVISOR)
 
     def _old_logp(self, logp: Tensor, inputs: TokenInputs) -> Tensor:
         """Where one update uses every sample once its own log-probs, and for samples that waited those they bring."""
@@ -183,7 +213,7 @@ class Objective:
     def _correct(self, logp: Tensor, inputs: TokenInputs) -> Correction:
         """Rollout correction from pi_theta / pi_rollout of one micro-batch; without bypass it only measures.
 
-        Weights are not normalised over the batch here (the configuration refuses it): the rest of it is not known yet.
+        Weights are not divided by their mean here: the rest of the batch is not known yet.
         """
         from megarl.algorithms.correction import correct, rules_of
 
@@ -196,6 +226,7 @@ class Objective:
             offsets=inputs.offsets,
             is_level=knobs.is_level if knobs.bypass else "none",
             is_threshold=knobs.is_threshold,
+            is_normalize_over=knobs.is_normalize_over,
             rules=rules_of(knobs) if knobs.bypass else [],
             veto=knobs.veto_threshold if knobs.bypass else 0.0,
         )

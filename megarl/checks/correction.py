@@ -19,7 +19,7 @@ def check_correction(config: RunConfig, checks: Checklist) -> None:
     """Mode and loss, weights, rejection, and what generation they meet."""
     knobs = config.rollout_correction.resolved()
     _check_mode(config, knobs, checks)
-    _check_weights(knobs, checks)
+    _check_weights(config, knobs, checks)
     _check_rejection(config, knobs, checks)
     _check_generation(config, checks)
 
@@ -80,7 +80,7 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
         )
 
 
-def _check_weights(knobs: ResolvedCorrection, checks: Checklist) -> None:
+def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:
     threshold = knobs.is_threshold
     if isinstance(threshold, tuple) and not (len(threshold) == 2 and threshold[0] < threshold[1]):
         checks.fail(
@@ -109,15 +109,27 @@ def _check_weights(knobs: ResolvedCorrection, checks: Checklist) -> None:
             found=True,
             fix=f"set {_KEY}.is_level=token or sequence",
         )
-    elif knobs.bypass:
+    elif knobs.bypass and (terms := _unweighted_terms(config)):
         checks.fail(
             _NAME,
             f"{_KEY}.is_batch_normalize",
-            "with mode bypass the weights are known micro-batch by micro-batch, and their mean only after the update",
+            "with mode bypass the mean weight is known only after the update's last micro-batch, when the gradient holds "
+            f"terms that have no weight: {', '.join(terms)}",
             found=True,
             allowed=False,
-            fix=f"set {_KEY}.is_batch_normalize=false, or {_KEY}.mode=decoupled with loss: ppo",
+            fix=f"set {_KEY}.is_batch_normalize=false, remove these terms, or set {_KEY}.mode=decoupled with loss: ppo",
         )
+
+
+def _unweighted_terms(config: RunConfig) -> list[str]:
+    """Keys of terms of the update that importance weights do not multiply."""
+    algorithm = config.algorithm
+    terms = {
+        "algorithm.loss.entropy_coef": algorithm.loss.entropy_coef != 0,
+        "algorithm.kl.use=loss": algorithm.kl.use == "loss",
+        "algorithm.distillation.coef": algorithm.distillation.coef > 0,
+    }
+    return [name for name, there in terms.items() if there]
 
 
 def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:

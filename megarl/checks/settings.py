@@ -364,7 +364,16 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) ->
             allowed=f"number from 0 to {optim.lr}",
             fix=f"set {key}.min_lr=0",
         )
-    warmup, end = optim.warmup_steps, optim.decay_steps or steps
+    warmup, end = optim.warmup(steps), optim.decay_steps or steps
+    if optim.warmup_ratio is not None and optim.warmup_steps:
+        checks.fail(
+            "schedule",
+            f"{key}.warmup_ratio",
+            "the warm-up is given twice, as steps and as a share of the run",
+            found=f"warmup_ratio {optim.warmup_ratio} and warmup_steps {optim.warmup_steps}",
+            allowed="one of them",
+            fix=f"remove {key}.warmup_steps, or set {key}.warmup_ratio=null",
+        )
     if optim.schedule != "constant" and optim.decay_steps is not None and warmup >= end:
         checks.fail(
             "schedule",

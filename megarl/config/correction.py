@@ -94,6 +94,11 @@ class RolloutCorrectionConfig(Section):
         None, description="C of min(ratio, C), or [low, high]: weight 0 outside (IcePop)"
     )
     is_batch_normalize: bool | None = Field(None, description="divide the weights by their mean over the batch")
+    is_normalize_over: Literal["trained", "all"] | None = Field(
+        None,
+        description="weights that this mean is over: of what is trained on, or of all tokens, rejected ones included, "
+        "as verl has it; null: trained",
+    )
     rs_level: Literal["none", "token", "sequence", "geometric"] | None = Field(
         None, description="rejection by the ratio, short form of one rule"
     )
@@ -131,6 +136,7 @@ class ResolvedCorrection:
     is_level: str = "none"
     is_threshold: float | tuple[float, ...] = 2.0
     is_batch_normalize: bool = False
+    is_normalize_over: str = "trained"
     rs_level: str = "none"
     rs_threshold: float | None = None
     rs_threshold_lower: float | None = None
@@ -172,7 +178,8 @@ def describe_correction(config: RunConfig) -> list[str]:
     if knobs.is_level != "none":
         low_high = isinstance(knobs.is_threshold, tuple)
         bound = f"inside {list(knobs.is_threshold)}" if low_high else f"at most {knobs.is_threshold}"  # type: ignore[arg-type]
-        weights = f"{knobs.is_level}, {bound}{', divided by their mean' if knobs.is_batch_normalize else ''}"
+        over = " over all tokens, rejected ones too" if knobs.is_normalize_over == "all" else ""
+        weights = f"{knobs.is_level}, {bound}{f', divided by their mean{over}' if knobs.is_batch_normalize else ''}"
     lines.append(f"weights   {weights}")
     for rule in knobs.rules:
         lower, upper = rule["lower"], rule["upper"]

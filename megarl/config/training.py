@@ -19,12 +19,19 @@ class OptimConfig(Section):
     warmup_steps: NonNegativeInt = Field(
         0, description="optimizer steps of linear warm-up; linear and cosine cut it to the run"
     )
+    warmup_ratio: float | None = Field(
+        None, ge=0, lt=1, description="the same as a share of the run's optimizer steps; in place of warmup_steps"
+    )
     decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: the whole run")
     weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="first-moment decay")
     beta2: float = Field(0.999, ge=0, lt=1, description="second-moment decay")
     eps: PositiveFloat = Field(1e-8, description="denominator constant")
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient-norm clip; 0 turns it off")
+
+    def warmup(self, total_steps: int) -> int:
+        """Optimizer steps of warm-up in a run of `total_steps` of them."""
+        return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * total_steps)
 
 
 class EngineConfig(Section):

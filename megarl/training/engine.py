@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 #: fn(*what the head gives [N], samples of the micro-batch) -> (scalar, Metrics)
 LossFn = Callable[..., tuple[Tensor, Metrics]]
+#: fn(metrics of all micro-batches and ranks) -> what the gradient is divided by
+Divisor = Callable[[Metrics], float]
 Weights = Callable[[list[PolicyModel]], None]
 
 
@@ -201,14 +203,14 @@ class MegatronEngine:
     # -- training ------------------------------------------------------------------------------------------------
 
     def train_step(
-        self, batch: Batch, loss_fn: LossFn, temperature: float = 1.0, divisor: str | None = None
+        self, batch: Batch, loss_fn: LossFn, temperature: float = 1.0, divisor: Divisor | None = None
     ) -> Metrics:
         """One optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
 
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of one micro-batch in order and the samples
         they belong to, and returns a scalar that is already a sum with global weights, and metrics. Where a count is
-        known only after the last forward pass, `divisor` names the sum among the metrics that holds it: the gradient
-        of all micro-batches and ranks is divided by it.
+        known only after the last forward pass, `divisor` takes it from the merged metrics: the gradient of all
+        micro-batches and ranks is divided by it.
 
         Returns:
             The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal everywhere.
@@ -234,7 +236,7 @@ class MegatronEngine:
 
         return self.train_step(batch, loss)
 
-    def _step(self, batch: Batch, loss_fn: LossFn, head: Head, divisor: str | None = None) -> Metrics:
+    def _step(self, batch: Batch, loss_fn: LossFn, head: Head, divisor: Divisor | None = None) -> Metrics:
         if self.optimizer is None:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
         self.require(*PARTS)
@@ -247,9 +249,9 @@ class MegatronEngine:
             micros, length = microbatch.build_all(batch, groups, self.layout, self.device, self.form)
             results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
         metrics = self._merge(Metrics(), results)
-        if divisor is not None and divisor in metrics:
+        if divisor is not None:
             for chunk in self.wrapped:
-                chunk.scale_gradients(1.0 / max(metrics.result()[divisor], 1.0))
+                chunk.scale_gradients(1.0 / divisor(metrics))
         with phase("optimizer"):
             norm, rate = self._update(batch, groups, [loss for loss, _ in results])
         metrics.mean(f"{self.name}/grad_norm", norm, 1)

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (0 is the first): linear warm-up, then constant, linear or cosine.
 
-    The peak is reached on step `warmup_steps` and `min_lr` on step `decay_steps`, which is one past the last step of
-    a run when it is left at its default `total_steps`. A schedule that decays has its peak at the last step at the
-    latest: the warm-up of a run that was shortened is cut.
+    The peak is reached on step `warmup_steps`, or that share, `warmup_ratio`, of `total_steps`; `min_lr` on step
+    `decay_steps`, which is one past the last step of a run when it is left at its default `total_steps`. A schedule
+    that decays has its peak at the last step at the latest: the warm-up of a run that was shortened is cut.
     """
-    end = config.decay_steps or total_steps
-    warmup = config.warmup_steps if config.schedule == "constant" else min(config.warmup_steps, end - 1)
+    end, warmup = config.decay_steps or total_steps, config.warmup(total_steps)
+    if config.schedule != "constant":
+        warmup = min(warmup, end - 1)
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
     if config.schedule == "constant":

@@ -75,20 +75,22 @@ def accepted(row, rules, veto):
     return [all(fate[t] for fate in fates) for t in range(len(row))]
 
 
-def token_weights(rows, fates, level, threshold, normalize):
+def token_weights(rows, fates, level, threshold, normalize, over="trained"):
     """Weight of each valid token, zero where it is rejected; and the factor of normalisation."""
-    out, items = [], []
+    out, items, every = [], [], []
     for row, fate in zip(rows, fates, strict=True):
         whole = bounded(seq_ratio(row), threshold) if row else 0.0
         raw = [{"none": 1.0, "token": bounded(rho(t), threshold), "sequence": whole}[level] for t in row]
+        every += raw if level == "token" else [whole] if row else []
         out.append([w if ok else 0.0 for w, ok in zip(raw, fate, strict=True)])
         if level == "token":
             items += [w for w, ok in zip(raw, fate, strict=True) if ok]
         elif any(fate):
             items.append(whole)
     factor = 1.0
-    if normalize and level != "none" and sum(items) > 0:
-        factor = statistics.fmean(items)
+    counted = items if over == "trained" else every
+    if normalize and level != "none" and sum(counted) > 0:
+        factor = statistics.fmean(counted)
     return [[w / factor for w in row] for row in out], factor, items
 
 
@@ -100,6 +102,7 @@ def gap(rows):
     p, q = [math.exp(n) for n, _ in tokens], [math.exp(o) for _, o in tokens]
     mean_new = [statistics.fmean(n for n, _ in row) for row in rows]
     mean_old = [statistics.fmean(o for _, o in row) for row in rows]
+    diffs = [o - n for n, o in zip(mean_new, mean_old, strict=True)]
     return {
         "kl": statistics.fmean(o - n for n, o in tokens),
         "k3_kl": statistics.fmean(r - 1 - math.log(r) for r in ratios),
@@ -108,7 +111,10 @@ def gap(rows):
         "ppl": statistics.fmean(math.exp(-clamp(m)) for m in mean_new),
         "rollout_ppl": statistics.fmean(math.exp(-clamp(m)) for m in mean_old),
         "ppl_ratio": statistics.fmean(math.exp(clamp(o - n)) for n, o in zip(mean_new, mean_old, strict=True)),
-        "log_ppl_diff": statistics.fmean(o - n for n, o in zip(mean_new, mean_old, strict=True)),
+        "log_ppl_diff": statistics.fmean(diffs),
+        "log_ppl_abs_diff": statistics.fmean(map(abs, diffs)),
+        "log_ppl_diff_min": min(diffs),
+        "log_ppl_diff_max": max(diffs),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         "ratio_mean": statistics.fmean(ratios),

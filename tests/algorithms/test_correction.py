@@ -36,6 +36,7 @@ knobs_st = st.fixed_dictionaries(
         "is_level": st.sampled_from(["none", "token", "sequence"]),
         "is_threshold": st.sampled_from([0.9, 1.3, 2.0, [0.8, 1.4]]),
         "is_batch_normalize": st.booleans(),
+        "is_normalize_over": st.sampled_from(["trained", "all"]),
         "rules": st.lists(rule_st, max_size=3, unique_by=lambda rule: rule.name),
         "veto": st.sampled_from([0.0, 0.5]),
     }
@@ -64,7 +65,7 @@ def expected(case, knobs):
     rows = oracle.rows_of(case.lists("logp"), case.lists("old_logp"), case.lists("mask"))
     fates = [oracle.accepted(row, knobs["rules"], knobs["veto"]) for row in rows]
     weights, factor, items = oracle.token_weights(
-        rows, fates, knobs["is_level"], knobs["is_threshold"], knobs["is_batch_normalize"]
+        rows, fates, knobs["is_level"], knobs["is_threshold"], knobs["is_batch_normalize"], knobs["is_normalize_over"]
     )
     return rows, fates, weights, factor, items
 
@@ -272,6 +273,15 @@ def test_a_ratio_that_is_not_a_number_is_within_no_bounds(level, stat):
                   rules=[Rule(level, stat, upper=2.0)])  # fmt: skip
     assert out.mask.tolist() == [[level == "token", False], [True, True]]
     assert torch.equal(out.weights, out.mask.float())
+
+
+@pytest.mark.parametrize("over", ["trained", "all"])
+def test_a_rejected_ratio_that_is_not_a_number_does_not_turn_off_the_normalisation(over):
+    rollout = torch.tensor([[0.0, math.nan], [math.log(2.0), math.log(4.0)]])
+    out = correct(torch.zeros(2, 2), rollout, torch.ones(2, 2, dtype=torch.bool), is_level="token",
+                  is_batch_normalize=True, is_normalize_over=over, rules=[Rule("token", upper=2.5)])  # fmt: skip
+    mean = (1 + 1 / 2) / 2 if over == "trained" else (1 + 1 / 2 + 1 / 4) / 3
+    close(out.weights, [[1 / mean, 0.0], [0.5 / mean, 0.0]])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -90,7 +90,6 @@ def test_a_dumped_recipe_is_the_same_recipe(config_of, write):
         (["loss=pg"], "loss", ["mode bypass"]),
         (["is_level=token", "is_threshold=[3,2]"], "is_threshold", ["larger upper bound"]),
         (["is_level=token", "is_threshold=[1,2,3]"], "is_threshold", ["low < high"]),
-        (["preset=pg_is", "is_batch_normalize=true"], "is_batch_normalize", ["micro-batch by micro-batch"]),
         (["preset=ppo_is_bypass", "../algorithm.advantage.name=optimal_token_baseline"], "mode", ["does not compute"]),
         (["rs_level=sequence"], "rs_threshold", ["has no bound", "rs_threshold=2"]),
         (["rs_level=geometric", "rs_threshold=0.9"], "rs_threshold", ["everything would be rejected"]),

@@ -132,6 +132,7 @@ def test_a_good_recipe_passes_every_check(config_of):
             "actor.optim.warmup_steps",
             ["10 optimizer steps", "from 0 to 9"],
         ),
+        (["actor.optim={warmup_steps: 3, warmup_ratio: 0.1}"], "actor.optim.warmup_ratio", ["twice", "one of them"]),
         (["sft.steps=5", "sft.stop_at_accuracy=0.5"], "sft.eval_every", ["needs evaluations"]),
         # files
         (["algorithm.dynamic_sampling.enabled=true"], "algorithm.dynamic_sampling.enabled", ["pipeline=dapo"]),

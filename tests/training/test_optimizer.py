@@ -32,6 +32,11 @@ def test_a_shortened_run_cuts_its_warm_up():
     assert _rates([0, 1], total=1, schedule="linear", warmup_steps=10) == pytest.approx([1.0, 0.0])
 
 
+def test_warm_up_as_a_share_of_the_run():
+    assert _rates(range(6), total=40, warmup_ratio=0.1) == _rates(range(6), total=40, warmup_steps=4)
+    assert _rates(range(2), total=40, warmup_ratio=0.0) == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("distributed", [True, False])
 def test_step_is_clipped_adamw_with_undecayed_vectors(alone, distributed):
     optim = OptimConfig(lr=1e-2, weight_decay=0.5, eps=1e-3, clip_grad=0.1, schedule="linear")

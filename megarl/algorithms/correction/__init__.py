@@ -9,7 +9,7 @@ and rho = pi_theta / pi_rollout is known in the update only.
     finish(moments)                          # after merging over micro-batches and ranks
 """
 
-from megarl.algorithms.correction.correct import Correction, correct, rules_of
+from megarl.algorithms.correction.correct import Correction, correct, mean_weight, rules_of
 from megarl.algorithms.correction.metrics import finish, staleness
 from megarl.algorithms.correction.ratios import Ratios
 from megarl.algorithms.correction.rejection import Rule, reject, rejected_by, rule_value, vetoed
@@ -22,6 +22,7 @@ __all__ = [
     "correct",
     "finish",
     "importance_weights",
+    "mean_weight",
     "reject",
     "rejected_by",
     "rule_value",

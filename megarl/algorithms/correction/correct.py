@@ -28,12 +28,14 @@ class Correction(NamedTuple):
         mask: bool, same shape: the mask given, without what was rejected. Losses and their normalisers use this one.
         keep: bool [B]: False for samples that lost every token they had.
         moments: raw sums of the metrics; see `finish`.
+        normaliser: float64 [2], sum and number of this part's weights over which their mean is taken.
     """
 
     weights: Tensor
     mask: Tensor
     keep: Tensor
     moments: Metrics
+    normaliser: Tensor
 
 
 @torch.no_grad()
@@ -46,6 +48,7 @@ def correct(
     is_level: str = "none",
     is_threshold: Threshold = 2.0,
     is_batch_normalize: bool = False,
+    is_normalize_over: str = "trained",
     rules: Sequence[Rule] = (),
     veto: float = 0.0,
     all_sum: AllSum = one_rank,
@@ -59,8 +62,8 @@ def correct(
         offsets: int64 [B + 1] for the packed form.
         is_level: none, token or sequence; none gives weights of 1.
         is_threshold: C of min(ratio, C), or [low, high]: see `importance_weights`.
-        is_batch_normalize: divide by the mean weight of what is trained on, over tokens (token) or sequences (sequence)
-            of all ranks.
+        is_batch_normalize: divide by the mean weight over tokens (token) or sequences (sequence) of all ranks.
+        is_normalize_over: which of them: `trained` (without what was rejected) or `all`, as verl does.
         rules: a token is trained on if all of them accept it.
         veto: reject sequences with a ratio, not clamped, below this; 0: none.
         all_sum: adds over ranks; called once, by every rank, when weights are normalised.
@@ -84,13 +87,16 @@ def correct(
         if is_level != "none":
             items, where, truncated = _weighing(ratios, trained, is_level, is_threshold)
             add_weights(moments, items, where, truncated)
-            normaliser += torch.stack([(items * where).sum().double(), where.sum().double()])
+            every = ratios.mask if is_level == "token" else ratios.live
+            # A ratio that is not a number has no weight; where it is not rejected the loss says so.
+            counted = (where if is_normalize_over == "trained" else every) & ~items.isnan()
+            normaliser += torch.stack([items.masked_fill(~counted, 0).sum().double(), counted.sum().double()])
             weights[tokens] = items if is_level == "token" else block.expand(items)
     bag = moments.bag()
     if is_level != "none" and is_batch_normalize:
         weights.div_(_factor(bag, normaliser, all_sum))
     weights.masked_fill_(~accepted, 0)  # no product: what was rejected may be NaN
-    return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag)
+    return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag, normaliser)
 
 
 def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, Tensor]:
@@ -116,11 +122,15 @@ def _weighing(ratios: Ratios, trained: Tensor, level: str, threshold: Threshold)
 
 
 def _factor(bag: Metrics, normaliser: Tensor, all_sum: AllSum) -> float:
-    """Mean weight over all ranks, which is also a metric; 1 when no weight is left to normalise."""
-    total, count = all_sum(normaliser.cpu()).tolist()
-    factor = total / count if total > 0 else 1.0
+    """Mean weight over all ranks, which is also a metric."""
+    factor = mean_weight(*all_sum(normaliser.cpu()).tolist())
     bag.mean("rollout_corr/is_batch_norm", factor, 1)
     return factor
+
+
+def mean_weight(total: float, count: float) -> float:
+    """What weights are divided by; 1 when no weight is left to normalise."""
+    return total / count if total > 0 else 1.0
 
 
 def rules_of(knobs: ResolvedCorrection) -> list[Rule]:

@@ -22,6 +22,7 @@ def finish(metrics: Metrics) -> Metrics:
     | chi2_token, chi2_seq | E[rho^2] - 1; over sequences with their whole ratio |
     | ppl, rollout_ppl | mean over sequences of exp(-mean log-prob) |
     | ppl_ratio, log_ppl_diff | mean over sequences of exp(d) and d, d = mean(log pi_rollout - log pi) |
+    | log_ppl_abs_diff, log_ppl_diff_min, log_ppl_diff_max | mean over sequences of abs(d); smallest and largest d |
     | ratio_min, ratio_mean, ratio_max, ratio_std | of rho |
     | ess | (sum rho)^2 / (n sum rho^2), 1 is best |
     | logp_diff_max | max of abs(log pi - log pi_rollout), not clamped |
@@ -60,6 +61,7 @@ def _gap(metrics: Metrics, total: dict[str, float], low: dict[str, float], high:
         "rollout_ppl": total["rollout_ppl"] / rows,
         "ppl_ratio": total["row_ratio"] / rows,
         "log_ppl_diff": -total["row_log"] / rows,
+        "log_ppl_abs_diff": total["row_abs_log"] / rows,
         "ratio_mean": 1 + mean,
         "ratio_std": math.sqrt(max(square - mean * mean, 0.0)),
         "ess": (1 + mean) ** 2 / second if second else 0.0,
@@ -70,6 +72,8 @@ def _gap(metrics: Metrics, total: dict[str, float], low: dict[str, float], high:
     metrics.min(NAME + "ratio_min", 1 + low["excess"])
     metrics.max(NAME + "ratio_max", 1 + high["excess"])
     metrics.max(NAME + "logp_diff_max", high["difference"])
+    metrics.min(NAME + "log_ppl_diff_min", -high["row_log"])
+    metrics.max(NAME + "log_ppl_diff_max", -low["row_log"])
 
 
 def _correlation(total: dict[str, float], n: float) -> float:

@@ -82,6 +82,10 @@ def _add_rows(moments: Moments, ratios: Ratios, rollout_mean: Tensor) -> None:
     moments.sum("rows", live.sum())
     moments.sum("row_excess", (2 * excess + excess.square()).sum())
     moments.sum("row_log", difference.sum())
+    moments.sum("row_abs_log", difference.abs().sum())
+    if len(live):
+        moments.low("row_log", difference.masked_fill(~live, torch.inf).amin())
+        moments.high("row_log", difference.masked_fill(~live, -torch.inf).amax())
     moments.sum("row_ratio", (torch.exp(-difference.clamp(-LIMIT, LIMIT)) * live).sum())
     for name, mean in (("ppl", rollout_mean + difference), ("rollout_ppl", rollout_mean)):
         # A model that finds its text impossible has no finite perplexity; the exponent is bounded like all others.

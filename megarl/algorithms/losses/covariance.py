@@ -144,8 +144,8 @@ def kl_cov(
 ) -> tuple[Tensor, Metrics]:
     """-A r, plus cov_kl_coef |logp - old_logp| for the tokens that `take_largest` selected. No clip.
 
-    Nothing bounds r in the paper: a token that was all but impossible before may own a step. `ratio_cap` truncates it as
-    in `dppo_tv`.
+    Nothing bounds r in the paper: a token that was all but impossible before may own a step. `ratio_cap` truncates it
+    as in `dppo_tv`.
 
     Arguments, and where covariances come from, as in `clip_cov`; cfg has cov_kl_coef, ratio_cap, and cov_fraction for
     the selection. pg_clipfrac is the share of selected tokens, pg_clipfrac_lower of those whose ratio was truncated.

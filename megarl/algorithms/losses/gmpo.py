@@ -26,7 +26,8 @@ def gmpo(
     """-A s, s = exp(mean over the sequence of sign(A) min(sign(A) d, sign(A) clip(d, -low, high))), d the log-ratio.
 
     Clipped in log space and per token; A is the mean advantage of the sequence's tokens. Every valid token carries its
-    sequence's loss, so aggregation seq-mean-token-mean is the mean over sequences of the paper, with ranges of 0.4. For A < 0 it has no upper bound on s; `dual_clip` is one.
+    sequence's loss, so aggregation seq-mean-token-mean is the mean over sequences of the paper, with ranges of 0.4. For A < 0 it has no upper
+    bound on s; `dual_clip` is one.
 
     Args:
         logp: float [N] or [B, T], differentiable.
@@ -42,7 +43,8 @@ def gmpo(
     Source: Geometric-Mean Policy Optimization (arXiv 2507.20673).
 
     >>> from types import SimpleNamespace
-    >>> cfg, logp = SimpleNamespace(clip_low=0.4, clip_high=0.4, dual_clip=None), torch.tensor([[0.2, 0.8]])  # 0.8 is clipped to 0.4
+    >>> cfg = SimpleNamespace(clip_low=0.4, clip_high=0.4, dual_clip=None)
+    >>> logp = torch.tensor([[0.2, 0.8]])  # 0.8 is clipped to 0.4
     >>> gmpo(logp, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), cfg)[0]  # -exp(0.3)
     tensor([[-1.3499, -1.3499]])
     """

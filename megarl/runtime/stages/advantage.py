@@ -38,6 +38,7 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
     if valid.numel():
         c.metrics.max("critic/advantages/max", float(valid.max()))
         c.metrics.min("critic/advantages/min", float(valid.min()))
+        c.metrics.mean("critic/advantages/mean", float(valid.double().sum()), valid.numel())
     return samples
 
 

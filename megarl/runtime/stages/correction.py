@@ -64,6 +64,7 @@ def _measure(c: StepContext, samples: Batch, knobs: ResolvedCorrection) -> Corre
         is_level=knobs.is_level,
         is_threshold=knobs.is_threshold,
         is_batch_normalize=knobs.is_batch_normalize,
+        is_normalize_over=knobs.is_normalize_over,
         rules=rules_of(knobs),
         veto=knobs.veto_threshold,
         all_sum=c.all_sum,

@@ -84,7 +84,7 @@ def mini_batches(c: StepContext, samples: Batch, size: int | None) -> Iterator[B
 def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     """One optimizer step on this rank's part of a mini-batch; the maths is in `megarl.algorithms.objective`."""
     from megarl.algorithms.correction import finish
-    from megarl.algorithms.objective import DIVISOR, Objective
+    from megarl.algorithms.objective import Objective
     from megarl.runtime.stages.correction import ages
 
     objective = Objective.of(c.config.algorithm, c.config.rollout_correction.resolved())
@@ -103,8 +103,7 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens)
 
-    divisor = DIVISOR if objective.divides_late(inputs) else None
-    metrics = actor.train_step(mini, loss, divisor)
+    metrics = actor.train_step(mini, loss, objective.divisor if objective.divides_late(inputs) else None)
     objective.settle(metrics, inputs)
     if objective.measures(inputs):
         metrics.merge(c.layout.dp_group.reduce_metrics(ages(c, mini)))
