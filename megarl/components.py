@@ -10,6 +10,7 @@ from megarl.algorithms.group_filter import FILTERS
 from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.registry import Registry, Settings
+from megarl.algorithms.resampling import RESAMPLING
 from megarl.envs import preflight as of_envs
 from megarl.errors import UserError
 from megarl.rewards import REWARDS
@@ -21,6 +22,7 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
     "algorithm.kl": KL,
     "algorithm.distillation": KL,
     "algorithm.filter": FILTERS,
+    "algorithm.resampling": RESAMPLING,
     "reward": REWARDS,
 }
 

@@ -16,8 +16,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_filter, add_greedy, add_kl, add_logprobs, add_overlong, filter_asks_models
-from megarl.runtime.stages import advantage, reward, rollout, sampling, update
+from megarl.recipes.grpo import (
+    add_advantage,
+    add_filter,
+    add_greedy,
+    add_kl,
+    add_logprobs,
+    add_overlong,
+    filter_asks_models,
+)
+from megarl.runtime.stages import reward, rollout, sampling, update
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -44,6 +52,6 @@ def build_graph(config: RunConfig) -> TaskGraph:
     if asks_models:
         add_filter(p, config)
     add_kl(p, config)
-    p.add(advantage.advantage)
+    add_advantage(p, config)
     p.add(update.actor_train)
     return p.build()

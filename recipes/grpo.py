@@ -6,7 +6,8 @@
 
 Rewards are computed by other processes while the log-prob nodes run. `old_logp` exists only when it is needed: with
 one optimizer step per batch the policy that samples are scored with is the one that is being trained. In bypass
-`rollout_as_old` stands in its place and computes nothing.
+`rollout_as_old` stands in its place and computes nothing. With `algorithm.resampling` a node `resample` comes after
+advantage.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import contract_of
-from megarl.runtime.stages import advantage, correction, logprob, reward, rollout, shaping, update
+from megarl.runtime.stages import advantage, correction, logprob, resampling, reward, rollout, shaping, update
 from megarl.runtime.stages.needs import filter_fields, needed_fields
 
 if TYPE_CHECKING:
@@ -30,9 +31,16 @@ def build_graph(config: RunConfig) -> TaskGraph:
     add_scoring(p, config)
     add_greedy(p, config)
     add_filter(p, config)
-    p.add(advantage.advantage)
+    add_advantage(p, config)
     p.add(update.actor_train)
     return p.build()
+
+
+def add_advantage(p: Pipeline, config: RunConfig) -> None:
+    """Advantages of all samples, and how often each is trained on when the recipe resamples them."""
+    p.add(advantage.advantage)
+    if config.algorithm.resampling.active:
+        p.add(resampling.resample)
 
 
 def add_scoring(p: Pipeline, config: RunConfig) -> None:

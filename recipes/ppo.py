@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_scoring
-from megarl.runtime.stages import advantage, critic, rollout, update
+from megarl.recipes.grpo import add_advantage, add_scoring
+from megarl.runtime.stages import critic, rollout, update
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -24,7 +24,7 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add(rollout.rollout)
     add_scoring(p, config)
     p.add(critic.value)
-    p.add(advantage.advantage)
+    add_advantage(p, config)
     p.add(update.actor_train)
     p.add(critic.critic_train)
     return p.build()

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_filter, add_kl, add_logprobs
-from megarl.runtime.stages import advantage, robots, rollout, sampling, update
+from megarl.recipes.grpo import add_advantage, add_filter, add_kl, add_logprobs
+from megarl.runtime.stages import robots, rollout, sampling, update
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -35,6 +35,6 @@ def build_graph(config: RunConfig) -> TaskGraph:
     add_logprobs(p, config)
     add_filter(p, config)
     add_kl(p, config)
-    p.add(advantage.advantage)
+    add_advantage(p, config)
     p.add(update.actor_train)
     return p.build()

@@ -19,19 +19,27 @@ from megarl.algorithms.rows import Rows
 from megarl.errors import ConfigError
 
 
-def local_counts(mask: Tensor, offsets: Tensor | None = None) -> Tensor:
+def local_counts(mask: Tensor, offsets: Tensor | None = None, *, copies: Tensor | None = None) -> Tensor:
     """float64 [2] on the CPU: valid tokens, and sequences with a valid token. Add these over ranks.
 
     Args:
         mask: bool [N] or [B, T].
         offsets: int64 [B + 1] for the packed form.
+        copies: int64 [B], how often each sequence counts; None: once.
     """
     per_row = Rows.of(mask, offsets).counts(mask)
-    return torch.stack([per_row.sum(), (per_row > 0).sum()]).double().cpu()
+    tokens, live = (per_row, per_row > 0) if copies is None else (per_row * copies, copies * (per_row > 0))
+    return torch.stack([tokens.sum(), live.sum()]).double().cpu()
 
 
 def aggregation_weights(
-    mode: str, mask: Tensor, counts: Tensor, *, offsets: Tensor | None = None, sum_norm: float | None = None
+    mode: str,
+    mask: Tensor,
+    counts: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    sum_norm: float | None = None,
+    copies: Tensor | None = None,
 ) -> Tensor:
     """Weight of every token's loss, float32 in the shape of `mask`, zero where it hides.
 
@@ -51,6 +59,7 @@ def aggregation_weights(
         counts: `local_counts` added over all ranks of the mini-batch.
         offsets: int64 [B + 1] for the packed form.
         sum_norm: divisor of seq-mean-token-sum-norm, for instance the longest response allowed.
+        copies: int64 [B], how often each sequence counts: weights are multiplied by it. None: once.
 
     Raises:
         ConfigError: unknown mode, or seq-mean-token-sum-norm without `sum_norm`.
@@ -78,6 +87,8 @@ def aggregation_weights(
     tokens, sequences = (max(float(c), 1.0) for c in counts)
     lengths = rows.counts(mask).double().clamp(min=1)
     per_row = _PER_ROW[mode](lengths, tokens, sequences, sum_norm or 1.0)
+    if copies is not None:
+        per_row = per_row * copies
     return rows.spread(per_row.float(), mask)
 
 

@@ -49,6 +49,7 @@ class TokenInputs:
         drawn_logp: the same for samples that waited since an earlier step, NaN for the others.
         rollout_logp, ref_logp, teacher_logp: of the engine that drew the tokens, the reference, the teacher.
         is_weights: importance weights of rollout correction.
+        copies: int64 [B], how often each sample counts; None: once.
         own: what the policy loss reads in addition, and what its preparation made, by name.
     """
 
@@ -63,6 +64,7 @@ class TokenInputs:
     ref_logp: Tensor | None = None
     teacher_logp: Tensor | None = None
     is_weights: Tensor | None = None
+    copies: Tensor | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -133,10 +135,13 @@ class Objective:
         """
         from megarl.algorithms.aggregation import local_counts
 
-        counts = all_sum(local_counts(inputs.loss_mask, inputs.offsets))
+        mask, offsets = inputs.loss_mask, inputs.offsets
+        plain = local_counts(mask, offsets)
+        counted = plain if inputs.copies is None else local_counts(mask, offsets, copies=inputs.copies)
+        tokens, _, *counts = all_sum(torch.cat([plain, counted])).split(1)
         if self.counts_late(inputs):
             return 1.0, None
-        return float(counts[0]), self._weights(inputs.loss_mask, counts, inputs.offsets)
+        return float(tokens), self._weights(mask, torch.cat(counts), inputs)
 
     def prepare(self, inputs: TokenInputs, keys: Tensor, all_sum: AllSum) -> dict[str, Tensor]:
         """What the policy loss makes of the whole mini-batch before it is cut; `keys` int64 [N] are drawn per token."""
@@ -159,7 +164,7 @@ class Objective:
             assert inputs.rollout_logp is not None, "measured against it"
             mask, is_weights, old_logp = correction.mask, correction.weights, inputs.rollout_logp
         late = self.counts_late(inputs)
-        weights = self._weights(mask, torch.ones(2, dtype=torch.float64), inputs.offsets) if late else inputs.weights
+        weights = self._weights(mask, torch.ones(2, dtype=torch.float64), inputs) if late else inputs.weights
         assert weights is not None, "made by `weigh`"
         algorithm = self.algorithm
         loss, metrics = actor_loss(
@@ -182,7 +187,7 @@ class Objective:
         if correction is not None:
             metrics.merge(correction.moments)
         if late:
-            self._count(metrics, mask, inputs.offsets)
+            self._count(metrics, mask, inputs)
         if correction is not None and self.normalises_late(inputs):
             for name, value in zip((WEIGHT_SUM, WEIGHT_COUNT), correction.normaliser.tolist(), strict=True):
                 metrics.sum(name, value)
@@ -231,17 +236,17 @@ class Objective:
             veto=knobs.veto_threshold if knobs.bypass else 0.0,
         )
 
-    def _weights(self, mask: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
+    def _weights(self, mask: Tensor, counts: Tensor, inputs: TokenInputs) -> Tensor:
         from megarl.algorithms.aggregation import aggregation_weights
 
         mode, sum_norm = self.settings.aggregation, self.settings.sum_norm
-        return aggregation_weights(mode, mask, counts, offsets=offsets, sum_norm=sum_norm)
+        return aggregation_weights(mode, mask, counts, offsets=inputs.offsets, sum_norm=sum_norm, copies=inputs.copies)
 
-    def _count(self, metrics: Metrics, mask: Tensor, offsets: Tensor) -> None:
+    def _count(self, metrics: Metrics, mask: Tensor, inputs: TokenInputs) -> None:
         """What late weights lack: tokens for token-mean, else sequences."""
         from megarl.algorithms.aggregation import local_counts
 
-        tokens, sequences = local_counts(mask, offsets).tolist()
+        tokens, sequences = local_counts(mask, inputs.offsets, copies=inputs.copies).tolist()
         metrics.sum(DIVISOR, tokens if self.settings.aggregation == "token-mean" else sequences)
 
 

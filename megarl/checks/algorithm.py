@@ -7,6 +7,7 @@ from megarl.algorithms.advantages.base import GroupSettings
 from megarl.algorithms.group_filter import FILTERS, OFFERED
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.needs import estimator_fields
+from megarl.algorithms.resampling import RESAMPLING
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
 from megarl.config.run import RunConfig
@@ -19,6 +20,7 @@ def check_algorithm(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     _check_estimator(config, checks)
     _check_teacher(config, roles, checks)
     _check_filter(config, checks)
+    _check_resampling(config, checks)
     _check_loss(config, checks)
 
 
@@ -48,6 +50,15 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
         )
     if "reward_parts" in fields:
         _check_parts(config, checks)
+    if getattr(settings, "is_weighted", False) and config.rollout_correction.resolved().is_level == "none":
+        checks.fail(
+            "estimator",
+            "algorithm.advantage.is_weighted",
+            f"{name} is to be weighed by the importance weights of rollout correction, and there are none",
+            found=True,
+            allowed="false, or true with rollout_correction.is_level: token or sequence",
+            fix="set rollout_correction.preset=decoupled_token_is",
+        )
 
 
 def _check_parts(config: RunConfig, checks: Checklist) -> None:
@@ -96,6 +107,14 @@ def _check_filter(config: RunConfig, checks: Checklist) -> None:
         offered = [name for name in OFFERED if name in named]
         given = [*offered, *chosen.spec.reads, *chosen.spec.settings.model_fields]
         check_signature("filter", chosen.function, FILTERS.key, ("score", "uid"), given, checks)
+
+
+def _check_resampling(config: RunConfig, checks: Checklist) -> None:
+    section = config.algorithm.resampling
+    chosen = check_component("resampling", section, RESAMPLING, checks)
+    if chosen is not None:
+        settings = list(chosen.spec.settings.model_fields)
+        check_signature("resampling", chosen.function, RESAMPLING.key, ("scores",), settings, checks)
 
 
 def _check_loss(config: RunConfig, checks: Checklist) -> None:

@@ -113,8 +113,8 @@ def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checkli
         checks.fail(
             _NAME,
             f"{_KEY}.is_batch_normalize",
-            "with mode bypass the mean weight is known only after the update's last micro-batch, when the gradient holds "
-            f"terms that have no weight: {', '.join(terms)}",
+            "with mode bypass the mean weight is known only after the last micro-batch, when the gradient holds terms "
+            f"that have no weight: {', '.join(terms)}",
             found=True,
             allowed=False,
             fix=f"set {_KEY}.is_batch_normalize=false, remove these terms, or set {_KEY}.mode=decoupled with loss: ppo",

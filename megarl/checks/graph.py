@@ -15,6 +15,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Role
 from megarl.errors import UserError
 from megarl.recipes.build import PIPELINES, build_task_graph
+from megarl.runtime.stages.resampling import COPIES
 
 
 def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
@@ -39,6 +40,7 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
         _check_critic(config, built, checks)
         _check_sampling(config, built, checks)
         _check_filter(config, built, checks)
+        _check_resampling(config, built, checks)
 
 
 def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> None:
@@ -99,6 +101,19 @@ def _check_sampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> N
             found=True,
             allowed="false, or true with algorithm.pipeline=dapo",
             fix="set algorithm.pipeline=dapo",
+        )
+
+
+def _check_resampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
+    """A setting that a user's pipeline has to have a node for."""
+    if config.algorithm.resampling.active and not any(COPIES in node.writes for node in graph):
+        checks.fail(
+            "resampling",
+            "algorithm.resampling.name",
+            "no node of this pipeline draws the samples again, so the setting would do nothing",
+            found=config.algorithm.resampling.name,
+            allowed="none, or a pipeline with megarl.runtime.stages.resampling:resample after the advantage",
+            fix="add the nodes with megarl.recipes.grpo.add_advantage, or set algorithm.resampling.name=none",
         )
 
 

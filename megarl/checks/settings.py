@@ -9,10 +9,10 @@ from megarl.checks.algorithm import check_algorithm
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
 from megarl.checks.layout import divides_devices
-from megarl.config.algorithm import DistillationConfig, KLConfig
+from megarl.config.algorithm import DistillationConfig, KLConfig, PolicyLossConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
-from megarl.config.training import OptimConfig
+from megarl.config.training import CriticConfig, OptimConfig
 from megarl.dag.placement import Placement
 from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
@@ -40,6 +40,14 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
                 allowed=fit,
                 fix=f"set {key} to {nearest}",
             )
+        if getattr(config, key.partition(".")[0]).shuffle and (mini is None or mini == data.batch_size):
+            checks.warn(
+                "mini-batches",
+                key.replace("mini_batch_size", "shuffle"),
+                "all prompts of a step are in one mini-batch, so there is no order",
+                found=True,
+                fix=f"set {key} below data.batch_size={data.batch_size}, or remove shuffle",
+            )
     if placement is None:
         return
     for team in placement.teams:
@@ -52,31 +60,33 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
 def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """Estimator, loss and KL by name, and what each needs of the others."""
     check_algorithm(config, roles, checks)
-    _check_aggregation(config, checks)
+    _check_aggregation("algorithm.loss", config.algorithm.loss, config, checks)
+    if roles is not None and Role.CRITIC in roles:
+        _check_aggregation("critic", config.critic, config, checks)
     _check_dapo(config, checks)
     _check_kl_estimators(config, checks)
     _check_kl_controller(config, checks)
     _check_kl_use(config, roles, checks)
 
 
-def _check_aggregation(config: RunConfig, checks: Checklist) -> None:
-    loss, longest = config.algorithm.loss, config.response_tokens(config.rollout.sampling)
+def _check_aggregation(key: str, loss: PolicyLossConfig | CriticConfig, config: RunConfig, checks: Checklist) -> None:
+    longest = config.response_tokens(config.rollout.sampling)
     if loss.aggregation == "seq-mean-token-sum-norm" and loss.sum_norm is None:
         checks.fail(
             "aggregation",
-            "algorithm.loss.sum_norm",
+            f"{key}.sum_norm",
             "seq-mean-token-sum-norm divides by a constant that is not given",
             found="null",
             allowed="number > 0",
-            fix=f"set algorithm.loss.sum_norm={longest} (the response length limit)",
+            fix=f"set {key}.sum_norm={longest} (the response length limit)",
         )
     elif loss.sum_norm is not None and loss.aggregation != "seq-mean-token-sum-norm":
         checks.warn(
             "aggregation",
-            "algorithm.loss.sum_norm",
+            f"{key}.sum_norm",
             f"{loss.aggregation} does not use this divisor",
             found=loss.sum_norm,
-            fix="set it to null, or algorithm.loss.aggregation=seq-mean-token-sum-norm",
+            fix=f"set it to null, or {key}.aggregation=seq-mean-token-sum-norm",
         )
 
 

@@ -103,6 +103,17 @@ class FilterConfig(ComponentSection):
         return not default or any(value is not None and value is not False for value in self.own.values())
 
 
+class ResamplingConfig(ComponentSection):
+    """PF-PPO: the samples of a step are drawn again from themselves, by their scores, before they are trained on."""
+
+    name: str = Field("none", description="registered weight of a sample, none, file.py:fn or pkg.mod:fn")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is drawn again."""
+        return self.name != ResamplingConfig.model_fields["name"].default
+
+
 class DistillationConfig(ComponentSection):
     """A loss term that draws the policy to the teacher (`teacher.path`), on the policy's own samples."""
 
@@ -131,4 +142,5 @@ class AlgorithmConfig(Section):
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="DAPO group filter"
     )
+    resampling: ResamplingConfig = Field(default_factory=ResamplingConfig, description="samples drawn again (PF-PPO)")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="DAPO length penalty")

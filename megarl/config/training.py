@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megarl.config.algorithm import Aggregation
 from megarl.config.base import Section
 from megarl.config.model import ParallelConfig
 
@@ -63,6 +64,7 @@ class ActorConfig(Section):
         None, description="prompts per optimizer step over all ranks; null: data.batch_size (one step, on-policy)"
     )
     ppo_epochs: PositiveInt = Field(1, description="passes over the step's samples")
+    shuffle: bool = Field(False, description="deal the prompts to mini-batches at random, differently in every pass")
 
 
 class CriticConfig(Section):
@@ -82,6 +84,11 @@ class CriticConfig(Section):
         None, description="prompts per optimizer step over all ranks; null: data.batch_size (one step)"
     )
     ppo_epochs: PositiveInt = Field(1, description="passes over the step's samples")
+    shuffle: bool = Field(False, description="as actor.shuffle")
+    aggregation: Aggregation = Field(
+        "token-mean", description="how value losses of tokens become one number, as algorithm.loss.aggregation"
+    )
+    sum_norm: PositiveFloat | None = Field(None, description="divisor of seq-mean-token-sum-norm")
     value_clip: PositiveFloat | None = Field(
         0.5, description="how far a value may move from the old one before its loss stops to fall; null: no bound"
     )

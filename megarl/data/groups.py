@@ -11,10 +11,22 @@ first samples:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.data.batch import Batch
 
 #: Column: number of a sample's group among those of the step. Where it is missing, group k of replica r of d is number
 #: k * d + r, as the loader deals prompts.
 ORDINAL = "ordinal"
+
+
+def group_numbers(samples: Batch, groups: Sequence[Sequence[int]], replica: int, replicas: int) -> list[int]:
+    """Number of each of a replica's `groups` (places, from `group_places`) among those of the step; see `ORDINAL`."""
+    if ORDINAL in samples:
+        numbers = samples[ORDINAL]
+        return [int(numbers[places[0]]) for places in groups]
+    return [k * replicas + replica for k in range(len(groups))]
 
 
 def group_places(uid: Sequence[Hashable]) -> list[list[int]]:

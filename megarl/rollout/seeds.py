@@ -27,6 +27,16 @@ def token_seed(run_seed: int, update: int, sample_id: str) -> int:
     return _seed("tokens", run_seed, update, sample_id)
 
 
+def order_seed(run_seed: int, role: str, step: int, epoch: int) -> int:
+    """Seed in [0, 2**63) of the order in which a role trains on the prompts of a step."""
+    return _seed("order", run_seed, role, step, epoch)
+
+
+def resampling_seed(run_seed: int, step: int) -> int:
+    """Seed in [0, 2**63) of the draws that make the batch of a step out of its samples."""
+    return _seed("resampling", run_seed, step)
+
+
 def _seed(*parts: str | int) -> int:
     # Joined by a byte that neither numbers nor our uids hold, so different parts give different texts.
     text = "\x1f".join(map(str, parts))

@@ -55,6 +55,14 @@ class Seeds:
         """Seed of what a loss draws for the tokens of a sample in optimizer step `update`."""
         return seeds.token_seed(self.run, update, sample_id)
 
+    def order(self, role: str, step: int, epoch: int) -> int:
+        """Seed of the order in which a role trains on the prompts of a step."""
+        return seeds.order_seed(self.run, role, step, epoch)
+
+    def resampling(self, step: int) -> int:
+        """Seed of the draws that make the batch of a step out of its samples."""
+        return seeds.resampling_seed(self.run, step)
+
 
 @dataclass
 class StepContext:

@@ -73,9 +73,7 @@ class ActorRole(ModelRole):
         self._c.count_pass(samples)
         return self._log_probs(samples, temperature)
 
-    def train_step(
-        self, mini: Batch, loss: LossFn, divisor: Callable[[Metrics], float] | None = None
-    ) -> Metrics:
+    def train_step(self, mini: Batch, loss: LossFn, divisor: Callable[[Metrics], float] | None = None) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
         with self._c.residency.phase("update", self.name):
             return self.engine.train_step(mini, loss, self._c.temperature, divisor=divisor)

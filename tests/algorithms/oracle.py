@@ -182,15 +182,18 @@ def gdpo(parts, weights, mask, uid):
     return whiten(total, mask)
 
 
-def optimal_token_baseline(rewards, logp, squares, mask, uid, *, skip_holes):
-    """Places are columns, or counts of valid tokens before when holes are skipped."""
+def optimal_token_baseline(rewards, logp, squares, mask, uid, *, skip_holes, rho=None):
+    """Places are columns, or counts of valid tokens before when holes are skipped; `rho` are importance weights."""
     g, w, place = {}, {}, {}
     for i, ms in enumerate(mask):
         valid = [t for t, m in enumerate(ms) if m]
         for k, t in enumerate(valid):
             place[i, t] = k if skip_holes else t
             g[i, t] = sum(rewards[i][s] for s in valid[k:])
-            w[i, t] = sum(1 - 2 * math.exp(logp[i][s]) + squares[i][s] for s in valid[: k + 1])
+            w[i, t] = sum(
+                (1 - 2 * math.exp(logp[i][s]) + squares[i][s]) * (1 if rho is None else rho[i][s] ** 2)
+                for s in valid[: k + 1]
+            )
     out = [[0.0] * len(ms) for ms in mask]
     for i, t in g:
         same = [key for key in g if uid[key[0]] == uid[i] and place[key] == place[i, t]]

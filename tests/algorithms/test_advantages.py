@@ -182,6 +182,51 @@ def test_optimal_token_baseline_by_hand():
     close(out.advantages, [[1 - 0.25 / 0.26], [-0.25 / 0.26]])
 
 
+@given(case=cases, packed=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_optimal_token_baselines_with_importance_weights(case, packed):
+    """w times the square of the weight; what has weight 0 has no part in the baseline."""
+    rho = (case.logp - case.old_logp).exp().clamp(max=1.2)
+    given_fields = fields(case, packed, poison=True)
+    given_fields["is_weights"] = poisoned(rho, case.mask) if not packed else case.pack(poisoned(rho, case.mask))
+    r, m, logp = (case.lists(n) for n in ("rewards", "mask", "old_logp"))
+    for name, skip in (("optimal_token_baseline", False), ("tir_optimal_token_baseline", True)):
+        found = estimate(name, given_fields, OPTIONS | {"is_weighted": True}).advantages
+        theirs = oracle.optimal_token_baseline(
+            r, logp, squares(case).tolist(), m, case.uid, skip_holes=skip, rho=rho.tolist()
+        )
+        theirs = torch.tensor(theirs, dtype=torch.float64)
+        close(found, case.pack(theirs) if packed else theirs, 1e-7)
+        plain = estimate(name, given_fields, OPTIONS).advantages  # the weights are there, and not asked for
+        close(plain, run(name, case, packed=packed).advantages, 1e-12)
+
+
+def test_optimal_token_baseline_by_hand_with_importance_weights():
+    """w = 0.25 and 0.01, weights 0.2 and 2: 0.25 * 0.04 = 0.01 and 0.01 * 4 = 0.04."""
+    rewards, p, rho = (torch.tensor(x, dtype=torch.float64)[:, None] for x in ([1.0, 0.0], [0.5, 0.9], [0.2, 2.0]))
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    out = optimal_token_baseline(
+        rewards, p.log(), p.square(), mask, ["a", "a"], is_weights=rho, is_weighted=True
+    ).advantages
+    close(out, [[1 - 0.01 / 0.05], [-0.01 / 0.05]])
+    with pytest.raises(ConfigError, match="rollout_correction"):
+        optimal_token_baseline(rewards, p.log(), p.square(), mask, ["a", "a"], is_weighted=True)
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+def test_a_lone_sample_may_be_worth_its_score(norm_by_std):
+    """As with a mean of 0 and a deviation of 1; the same for one whose group masking left it alone in."""
+    rewards = torch.tensor([[0.0, 3.0], [0.0, 1.0], [0.5, 0.5], [9.0, 9.0]], dtype=torch.float64)
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    mask[3] = False
+    options = {"allow_singleton": True, "norm_by_std": norm_by_std}
+    uid = ["lonely", "a", "b", "b"]
+    out = grpo(rewards, mask, uid, lone_score=True, **options).advantages
+    eps = 1e-6 if norm_by_std else 0.0
+    close(out, [[3 / (1 + eps)] * 2, [1 / (1 + eps)] * 2, [1 / (1 + eps)] * 2, [0.0, 0.0]], 1e-12)
+    assert (grpo(rewards, mask, uid, **options).advantages == 0).all()
+
+
 def test_the_tail_that_one_sample_alone_reaches_has_no_advantage():
     rewards, mask = torch.tensor([[0.1, 0.2, 0.7], [0.3, 0.0, 0.0]]), torch.tensor([[True] * 3, [True, False, False]])
     for fn in (optimal_token_baseline, tir_optimal_token_baseline):

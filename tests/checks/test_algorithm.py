@@ -54,6 +54,18 @@ def estimator(name: str) -> list[str]:
             ["> 51.2"],
         ),
         (["algorithm.advantage.name=opo", "rollout.sampling.n=1"], "rollout.sampling.n", ["opo compares"]),
+        (["algorithm.advantage.lone_score=true"], "algorithm.advantage.lone_score", ["allow_singleton=true"]),
+        (
+            ["algorithm.advantage={name: optimal_token_baseline, is_weighted: true}"],
+            "algorithm.advantage.is_weighted",
+            ["decoupled_token_is"],
+        ),
+        (["algorithm.resampling.name=maxmin"], "algorithm.resampling.name", ["did you mean max_min?"]),
+        (
+            ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "critic.aggregation=seq-mean-token-sum-norm"],
+            "critic.sum_norm",
+            ["critic.sum_norm=8"],
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(failures, overrides, key, words):
@@ -77,6 +89,7 @@ def test_the_ppo_pipeline_has_no_filter(failures):
         (["algorithm.loss.name=gpg", "rollout_correction.preset=ppo_is_bypass"], "algorithm.loss.name"),
         (["algorithm.loss.name=gpg", *DAPO], "algorithm.dynamic_sampling.surplus"),
         (["teacher.path=."], "teacher.path"),
+        (["actor.shuffle=true"], "actor.shuffle"),
     ],
 )
 def test_what_is_doubtful_is_said(warned, overrides, key):

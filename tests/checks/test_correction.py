@@ -96,6 +96,11 @@ def test_a_dumped_recipe_is_the_same_recipe(config_of, write):
         (["rs_level=token", "rs_threshold=2", "rs_threshold_lower=3"], "rs_threshold", ["everything would be"]),
         (["rs=[{level: token, stat: k2}]"], "rs", ["rejects nothing"]),
         (["rs=[{level: token, upper: 2}, {level: token, upper: 3}]"], "rs", ["two rules bound token k1"]),
+        (
+            ["preset=pg_is", "is_batch_normalize=true", "../algorithm.kl.use=loss"],
+            "is_batch_normalize",
+            ["no weight: algorithm.kl.use=loss"],
+        ),
         (["veto_threshold=1.5"], "veto_threshold", ["all would be rejected"]),
         (["preset=pg_rs", "rs_affects_baseline=true"], "rs_affects_baseline", ["after the baseline was made"]),
     ],
@@ -105,6 +110,10 @@ def test_contradictions_are_said_before_the_start(failures, overrides, key, word
     assert [check.key for check in found] == [f"{CORRECTION}.{key}"]
     for word in words:
         assert word in str(found[0].problem())
+
+
+def test_weights_may_be_divided_by_their_mean_in_bypass(failures):
+    assert not failures(f"{CORRECTION}.preset=pg_is", f"{CORRECTION}.is_batch_normalize=true")
 
 
 def test_pg_and_the_policy_loss_must_agree(failures):

@@ -75,6 +75,14 @@ RECIPES = {
         "algorithm.filter={name: 'FOLDER/my_filters.py:long_enough', shortest: 2}",
     ],
     "distillation": DISTILLATION,
+    "resampled and shuffled": [
+        *("algorithm.resampling={name: pow, power: 1.0}", "actor.mini_batch_size=2", "actor.shuffle=true"),
+        *("actor.ppo_epochs=2", "actor.optim.warmup_ratio=0.5"),
+    ],
+    "optimal token baseline, corrected": [
+        "algorithm.advantage={name: optimal_token_baseline, is_weighted: true}",
+        "rollout_correction={preset: decoupled_token_is, is_batch_normalize: true, is_normalize_over: all}",
+    ],
     "filters": ["rollout.sampling.max_new_tokens=12", "algorithm.filter.low=0.01", "algorithm.filter.truncated=true"],
     "filters in dapo": ["algorithm.filter.high=0.9", "algorithm.pipeline=dapo", "algorithm.loss.clip_high=0.28"],
     **{
@@ -89,7 +97,10 @@ RECIPES = {
             "algorithm.kl={use: reward, coef: 0.05}",
         ),
         *("algorithm.overlong.buffer_tokens=2", "rollout_correction.preset=decoupled_token_is"),
-        "critic.mini_batch_size=2",
+        *(
+            "critic={mini_batch_size: 2, shuffle: true, aggregation: seq-mean-token-mean}",
+            "algorithm.resampling.name=max_min",
+        ),
     ],
     "dapo, distillation": [*DAPO, "algorithm.advantage.name=gdpo", *NEEDS["gdpo"], *DISTILLATION],
 }

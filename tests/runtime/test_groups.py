@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.batch import Batch, Jagged
+from megarl.data.groups import ORDINAL
 from megarl.data.versions import VERSION_FIELDS, token_versions
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
 from megarl.runtime.checkpoints import read_surplus, surplus_file
+from megarl.runtime.context import Seeds
 from megarl.runtime.stages import reward, rollout
 from megarl.runtime.stages.rollout import SAMPLE_FIELDS
 from megarl.runtime.stages.update import mini_batches
@@ -44,9 +46,11 @@ def batch_of(names: list[str]) -> Batch:
     return batch
 
 
-def worker(prompts: int, replicas: int) -> SimpleNamespace:
-    data = SimpleNamespace(batch_size=prompts)
-    return SimpleNamespace(config=SimpleNamespace(data=data), layout=SimpleNamespace(dp_size=replicas))
+def worker(prompts: int, replicas: int, size: int, rank: int = 0, shuffle: bool = False) -> SimpleNamespace:
+    actor = SimpleNamespace(mini_batch_size=size, shuffle=shuffle)
+    config = SimpleNamespace(data=SimpleNamespace(batch_size=prompts), actor=actor)
+    layout = SimpleNamespace(dp_size=replicas, dp_rank=rank)
+    return SimpleNamespace(config=config, layout=layout, seeds=Seeds(3), step=7)
 
 
 @settings(max_examples=100, deadline=None)
@@ -56,7 +60,7 @@ def test_a_mini_batch_is_the_next_prompts_with_all_their_samples(groups, replica
     sizes = sizes[: len(sizes) // replicas * replicas] or [1] * replicas
     size = replicas * data.draw(st.integers(1, len(sizes) // replicas))
     shares = [replica(sizes, shuffle, rank, replicas) for rank in range(replicas)]
-    found = [list(mini_batches(worker(len(sizes), replicas), batch_of(names), size)) for names in shares]
+    found = [list(mini_batches(worker(len(sizes), replicas, size), batch_of(names), "actor", 0)) for names in shares]
     count = len(sizes) // size
     assert {len(minis) for minis in found} == {count}
     for number in range(count):
@@ -65,6 +69,46 @@ def test_a_mini_batch_is_the_next_prompts_with_all_their_samples(groups, replica
         assert together == sorted(f"{k}#{i}" for k in prompts for i in range(sizes[k]))
     for names, minis in zip(shares, found, strict=True):
         assert all([names[i] for i in mini["number"]] == mini["sample_id"] for mini in minis), "fields go with columns"
+
+
+def shuffled(sizes: list[int], shuffle, size: int, replicas: int, epoch: int, ordinals: bool) -> list[list[str]]:
+    """Names of the samples of each mini-batch, over all replicas, which hold prompts as they are dealt or by tokens."""
+    minis: list[list[str]] = [[] for _ in range(len(sizes) // size)]
+    for rank in range(replicas):
+        names = replica(sizes, shuffle, rank, replicas)
+        if ordinals:
+            at = range(len(sizes) // 2) if rank == 0 else range(len(sizes) // 2, len(sizes))
+            names = [name for k in at for name in replica(sizes, shuffle, k, len(sizes))]
+        batch = batch_of(names)
+        if ordinals:
+            batch.set(ORDINAL, [int(name.split("#")[0]) for name in names])
+        c = worker(len(sizes), replicas, size, rank, shuffle=True)
+        parts = list(mini_batches(c, batch, "actor", epoch))
+        assert len(parts) == len(minis)
+        for mini, part in zip(minis, parts, strict=True):
+            mini += part["sample_id"]
+    return [sorted(mini) for mini in minis]
+
+
+def test_shuffled_mini_batches_are_those_of_any_layout_and_differ_between_passes():
+    shuffle, sizes, size = random.Random(0), [2, 1, 3, 2, 1, 2, 4, 1, 2, 2, 1, 3], 5
+    one = shuffled(sizes, shuffle, size, 1, 0, False)
+    assert sorted(name for mini in one for name in mini) == sorted(replica(sizes, shuffle, 0, 1))
+    prompts = [{name.split("#")[0] for name in mini} for mini in one]
+    assert [len(mini) for mini in prompts] == [5, 7], "prompts that do not divide are in the last one"
+    assert not prompts[0] & prompts[1]
+    for replicas, ordinals in ((2, False), (3, False), (2, True)):
+        assert shuffled(sizes, shuffle, size, replicas, 0, ordinals) == one
+    assert shuffled(sizes, shuffle, size, 2, 1, False) != one
+    assert prompts[0] != {str(number) for number in range(size)}, "not the order of the data"
+
+
+def test_samples_that_were_resampled_away_are_in_no_mini_batch():
+    names = replica([2, 2, 2, 2], random.Random(0), 0, 1)
+    batch = batch_of(names)
+    batch.set("copies", torch.tensor([0, 2, 1, 0, 3, 0, 1, 1]))
+    minis = list(mini_batches(worker(4, 1, 2), batch, "actor", 0))
+    assert sorted(n for mini in minis for n in mini["number"].tolist()) == [1, 2, 4, 6, 7]
 
 
 @settings(max_examples=25, deadline=None)

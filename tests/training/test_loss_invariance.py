@@ -53,20 +53,21 @@ def make_batch(masked: str) -> Batch:
     return batch
 
 
-def controller(engine, loss: dict):
+def controller(engine, loss: dict, correction: dict | None = None, critic: dict | None = None, **algorithm):
     from megarl.config.run import RunConfig
 
     everywhere = {"sum_norm": 30.0, "entropy_coef": 0.05}
     visible = {"cov_low": 0.0, "cov_fraction": 0.1, "trust_region": 1e-4}  # at their defaults little is restrained
     own = POLICY_LOSSES.spec(loss.get("name", "ppo")).settings.model_fields
-    algorithm = {"loss": everywhere | {key: value for key, value in visible.items() if key in own} | loss}
-    algorithm["kl"] = {"use": "loss", "estimator": "low_var_kl+", "coef": 0.1}
+    losses = everywhere | {key: value for key, value in visible.items() if key in own} | loss
+    algorithm = {"loss": losses, "kl": {"use": "loss", "estimator": "low_var_kl+", "coef": 0.1}} | algorithm
 
     def all_sum(values):
         return engine.layout.dp_group.all_reduce(values.clone())
 
-    correction = {"preset": "pg_is"} if loss.get("name") == "pg_is" else {}
-    config = RunConfig(name="invariance", algorithm=algorithm, rollout_correction=correction)
+    if correction is None:
+        correction = {"preset": "pg_is"} if loss.get("name") == "pg_is" else {}
+    config = RunConfig(name="invariance", algorithm=algorithm, rollout_correction=correction, critic=critic or {})
     return SimpleNamespace(
         config=config,
         all_sum=all_sum,
@@ -78,12 +79,12 @@ def controller(engine, loss: dict):
     )
 
 
-def step(engine, batch: Batch, loss: dict, budget: int, step_on=None) -> tuple[torch.Tensor, dict, int]:
+def step(engine, batch: Batch, loss: dict, budget: int, step_on=None, **sections) -> tuple[torch.Tensor, dict, int]:
     """Signed sums of the gradient's entries, metrics, and micro-batches of this rank that hold samples."""
     from megarl.runtime.stages import update
 
     engine.config = engine.config.model_copy(update={"micro_batch_tokens": budget})
-    c, model = controller(engine, loss), ActorRole if step_on is None else CriticRole
+    c, model = controller(engine, loss, **sections), ActorRole if step_on is None else CriticRole
     seen = []
 
     def capture(batch, groups, losses):
@@ -133,23 +134,107 @@ def _all_steps() -> dict[str, dict]:
     return found
 
 
+#: Masks, and how value losses are aggregated.
+CRITICS = {
+    "all": {},
+    "holes": {},
+    "holes, by sequence": {"aggregation": "seq-mean-token-mean"},
+    "holes, by a constant": {"aggregation": "seq-mean-token-sum-norm", "sum_norm": 30.0},
+}
+
+
 def _critic_steps() -> dict[str, list[dict]]:
     """The same for the critic's real step, with returns and old values near what it predicts."""
     from megarl.runtime.stages import critic
 
     engine, found = _engine("critic"), {}
     rank, size = engine.layout.dp_rank, engine.layout.dp_size
-    for masked in MASKS:
-        batch = make_batch(masked)
+    for masked, critic_settings in CRITICS.items():
+        batch = make_batch(masked.partition(",")[0])
         values = engine.values(batch)
         for name, factor in (("values", 2.0), ("returns", -1.0)):
             batch.set(name, values.like(values.values + factor * batch["drift"].values))
         if size == 2:
             batch = batch.split([SHARE, SAMPLES - SHARE])[rank]
         for budget in FEW:
-            grads, metrics, count = step(engine, batch, {}, budget, critic.critic_step)
+            grads, metrics, count = step(engine, batch, {}, budget, critic.critic_step, critic=critic_settings)
             found.setdefault(masked, []).append({"grads": grads, "metrics": metrics, "micro_batches": count})
     return found
+
+
+#: No term that importance weights do not multiply.
+ALONE = {"loss": {"entropy_coef": 0.0}, "kl": {"use": "none"}}
+RULES = [{"level": "token", "stat": "k1", "lower": 0.6, "upper": 1.6}]
+PG = {"preset": "pg_is", "is_level": "token", "is_threshold": 1.3}
+#: Further updates by name: the loss, the sections of the recipe, and whether samples have copies.
+FURTHER = {
+    "bypass": ({**ALONE["loss"]}, {"kl": ALONE["kl"], "correction": PG}, False),
+    "bypass, divided by the mean weight": (
+        {**ALONE["loss"]}, {"kl": ALONE["kl"], "correction": PG | {"is_batch_normalize": True}}, False,
+    ),
+    "bypass, rejecting": ({**ALONE["loss"]}, {"kl": ALONE["kl"], "correction": PG | {"rs": RULES}}, False),
+    "bypass, rejecting, divided": (
+        {**ALONE["loss"], "aggregation": "seq-mean-token-mean"},
+        {"kl": ALONE["kl"], "correction": PG | {"rs": RULES, "is_batch_normalize": True}},
+        False,
+    ),
+    "bypass, rejecting, divided by that of all": (
+        {**ALONE["loss"]},
+        {"kl": ALONE["kl"], "correction": PG | {"rs": RULES, "is_batch_normalize": True, "is_normalize_over": "all"}},
+        False,
+    ),
+    "resampled": ({"aggregation": "seq-mean-token-mean"}, {}, True),
+    "resampled, bypass, rejecting": ({}, {"correction": PG | {"rs": RULES}}, True),
+}  # fmt: skip
+COPIES_OF = [0, 2, 1, 0, 3, 1, 1, 0]
+
+
+def _further_steps() -> dict[str, list[dict]]:
+    """The same for the updates of `FURTHER`, each in one and in four micro-batches."""
+    engine, found = _engine(), {}
+    rank, size = engine.layout.dp_rank, engine.layout.dp_size
+    whole = _samples(engine, "holes")
+    for name, (loss, sections, copied) in FURTHER.items():
+        batch = whole.copy()
+        if copied:
+            batch.set("copies", torch.tensor(COPIES_OF))
+        if size == 2:
+            batch = batch.split([SHARE, SAMPLES - SHARE])[rank]
+        for budget in FEW:
+            grads, metrics, count = step(engine, batch.copy(), loss, budget, **sections)
+            found.setdefault(name, []).append({"grads": grads, "metrics": metrics, "micro_batches": count})
+    if size == 1:  # written out: every sample as often as it is drawn
+        again = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(COPIES_OF))
+        loss, sections, _ = FURTHER["resampled"]
+        grads, _, _ = step(engine, whole.select(again), loss, BUDGETS[1], **sections)
+        found["written out"] = [{"grads": grads}]
+    return found
+
+
+@pytest.mark.procs
+def test_gradients_of_further_updates_do_not_depend_on_the_split():
+    (one,) = run_distributed(_further_steps, 1, 300)
+    two = run_distributed(_further_steps, 2, 300)
+    written = one.pop("written out")[0]["grads"]
+    for name, (want, *more) in one.items():
+        scale = want["grads"].abs().max()
+        assert scale > 1e-4, name
+        for split in [*more, *two[0][name], *two[1][name]]:
+            assert (split["grads"] - want["grads"]).abs().max() < 1e-5 * scale, name
+            for key, value in want["metrics"].items():
+                assert split["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, key)
+    resampled = one["resampled"][0]["grads"]
+    assert (resampled - written).abs().max() < 1e-5 * resampled.abs().max(), "two copies count as two samples"
+    for plain, divided in (
+        ("bypass", "bypass, divided by the mean weight"),
+        ("bypass, rejecting", "bypass, rejecting, divided by that of all"),
+    ):
+        mean = one[divided][0]["metrics"]["rollout_corr/is_batch_norm"]
+        assert abs(mean - 1) > 0.005
+        expected = one[plain][0]["grads"] / mean
+        assert (one[divided][0]["grads"] - expected).abs().max() < 1e-5 * expected.abs().max()
+        pg_loss = one[plain][0]["metrics"]["actor/pg_loss"] / mean
+        assert one[divided][0]["metrics"]["actor/pg_loss"] == pytest.approx(pg_loss, rel=1e-4)
 
 
 @pytest.mark.procs
@@ -165,6 +250,8 @@ def test_gradients_of_the_critic_do_not_depend_on_the_split():
             for name, value in want["metrics"].items():
                 assert split["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert [s["micro_batches"] for s in one["all"]] == [1, 4]
+    losses = {name: steps[0]["metrics"]["critic/vf_loss"] for name, steps in one.items()}
+    assert len({round(loss, 5) for loss in losses.values()}) == len(CRITICS), losses
 
 
 @pytest.mark.procs

@@ -159,6 +159,7 @@ def worker(engine, mode: str) -> SimpleNamespace:
         name="mixed",
         data=DataConfig(batch_size=len(SIZES)),
         algorithm={"loss": {"aggregation": mode, **LOSS}},
+        actor={"mini_batch_size": PROMPTS_PER_STEP},
         rollout_correction=RolloutCorrectionConfig(preset="decoupled_token_is", is_threshold=THRESHOLD),
     )
     layout = engine.layout
@@ -208,7 +209,7 @@ def all_errors(made: dict, layouts: list[dict]) -> dict[str, list[float]]:
                 batch = with_logps(everything(), made["given"])
                 mine = batch.select([i for i, uid in enumerate(batch["uid"]) if int(uid) % count == rank])
                 c = worker(engine, mode)
-                minis = mini_batches(c, advantage(c, rollout_correction(c, mine)), PROMPTS_PER_STEP)
+                minis = mini_batches(c, advantage(c, rollout_correction(c, mine)), "actor", 0)
                 seen: list[float] = []
                 for mini, want in zip(minis, made["gradients"][mode], strict=True):
                     engine._update = functools.partial(look, engine, want, seen)

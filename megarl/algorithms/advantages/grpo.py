@@ -5,14 +5,42 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, NormSettings, for_all_tokens, score_groups
-from megarl.algorithms.lazy import no_grad
+from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.stats import EPS
+from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ADVANTAGES.register("grpo", settings=NormSettings)
+class GrpoSettings(NormSettings):
+    """What a sample without others to compare with is worth."""
+
+    lone_score: bool = Field(
+        False,
+        description="the advantage of a sample that is alone in its group: its score, as with a mean of 0 and a "
+        "deviation of 1 (needs allow_singleton); false: 0",
+    )
+
+    def problems(self, path: str) -> list[ConfigError]:
+        """A value for samples that are refused."""
+        if not self.lone_score or self.allow_singleton:
+            return []
+        return [
+            ConfigError(
+                "groups of one sample are refused, so there is none that could be given its score",
+                where=f"{path}.lone_score",
+                found=True,
+                allowed=f"false, or true with {path}.allow_singleton=true",
+                fix=f"set {path}.allow_singleton=true",
+            )
+        ]
+
+
+@ADVANTAGES.register("grpo", settings=GrpoSettings)
 @no_grad
 def grpo(
     token_rewards: Tensor,
@@ -22,6 +50,7 @@ def grpo(
     offsets: Tensor | None = None,
     norm_by_std: bool = True,
     allow_singleton: bool = False,
+    lone_score: bool = False,
 ) -> Estimate:
     """A = (score - group mean) / (group std + 1e-6), the same for all tokens of a sample.
 
@@ -34,17 +63,22 @@ def grpo(
         offsets: int64 [B + 1] for the packed form.
         norm_by_std: False leaves the division out (Dr. GRPO).
         allow_singleton: accept groups of one sample, with A = 0.
+        lone_score: A = score / (1 + 1e-6) for these, and for a sample whose group masking left it alone in, as siiRL
+            and verl have it; without std A = score.
 
     Raises:
         UserError: a group of one sample, unless allowed.
 
     Source: DeepSeekMath (arXiv 2402.03300); without std: Understanding R1-Zero-Like Training (arXiv 2503.20783).
 
-    >>> import torch
     >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
     >>> grpo(rewards, torch.ones(2, 2, dtype=torch.bool), ["a", "a"], norm_by_std=False).advantages
     tensor([[-1., -1.],
             [ 1.,  1.]])
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
-    return for_all_tokens(groups.standardised if norm_by_std else groups.centred, rows, mask, token_rewards)
+    advantages = groups.standardised if norm_by_std else groups.centred
+    if lone_score:
+        alone = groups.live & (groups.count == 1)
+        advantages = torch.where(alone, groups.scores / (1 + EPS if norm_by_std else 1), advantages)
+    return for_all_tokens(advantages, rows, mask, token_rewards)

@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, score_groups
 from megarl.algorithms.lazy import no_grad, torch
-from megarl.algorithms.rows import Rows
+from megarl.algorithms.rows import Rows, at_least_float32
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import Groups
+from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ADVANTAGES.register("optimal_token_baseline", settings=GroupSettings)
+class BaselineSettings(GroupSettings):
+    """Whether the baseline is that of samples which importance weights correct."""
+
+    is_weighted: bool = Field(
+        False, description="multiply the squared gradient norms by the squared weights of rollout_correction"
+    )
+
+
+@ADVANTAGES.register("optimal_token_baseline", settings=BaselineSettings)
 @no_grad
 def optimal_token_baseline(
     token_rewards: Tensor,
@@ -25,7 +36,9 @@ def optimal_token_baseline(
     uid: Sequence[Hashable],
     *,
     offsets: Tensor | None = None,
+    is_weights: Tensor | None = None,
     allow_singleton: bool = False,
+    is_weighted: bool = False,
 ) -> Estimate:
     """A_t = G_t - B_t, B_t = sum W_t G_t / sum W_t over the samples of the group that have a valid token at place t.
 
@@ -34,6 +47,9 @@ def optimal_token_baseline(
     position that only one sample of the group reaches, B_t is its own G_t and A_t exactly 0: the tail of the longest
     response learns nothing.
 
+    The loss of a token is multiplied by its importance weight when rollouts are corrected, and so is its gradient:
+    `is_weighted` multiplies w by the square of that weight, which makes B_t the baseline of least variance for it.
+
     Args:
         token_rewards: float [N] or [B, T].
         old_logp: same shape, log pi(y) of the sampled tokens.
@@ -41,7 +57,9 @@ def optimal_token_baseline(
         mask: bool, same shape.
         uid: B group names.
         offsets: int64 [B + 1] for the packed form.
+        is_weights: same shape as the mask, factors of the policy loss; needed with `is_weighted`.
         allow_singleton: accept groups of one sample, with A = 0.
+        is_weighted: see above.
 
     Raises:
         UserError: a group of one sample, unless allowed.
@@ -51,11 +69,12 @@ def optimal_token_baseline(
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     start = rows.expand(rows.offsets[:-1])
     place = torch.arange(len(start), device=mask.device) - start
-    returns, weight, _ = _returns_and_weights(rows, mask, token_rewards, old_logp, sum_pi_squared)
+    inputs = [token_rewards, old_logp, sum_pi_squared, *_squared(is_weights, is_weighted)]
+    returns, weight, _ = _returns_and_weights(rows, mask, inputs)
     return _subtract_baseline(rows, groups, mask, returns, weight, place)
 
 
-@ADVANTAGES.register("tir_optimal_token_baseline", settings=GroupSettings)
+@ADVANTAGES.register("tir_optimal_token_baseline", settings=BaselineSettings)
 @no_grad
 def tir_optimal_token_baseline(
     token_rewards: Tensor,
@@ -65,7 +84,9 @@ def tir_optimal_token_baseline(
     uid: Sequence[Hashable],
     *,
     offsets: Tensor | None = None,
+    is_weights: Tensor | None = None,
     allow_singleton: bool = False,
+    is_weighted: bool = False,
 ) -> Estimate:
     """`optimal_token_baseline` with places counted over valid tokens only, for responses with tool output in between.
 
@@ -73,22 +94,42 @@ def tir_optimal_token_baseline(
     tools returned before. Arguments and source as there; without holes in the mask both are the same.
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
-    returns, weight, place = _returns_and_weights(rows, mask, token_rewards, old_logp, sum_pi_squared)
+    inputs = [token_rewards, old_logp, sum_pi_squared, *_squared(is_weights, is_weighted)]
+    returns, weight, place = _returns_and_weights(rows, mask, inputs)
     return _subtract_baseline(rows, groups, mask, returns, weight, place.reshape(-1).long())
 
 
-def _returns_and_weights(
-    rows: Rows, mask: Tensor, token_rewards: Tensor, old_logp: Tensor, sum_pi_squared: Tensor
-) -> list[Tensor]:
-    """Rewards to go, summed gradient proxies, and place among the valid tokens, in the shape of `mask`."""
+def _squared(is_weights: Tensor | None, wanted: bool) -> list[Tensor]:
+    """The squared importance weights when the baseline is made with them, else nothing."""
+    if not wanted:
+        return []
+    if is_weights is None:
+        raise ConfigError(
+            "the baseline is to be made with the importance weights of rollout correction, and there are none",
+            where="algorithm.advantage.is_weighted",
+            found=True,
+            allowed="false, or true with rollout_correction.is_level: token or sequence",
+            fix="set a preset of rollout_correction, for example decoupled_token_is",
+        )
+    return [at_least_float32(is_weights).square()]
 
-    def dense(rewards: Tensor, logp: Tensor, squares: Tensor, prefix: Tensor) -> list[Tensor]:
+
+def _returns_and_weights(rows: Rows, mask: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Rewards to go, summed gradient proxies, and place among the valid tokens, in the shape of `mask`.
+
+    Inputs are token rewards, log-probs, sums of squared probabilities and, if there are any, squared weights.
+    """
+
+    def dense(rewards: Tensor, logp: Tensor, squares: Tensor, *more: Tensor) -> list[Tensor]:
+        *weights, prefix = more
         # (1 - pi)^2 <= w: rounding must not make it negative.
         proxy = (1 - 2 * logp.exp() + squares).clamp(min=0) * prefix
+        for weight in weights:
+            proxy = proxy * weight
         places = torch.arange(prefix.shape[1], device=prefix.device).to(rewards.dtype).expand_as(rewards)
         return [suffix_sum(rewards, 1.0), proxy.cumsum(1), places * prefix]
 
-    return over_valid(dense, rows, mask, [token_rewards, old_logp, sum_pi_squared], 3)
+    return over_valid(dense, rows, mask, inputs, 3)
 
 
 def _subtract_baseline(

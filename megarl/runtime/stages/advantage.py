@@ -14,7 +14,16 @@ if TYPE_CHECKING:
 
 @stage(
     reads=["token_rewards", "response_mask", "uid"],
-    optional=["keep", "values", "old_logp", "teacher_logp", "sum_pi_squared", "greedy_score", "reward_parts"],
+    optional=[
+        "keep",
+        "values",
+        "old_logp",
+        "teacher_logp",
+        "sum_pi_squared",
+        "greedy_score",
+        "reward_parts",
+        "is_weights",
+    ],
     needs=estimator_fields,
     writes=["advantages", "returns"],
     role=Role.ADVANTAGE,
@@ -45,7 +54,7 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
 #: Offered to every estimator, which may take them or not.
 _FIELDS = (
     *("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared"),
-    *("uid", "greedy_score", "reward_parts"),
+    *("uid", "greedy_score", "reward_parts", "is_weights"),
 )
 
 

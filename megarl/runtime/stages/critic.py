@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
+from megarl.data.groups import ORDINAL
+from megarl.runtime.stages.resampling import COPIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +26,7 @@ def value(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
 
 @stage(
     reads=["prompt_ids", "response_ids", "response_mask", "values", "returns", "uid"],
-    optional=["sample_id"],
+    optional=["sample_id", ORDINAL, COPIES],
     writes=[],
     kind=Kind.MODEL_TRAIN,
     role=Role.CRITIC,
@@ -35,8 +37,8 @@ def critic_train(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch
 
     settings = c.config.critic
     _record(c, samples)
-    for _ in range(settings.ppo_epochs):
-        for mini in mini_batches(c, samples, settings.mini_batch_size):
+    for epoch in range(settings.ppo_epochs):
+        for mini in mini_batches(c, samples, "critic", epoch):
             metrics = critic_step(c, mini, critic)
             c.count_pass(mini, train=True, head=False)
             if c.layout.rank == 0:  # already merged over all ranks
@@ -45,22 +47,27 @@ def critic_train(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch
 
 
 def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
-    """One optimizer step on the mean value loss over the valid tokens of the mini-batch, over all ranks."""
+    """One optimizer step on the value loss of the mini-batch over all ranks, aggregated by `critic.aggregation`."""
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
     from megarl.algorithms.losses import value_loss
 
-    mask = mini["response_mask"]
-    counts = c.all_sum(local_counts(mask.values, mask.offsets))
-    mini.set("value_weights", mask.like(aggregation_weights("token-mean", mask.values, counts, offsets=mask.offsets)))
+    mask, settings = mini["response_mask"], c.config.critic
+    copies = mini[COPIES] if COPIES in mini else None  # noqa: SIM401 (a Batch has no get)
+    tokens = float(c.all_sum(local_counts(mask.values, mask.offsets))[0])
+    counts = c.all_sum(local_counts(mask.values, mask.offsets, copies=copies))
+    weights = aggregation_weights(
+        settings.aggregation, mask.values, counts, offsets=mask.offsets, sum_norm=settings.sum_norm, copies=copies
+    )
+    mini.set("value_weights", mask.like(weights))
 
     def loss(values: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         old, returns, valid, weights = (
             micro[name].values.to(values.device) for name in ("values", "returns", "response_mask", "value_weights")
         )
-        token_loss, metrics = value_loss(values, old, returns, valid, clip=c.config.critic.value_clip)
+        token_loss, metrics = value_loss(values, old, returns, valid, clip=settings.value_clip)
         total = (weights * token_loss).sum()
         # The shares of all parts add up to 1 per mini-batch, so several mini-batches average.
-        metrics.mean("critic/vf_loss", total.item(), float(valid.sum()) / max(float(counts[0]), 1.0))
+        metrics.mean("critic/vf_loss", total.item(), float(valid.sum()) / max(tokens, 1.0))
         return total, metrics
 
     return critic.train_step(mini, loss)

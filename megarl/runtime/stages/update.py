@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.groups import ORDINAL
 from megarl.data.versions import VERSION_FIELDS
 from megarl.runtime.stages.logprob import DRAWN_LOGP
 from megarl.runtime.stages.needs import update_fields
+from megarl.runtime.stages.resampling import COPIES
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         "is_weights",
         "sample_id",
         ORDINAL,
+        COPIES,
     ],
     needs=update_fields,
     writes=[],
@@ -52,8 +54,8 @@ def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     record_tokens(c, samples)
     if c.step <= c.resting:
         return samples
-    for _ in range(c.config.actor.ppo_epochs):
-        for mini in mini_batches(c, samples, c.config.actor.mini_batch_size):
+    for epoch in range(c.config.actor.ppo_epochs):
+        for mini in mini_batches(c, samples, "actor", epoch):
             metrics = actor_step(c, mini, actor)
             c.count_pass(mini, train=True)
             if c.layout.rank == 0:  # already merged over all ranks
@@ -61,16 +63,28 @@ def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     return samples
 
 
-def mini_batches(c: StepContext, samples: Batch, size: int | None) -> Iterator[Batch]:
-    """This rank's part of each mini-batch of `size` prompts (null: of all), in order, with all samples of each prompt.
+def mini_batches(c: StepContext, samples: Batch, role: Literal["actor", "critic"], epoch: int) -> Iterator[Batch]:
+    """This rank's part of each mini-batch of a role's `mini_batch_size` prompts (null: of all).
 
-    They are equally many on every rank, and the last ones may be empty.
+    Samples that were resampled away are in none. Prompts are whole, and in the order of the data; with `shuffle` in
+    another one in every epoch of every step. Mini-batches are equally many on every rank, whose part of one may be
+    empty.
     """
+    settings = getattr(c.config, role)
+    size = settings.mini_batch_size
+    if size is None or size >= c.config.data.batch_size:
+        parts = iter([samples.copy()])  # an update adds fields of its own to a mini-batch
+    elif settings.shuffle:
+        parts = _shuffled(c, samples, size, c.seeds.order(role, c.step, epoch))
+    else:
+        parts = _in_order(c, samples, size)
+    for part in parts:
+        yield part.select(part[COPIES] > 0) if COPIES in part else part
+
+
+def _in_order(c: StepContext, samples: Batch, size: int) -> Iterator[Batch]:
     from megarl.data.groups import group_places
 
-    if size is None or size >= c.config.data.batch_size:
-        yield samples.copy()  # an update adds fields of its own to a mini-batch
-        return
     groups = group_places(samples["uid"])
     order = [place for group in groups for place in group]
     if order != list(range(len(samples))):
@@ -79,6 +93,23 @@ def mini_batches(c: StepContext, samples: Batch, size: int | None) -> Iterator[B
     sizes = [sum(map(len, groups[i * share : (i + 1) * share])) for i in range(count)]
     sizes[-1] += len(samples) - sum(sizes)  # prompts that do not divide into mini-batches are in the last one
     yield from samples.split(sizes)
+
+
+def _shuffled(c: StepContext, samples: Batch, size: int, seed: int) -> Iterator[Batch]:
+    """Prompts in the order of `seed`, whichever ranks hold them: a rank may have more of one mini-batch than of another."""
+    import numpy as np
+
+    from megarl.data.groups import group_numbers, group_places
+
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(c.config.data.batch_size).tolist()
+    groups, count = group_places(samples["uid"]), c.config.data.batch_size // size
+    numbers = group_numbers(samples, groups, c.layout.dp_rank, c.layout.dp_size)
+    # Prompts beyond a whole batch, and those that do not divide into mini-batches, are in the last one.
+    places = [order[number] if number < len(order) else number for number in numbers]
+    ranked = sorted(zip(places, groups, strict=True))
+    for mini in range(count):
+        mine = [group for place, group in ranked if min(place // size, count - 1) == mini]
+        yield samples.select([place for group in mine for place in group])
 
 
 def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
@@ -163,4 +194,5 @@ _INPUTS = {
     "ref_logp": "ref_logp",
     "teacher_logp": "teacher_logp",
     "is_weights": "is_weights",
+    "copies": COPIES,
 }

@@ -1,0 +1,105 @@
+"""Training on the samples whose reward can be trusted: the batch is drawn again from itself (PF-PPO).
+
+    weights = chosen.function(scores, ...)            # one per sample of the whole batch
+    copies = resampled(weights, seed)                 # how often each sample was drawn; they add up to the batch
+
+A sample that was drawn twice counts twice in the loss and in what the loss is divided by
+(`megarl.algorithms.aggregation`), which is the same as training on both copies, at the price of one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, NonNegativeFloat
+
+from megarl.algorithms.lazy import torch
+from megarl.algorithms.registry import Registry, Settings, Spec
+from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.config.base import ComponentSection
+
+#: fn(scores float64 [B], *, its settings) -> weights [B], not negative
+RESAMPLING = Registry("resampling", "algorithm.resampling.name", Spec, by_name=True)
+
+
+class PowerSettings(Settings):
+    """How sharply large scores are preferred."""
+
+    power: NonNegativeFloat = Field(2.0, description="exponent of abs(score)")
+
+
+@RESAMPLING.register("none")
+def none(scores: Tensor) -> Tensor:
+    """Equal weights. Pipelines leave the node out instead: every sample is used once."""
+    return torch.ones_like(scores)
+
+
+@RESAMPLING.register("pow", settings=PowerSettings)
+def pow_(scores: Tensor, *, power: float) -> Tensor:
+    """abs(score) ** power.
+
+    >>> pow_(torch.tensor([-2.0, 0.5]), power=2.0)
+    tensor([4.0000, 0.2500])
+    """
+    return scores.abs().pow(power)
+
+
+@RESAMPLING.register("max_min")
+def max_min(scores: Tensor) -> Tensor:
+    """1 for the largest and the smallest score of the batch, 0 for all others.
+
+    >>> max_min(torch.tensor([0.0, 0.5, 1.0, 1.0]))
+    tensor([1., 0., 1., 1.])
+    """
+    return ((scores == scores.max()) | (scores == scores.min())).to(scores.dtype)
+
+
+@RESAMPLING.register("max_random")
+def max_random(scores: Tensor) -> Tensor:
+    """0.4 for the largest score of the batch, 0.1 for all others.
+
+    >>> max_random(torch.tensor([0.0, 1.0]))
+    tensor([0.1000, 0.4000])
+    """
+    return torch.full_like(scores, 0.1).masked_fill(scores == scores.max(), 0.4)
+
+
+def resampled(section: ComponentSection, scores: Tensor, seed: int) -> Tensor:
+    """How often each sample is drawn in as many draws as there are samples, int64 [B].
+
+    Draws are independent and with replacement, with probabilities proportional to the weights plus 1e-8: where all
+    weights are 0, all samples are equally likely.
+
+    Args:
+        section: `algorithm.resampling`.
+        scores: float [B], of all samples of the batch that count, in an order that does not depend on ranks.
+        seed: of the draws.
+
+    Raises:
+        UserError: there is no such function, its keys are not its own, or its weights are not numbers from 0.
+
+    Source: PF-PPO (arXiv 2409.06957); the weights are those of verl's `pf_ppo`.
+    """
+    import numpy as np
+
+    if not len(scores):
+        return torch.zeros(0, dtype=torch.int64)
+    chosen = RESAMPLING.choose(section)
+    own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
+    weights = chosen.function(scores.double(), **own)
+    fits = isinstance(weights, torch.Tensor) and weights.shape == scores.shape
+    if not fits or not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise UserError(
+            f"{section.component} returns something else than one weight per sample",
+            where=RESAMPLING.key,
+            found=weights.tolist()[:8] if isinstance(weights, torch.Tensor) else type(weights).__name__,
+            allowed=f"a tensor of {len(scores)} numbers from 0",
+            fix="return, for example, scores.abs()",
+        )
+    share = weights.double().numpy() + 1e-8
+    counts = np.random.Generator(np.random.PCG64(seed)).multinomial(len(scores), share / share.sum())
+    return torch.from_numpy(counts)

@@ -1,0 +1,43 @@
+"""Drawing the samples of a step again from themselves, by their scores (PF-PPO)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import Role, stage
+
+if TYPE_CHECKING:
+    from megarl.data.batch import Batch
+    from megarl.runtime.context import StepContext
+
+#: int64 [B]: how often a sample is in the batch that is trained on.
+COPIES = "copies"
+
+
+@stage(reads=["score", "sample_id", "response_mask"], writes=[COPIES], role=Role.ADVANTAGE)
+def resample(c: StepContext, samples: Batch) -> Batch:
+    """How often each sample of all ranks is trained on, by `algorithm.resampling`.
+
+    Samples that are masked entirely are not drawn. The draws follow from the run's seed, the step and the names of the
+    samples: ranks and places in the batch do not enter.
+    """
+    import torch
+
+    from megarl.algorithms.group_filter import live_rows
+    from megarl.algorithms.resampling import resampled
+
+    mask = samples["response_mask"]
+    live = live_rows(mask.values, mask.offsets)
+    names, scores = samples["sample_id"], samples["score"].double().tolist()
+    mine = [[names[place], scores[place]] for place in live.nonzero()[:, 0].tolist()]
+    everyone = sorted(pair for share in c.layout.dp_group.all_gather_json(mine) for pair in share)
+    of_all = torch.tensor([score for _, score in everyone], dtype=torch.float64)
+    copies = resampled(c.config.algorithm.resampling, of_all, c.seeds.resampling(c.step))
+    drawn = dict(zip([name for name, _ in everyone], copies.tolist(), strict=True))
+    samples.set(COPIES, torch.tensor([drawn.get(name, 0) for name in names], dtype=torch.int64))
+    c.metrics.mean("resampling/used", float((samples[COPIES] > 0).sum()), len(mine))
+    c.metrics.max("resampling/copies_max", float(max(copies.tolist(), default=0)))
+    c.metrics.mean(
+        "resampling/score/mean", float((samples[COPIES] * samples["score"]).sum()), float(samples[COPIES].sum())
+    )
+    return samples
