@@ -215,7 +215,7 @@ def test_optimal_token_baseline_by_hand_with_importance_weights():
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
 def test_a_lone_sample_may_be_worth_its_score(norm_by_std):
-    """As with a mean of 0 and a deviation of 1; the same for one whose group masking left it alone in."""
+    """As with a mean of 0 and a deviation of 1; the same for the only one that masking left of a group."""
     rewards = torch.tensor([[0.0, 3.0], [0.0, 1.0], [0.5, 0.5], [9.0, 9.0]], dtype=torch.float64)
     mask = torch.ones(4, 2, dtype=torch.bool)
     mask[3] = False

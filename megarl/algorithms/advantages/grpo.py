@@ -63,7 +63,7 @@ def grpo(
         offsets: int64 [B + 1] for the packed form.
         norm_by_std: False leaves the division out (Dr. GRPO).
         allow_singleton: accept groups of one sample, with A = 0.
-        lone_score: A = score / (1 + 1e-6) for these, and for a sample whose group masking left it alone in, as siiRL
+        lone_score: A = score / (1 + 1e-6) for these, and for the only sample that masking left of a group, as siiRL
             and verl have it; without std A = score.
 
     Raises:

@@ -131,7 +131,7 @@ def capped_ratio(p: Prologue, cap: float | None) -> tuple[Tensor, Tensor]:
     """The ratio up to `cap`, then its tangent there: its slope in the log-prob is min(r, cap), and never ends.
 
     The truncated importance weight of a token, written as a loss: a token beyond the cap still learns, with the weight
-    `cap`. A constant beyond it would leave the tokens alone that a negative advantage should push back.
+    `cap`. A constant beyond it would give no gradient to tokens that a negative advantage should push back.
 
     Returns:
         Differentiable, in the shape of the mask, and which tokens are beyond the cap; without one the ratio, and none.

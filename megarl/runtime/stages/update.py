@@ -96,7 +96,7 @@ def _in_order(c: StepContext, samples: Batch, size: int) -> Iterator[Batch]:
 
 
 def _shuffled(c: StepContext, samples: Batch, size: int, seed: int) -> Iterator[Batch]:
-    """Prompts in the order of `seed`, whichever ranks hold them; a rank may have more of one mini-batch than of others."""
+    """Prompts in the order of `seed`, whichever ranks hold them; parts of a mini-batch may differ in size."""
     import numpy as np
 
     from megarl.data.groups import group_numbers, group_places
