@@ -235,7 +235,7 @@ def _job(arguments: argparse.Namespace) -> int:
     from megarl.launchers.common import make_run_dir, process_of, run_workers
 
     launcher = arguments.launcher or config.launch.launcher
-    checked = validate(config, launcher=launcher, job=arguments.command)
+    checked = validate(config, launcher=launcher, job=arguments.command, run_dir=arguments.run_dir)
     if arguments.command == "train" and checked.placement is not None:
         config = settled(config, checked.placement)
     check_hub(config, arguments.command, ask=True)

@@ -145,3 +145,25 @@ def close_files(name: str, siblings: Iterable[str]) -> list[str]:
     """
     by_stem = {Path(sibling).stem: sibling for sibling in siblings}
     return [by_stem[stem] for stem in close_matches(Path(name).stem, by_stem)]
+
+
+def encoding_fix(content: bytes, name: str) -> str:
+    """What to do with a file that is no UTF-8.
+
+    Args:
+        content: its first bytes, or those that are wrong.
+        name: its path.
+
+    >>> encoding_fix("a".encode("utf-16"), "t.csv")
+    'it looks like UTF-16: iconv -f UTF-16 -t UTF-8 t.csv > t.utf8.csv, or save it as UTF-8'
+    """
+    if content.startswith((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")):
+        found = "UTF-32"
+    elif content.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in content:
+        found = "UTF-16"
+    else:
+        found = "WINDOWS-1252"
+    path = Path(name)
+    other = path.with_name(f"{path.stem}.utf8{path.suffix}")
+    kind = "Latin-1 or Windows-1252" if found == "WINDOWS-1252" else found
+    return f"it looks like {kind}: iconv -f {found} -t UTF-8 {name} > {other}, or save it as UTF-8"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.asynchrony import check_async
 from megarl.checks.checklist import Check, Checklist
 from megarl.checks.correction import check_correction
 from megarl.checks.descriptors import check_descriptors
+from megarl.checks.disk import check_disk
 from megarl.checks.files import (
     check_data,
     check_model,
@@ -68,6 +70,7 @@ def check_config(
     machine: Machine | None = None,
     starts: bool = False,
     here: bool = True,
+    run_dir: Path | None = None,
 ) -> Checked:
     """Run all checks. Nothing is downloaded and nothing started but the servers' interpreter, which is asked for its
     version. The module of a user's pipeline is imported, to build the task graph.
@@ -79,6 +82,7 @@ def check_config(
         machine: also check whether the run fits this machine.
         starts: the run starts on `machine`; else it may be meant for another one, and what does not fit is a warning.
         here: False: this machine is none of the run's, and what it has does not count.
+        run_dir: where the run is to be; None: below `tracking.dir`.
     """
     checks = Checklist()
     facts = check_model(config.model, hf, checks)
@@ -91,9 +95,7 @@ def check_config(
     sizes = {Role.ACTOR: facts, Role.ROLLOUT: facts, **others}
     placement = check_placement(config, graph, job, launcher, checks)
     if placement is not None:
-        check_machine_gpus(config, placement, job, checks)
-        check_layouts(config, placement, sizes, checks)
-        check_descriptors(config, placement, checks)
+        _check_placed(config, placement, sizes, job, checks)
     if job in ("train", "sft"):
         check_only_in_training(facts, checks)
         check_batches(config, placement, checks)
@@ -108,15 +110,24 @@ def check_config(
     if job != "sft":
         check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
-    check_robot(config, placement, checks)
+    check_robot(config, placement, checks, starts=starts and launcher != "ray")
     if config.robot is None:
         _check_texts(config, job, checks)
     check_places(config, checks)
+    if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
+        check_disk(config, sizes, roles, job, run_dir, checks)
     check_secrets(config, checks)
     check_packages(config, placement, checks, launcher, job)
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     return Checked(checks.items, sizes, graph, placement)
+
+
+def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: str, checks: Checklist) -> None:
+    """What the teams ask of machines and models."""
+    check_machine_gpus(config, placement, job, checks)
+    check_layouts(config, placement, sizes, checks)
+    check_descriptors(config, placement, checks)
 
 
 def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
@@ -128,10 +139,17 @@ def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
 
 
 def validate(
-    config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None, job: str = "train"
+    config: RunConfig,
+    *,
+    hf: ModelFacts | None = None,
+    launcher: str | None = None,
+    job: str = "train",
+    run_dir: Path | None = None,
 ) -> Checked:
     """Raise one ConfigError that lists every failed check; warn (ConfigWarning) of the doubtful ones; return all."""
-    checked = check_config(config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True)
+    checked = check_config(
+        config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True, run_dir=run_dir
+    )
     raise_problems([check.problem() for check in checked.items if check.status == "fail"])
     for check in checked.items:
         if check.status == "warn":

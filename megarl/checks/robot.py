@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 from megarl.algorithms.progress import ProgressSettings
 from megarl.checks.checklist import Checklist
 from megarl.checks.policy import check_policy
@@ -20,8 +23,8 @@ from megarl.errors import ConfigError
 TOKEN_LOSSES = ("ppo", "cispo", "dro", "gpg", "pg_is", "sapo")
 
 
-def check_robot(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
-    """A recipe with the section `robot`, or data of a simulator without it."""
+def check_robot(config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool = False) -> None:
+    """A recipe with the section `robot`, or data of a simulator without it. `starts`: the run does, on this machine."""
     data = config.data
     wanted = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     if config.robot is None:
@@ -38,6 +41,7 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
         return
     before = len(checks.items)
     _check_settings(config, checks)
+    _check_interpreter(config, checks, starts)
     _check_surroundings(config, placement, checks)
     check_policy(config, checks)
     for key, sources in wanted.items():
@@ -63,7 +67,7 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
             allowed="[experts], folders of demonstrations, or TASK=FILE.hdf5",
             fix="set sft.train_files=[experts], or sft.steps=0",
         )
-    if len(checks.items) == before:
+    if not any(check.status == "fail" for check in checks.items[before:]):
         robot = config.robot
         checks.ok("robot", f"{robot.simulator['name']}, {robot.chunk} actions of {robot.dim} numbers in a policy call")
 
@@ -98,6 +102,20 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
             allowed="0 with the embedding `own`",
             fix="set robot.reward.srpo.bank=0, or another robot.reward.embedding.name",
         )
+
+
+def _check_interpreter(config: RunConfig, checks: Checklist, starts: bool) -> None:
+    """The simulator's interpreter, which may be on another machine."""
+    assert config.robot is not None
+    python, key = config.robot.simulator.get("python"), "robot.simulator.python"
+    if not isinstance(python, str) or shutil.which(os.path.expanduser(python)):
+        return
+    what = "there is no such interpreter here"
+    fix = "make the simulator's environment (docs/embodied.md), and name its bin/python"
+    if starts:
+        checks.fail("robot", key, what, found=python, allowed="a program that may be run", fix=fix)
+    else:
+        checks.skip("robot", f"{key}: {python} is not here; it is looked for where the run starts")
 
 
 def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Checklist) -> None:

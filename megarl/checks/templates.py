@@ -6,13 +6,22 @@ from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.data.light_tokenizer import brings_chat_template
 from megarl.data.render import uses_chat
+from megarl.data.templates import check_chat_template as parse_chat_template
+from megarl.data.templates import read_template
+from megarl.errors import ConfigError
 
 
 def check_chat_template(config: RunConfig, checks: Checklist) -> None:
     """Whether prompts go through a chat template, which changes what a model is asked."""
     data, brings = config.data, brings_chat_template(config.model)
     if data.override_chat_template is not None:
-        checks.ok("chat template", "data.override_chat_template")
+        key = "data.override_chat_template"
+        try:
+            parse_chat_template(read_template(data.override_chat_template, key), key)
+        except ConfigError as error:
+            checks.from_error("chat template", error)
+        else:
+            checks.ok("chat template", key)
     elif brings is None:
         checks.skip("chat template", "known when the tokenizer is here")
     elif uses_chat(data, brings):

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, encoding_fix
 
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -75,9 +75,13 @@ def read_yaml(path: Path) -> Document:
     """Read one file that holds a mapping. ConfigError with file and line when it is not one, or repeats a key."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        fix = encoding_fix(error.object[:2] + error.object[error.start : error.start + 80], str(path))
+        raise ConfigError("the file is not UTF-8 text", where=f"{path}:{line}", found=error.reason, fix=fix) from error
+    except OSError as error:
         raise ConfigError(
-            "the file cannot be read", where=str(path), found=str(error), fix="check that it is text in UTF-8"
+            "the file cannot be read", where=str(path), found=error.strerror or str(error), fix="check the path"
         ) from error
     loader = None
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.data import DataConfig
 from megarl.data.rows import MAX_DEPTH, Row, make_row
-from megarl.errors import ConfigError, DataError, UserError, close_files, close_matches
+from megarl.errors import ConfigError, DataError, UserError, close_files, close_matches, encoding_fix
 
 if TYPE_CHECKING:
     import pyarrow
@@ -157,6 +157,8 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 value = _parse_json(text) if text.strip() else None
+            except UnicodeDecodeError as error:
+                raise _not_utf8(error, path) from error
             except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"broken JSON: {_json_trouble(error)}",
@@ -173,7 +175,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text: {error}", where=f"{path}:{_undecodable_line(path)}") from error
+        raise _not_utf8(error, path) from error
     try:
         values = _parse_json(text)
     except json.JSONDecodeError as error:
@@ -229,14 +231,17 @@ def _failing_row(text: str) -> int:
             return number
 
 
-def _undecodable_line(path: Path) -> int:
+def _not_utf8(error: UnicodeDecodeError, path: Path) -> DataError:
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
             try:
                 raw.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
+            except UnicodeDecodeError as first:
+                found, fix = raw[max(0, first.start - 20) : first.start + 20], encoding_fix(raw, str(path))
+                return DataError(
+                    f"not UTF-8 text: {first.reason}", where=f"{path}:{number}", found=found, allowed="UTF-8", fix=fix
+                )
+    return DataError(f"not UTF-8 text: {error}", where=str(path))
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
@@ -257,7 +262,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                     )
                 yield Row(values, str(path), reader.line_num, "line")
     except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text: {error}", where=f"{path}:{_undecodable_line(path)}") from error
+        raise _not_utf8(error, path) from error
     except csv.Error as error:
         raise DataError(f"broken csv: {error}", where=f"{path}:{reader.line_num + 1}") from error
     finally:

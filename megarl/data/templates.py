@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.data.rows import Row
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, encoding_fix
 
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 
@@ -21,7 +22,7 @@ def read_template(value: str, key: str) -> str:
     inline = "{{" in value or "{%" in value or "\n" in value
     path = Path(value).expanduser()
     if not inline and path.is_file():
-        return path.read_text(encoding="utf-8").removesuffix("\n")
+        return _read_text(path, key).removesuffix("\n")
     if not inline:
         raise ConfigError(
             "no such template file" if value.endswith(_FILE_SUFFIXES) else "neither a template nor a file",
@@ -30,6 +31,40 @@ def read_template(value: str, key: str) -> str:
             allowed="Jinja text such as '{{ content | trim }}', or a file that holds it",
         )
     return value
+
+
+def _read_text(path: Path, key: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        fix = encoding_fix(error.object, str(path))
+        raise ConfigError("the template is not UTF-8 text", where=key, found=str(path), fix=fix) from error
+    except OSError as error:
+        what = f"the template cannot be read: {error.strerror or error}"
+        raise ConfigError(what, where=key, found=str(path), fix="check the file's permissions") from error
+
+
+def check_chat_template(text: str, where: str) -> None:
+    """Refuse a chat template that does not parse, as transformers parses it.
+
+    Raises:
+        ConfigError: names `where` and the line.
+    """
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    # What transformers adds for training on the assistant's text only marks a block.
+    plain = re.sub(r"{%(-?)\s*(end)?generation\s*(-?)%}", r"{#\1 \3#}", text)
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except jinja2.TemplateSyntaxError as error:
+        line = text.splitlines()[error.lineno - 1 : error.lineno]
+        raise ConfigError(
+            f"broken chat template: {error.message}",
+            where=f"{where}, line {error.lineno}",
+            found=line[0].strip()[:200] if line else None,
+            fix="correct the template; data.override_chat_template names another one",
+        ) from error
 
 
 def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:

@@ -32,6 +32,30 @@ def test_whether_prompts_go_through_a_chat_template_is_told(config_of, tmp_path)
     assert "data.chat_template=true uses the tokenizer's" in base
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "where", "words"),
+    [
+        ("no.jinja", None, "data.override_chat_template", "no such template file"),
+        ("a.jinja", b"{% for m in messages %}\n{{ m.content }\n", "data.override_chat_template, line 2", "broken"),
+        ("a.jinja", "{{ '\xe4' }}".encode("latin-1"), "data.override_chat_template", "not UTF-8"),
+        ("a.jinja", "{{ messages }}".encode("utf-16"), "data.override_chat_template", "not UTF-8"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used_is_refused_before_the_start(
+    failures, tmp_path, name, content, where, words
+):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    failed = only(failures(f"data.override_chat_template={name}"))
+    assert failed.key == where
+    assert words in failed.message
+
+
+def test_templates_of_transformers_parse(failures):
+    text = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert failures(f"data.override_chat_template={text}") == []
+
+
 def only(failures):
     assert len(failures) == 1, failures
     return failures[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,18 @@ def recipe(tmp_path: Path) -> Path:
 
 def test_the_tiny_recipe_passes(recipe: Path) -> None:
     assert [check.key for check in check_config(load_config(recipe)).items if check.status == "fail"] == []
+
+
+def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(recipe: Path) -> None:
+    config = load_config(recipe, ["robot.simulator.python=/nowhere/bin/python"])
+    [check] = [check for check in check_config(config, starts=True).items if check.status == "fail"]
+    assert (check.key, check.found) == ("robot.simulator.python", "/nowhere/bin/python")
+    assert [check for check in check_config(config).items if check.status == "fail"] == []
+    for python in ("python3", sys.executable):
+        named = load_config(recipe, [f"robot.simulator.python={python}"])
+        assert [
+            check for check in check_config(named, starts=True).items if check.key == "robot.simulator.python"
+        ] == []
 
 
 @pytest.mark.parametrize(

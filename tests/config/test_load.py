@@ -213,6 +213,16 @@ def test_bad_override_is_quoted(write, override, parts):
         assert part in text
 
 
+@pytest.mark.parametrize(("encoding", "kind"), [("latin-1", "Latin-1"), ("utf-16", "UTF-16")])
+def test_a_recipe_in_another_encoding_says_which_and_how_to_convert_it(write, tmp_path, encoding, kind):
+    (tmp_path / "odd.yaml").write_bytes("name: x\ntracking: {dir: l\xe4ufe}\n".encode(encoding))
+    text = message(tmp_path / "odd.yaml")
+    assert "odd.yaml:2" in text or encoding == "utf-16"
+    assert "the file is not UTF-8 text" in text
+    assert f"it looks like {kind}" in text
+    assert "iconv -f" in text
+
+
 # -- bad files -------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,16 @@ def write(path, rows=ROWS):
     return path
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+@pytest.mark.parametrize(("encoding", "kind", "line"), [("latin-1", "Latin-1", 2), ("utf-16", "UTF-16", 1)])
+def test_files_in_another_encoding_say_which_and_how_to_convert_them(tmp_path, suffix, encoding, kind, line):
+    texts = {".jsonl": '{"a": "1"}\n{"a": "\xe4"}\n', ".json": '[{"a": "1"},\n{"a": "\xe4"}]', ".csv": "a\n\xe4\n"}
+    path = tmp_path / f"d{suffix}"
+    path.write_bytes(texts[suffix].encode(encoding))
+    with pytest.raises(DataError, match=rf"d{suffix}:{line}: not UTF-8 text(?s:.*)looks like {kind}(?s:.*)iconv -f"):
+        load_rows(str(path))
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_typed_files_keep_types(tmp_path, suffix):
     assert load_rows(str(write(tmp_path / f"d{suffix}"))) == ROWS
@@ -201,7 +211,7 @@ def test_broken_json_line_is_named(tmp_path):
 
 def test_bytes_that_are_no_text_are_named(tmp_path):
     (tmp_path / "d.jsonl").write_bytes(b'{"a": 1}\n\xff\n')
-    with pytest.raises(DataError, match=r"d.jsonl:2: broken JSON: 'utf-8' codec"):
+    with pytest.raises(DataError, match=r"d.jsonl:2: not UTF-8 text: invalid"):
         load_rows(f"{tmp_path}/d.jsonl")
 
 

@@ -1,0 +1,74 @@
+"""Check that the disk of the run folder has room for what the run keeps there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from megarl.artifacts.trained import steps_in
+from megarl.checks.checklist import Checklist, Roles
+from megarl.config.run import RunConfig
+from megarl.dag.stage import Role
+from megarl.errors import count
+from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes
+
+
+def check_disk(
+    config: RunConfig, sizes: Sizes, roles: Roles, job: str, run_dir: Path | None, checks: Checklist
+) -> None:
+    """Checkpoints and exported models against what is free.
+
+    Args:
+        sizes: of each role's model; nothing is checked where the policy's are not known.
+        roles: of the nodes of the task graph.
+        job: train or sft; other commands keep no model.
+        run_dir: where the run is to be; None: below `tracking.dir`.
+    """
+    if job not in ("train", "sft") or sizes[Role.ACTOR] is None:
+        return
+    folder = Path(run_dir or config.tracking.dir).expanduser().absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    one = _checkpoint_bytes(config, sizes, roles)
+    kept = _checkpoints(config, job)
+    more = max(0, kept - (0 if run_dir is None else len(steps_in(run_dir / "checkpoints"))))
+    needed, free = more * one + _model_bytes(config, sizes), shutil.disk_usage(folder).free
+    what = f"{count(kept, 'checkpoint')} of {_gb(one)}"
+    if needed <= free:
+        checks.ok("disk", f"{what}: {_gb(free)} are free in {folder}")
+        return
+    checks.warn(
+        "disk",
+        "tracking.dir" if run_dir is None else "--run-dir",
+        f"the run keeps up to {what} and its model, {_gb(needed)} in all, and there is less room",
+        found=f"{_gb(free)} free in {folder}",
+        fix="name a folder on a larger disk, or keep fewer checkpoints (trainer.keep_last, trainer.best_metric=null)",
+    )
+
+
+def _checkpoint_bytes(config: RunConfig, sizes: Sizes, roles: Roles) -> float:
+    """Bytes of one checkpoint: everything that learns."""
+    policy = sizes[Role.ACTOR]
+    assert policy is not None
+    learning = [policy] if Role.CRITIC not in (roles or ()) else [policy, sizes.get(Role.CRITIC) or policy]
+    return sum(checkpoint_bytes(facts, config.model.dtype) for facts in learning)
+
+
+def _checkpoints(config: RunConfig, job: str) -> int:
+    """Checkpoints that lie on the disk at the same time: those that are kept, the best, and one that is written."""
+    trainer, steps = config.trainer, config.sft.steps if job == "sft" else config.trainer.steps
+    written = 1 if not trainer.save_every else -(-steps // trainer.save_every)
+    best = trainer.best_metric is not None and trainer.save_every > 0
+    return min(written, trainer.keep_last + best + 1)
+
+
+def _model_bytes(config: RunConfig, sizes: Sizes) -> float:
+    """Bytes of the models that are exported at the end: the last one, and the best where it may be another one."""
+    policy, trainer = sizes[Role.ACTOR], config.trainer
+    assert policy is not None
+    models = trainer.export_hf * (1 + (trainer.best_metric is not None and trainer.save_every > 0))
+    return float(models * policy.parameters * BYTES[config.model.dtype])
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"
