@@ -37,7 +37,7 @@ from megarl.launchers.output import OutputLog
 from megarl.machine import available_cores
 from megarl.processes import has_nvidia_device, worker_name
 from megarl.rendezvous import forget_token, ranks_text, write_token
-from megarl.runtime.health import Old, RankFailure, read_errors
+from megarl.runtime.health import Old, RankFailure, read_beat, read_errors
 from megarl.runtime.worker import WATCHED
 from megarl.tracking.close import close_run, complete_trace
 
@@ -53,6 +53,8 @@ LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
 LAZY_FROM = 128
 #: Signals that stop a run.
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: What `Workers.poll` says of a rank that ended with exit code 0 before its work was done; no system has such a code.
+ENDED_EARLY = 256
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 # By default glibc gives every block above 128 kB back to the kernel as soon as it is freed, and the next allocation
@@ -135,7 +137,10 @@ class Workers(Protocol):
     """The running ranks of a job."""
 
     def poll(self) -> dict[int, int]:
-        """Exit codes by rank of the ranks that ended by themselves; negative: the signal that ended it."""
+        """Exit codes by rank of the ranks that ended by themselves; negative: the signal that ended it.
+
+        0: its work is done; one that ended with 0 before has `ENDED_EARLY`.
+        """
 
     def ranks(self) -> list[int]:
         """The ranks this launcher started and watches."""
@@ -145,6 +150,14 @@ class Workers(Protocol):
 
     def stop(self) -> None:
         """End every rank that still runs, within seconds; may be called again."""
+
+
+def code_of(run_dir: Path, rank: int, code: int) -> int:
+    """What `Workers.poll` says of a process on this machine that ended with `code`."""
+    if code:
+        return code
+    beat = read_beat(run_dir, rank)
+    return 0 if beat is not None and beat.over else ENDED_EARLY
 
 
 def make_run_dir(config: RunConfig, run_dir: Path | None = None, job: str = "train") -> Path:

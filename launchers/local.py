@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from megarl.errors import ConfigError
-from megarl.launchers.common import Job, Workers, layout_environment, process_environment, warn_of_few_cores
+from megarl.launchers.common import Job, Workers, code_of, layout_environment, process_environment, warn_of_few_cores
 from megarl.launchers.output import pump
 from megarl.processes import LOOPBACK
 from megarl.rendezvous import LISTENER, listen
@@ -37,7 +37,7 @@ def start(job: Job) -> Workers:
         from megarl.launchers import ray
 
         return ray.start(job, own=True)
-    workers = LocalWorkers()
+    workers = LocalWorkers(job)
     shared |= layout_environment(job.config.actor.parallel)
     shared |= {"MASTER_ADDR": LOOPBACK[0], "WORLD_SIZE": str(cluster.nproc), "LOCAL_WORLD_SIZE": str(cluster.nproc)}
     command = [sys.executable, "-m", "megarl.runtime.worker", "--entry", job.entry, "--config", str(job.config_path)]
@@ -48,7 +48,7 @@ def start(job: Job) -> Workers:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 if rank == 0:
                     own[LISTENER] = str(listener.fileno())
-                workers.add(command, shared | own, job, [listener.fileno()] if rank == 0 else [])
+                workers.add(command, shared | own, [listener.fileno()] if rank == 0 else [])
     except BaseException:
         workers.stop()
         raise
@@ -58,11 +58,12 @@ def start(job: Job) -> Workers:
 class LocalWorkers:
     """Child processes, each the leader of its own session: a Ctrl-C on the terminal reaches the launcher only."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pumps: list[threading.Thread] = []
 
-    def add(self, command: list[str], environment: dict[str, str], job: Job, handles: Sequence[int]) -> None:
+    def add(self, command: list[str], environment: dict[str, str], handles: Sequence[int]) -> None:
         """Start the next rank, which inherits the file descriptors `handles`."""
         process = subprocess.Popen(
             command,
@@ -74,7 +75,7 @@ class LocalWorkers:
             pass_fds=handles,
         )
         assert process.stdout is not None
-        self._pumps.append(pump(process.stdout, len(self._processes), job.log))
+        self._pumps.append(pump(process.stdout, len(self._processes), self._job.log))
         self._processes.append(process)
 
     def ranks(self) -> list[int]:
@@ -83,7 +84,8 @@ class LocalWorkers:
 
     def poll(self) -> dict[int, int]:
         """Exit codes of the ranks that have ended."""
-        return {rank: code for rank, p in enumerate(self._processes) if (code := p.poll()) is not None}
+        codes = {rank: code for rank, p in enumerate(self._processes) if (code := p.poll()) is not None}
+        return {rank: code_of(self._job.run_dir, rank, code) for rank, code in codes.items()}
 
     def cause(self, rank: int) -> str | None:
         """Nothing beyond the exit code."""

@@ -11,7 +11,7 @@ import socket
 import time
 
 from megarl.errors import WorkerError
-from megarl.launchers.common import Job, Workers
+from megarl.launchers.common import ENDED_EARLY, Job, Workers
 from megarl.launchers.restarts import Restarts
 from megarl.processes import oom_kills
 from megarl.runtime.health import RankFailure, Watch, read_beat, where_text
@@ -128,7 +128,7 @@ def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed:
 def _abrupt_end(rank: int, code: int, workers: Workers, job: Job, oom_killed: bool) -> RankFailure:
     """Describe a rank that ended without a word, from its exit code and its last heartbeat."""
     beat = read_beat(job.run_dir, rank)
-    message = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+    message = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else _ended(code)
     message = workers.cause(rank) or message
     if code == -signal.SIGKILL and oom_killed:
         message += ": out of memory, the kernel ended it"
@@ -154,6 +154,13 @@ def _end_of(failure: RankFailure, job: Job) -> End:
     own = not (failure.peer_lost or failure.out_of_memory)
     place = (failure.type, failure.phase, failure.step) if own else None
     return End(failure.exit_code, why, failure.repeats or failure.user_error, place)
+
+
+def _ended(code: int) -> str:
+    """How a rank ended that left no error."""
+    if code == ENDED_EARLY:
+        return "ended with exit code 0 before its work was done (something in it calls os._exit?)"
+    return f"ended with exit code {code}"
 
 
 def _signal_name(number: int) -> str:
@@ -196,7 +203,7 @@ def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None)
             error = errors[rank]
             text = f"in phase {error.phase} at step {error.step}: {error.type}: {_one_line(error.message)}"
         elif rank in ended:
-            text += f", ended with exit code {ended[rank]}"
+            text += f", {_ended(ended[rank])}"
         elif beat is not None:
             text += f" for {max(0.0, now - beat.time):.1f} s"
         lines.append(f"  {job.name(rank)}: {text}")

@@ -19,10 +19,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.errors import ConfigError
-from megarl.launchers.common import Job, layout_environment, node_rank, process_environment, warn_of_few_cores
+from megarl.launchers.common import (
+    ENDED_EARLY,
+    Job,
+    code_of,
+    layout_environment,
+    node_rank,
+    process_environment,
+    warn_of_few_cores,
+)
 from megarl.launchers.output import Follower
 from megarl.processes import LOOPBACK, kill_with_parent, raise_descriptor_limit, watch_parent, write_atomically
 from megarl.rendezvous import LISTENER, given_listener, is_loopback, listen
+from megarl.runtime.health import read_beat
 
 GRACE_S = 3.0
 AGENT_REPORT = "MEGARL_AGENT_REPORT"
@@ -102,6 +111,7 @@ class TorchrunWorkers:
         self, job: Job, ranks: list[int], arguments: list[str], environment: dict[str, str], handles: Sequence[int]
     ) -> None:
         self._job, self._ranks = job, ranks
+        self._first: list[int] | None = None  # ranks that ended first, without an error
         self._report = job.run_dir / "errors" / f"agent_{node_rank()}.json"
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
         job.log_dir.mkdir(exist_ok=True)
@@ -124,16 +134,27 @@ class TorchrunWorkers:
         """All ranks of this machine have ended when the agent has; it says which failed before it ended the rest."""
         code = self._agent.poll()
         if code is None:
+            self._note_first()
             return {}
         if code == 0:
-            return dict.fromkeys(self._ranks, 0)
+            return {rank: code_of(self._job.run_dir, rank, 0) for rank in self._ranks}
         if self._report.exists():
-            return {int(rank): status for rank, status in json.loads(self._report.read_text()).items()}
+            found = {int(rank): status for rank, status in json.loads(self._report.read_text()).items()}
+            # It names those that failed when it looked, which may have lost one that had ended with 0 before.
+            return {rank: ENDED_EARLY for rank in self._first or [] if rank not in found} | found
         return {self._ranks[0]: code}
+
+    def _note_first(self) -> None:
+        """Note who ended first before its work was done: the agent ends the others when one fails."""
+        beats = {rank: read_beat(self._job.run_dir, rank) for rank in self._ranks}
+        gone = [rank for rank, beat in beats.items() if beat is not None and not beat.over and not _runs(beat.pid)]
+        if gone and self._first is None:
+            errors = self._job.errors()
+            self._first = [rank for rank in gone if rank not in errors]
 
     def cause(self, rank: int) -> str | None:
         """Points at the agent's own output when the agent failed without naming a rank."""
-        if self._report.exists():
+        if self._report.exists() or self._agent.poll() == 0:
             return None
         return f"could not run: torchrun ended with exit code {self._agent.poll()}, see {self._job.log_dir}/agent_*.txt"
 
@@ -148,6 +169,15 @@ class TorchrunWorkers:
                     time.sleep(0.05)
         self._agent.wait()
         self._follower.close()
+
+
+def _runs(pid: int) -> bool:
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def agent(arguments: list[str], report: Path) -> int:

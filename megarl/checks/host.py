@@ -25,6 +25,7 @@ from megarl.planning.memory import (
     term,
 )
 from megarl.planning.shards import Sizes, layout_key, parameter_bytes, state_bytes
+from megarl.rewards.runner import reward_processes
 from megarl.store.size import object_store_bytes
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
@@ -103,8 +104,8 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     if rows:
         key = "data.val_files" if generates else "data.train_files"
         found.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))
-    if config.reward.workers:
-        count = config.reward.workers * max(1, ranks // team.parallel.model_parallel_size)
+    if processes := reward_processes(config.reward):
+        count = processes * max(1, ranks // team.parallel.model_parallel_size)
         found.append(term(f"{count} reward processes", count * _REWARD_WORKER, "reward.workers", rough=True))
     if config.rollout.stale_steps and job == "train":
         weights = parameter_bytes(facts, team.parallel, config.model.dtype)

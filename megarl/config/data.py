@@ -48,7 +48,9 @@ class RewardConfig(Section):
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     mode: Literal["batch", "sequential"] = Field("batch", description="function takes a list, or one sample at a time")
-    workers: int = Field(0, ge=0, description="processes per data-parallel rank; 0: score in the worker itself")
+    workers: PositiveInt = Field(
+        1, description="processes per data-parallel rank that score; one of an included reward but math is a thread"
+    )
     timeout_s: float = Field(300.0, gt=0, description="deadline for one batch of rewards")
     sample_timeout_s: float = Field(
         60.0, gt=0, description="deadline of one sample, for functions that get one at a time (also the included ones)"

@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.metrics import Metrics
 from megarl.phase import beat
 from megarl.rewards.pool import ScorerPool
-from megarl.rewards.registry import Scorer, load_scorer, mode_of, time_limit_s
+from megarl.rewards.registry import REWARDS, Scorer, load_scorer, mode_of, time_limit_s
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Outcome, Result, Sample, ScoringFailure, score
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
-_GRACE_POLLS, _GRACE_POLL_S = 100, 0.01
 #: Part names that mean something else: a failed sample, and metrics `reward/<name>` that are not parts.
 RESERVED_PARTS = frozenset({ERROR_KEY, "errors", "overlong_penalty"})
 # The alarm inside the process counts CPU seconds; the process is killed after this many wall seconds, which a busy
@@ -45,15 +44,14 @@ class RewardHandle:
         self.samples = samples
         self.outcomes: Future[dict[int, Outcome]] = Future()
         self.started: float | None = None
-        self.progress = 0  # samples scored so far (in-process sequential mode)
-        self.since = 0.0  # when the sample in work was begun (likewise)
+        self.progress = 0  # samples scored so far, in this process
 
 
 class RewardRunner:
     """Scores batches with one reward function, in submission order, beside the caller.
 
-    Without processes the function runs in a background thread of this process. `math` uses alarms and always gets at
-    least one process.
+    A function of the user's runs in processes of its own, whatever it does to them. An included one runs in a thread of
+    this process, unless it uses alarms or the recipe asks for several processes.
 
     Args:
         cfg: the `reward` section.
@@ -68,7 +66,7 @@ class RewardRunner:
         self._pool: ScorerPool | None = None
         alarm_s = time_limit_s(cfg.name, cfg.kwargs)
         mode = mode_of(cfg.name, cfg.mode)
-        if cfg.workers or alarm_s is not None:
+        if processes := reward_processes(cfg):
             limit_s = cfg.sample_timeout_s if mode == "sequential" else None
             limit_result = None
             if alarm_s is not None:
@@ -78,7 +76,7 @@ class RewardRunner:
                 cfg.name,
                 mode,
                 cfg.kwargs,
-                max(1, cfg.workers),
+                processes,
                 sample_limit_s=limit_s,
                 limit_result=limit_result,
             )
@@ -101,7 +99,7 @@ class RewardRunner:
         """Wait for a batch: one dict per sample with finite `overall` and parts, and possibly text `extracted`.
 
         Raises:
-            RewardError: a sample failed and `reward.on_error` is `raise`, or a deadline passed in process, where
+            RewardError: a sample failed and `reward.on_error` is `raise`, or the deadline passed in this process, where
                 nothing can stop a call.
             ConfigError: the function returns a part under a name that is taken.
         """
@@ -111,9 +109,8 @@ class RewardRunner:
                 break
             except FutureTimeout:
                 beat()  # the wait has its own deadline
-                late = self._passed_deadline(handle)
-                if late is not None and not self._was_held_up(handle):
-                    self._stuck = self._describe_stuck(handle, late)
+                if self._scorer is not None and self._is_late(handle):
+                    self._stuck = self._describe_stuck(handle)
                     raise RewardError(self._stuck) from None
         return self._settle(handle.samples, outcomes)
 
@@ -135,7 +132,7 @@ class RewardRunner:
 
     def _serve(self) -> None:
         while (handle := self._jobs.get()) is not None:
-            handle.since = handle.started = time.monotonic()  # in this order: `started` is looked at first
+            handle.started = time.monotonic()
             try:
                 handle.outcomes.set_result(self._score(handle))
             except BaseException as error:  # whatever it is, the caller of result() must see it
@@ -148,38 +145,12 @@ class RewardRunner:
         assert self._scorer is not None
         outcomes: dict[int, Outcome] = {}
         for index, outcome in score(self._scorer, handle.samples, stop):
-            seconds, limit = time.monotonic() - handle.since, self._cfg.sample_timeout_s
-            if self._scorer.mode == "sequential" and seconds > limit:  # nobody was waiting, or it held Python's lock
-                outcome = ScoringFailure(
-                    f"did not finish within reward.sample_timeout_s = {limit:g} (took {seconds:.1f} s)"
-                )
             outcomes[index] = outcome
-            handle.since, handle.progress = time.monotonic(), len(outcomes)
-            if stop and isinstance(outcome, ScoringFailure):
-                break
+            handle.progress = len(outcomes)
         return outcomes
 
-    def _passed_deadline(self, handle: RewardHandle) -> str | None:
-        """The deadline that a call inside this process has passed, as `key = seconds`; None while there is time."""
-        now = time.monotonic()
-        if self._scorer is None or handle.started is None:
-            return None
-        if now > handle.started + self._cfg.timeout_s:
-            return f"reward.timeout_s = {self._cfg.timeout_s:g}"
-        if self._scorer.mode == "sequential" and now > handle.since + self._cfg.sample_timeout_s:
-            return f"reward.sample_timeout_s = {self._cfg.sample_timeout_s:g}"
-        return None
-
-    def _was_held_up(self, handle: RewardHandle) -> bool:
-        """True when a late call is over soon: while it held Python's lock nobody could look, nor its thread say so.
-
-        Polls are counted, not seconds, because the next call may hold the lock, too.
-        """
-        for _ in range(_GRACE_POLLS):
-            if handle.outcomes.done() or self._passed_deadline(handle) is None:
-                return True
-            time.sleep(_GRACE_POLL_S)
-        return False
+    def _is_late(self, handle: RewardHandle) -> bool:
+        return handle.started is not None and time.monotonic() > handle.started + self._cfg.timeout_s
 
     def _settle(self, samples: list[Sample], outcomes: dict[int, Outcome]) -> list[Result]:
         failures = {i: o for i, o in outcomes.items() if isinstance(o, ScoringFailure)}
@@ -209,12 +180,20 @@ class RewardRunner:
             )
         return outcome
 
-    def _describe_stuck(self, handle: RewardHandle, deadline: str) -> str:
-        assert self._scorer is not None
-        at = handle.progress if self._scorer.mode == "sequential" else 0
-        failure = ScoringFailure(f"did not finish within {deadline} (running in the trainer itself)")
-        fix = f"raise {deadline.split()[0]}, or set reward.workers: 1 so that a hanging call can be killed"
-        return _describe(self._cfg.name, handle.samples, min(at, len(handle.samples) - 1), failure, fix)
+    def _describe_stuck(self, handle: RewardHandle) -> str:
+        at = min(handle.progress, len(handle.samples) - 1)
+        failure = ScoringFailure(f"did not finish within reward.timeout_s = {self._cfg.timeout_s:g}")
+        fix = "raise reward.timeout_s, or set reward.workers: 2 for processes that score side by side"
+        return _describe(self._cfg.name, handle.samples, at, failure, fix)
+
+
+def reward_processes(cfg: RewardConfig) -> int:
+    """Processes per data-parallel rank that score; 0: a thread of the rank does.
+
+    An included reward that keeps no alarm changes nothing in its process, and costs less in a thread.
+    """
+    pure = cfg.name in REWARDS.names() and REWARDS.spec(cfg.name).limit is None
+    return 0 if pure and cfg.workers == 1 else cfg.workers
 
 
 def build_reward(cfg: RewardConfig) -> RewardRunner:

@@ -35,7 +35,7 @@ from megarl.errors import MegarlError, UserError
 from megarl.processes import write_atomically
 from megarl.rendezvous import ranks_text
 
-_HEADER = struct.Struct("<QQqQdH")  # sequence (odd: being written), changes, step, pid, unix time, text length
+_HEADER = struct.Struct("<QQqQdH?")  # sequence (odd: being written), changes, step, pid, unix time, text length, over
 _SIZE = 512
 _TEXT_MAX = _SIZE - _HEADER.size
 
@@ -56,7 +56,7 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """One rank's last recorded beat; `time` is unix seconds."""
+    """One rank's last recorded beat; `time` is unix seconds; `over`: its work is done."""
 
     changes: int
     step: int
@@ -64,6 +64,7 @@ class Beat:
     time: float
     phase: str
     host: str
+    over: bool = False
 
 
 class Heartbeat:
@@ -79,6 +80,7 @@ class Heartbeat:
         self._host = socket.gethostname()
         self._lock = threading.Lock()
         self._changes = 0
+        self._over = False
         self.beat(phase.current())
         temporary.rename(path)  # a reader never meets a file without a first beat
         phase.on_change(self.beat)
@@ -88,10 +90,15 @@ class Heartbeat:
         text = f"{self._host} {path}".encode()[:_TEXT_MAX]
         with self._lock:
             self._changes += 1
-            head = (self._changes, phase.step_now, os.getpid(), time.time(), len(text))
+            head = (self._changes, phase.step_now, os.getpid(), time.time(), len(text), self._over)
             _HEADER.pack_into(self._map, 0, 2 * self._changes - 1, *head)
             self._map[_HEADER.size : _HEADER.size + len(text)] = text
             _HEADER.pack_into(self._map, 0, 2 * self._changes, *head)
+
+    def finish(self) -> None:
+        """Record that the work of this process is done: without that it has failed, whatever its exit code."""
+        self._over = True
+        self.beat(phase.current())
 
 
 def _beat_path(run_dir: Path, rank: int) -> Path:
@@ -106,10 +113,10 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
             data, again = path.read_bytes(), path.read_bytes()
         except FileNotFoundError:
             return None
-        sequence, changes, step, pid, unix_time, length = _HEADER.unpack_from(data)
+        sequence, changes, step, pid, unix_time, length, over = _HEADER.unpack_from(data)
         if sequence % 2 == 0 and data == again:
             host, _, text = data[_HEADER.size : _HEADER.size + length].decode(errors="replace").partition(" ")
-            return Beat(changes, step, pid, unix_time, text, host)
+            return Beat(changes, step, pid, unix_time, text, host, over)
     return None
 
 

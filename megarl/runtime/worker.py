@@ -30,7 +30,7 @@ def run(entry: str, config_path: Path) -> int:
     """Load the configuration, call the entry function, and return the exit code; a failure is left in errors/."""
     run_dir = config_path.parent
     worker = worker_number()
-    Heartbeat(run_dir, worker)
+    heartbeat = Heartbeat(run_dir, worker)
     raise_descriptor_limit()  # gloo holds a socket per rank and group
     try:
         with phase("start"):
@@ -49,6 +49,7 @@ def run(entry: str, config_path: Path) -> int:
         if WATCHED not in os.environ:
             print(failure.message if failure.user_error else failure.traceback, file=sys.stderr)
         return failure.exit_code
+    heartbeat.finish()
     return 0
 
 

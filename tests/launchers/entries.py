@@ -160,6 +160,26 @@ def rank_1_is_killed(config: RunConfig, run_dir: Path) -> None:
         dist.all_reduce(torch.ones(1))
 
 
+def rank_1_leaves(config: RunConfig, run_dir: Path) -> None:
+    """Rank 1 ends with exit code 0 while rank 0 waits for it."""
+    import torch.distributed as dist
+
+    join("gloo", config.cluster.timeout_s, run_dir)
+    dist.barrier()
+    set_step(3)
+    with phase("rollout"), phase("decode"):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+            os._exit(0)
+        dist.barrier()
+
+
+def all_leave(config: RunConfig, run_dir: Path) -> None:
+    """Every rank ends with exit code 0 in the middle of its work."""
+    with phase("rollout"):
+        os._exit(0)
+
+
 def rank_1_is_killed_once(config: RunConfig, run_dir: Path) -> None:
     """A worker is killed while the others wait for it, and lives when it is started again."""
     set_step(3)

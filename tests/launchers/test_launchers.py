@@ -118,6 +118,18 @@ def test_a_killed_rank_is_the_first_error_although_its_peer_fails_too(launcher: 
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("entry", ["rank_1_leaves", "all_leave"])
+def test_a_rank_that_ends_with_0_before_its_work_is_done_has_failed(launcher: str, tmp_path: Path, entry: str) -> None:
+    result = launch(launcher, entry, tmp_path)
+
+    assert result.code == 1
+    summary = next(line for line in result.err.splitlines() if line.startswith("megarl:"))
+    how = "died" if launcher == "ray" else "ended with exit code 0 before its work was done"
+    assert summary.startswith(f"megarl: rank {int(entry == 'rank_1_leaves')} {how}")
+    assert " in phase rollout" in summary
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_run_that_lost_a_rank_is_started_again(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -55,6 +56,7 @@ def test_ranks_meet_and_the_run_folder_tells_what_happened(tmp_path: Path, monke
     [
         every.test_an_exception_is_shown_with_rank_phase_and_step,
         every.test_a_killed_rank_is_the_first_error_although_its_peer_fails_too,
+        functools.partial(every.test_a_rank_that_ends_with_0_before_its_work_is_done_has_failed, entry="rank_1_leaves"),
         every.test_a_rank_without_progress_is_reported_with_every_phase_and_stack,
         every.test_a_mistake_of_the_user_ends_with_2_and_no_traceback,
     ],
