@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -87,3 +88,47 @@ def peak_memory_gb() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What torch keeps for the whole process and numbers depend on, so that no user's code may change it for all."""
+
+    default_dtype: torch.dtype
+    threads: int
+    deterministic: bool
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        """Of this process."""
+        return cls(torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+
+    def check(self, what: str) -> None:
+        """Refuse a process whose state is not this any more, after it is put right again.
+
+        Args:
+            what: ran since, for the message.
+
+        Raises:
+            UserError: names what is another now.
+        """
+        now = ProcessState.now()
+        if now == self:
+            return
+        torch.set_default_dtype(self.default_dtype)
+        torch.set_num_threads(self.threads)
+        torch.use_deterministic_algorithms(self.deterministic)
+        names = [field.name for field in fields(self) if getattr(now, field.name) != getattr(self, field.name)]
+        raise UserError(
+            f"{what} changes what torch does in the whole training process",
+            found=", ".join(f"{_SET_BY[name]}({getattr(now, name)})" for name in names),
+            allowed=", ".join(f"{_SET_BY[name]}({getattr(self, name)})" for name in names),
+            fix="take the call out, or undo it before the function returns",
+        )
+
+
+_SET_BY = {
+    "default_dtype": "torch.set_default_dtype",
+    "threads": "torch.set_num_threads",
+    "deterministic": "torch.use_deterministic_algorithms",
+}

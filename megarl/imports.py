@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import hashlib
 import importlib
 import importlib.metadata
@@ -10,7 +12,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,7 +109,8 @@ def import_module(name: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a console script does not put it there, and workers have it
-    return importlib.import_module(name)
+    with _stays():
+        return importlib.import_module(name)
 
 
 def import_file(path: str | Path) -> ModuleType:
@@ -124,11 +127,45 @@ def import_file(path: str | Path) -> ModuleType:
         sys.path.append(str(file.parent))  # helper modules beside the file
     sys.modules[name] = module  # dataclasses and pickles look their module up here
     try:
-        spec.loader.exec_module(module)
+        with _stays():
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+class LeftError(ImportError):
+    """A module asks, while it is imported, to end the program."""
+
+
+@contextlib.contextmanager
+def _stays() -> Iterator[None]:
+    """What only ends programs is an error of the module that raises it: SystemExit, KeyboardInterrupt and their like.
+
+    Raises:
+        LeftError: the module raised one.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not _is_raised_by_code(error):
+            raise  # a signal, wherever it arrived
+        text = f"it raises {type(error).__name__} while it is imported: {error}".rstrip(": ")
+        raise LeftError(text).with_traceback(error.__traceback__) from error
+
+
+def _is_raised_by_code(error: BaseException) -> bool:
+    """Whether a `raise` statement raised it, not a signal that interrupted whatever was at work."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    instructions = {one.offset: one.opname for one in dis.get_instructions(last.tb_frame.f_code)}
+    return instructions.get(last.tb_lasti) == "RAISE_VARARGS"
 
 
 def installed_version(package: str) -> str | None:

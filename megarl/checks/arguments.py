@@ -29,7 +29,7 @@ def check_arguments(config: RunConfig, limit_s: float = _LIMIT_S) -> None:
     if any(is_function(source) for source in [*data.train_files, *data.val_files, *more]):
         kwargs = dict.fromkeys(data.loader_kwargs)  # the names count
         request = {"train_files": data.train_files, "val_files": data.val_files, "loader_kwargs": kwargs}
-        ask(__name__, {"data": request, "more": more}, limit_s)
+        ask(__name__, {"data": request, "more": more}, limit_s, where="data.train_files / data.val_files")
     else:
         check_loader_kwargs(data, more)
 

@@ -131,14 +131,16 @@ class Executor:
     def _call(self, node: Node, context: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
         """The samples after the node."""
         from megarl.dag.guard import GuardedBatch, settle, writes_in_place
+        from megarl.device import ProcessState
 
-        before = writes_in_place(node, board)
+        before, state = writes_in_place(node, board), ProcessState.now()
         try:
             extra: dict[str, Any] = {name: self._roles[name] for name in node.may_take if name in self._roles}
             extra |= {name: self._roles[name] for name in node.needs_roles}
             if node.declared.refills:
                 extra["more"] = lambda: self._refill(node, context, more)
             output = node.func(context, GuardedBatch.of(board, node), **extra, **node.config)  # type: ignore[operator]
+            state.check(f"node {node.id!r} ({node.func_name})")
             return settle(node, board, output, before)
         except Exception as error:
             story = f"node {node.id!r} ({node.func_name}) failed"

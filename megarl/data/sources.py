@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import csv
-import importlib
 import inspect
 import json
 import re
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.data import DataConfig
 from megarl.data.rows import MAX_DEPTH, Row, make_row
 from megarl.errors import ConfigError, DataError, UserError, close_files, close_matches, encoding_fix
+from megarl.imports import import_module
 
 if TYPE_CHECKING:
     import pyarrow
@@ -354,10 +354,11 @@ def _read_dataset(source: str, name: str, config: str | None, split: str | None)
 def _import(source: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
     module_name, _, name = source.partition(":")
     try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+        function = getattr(import_module(module_name), name)
+    except Exception as error:  # whatever the module raises
+        known = isinstance(error, ImportError | AttributeError)
         raise ConfigError(
-            f"the data function cannot be imported: {error}",
+            f"the data function cannot be imported: {'' if known else f'{type(error).__name__}: '}{error}",
             where="data.train_files / data.val_files",
             found=source,
             allowed="pkg.mod:fn, importable from the working folder or PYTHONPATH",
@@ -385,7 +386,7 @@ def _call(source: str, kwargs: Mapping[str, Any]) -> list[Row]:
         values = list(function(**given))
     except UserError:
         raise
-    except Exception as error:  # whatever a user's function raises
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
         frames = traceback.extract_tb(error.__traceback__)
         code = getattr(inspect.unwrap(function), "__code__", None)
         frame = next((f for f in reversed(frames) if code and f.filename == code.co_filename), frames[-1])

@@ -30,7 +30,7 @@ def check_environment(config: RunConfig, limit_s: float = _LIMIT_S) -> ConfigErr
         ConfigError: what a worker would raise.
     """
     if config.has_turns:
-        scores = ask(__name__, dict(config.env), limit_s)
+        scores = ask(__name__, dict(config.env), limit_s, where="env.name")
         default = type(config.reward)().model_dump()
         given = {key: value for key, value in config.reward.model_dump().items() if value != default[key]}
         if scores and given:
@@ -59,7 +59,7 @@ def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
 
     if name in ENVIRONMENTS or ":" not in name:
         return list(environment_class(name).Settings.model_fields)
-    return cast("list[str] | None", ask(__name__, {"name": name}, limit_s, "keys"))
+    return cast("list[str] | None", ask(__name__, {"name": name}, limit_s, "keys", where="env.name"))
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LIMIT_S = 2.0
 #: Where the keys are asked for: files that import torch on a busy machine answer, too.
 KEYS_LIMIT_S = 60.0
-_DEPTH = 100
+_DEPTH, _LINES = 100, 20
 _PARTS = ("what", "where", "found", "allowed", "fix")
 
 
@@ -40,7 +40,7 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
     """
     if ":" not in reward.name:
         return
-    ask(__name__, {"name": reward.name, "mode": reward.mode, "kwargs": reward.kwargs}, limit_s)
+    ask(__name__, {"name": reward.name, "mode": reward.mode, "kwargs": reward.kwargs}, limit_s, where=REWARDS.key)
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
@@ -51,17 +51,20 @@ def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
     """
     if name in REWARDS.names() or ":" not in name:
         return own_keys(name)
-    return cast("list[str] | None", ask(__name__, {"name": name}, limit_s, "keys"))
+    return cast("list[str] | None", ask(__name__, {"name": name}, limit_s, "keys", where=REWARDS.key))
 
 
-def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arguments: str) -> object:
+def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arguments: str, where: str) -> object:
     """Run `python -m module` with `request` on stdin, and raise the error that its last line of stdout holds, if any.
+
+    Args:
+        where: the key of the recipe that names what is loaded there.
 
     Returns:
         What it answered; None where it said nothing in time.
 
     Raises:
-        ConfigError: what the process found.
+        ConfigError: what the process found, or that loading the file ended it.
     """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}  # as in workers
     command = [sys.executable, "-m", module, *arguments]
@@ -71,15 +74,24 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arg
     ) as process:
         try:
             stdout, _ = process.communicate(json.dumps(request).encode(), limit_s)
-            error, value = _answered(stdout.rpartition(b"\n")[2])
-        except (subprocess.TimeoutExpired, Malformed):
-            return None  # too slow, or prints of the import at the end
+        except subprocess.TimeoutExpired:
+            return None
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what the import started
-    if error is not None:
-        raise ConfigError(error.pop("what"), **error)
-    return value
+    for line in reversed(stdout.splitlines()[-_LINES:]):  # a thread of the import may print after the answer
+        with contextlib.suppress(Malformed):
+            error, value = _answered(line)
+            if error is not None:
+                raise ConfigError(error.pop("what"), **error)
+            return value
+    code = process.returncode
+    raise ConfigError(
+        "loading this ends its process " + (f"with exit code {code}" if code >= 0 else f"by signal {-code}"),
+        where=where,
+        found=request.get("name"),
+        fix="take out what ends a program while the file is imported, os._exit for example",
+    )
 
 
 def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:

@@ -19,7 +19,7 @@ from megarl.data.loader import PromptLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
 from megarl.data.tokenizer import load_tokenizer
-from megarl.device import DTYPES, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
+from megarl.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.hf import check_trainable, moe_layers
@@ -89,7 +89,9 @@ def build_controller(
         source = None
         draws = team.holds(Role.ROLLOUT)
         if draws or (team.holds(Role.ACTOR) and config.sft.steps):  # a cold start is measured where it trains
+            state = ProcessState.now()
             source = _Source.load(config, hf_config, tokenizer, layout, trainable=trainable and draws, scored=scored)
+            state.check("the environment, or a function of the data,")
     kl = config.algorithm.kl
     context = StepContext(
         config,

@@ -11,7 +11,8 @@ from megarl.dag.node import Status
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Contract, stage
 from megarl.data.batch import Batch, Jagged
-from megarl.errors import ConfigError
+from megarl.device import ProcessState
+from megarl.errors import ConfigError, UserError
 from megarl.phase import drain, failed_at
 
 
@@ -282,3 +283,23 @@ def test_new_samples_are_exchanged_before_anybody_else_sees_them():
     assert seen == [[5, 4, 3, 2, 1, 0]]
     assert board["uid"] == ["p2", "p2", "p1", "p1", "p0", "p0"]
     assert asked == ["draw"]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda: torch.set_default_dtype(torch.float64), "set_default_dtype(torch.float64)"),
+        (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "set_num_threads("),
+        (lambda: torch.use_deterministic_algorithms(True), "use_deterministic_algorithms(True)"),
+    ],
+)
+def test_what_a_stage_changes_in_the_whole_process_is_put_right_and_named(change, found):
+    def careless(worker, batch):
+        change()
+        return batch
+
+    before = ProcessState.now()
+    with pytest.raises(UserError, match=r"node 'a' \(.*careless\) changes what torch does") as caught:
+        run(Pipeline("p").add(careless, "a"))
+    assert found in str(caught.value)
+    assert ProcessState.now() == before

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.config.data import RewardConfig
 from megarl.errors import ConfigError
+from megarl.imports import import_file
 from megarl.rewards.preflight import check_import
 
 FILES = {
@@ -47,6 +48,48 @@ def test_what_a_worker_would_refuse_is_refused(name, kwargs, words):
         check_import(RewardConfig(name=name, kwargs=kwargs), limit_s=60)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os; os._exit(0)", ["reward.name: loading this ends its process with exit code 0", "'it.py:score'"]),
+        ("import os; os.abort()", ["ends its process by signal 6"]),
+        ("raise SystemExit", ["does not import", "it raises SystemExit while it is imported", "it.py:1"]),
+        ("import sys; sys.exit('no GPU here')", ["it raises SystemExit while it is imported: no GPU here"]),
+        ("raise KeyboardInterrupt", ["it raises KeyboardInterrupt while it is imported", "it.py:1"]),
+        ("print('{' * 10000)\nraise SystemExit(0)", ["it raises SystemExit"]),
+    ],
+)
+def test_a_file_that_ends_its_program_is_refused(code, words):
+    Path("it.py").write_text(f"{code}\ndef score(samples):\n    return []\n")
+    with pytest.raises(ConfigError) as caught:
+        check_import(RewardConfig(name="it.py:score"), limit_s=60)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_an_interrupt_by_a_signal_is_none_of_the_file():
+    Path("long.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    with pytest.raises(KeyboardInterrupt):
+        import_file("long.py")
+
+
+PRINTS_MORE = """
+import sys
+class Chatty:
+    def write(self, text):
+        print(text, 'more', sep=chr(10), file=sys.__stdout__, flush=True)
+    def flush(self):
+        pass
+sys.stdout = Chatty()
+{}['missing']
+"""
+
+
+def test_prints_after_the_answer_do_not_hide_it():
+    Path("chatty.py").write_text(PRINTS_MORE)
+    with pytest.raises(ConfigError, match="KeyError: 'missing'"):
+        check_import(RewardConfig(name="chatty.py:score"), limit_s=60)
 
 
 def test_good_ones_pass_and_their_prints_are_not_seen(capfd):
