@@ -28,7 +28,6 @@ _RUN_TYPES: Needs = {
     "ended": _NUMBER,
     "machine": dict,
     "config": dict,
-    "process": dict,
 }
 _told: set[Path] = set()
 log = logging.getLogger(__name__)
