@@ -17,21 +17,19 @@ import logging
 import os
 import secrets
 import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from megarl.credentials import PASSWORD, USER
 from megarl.dag.placement import begins_again
 from megarl.dag.stage import Role
-from megarl.errors import UnavailableError, WorkerError
+from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
 from megarl.launchers.common import CAUGHT, Job, layout_environment, process_environment
 from megarl.launchers.output import Follower
+from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, within
 from megarl.launchers.seats import Place, ranks_of, seats_apart
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
@@ -133,6 +131,7 @@ class RayWorkers:
         self._keepers: list[Any] = []
         self._journal = job.run_dir / JOURNAL
         self._entered = False
+        self._ray: OwnRay | ClusterRay | None = None
         self._store_name = f"store-{secrets.token_hex(8)}"  # the cluster may run others
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
         self._deadline = time.monotonic() + job.config.cluster.start_timeout_s
@@ -150,6 +149,7 @@ class RayWorkers:
             _connect(self._address, job.config.cluster.nproc, size, self._left(), spill=job.config.placement.spill)
         import ray  # not before: see `_keep_strangers_out`
 
+        self._ray = OwnRay() if self._address is None else ClusterRay(ray.get_runtime_context().gcs_address)
         self._reserve()
         try:
             self._number()
@@ -346,9 +346,15 @@ class RayWorkers:
         return list(range(self._job.config.cluster.nproc))
 
     def poll(self) -> dict[int, int]:
-        """Exit codes of the ranks whose actor has returned or died (-SIGKILL: Ray does not tell which signal)."""
+        """Exit codes of the ranks whose actor has returned or died (-SIGKILL: Ray does not tell which signal).
+
+        Raises:
+            WorkerError: what Ray itself needs has died.
+        """
         import ray
 
+        if self._ray is not None and (lost := self._ray.lost()) is not None:
+            raise WorkerError(lost)
         waiting = {result: rank for rank, result in self._results.items() if rank not in self._ended}
         done = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0] if waiting else []
         for result in done:
@@ -369,16 +375,26 @@ class RayWorkers:
         import ray
 
         if self._entered and ray.is_initialized():
+            lost = self._ray is not None and self._ray.lost() is not None
             for rank in self._results:
                 if rank not in self._ended:
-                    signal_rank(self._job, rank, signal.SIGTERM)
-            for actor in [*self._actors, *self._keepers, *([self._store] if self._store is not None else [])]:
-                ray.kill(actor)
-            if self._group is not None:
-                ray.util.remove_placement_group(self._group)
-            ray.shutdown()
+                    signal_rank(self._job, rank, signal.SIGKILL if lost else signal.SIGTERM)
+            if self._ray is not None and lost:
+                self._ray.leave()
+            else:
+                self._give_back()
+                ray.shutdown()
         self._journal.unlink(missing_ok=True)
         self._follower.close()
+
+    def _give_back(self) -> None:
+        """End the actors, and let others have their devices."""
+        import ray
+
+        for actor in [*self._actors, *self._keepers, *([self._store] if self._store is not None else [])]:
+            ray.kill(actor)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
 
 
 def _handed_on() -> dict[str, str]:
@@ -433,55 +449,6 @@ def _keep_strangers_out() -> None:
 def _own_token() -> str:
     """Of every Ray that this process starts: Ray reads it once."""
     return secrets.token_hex(32)
-
-
-def check_reachable(address: str, limit_s: float) -> None:
-    """Refuse an address of a Ray cluster where nobody listens: Ray itself goes on trying for minutes.
-
-    Args:
-        address: as in RAY_ADDRESS: host:port, ray://host:port, auto or local; the last two are left to Ray.
-        limit_s: seconds to try.
-
-    Raises:
-        UnavailableError: nothing answers there.
-    """
-    place = urlsplit(address if "://" in address else f"//{address}")
-    try:
-        host, port = place.hostname, place.port
-        if host is None or port is None:
-            return
-        socket.create_connection((host, port), timeout=limit_s).close()
-    except (OSError, ValueError) as error:
-        raise UnavailableError(
-            f"no Ray cluster answers at this address ({getattr(error, 'strerror', None) or error})",
-            where="RAY_ADDRESS",
-            found=address,
-            allowed="host:port of a running cluster's head node",
-            fix="start it (ray start --head), correct the address, or unset RAY_ADDRESS to start Ray for this run",
-        ) from error
-
-
-def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
-    """`call()`, for `limit_s` at most: it waits inside Ray's native code, where nothing else can end it.
-
-    Raises:
-        WorkerError: it took longer; it goes on in a thread that nobody waits for.
-    """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="ray-init", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        raise WorkerError(f"{what} was not ready within cluster.start_timeout_s = {limit_s:g} s")
-    if errors:
-        raise errors[0]
 
 
 def _why(error: Exception) -> str:

@@ -193,6 +193,26 @@ def rank_1_is_killed_once(config: RunConfig, run_dir: Path) -> None:
     print(f"worker {worker_number()} lives")
 
 
+def ray_loses_its_control_store(config: RunConfig, run_dir: Path) -> None:
+    """While its workers work, in every attempt."""
+    _ray_loses("gcs_server", run_dir)
+
+
+def ray_loses_its_node_manager(config: RunConfig, run_dir: Path) -> None:
+    """While its workers work, in every attempt."""
+    _ray_loses("raylet", run_dir)
+
+
+def _ray_loses(part: str, run_dir: Path) -> None:
+    """A process of the Ray that the launcher has started is killed."""
+    with phase("rollout"):
+        if worker_number() == 1:
+            launcher = psutil.Process(int(os.environ["RAY_RAYLET_PID"])).parent()
+            assert launcher is not None
+            next(child for child in launcher.children() if child.name() == part).kill()
+        _wait_for_ever()
+
+
 def wait_until_lost(config: RunConfig, run_dir: Path) -> None:
     """As `wait`, unless the run has lost a machine before."""
     if (run_dir / "lost").exists():

@@ -6,19 +6,22 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.launchers import ray as ray_launcher
+from megarl.launchers import ray_health
 from megarl.launchers.common import run_workers
-from megarl.launchers.ray import within
+from megarl.launchers.ray_health import ClusterRay, within
 from megarl.processes import free_port
 from megarl.store import size as store_size
 from megarl.store.size import LEAST
@@ -218,6 +221,52 @@ def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
         within(0.1, "Ray at x", lambda: time.sleep(5))
     with pytest.raises(ZeroDivisionError):
         within(5, "Ray at x", lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "part"),
+    [
+        ("ray_loses_its_control_store", "control store (gcs_server"),
+        pytest.param("ray_loses_its_node_manager", "node manager (raylet", marks=pytest.mark.campaign("kills")),
+    ],
+)
+def test_a_part_of_ray_that_dies_is_named_and_the_run_starts_again_in_a_new_ray(
+    entry: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESTARTS", "1")
+    result = every.launch("local", entry, tmp_path, "1+1")
+    assert result.code == 1
+    died = f"megarl: Ray's {part}, process "
+    assert result.err.count(died) == 2, result.err
+    assert result.err.count("was killed by signal 9 (SIGKILL), and no worker can go on without it\n  fix: ") >= 2
+    assert "starts again (1 of 1; there is no checkpoint yet: from the beginning)" in result.err
+    assert "no restart is left: 1 without a new checkpoint" in result.err
+    assert not (tmp_path / "token").exists()
+    assert not [process for process in psutil.process_iter() if names_run(process, tmp_path)]
+
+
+def names_run(process: psutil.Process, run_dir: Path) -> bool:
+    try:
+        return str(run_dir) in " ".join(process.cmdline()) or process.cwd() == str(run_dir)
+    except psutil.Error:
+        return False
+
+
+def test_a_cluster_whose_control_store_is_gone_for_a_while_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(ray_health.time, "monotonic", lambda: now[0])
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        address = "{}:{}".format(*store.getsockname())
+        cluster = ClusterRay(address)
+        now[0] = 20
+        assert cluster.lost() is None
+    for now[0] in (26, 40, 49):  # it may start again
+        assert cluster.lost() is None
+    now[0] = 55
+    assert f"Ray's control store at {address} has not answered for 35 s" in (cluster.lost() or "")
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+        now[0] = 61
+        assert cluster.lost() is None
 
 
 def test_the_local_launcher_runs_several_teams_in_a_ray_of_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""Whether the Ray that a run is in can be reached, and still lives.
+
+Ray itself ends the launcher, without a word, a minute after its control store has died (gcs_server, which knows all
+actors). Whoever asks here hears of it before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import psutil
+
+from megarl.errors import UnavailableError, WorkerError
+from megarl.processes import oom_kills
+
+_PARTS = {"gcs_server": "control store", "raylet": "node manager"}
+_RAYLET = "RAY_RAYLET_PID"  # in the environment of what a node manager has started
+_ASK_S = 5.0  # between two questions to a control store elsewhere, and for its answer
+_SILENT_S = 30.0  # it may be starting again; Ray ends its clients after 60
+_LEAVE_S = 15.0
+
+
+class OwnRay:
+    """The Ray that this process has started: its control store and its node manager are children of this process."""
+
+    def __init__(self) -> None:
+        self._parts = [child for child in psutil.Process().children() if child.name() in _PARTS]
+        self._names = {part.pid: part.name() for part in self._parts}
+        self._oom_kills = oom_kills()
+        self._lost: str | None = None
+
+    def lost(self) -> str | None:
+        """What has died, how, and what to do; None: it lives."""
+        if self._lost is None:
+            dead = next((part for part in self._parts if not part.is_running() or _is_zombie(part)), None)
+            self._lost = None if dead is None else self._told(dead)
+        return self._lost
+
+    def _told(self, dead: psutil.Process) -> str:
+        with contextlib.suppress(psutil.Error, psutil.TimeoutExpired):
+            code = dead.wait(0)
+            how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code and code < 0 else "has ended"
+            if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
+                how += ": out of memory, the kernel ended it"
+            name = self._names[dead.pid]
+            return _text(f"Ray's {_PARTS[name]} ({name}, process {dead.pid})", how)
+        return _text(f"Ray's {_PARTS[self._names[dead.pid]]} ({self._names[dead.pid]})", "has ended")
+
+    def leave(self) -> None:
+        """End all that is left of it: nothing can be asked of it any more."""
+        left = [child for part in self._parts for child in _descendants(part)]
+        mine = {str(part.pid) for part in self._parts}
+        for process in psutil.process_iter():  # of a node manager that is gone, its workers have another parent
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.uids().real == os.getuid() and process.environ().get(_RAYLET) in mine:
+                    left.append(process)
+        for process in [*left, *self._parts]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=_LEAVE_S)
+        _shut_down()
+
+
+class ClusterRay:
+    """A cluster that is not this process's own.
+
+    Args:
+        address: of its control store, host:port.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._asked = self._heard = time.monotonic()
+
+    def lost(self) -> str | None:
+        """That nobody listens where its control store was, for a while now, and what to do; None: it lives."""
+        now = time.monotonic()
+        if now - self._asked > _ASK_S:
+            self._asked = now
+            with contextlib.suppress(OSError):
+                socket.create_connection((self._host.strip("[]"), self._port), timeout=_ASK_S).close()
+                self._heard = now
+        silent = self._asked - self._heard
+        if silent < _SILENT_S:
+            return None
+        return _text(f"Ray's control store at {self._host}:{self._port}", f"has not answered for {silent:.0f} s")
+
+    def leave(self) -> None:
+        """Nothing can be asked of it any more; its nodes end what they have started."""
+        _shut_down()
+
+
+def _text(what: str, how: str) -> str:
+    return (
+        f"{what} {how}, and no worker can go on without it\n"
+        "  fix:     go on from the newest checkpoint: by hand, or by itself with cluster.max_restarts and "
+        "trainer.save_every"
+    )
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _shut_down() -> None:
+    """Leave Ray, for `_LEAVE_S` at most: it may wait for what is gone."""
+    import ray
+
+    with contextlib.suppress(WorkerError):
+        within(_LEAVE_S, "the end of Ray", ray.shutdown)
+
+
+def check_reachable(address: str, limit_s: float) -> None:
+    """Refuse an address of a Ray cluster where nobody listens: Ray itself goes on trying for minutes.
+
+    Args:
+        address: as in RAY_ADDRESS: host:port, ray://host:port, auto or local; the last two are left to Ray.
+        limit_s: seconds to try.
+
+    Raises:
+        UnavailableError: nothing answers there.
+    """
+    place = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = place.hostname, place.port
+        if host is None or port is None:
+            return
+        socket.create_connection((host, port), timeout=limit_s).close()
+    except (OSError, ValueError) as error:
+        raise UnavailableError(
+            f"no Ray cluster answers at this address ({getattr(error, 'strerror', None) or error})",
+            where="RAY_ADDRESS",
+            found=address,
+            allowed="host:port of a running cluster's head node",
+            fix="start it (ray start --head), correct the address, or unset RAY_ADDRESS to start Ray for this run",
+        ) from error
+
+
+def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
+    """`call()`, for `limit_s` at most: it waits inside Ray's native code, where nothing else can end it.
+
+    Raises:
+        WorkerError: it took longer; it goes on in a thread that nobody waits for.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="ray-init", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise WorkerError(f"{what} was not ready within cluster.start_timeout_s = {limit_s:g} s")
+    if errors:
+        raise errors[0]
