@@ -30,7 +30,7 @@ from megarl.checks.robot import check_robot
 from megarl.checks.secrets import check_secrets
 from megarl.checks.settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.checks.sglang import check_servers
-from megarl.checks.templates import check_chat_template
+from megarl.checks.templates import check_chat_template, check_end_tokens
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
@@ -133,6 +133,7 @@ def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: st
 def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
     """What a robot's policy does not have: prompts in files, and a reward function."""
     check_chat_template(config, checks)
+    check_end_tokens(config, checks)
     check_data(config, job, checks)
     if job != "generate":
         check_reward(config, checks)

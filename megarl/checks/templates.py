@@ -1,7 +1,9 @@
-"""Checks of what is written around prompts: the chat template."""
+"""Checks of what is written around prompts, the chat template, and of what ends a response."""
 
 from __future__ import annotations
 
+from megarl.artifacts.facts import local_folder
+from megarl.artifacts.generation_config import FILE, end_token_ids
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.data.light_tokenizer import brings_chat_template
@@ -30,3 +32,17 @@ def check_chat_template(config: RunConfig, checks: Checklist) -> None:
         checks.ok("chat template", "none: model.path names a base model; data.chat_template=true uses the tokenizer's")
     elif brings:
         checks.ok("chat template", "none; the tokenizer's is not used")
+
+
+def check_end_tokens(config: RunConfig, checks: Checklist) -> None:
+    """Whether the model's own end tokens can be read; without a tokenizer of transformers they are only numbers."""
+    folder = None if config.model.path is None else local_folder(config.model.path)
+    if folder is None or not (folder / FILE).is_file():
+        return
+    try:
+        ids = end_token_ids(folder)
+    except ConfigError as error:
+        checks.from_error("end tokens", error)
+        return
+    names = ", ".join(map(str, ids)) or "none"
+    checks.ok("end tokens", f"{names} of {FILE}, the tokenizer's, and that of the chat template")

@@ -23,7 +23,8 @@ class SamplingConfig(Section):
     min_new_tokens: NonNegativeInt = Field(0, description="no end token before this many tokens")
     stop_token_ids: list[int] = Field(
         default_factory=list,
-        description="end tokens in addition to the tokenizer's",
+        description="end tokens in addition to those of the tokenizer, of the model's generation_config.json and of "
+        "the chat template",
     )
     ignore_eos: bool = Field(False, description="generate max_new_tokens whatever comes (benchmarks)")
 

@@ -11,6 +11,7 @@ import torch
 
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
+from megarl.data.end_tokens import turn_end
 from megarl.data.prompts import PromptDataset, tokens_text
 from megarl.data.render import Split, response_messages, tokenize, uses_chat
 from megarl.data.rows import Row
@@ -46,7 +47,7 @@ class SFTDataset(PromptDataset):
                 in `too_long`, or refused when data.overlong is `error`. None: no limit.
             tools: as in PromptDataset.
             stop_ids: tokens that end a turn, in addition to the tokenizer's. Of these a response of several turns
-                learns the one that the chat template writes.
+                learns the one that the chat template writes; one of a single turn does, too, where that is special.
 
         Raises:
             DataError: the response column is missing, or holds neither text nor an integer; the row is named. An
@@ -58,7 +59,8 @@ class SFTDataset(PromptDataset):
         ]
         if all(len(talk) == 1 for talk in talks):
             ids = tokenize(tokenizer, [talk[0]["content"] for talk in talks], self.rows, special=False)
-            ids = [[*tokens, tokenizer.eos_token_id] for tokens in ids]
+            end = _end(tokenizer, config)
+            ids = [[*tokens, end] for tokens in ids]
             learnt = [[True] * len(tokens) for tokens in ids]
         else:
             stops = [tokenizer.eos_token_id, *stop_ids]
@@ -115,6 +117,12 @@ class SFTDataset(PromptDataset):
         batch.set("response_mask", responses.like(self._learnt.select(places).values))
         batch.set("response_text", [self.responses[i] for i in indices])
         return batch
+
+
+def _end(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int:
+    """The token that ends a response of one turn: what the chat template in use writes there, or the tokenizer's."""
+    turn = turn_end(tokenizer, config)[0] if uses_chat(config, bool(tokenizer.chat_template)) else None
+    return int(tokenizer.eos_token_id) if turn is None else turn
 
 
 def _of_turns(

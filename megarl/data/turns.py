@@ -19,6 +19,17 @@ from megarl.errors import ConfigError, DataError
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
 _MARK = "megarl-turn-7f3a"
+_TALK: Messages = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": _MARK},
+    {"role": "user", "content": "y"},
+]
+
+
+def after_turn(render: Render) -> str | None:
+    """What a chat template writes after a turn of the assistant, up to the next one; None: it changes the turn."""
+    text = render(_TALK)
+    return text.rpartition(_MARK)[2] if text.count(_MARK) == 1 else None
 
 
 class Turns:
@@ -105,15 +116,13 @@ class Turns:
         return self._render(messages)
 
     def _check(self) -> None:
-        probe: Messages = [{"role": "user", "content": "y"}]
-        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}, *probe]
-        text = self._rendered(talk)
-        ids = self._ids(text.rpartition(_MARK)[2])
-        if text.count(_MARK) != 1 or not ids or ids[0] not in self._stops:
+        tail = after_turn(self._rendered)
+        ids = [] if tail is None else self._ids(tail)
+        if not ids or ids[0] not in self._stops:
             raise ConfigError(
                 "the chat template does not write a turn of the assistant as it was drawn and end it with an end token",
                 where="data.override_chat_template",
-                found=text,
+                found=self._rendered(_TALK),
                 allowed="a template that writes an assistant's content once, and an end token right after it",
                 fix="add the token that ends a turn to rollout.sampling.stop_token_ids, or name another template",
             )

@@ -50,8 +50,13 @@ class Episodes:
             self.host.close()
 
 
-def build_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> Episodes | None:
+def build_episodes(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int], layout: Layout
+) -> Episodes | None:
     """What the section `env` asks for; None for one prompt and one response, which need none of it.
+
+    Args:
+        eos_ids: tokens that end a turn, in addition to `rollout.sampling.stop_token_ids`.
 
     Raises:
         ConfigError: the environment cannot be found or loaded, or does not take its keys.
@@ -66,7 +71,7 @@ def build_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout
     if uses_chat(data, bool(tokenizer.chat_template)):
         written = chat_renderer(tokenizer, data.override_chat_template, tools)
         render = lambda messages: written(messages, Row({}, "messages of the environment", 0))  # noqa: E731
-    turns = Turns(tokenizer, render, [tokenizer.eos_token_id, *config.rollout.sampling.stop_token_ids])
+    turns = Turns(tokenizer, render, [*eos_ids, *config.rollout.sampling.stop_token_ids])
     host = Host(kind, settings, config.cluster.timeout_s / 2) if layout.is_lead else None
     return Episodes(kind.scores, tools, turns, host)
 

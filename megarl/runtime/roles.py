@@ -136,6 +136,7 @@ class RolloutRole:
     Attributes:
         engine: the trainer's own parameters or servers; `weight_version` is that of the weights that it draws with.
         tokenizer: of the policy.
+        eos_ids: tokens that end a response (`megarl.data.end_tokens`), the tokenizer's own first.
         episodes: the recipe's environment; None when a sample is one prompt and one response.
         robots: simulators in which it acts; None: it writes text.
         stale: generates training samples with older weights (`rollout.stale_steps`).
@@ -145,15 +146,11 @@ class RolloutRole:
 
     engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
+    eos_ids: list[int]
     episodes: Episodes | None = None
     robots: Robots | None = None
     stale: StaleWeights | None = None
     pushed: PushedWeights | None = None
-
-    @property
-    def eos_ids(self) -> list[int]:
-        """Tokens that end a response: the tokenizer's own."""
-        return [self.tokenizer.eos_token_id]
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Response texts without special tokens."""

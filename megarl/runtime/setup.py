@@ -15,6 +15,7 @@ from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
 from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
+from megarl.data.end_tokens import end_tokens
 from megarl.data.loader import PromptLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
@@ -130,8 +131,9 @@ def build_controller(
 
 @dataclass(frozen=True)
 class _Source:
-    """What the team has that draws samples: prompts, an environment, and who scores."""
+    """What the team has that draws samples: end tokens, prompts, an environment, and who scores."""
 
+    eos_ids: list[int]
     episodes: Episodes | None
     robots: Robots | None
     loader: PromptLoader | None
@@ -152,14 +154,22 @@ class _Source:
         robots = open_robots(config, hf_config, tokenizer, layout)
         if robots is not None:
             loader = _loader(config, robots.trials["train"], layout) if trainable else None
-            return cls(None, robots, loader, robots.trials["val"] if config.data.val_files else None, None)
+            return cls(
+                [tokenizer.eos_token_id],
+                None,
+                robots,
+                loader,
+                robots.trials["val"] if config.data.val_files else None,
+                None,
+            )
         check_loader_kwargs(config.data, config.sft.train_files or ())
-        episodes = build_episodes(config, tokenizer, layout)
+        eos_ids = _end_tokens(config, tokenizer, layout)
+        episodes = build_episodes(config, tokenizer, eos_ids, layout)
         tools = () if episodes is None else episodes.tools
         loader = _train_loader(config, tokenizer, layout, tools) if trainable and config.data.train_files else None
         val_data = PromptDataset(config.data, tokenizer, "val", tools) if config.data.val_files else None
         reward = build_reward(config.reward) if scored and layout.is_lead else None
-        return cls(episodes, None, loader, val_data, reward)
+        return cls(eos_ids, episodes, None, loader, val_data, reward)
 
     def roles(
         self,
@@ -174,16 +184,31 @@ class _Source:
         stale = None
         if self.robots is not None:
             return {
-                "rollout": RolloutRole(engine, tokenizer, robots=self.robots),
+                "rollout": RolloutRole(engine, tokenizer, self.eos_ids, robots=self.robots),
                 "scorer": ScorerRole(None, by_environment=True),
             }
         if chunks:
             engine = embedded = EmbeddedEngine(chunks, config.rollout, layout)
             stale = StaleWeights(chunks, embedded, lag) if lag else None
         return {
-            "rollout": RolloutRole(engine, tokenizer, episodes, stale=stale),
+            "rollout": RolloutRole(engine, tokenizer, self.eos_ids, episodes, stale=stale),
             "scorer": ScorerRole(self.reward, episodes is not None and episodes.scores),
         }
+
+
+def _end_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> list[int]:
+    """Tokens that end a response, said where they are not only the tokenizer's. Collective.
+
+    One rank of all looks for them: machines may have different files, and ranks that decode together must agree.
+    """
+    ids = None
+    if layout.world.rank == 0:
+        found = end_tokens(tokenizer, config.model, config.data)
+        ids = found.ids
+        said = [] if len(ids) == 1 else [found.describe(lambda number: str(tokenizer.convert_ids_to_tokens(number)))]
+        for line in [*said, *found.notes]:
+            print(line, flush=True)
+    return list(layout.world.broadcast_json(ids))
 
 
 def _to_be_pushed(chunks: list[PolicyModel]) -> None:

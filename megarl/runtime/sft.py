@@ -72,7 +72,7 @@ def load_examples(c: Controller) -> PromptLoader:
         config.sft.response_key,
         max_tokens=c.hf_config.max_position_embeddings,
         tools=() if c.rollout.episodes is None else c.rollout.episodes.tools,
-        stop_ids=config.rollout.sampling.stop_token_ids,
+        stop_ids=[*c.rollout.eos_ids, *config.rollout.sampling.stop_token_ids],
     )
     if layout.rank == 0:
         print(data.describe(), flush=True)

@@ -128,6 +128,23 @@ def test_generate_writes_responses_to_files_and_to_prompts_given_as_text(tuned: 
     assert "\ntiny: generate finished\n" in output
 
 
+def test_end_tokens_of_the_generation_config_end_a_response(tuned: Path, folder: Path) -> None:
+    model = shutil.copytree(tuned / "hf", folder / "ends_at_digits")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, *range(4, 14)]}))
+    settings = [f"model.path={model}", "model.hf_config=null", "cluster.nproc=1", "model.tokenizer=null"]
+    settings += ["validation.sampling.n=8", "validation.sampling.temperature=5"]
+    output = megarl(folder, "generate", "tiny.yaml", *settings, "--run-dir", folder / "digits")
+    assert (
+        "a response ends at <eos> (2: the tokenizer, generation_config.json) or 0 (4: generation_config.json)" in output
+    )
+    rows = lines(folder / "digits" / "responses.jsonl")
+    with_digits = [row for row in rows if any(map(str.isdigit, row["response_text"]))]
+    assert with_digits
+    for row in with_digits:  # which are at an end with the first one
+        assert (row["finish_reason"], sum(map(str.isdigit, row["response_text"]))) == ("stop", 1)
+        assert row["response_text"][-1].isdigit()
+
+
 def test_convert_writes_the_model_of_a_checkpoint(tuned: Path, folder: Path) -> None:
     """Of the best step, whose exported form was written from that checkpoint, too."""
     checkpoint = tuned / "checkpoints" / "step_3"

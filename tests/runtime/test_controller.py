@@ -20,7 +20,7 @@ def closing(name: str, closed: list[str]) -> SimpleNamespace:
 def test_what_only_a_cold_start_draws_with_ends_with_it():
     closed: list[str] = []
     scorer = ScorerRole(closing("runner", closed))
-    rollout = RolloutRole(SimpleNamespace(), SimpleNamespace(), closing("episodes", closed))
+    rollout = RolloutRole(SimpleNamespace(), SimpleNamespace(), [2], closing("episodes", closed))
     held = {"rollout": rollout, "scorer": scorer}
     team, sync = OwnTeam.of_all(RunConfig(name="run")), closing("sync", closed)
     c = Controller(team, SimpleNamespace(), Path(), SimpleNamespace(), held, sync, None, SimpleNamespace())

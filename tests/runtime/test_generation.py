@@ -53,7 +53,7 @@ def controller(tmp_path) -> Any:
         sync=SimpleNamespace(
             push=lambda version: calls.append("push") or SimpleNamespace(updated=[], failed={}, to_probe=[])
         ),
-        rollout=RolloutRole(SimpleNamespace(weight_version=0), SimpleNamespace(eos_token_id=2, batch_decode=decode)),
+        rollout=RolloutRole(SimpleNamespace(weight_version=0), SimpleNamespace(batch_decode=decode), [2]),
         seeds=Seeds(0),
         progress=no_progress,
     )

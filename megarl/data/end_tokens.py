@@ -1,0 +1,115 @@
+"""The tokens that end a response: the tokenizer's, those of the model's generation_config.json, and the one that the
+chat template writes after a turn. An engine that serves the model stops at the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.artifacts.facts import is_hub_name, local_folder
+from megarl.artifacts.generation_config import FILE, end_token_ids
+from megarl.config.data import DataConfig
+from megarl.config.model import ModelConfig
+from megarl.data.render import uses_chat
+from megarl.data.rows import Row
+from megarl.data.templates import chat_renderer
+from megarl.data.turns import after_turn
+from megarl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TOKENIZER, _TEMPLATE = "the tokenizer", "the chat template"
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """Which tokens end a response.
+
+    Attributes:
+        sources: token id -> who names it; the tokenizer's own comes first.
+        notes: what else a user should know, a line each.
+    """
+
+    sources: dict[int, list[str]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        """All of them, the tokenizer's own first."""
+        return list(self.sources)
+
+    def describe(self, token: Callable[[int], str]) -> str:
+        """One line: every token, its id, and who names it."""
+        parts = [f"{token(number)} ({number}: {', '.join(names)})" for number, names in self.sources.items()]
+        return f"a response ends at {' or '.join(parts)}"
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig) -> EndTokens:
+    """What ends a response of `model`.
+
+    A number of generation_config.json counts where the tokenizer is the model's own, or calls that token special: with
+    another tokenizer it may be a letter.
+
+    Raises:
+        ConfigError: generation_config.json cannot be read.
+    """
+    found = EndTokens({int(tokenizer.eos_token_id): [_TOKENIZER]})
+    notes: list[str] = []
+    own = model.tokenizer in (None, model.path)
+    for number in _of_generation_config(model.path):
+        if number < len(tokenizer) and (own or _is_special(tokenizer, number)):
+            found.sources.setdefault(number, []).append(FILE)
+        else:
+            what = "is no special token of model.tokenizer" if number < len(tokenizer) else "is none of the tokenizer's"
+            notes.append(f"{FILE} ends a response at token {number}, which {what}: it is not used")
+    if uses_chat(data, bool(tokenizer.chat_template)):
+        turn, text = turn_end(tokenizer, data)
+        if turn is not None:
+            found.sources.setdefault(turn, []).append(_TEMPLATE)
+        elif text is not None:
+            notes.append(
+                f"WARNING: the chat template ends a turn with {text[:40]!r}, which begins with no special token: no "
+                "response ends there. rollout.sampling.stop_token_ids names tokens that do"
+            )
+    return EndTokens(found.sources, tuple(notes))
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int | None, str | None]:
+    """The special token that the chat template in use writes after the assistant's turn, and the text it stands in.
+
+    None and text: it is no special token. None and None: the template renders no such conversation, or changes it.
+    """
+    render = chat_renderer(tokenizer, data.override_chat_template)
+    try:
+        text = after_turn(lambda messages: render(messages, Row({}, "an example", 0)))
+    except DataError:  # templates for one question only
+        return None, None
+    if text is None:
+        return None, None
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return (ids[0] if ids and _is_special(tokenizer, ids[0]) else None), text
+
+
+def _is_special(tokenizer: PreTrainedTokenizerBase, number: int) -> bool:
+    added: Any = tokenizer.added_tokens_decoder.get(number)
+    return number in tokenizer.all_special_ids or bool(getattr(added, "special", False))
+
+
+def _of_generation_config(path: str | None) -> list[int]:
+    if path is None:
+        return []
+    folder = local_folder(path)
+    if folder is not None and (folder / FILE).is_file():
+        return end_token_ids(folder)
+    if not is_hub_name(path):
+        return []
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return end_token_ids(Path(hf_hub_download(path, FILE)).parent)
+    except OSError:  # errors of the hub are of this kind, too: the model has none, or it is out of reach
+        return []
