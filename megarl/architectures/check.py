@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.architectures import architecture
 from megarl.architectures.base import Architecture, Refuse
+from megarl.architectures.generic import check_generic
 from megarl.architectures.values import KINDS, head_width, key_value_heads, layer_windows, read_keys, rope_scaling
 from megarl.errors import ConfigError
 
@@ -55,6 +56,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         shown = "null" if value is None else value
         raise ConfigError(what or f"{key} has no legal value", where=where, found=shown, allowed=str(allowed))
 
+    check_generic(raw, refuse)
     value: Any
     for key in _SIZES:
         value = values.get(key)

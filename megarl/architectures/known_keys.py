@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.base import ROPE_KEYS
+from megarl.architectures.generic import GENERIC
 from megarl.errors import close_matches
 
 OLDER = frozenset({"model_type", "output_attentions", "rope_scaling", "rope_theta", "torch_dtype"})
@@ -69,7 +70,7 @@ def ignored_keys(hf_config: dict[str, Any]) -> list[str]:
 
 
 def _legal(model_type: str) -> frozenset[str]:
-    return known_keys(model_type) | frozenset(ARCHITECTURES[model_type].keys)
+    return known_keys(model_type) | frozenset(ARCHITECTURES[model_type].keys) | (frozenset(GENERIC) - _PUBLISHED)
 
 
 def _foreign(model_type: str) -> frozenset[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.architectures import ARCHITECTURES, values
+from megarl.architectures.generic import MEANINGS
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.robot_policy import ROBOT_POLICY
@@ -165,6 +166,7 @@ def facts_of(hf: PretrainedConfig, where: str = "the model's config") -> ModelFa
     for key in ("layer_types", "quantization_config"):
         if getattr(hf, key, None) is not None:
             raw[key] = getattr(hf, key)
+    raw |= {key: getattr(hf, key) for key in MEANINGS if hasattr(hf, key)}
     if getattr(hf, "is_heterogeneous", False):
         raw["per_layer_config"] = "sizes per layer"
     return facts_from_config(raw, where)

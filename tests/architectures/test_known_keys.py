@@ -7,11 +7,15 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from megarl.architectures import ARCHITECTURES
+from megarl.architectures.generic import GENERIC
 from megarl.architectures.known_keys import OLDER, ROPE_NUMBERS, ignored_keys, known_keys, unknown_keys
+from tests.models.tiny import save_tiny
 
 
 def read_by_transformers(model_type: str) -> set[str]:
@@ -83,3 +87,50 @@ def test_keys_of_published_configs_are_no_slips(model_type: str, published: dict
     raw = {"model_type": model_type, **published}
     assert unknown_keys(raw) == []
     assert ignored_keys(raw) == ignored
+
+
+# Looked up by transformers of a configuration that has none of them, and without effect on what the model computes: of
+# generation, of training a classifier, of loading, of caches that a model without them never has, of other kinds.
+_HARMLESS = {
+    *("attn_implementation", "name_or_path", "gradient_checkpointing", "ignore_keys_at_rope_validation", "num_heads"),
+    *(
+        "attention_chunk_size",
+        "kv_sharing_modes",
+        "layer_types",
+        "mlp_layer_types",
+        "mtp_layer_types",
+        "sliding_window",
+    ),
+    *("classifier_dropout", "hidden_dropout", "token_classification_bias"),
+    *("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"),
+}
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_all_that_transformers_looks_up_while_it_runs_a_model_is_known(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key of no class's list of fields would otherwise change a model without a word, as is_causal does."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig
+
+    save_tiny(tmp_path, model_type)
+    looked_up: set[str] = set()
+    kind = type(AutoConfig.from_pretrained(tmp_path))
+    found = kind.__getattribute__
+
+    def recorded(self: Any, name: str) -> Any:
+        looked_up.add(name)
+        return found(self, name)
+
+    monkeypatch.setattr(kind, "__getattribute__", recorded)
+    tokens = torch.arange(8)[None]
+    for model_class in (AutoModelForCausalLM, AutoModelForTokenClassification):
+        for attention in ("eager", "sdpa"):
+            model = model_class.from_pretrained(tmp_path, attn_implementation=attention).train()
+            model(input_ids=tokens, labels=tokens.clamp(max=1))
+            model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    of_the_class = {name for name in dir(PreTrainedConfig) if name not in GENERIC}
+    generation = set(GenerationConfig._get_default_generation_params())
+    known = known_keys(model_type) | set(ARCHITECTURES[model_type].keys) | set(GENERIC) | generation | _HARMLESS
+    assert {name for name in looked_up - of_the_class - known if not name.startswith("_")} == set()

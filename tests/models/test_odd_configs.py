@@ -20,10 +20,11 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from megarl.architectures import ARCHITECTURES
-from megarl.artifacts.facts import model_facts
+from megarl.artifacts.facts import facts_from_config, model_facts
 from megarl.checks.weights import check_weights
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
+from megarl.models.hf import load_hf_config
 from megarl.models.packing import pack_stream
 from tests.dist import single_process
 from tests.models.tiny import build_tiny
@@ -310,6 +311,67 @@ def odd(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
 def test_odd_configs_that_are_equal(model_type, changes):
     assert compare(odd(model_type, changes), published=True) == "equal"
     assert compare(odd(model_type, changes), published=False) == "equal"
+
+
+# Of every class, and in no class's list of fields.
+OF_EVERY_CLASS: list[dict[str, Any]] = [
+    *({"is_causal": value} for value in (False, None, 0, {})),
+    {"is_encoder_decoder": True},
+    {"text_config": {"hidden_size": 8}},
+    {"decoder": {}},
+    {"pruned_heads": {"0": [1]}},
+    {"return_dict": False},
+    {"dtype": "int3"},
+    {"torch_dtype": 1},
+    {"eos_token_id": "2"},
+    {"pad_token_id": [0]},
+    {"architectures": True},
+    {"id2label": {"a": 1}},
+    {"num_labels": "x"},
+    {"use_cache": None},
+    {"initializer_range": 0},
+    {"auto_map": None},
+    {"fusion_config": {"a": 1}},
+    {"transformers_weights": "x"},
+    {"is_heterogeneous": False},
+    {"quantization_config": {}},
+    {"per_layer_config": []},
+]
+HARMLESS: dict[str, Any] = {
+    "is_causal": True,
+    "is_decoder": True,
+    "add_cross_attention": True,
+    "use_bidirectional_attention": True,
+    "logit_scale": 0.5,
+    "final_logit_softcapping": 3.0,
+    "attention_chunk_size": 2,
+    "classifier_dropout": 0.5,
+    "torchscript": True,
+    "pruned_heads": {},
+    "text_config": None,
+    "output_hidden_states": True,
+    "chunk_size_feed_forward": 4,
+    "tie_last_hidden_states": False,
+}
+
+
+@pytest.mark.parametrize("changes", OF_EVERY_CLASS, ids=str)
+def test_keys_of_every_class_that_make_another_model_or_none_are_refused(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        facts_from_config(odd("llama", changes), "config.json")
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_a_model_that_is_not_causal_is_refused_and_keys_that_nothing_reads_change_nothing(model_type):
+    assert compare(odd(model_type, {"is_causal": False}), published=True) == "refused"
+    for published in (True, False):
+        assert compare(odd(model_type, HARMLESS), published=published) == "equal"
+
+
+def test_what_transformers_made_of_a_config_is_checked_likewise(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(odd("qwen3", {"is_causal": False})))
+    with pytest.raises(ConfigError, match=r"is_causal[\s\S]*every token sees those after it"):
+        load_hf_config(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(("model_type", "changes"), REFUSED)

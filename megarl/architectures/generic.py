@@ -1,0 +1,96 @@
+"""Keys that transformers reads of every config.json, whatever its class: what they must be for the models here.
+
+They stand in no class's list of fields, so nothing else in this folder knows of them. Found by recording what
+transformers 5.23 looks up while it loads and runs a model; a test repeats that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megarl.architectures.base import Refuse
+
+#: (whether a value is legal, what is allowed, what is wrong with others)
+_Rule = tuple[Callable[[Any], bool], str, str]
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "float", "half", "double", "float8_e4m3fn", "float8_e5m2")
+_ILLEGAL = "transformers does not load a model with this value"
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value == {}
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token(value: Any) -> bool:
+    return value is None or _whole(value)
+
+
+def _tokens(value: Any) -> bool:
+    return _token(value) or (isinstance(value, list) and all(map(_whole, value)))
+
+
+def _names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _labels(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and all(str(key).lstrip("-").isdigit() for key in value))
+
+
+def _dtype(value: Any) -> bool:
+    return value is None or value in _DTYPES if not isinstance(value, (list, dict)) else False
+
+
+_INSIDE: _Rule = (lambda value: value is None, "null", "transformers reads the model's sizes there")
+_DTYPE: _Rule = (_dtype, ", ".join(_DTYPES[:4]), _ILLEGAL)
+
+#: What makes another model of the rest. transformers keeps these as attributes, whatever wrote the config.
+MEANINGS: dict[str, _Rule] = {
+    "is_causal": (
+        lambda value: value is True,
+        "true",
+        "without it every token sees those after it, and this model has only causal attention",
+    ),
+    "is_encoder_decoder": (lambda value: value is False, "false", "this is a decoder without an encoder"),
+    **dict.fromkeys(("text_config", "decoder", "generator", "text_encoder"), _INSIDE),
+    "pruned_heads": (_empty, "null", "attention heads that were taken out are not supported"),
+    "return_dict": (lambda value: value is True, "true", "transformers does not run a model without it"),
+}
+#: What changes nothing, and has to be of its type.
+_TYPES: dict[str, _Rule] = {
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), (_token, "integer, or null", _ILLEGAL)),
+    "eos_token_id": (_tokens, "integer, a list of them, or null", _ILLEGAL),
+    "architectures": (_names, "a list of names, or null", _ILLEGAL),
+    "id2label": (_labels, "a mapping from numbers to names, or null", _ILLEGAL),
+    "num_labels": (lambda value: _whole(value) and value > 0, "integer > 0", _ILLEGAL),
+    "use_cache": (lambda value: isinstance(value, bool), "true, false", _ILLEGAL),
+    "initializer_range": (lambda value: isinstance(value, float), "number, with a decimal point", _ILLEGAL),
+    "auto_map": (lambda value: isinstance(value, Mapping), "a mapping, or no such key", _ILLEGAL),
+    # Mappings that say something are the business of other checks.
+    "quantization_config": (lambda value: value is None or bool(value), "a mapping, or null", _ILLEGAL),
+    "per_layer_config": (lambda value: bool(value) or _empty(value), "null", _ILLEGAL),
+    "fusion_config": (_empty, "null", "layers that are fused are not supported"),
+    "transformers_weights": (
+        lambda value: value is None or (isinstance(value, str) and value.endswith((".safetensors", ".json"))),
+        "the name of a .safetensors file or of an index, or null",
+        _ILLEGAL,
+    ),
+    # Properties of the class: a file cannot set them.
+    **dict.fromkeys(
+        ("attribute_map", "is_heterogeneous", "per_layer_attributes", "sub_configs", "use_return_dict"),
+        (lambda value: False, "no such key", _ILLEGAL),
+    ),
+}
+GENERIC = MEANINGS | _TYPES
+
+
+def check_generic(raw: Mapping[str, Any], refuse: Refuse) -> None:
+    """Refuse what makes another model of the rest, and what transformers would not load."""
+    for key, (legal, allowed, wrong) in GENERIC.items():
+        if key in raw and not legal(raw[key]):
+            refuse(key, raw[key], allowed, wrong)
