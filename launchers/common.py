@@ -34,6 +34,7 @@ from megarl.artifacts.repair import repair
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count
 from megarl.launchers.output import OutputLog
+from megarl.leftovers import remove_leftovers
 from megarl.machine import available_cores
 from megarl.processes import has_nvidia_device, worker_name
 from megarl.rendezvous import forget_token, ranks_text, write_token
@@ -222,6 +223,9 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         if node_rank() == 0:
             repair(run_dir)
         log = open_files.enter_context(contextlib.closing(OutputLog(run_dir / "log.txt", names)))
+        with contextlib.suppress(OSError):
+            if gone := remove_leftovers():
+                log.record("launcher", f"removed, of processes that were killed: {', '.join(map(str, gone))}")
         attempts = Attempts(starts[launcher], Job(entry, config, run_dir, log, placement))
         ended: Status = "failed"
         with _signals_raise() as ignore_signals:
@@ -256,6 +260,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                         close_run(run_dir, ended)
                     if attempts.started and placement is not None and placement.separate:
                         complete_trace(run_dir)
+                with contextlib.suppress(OSError):
+                    remove_leftovers()  # of workers that had to be killed
 
 
 def prepare(job: Job) -> None:

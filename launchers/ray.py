@@ -384,6 +384,8 @@ class RayWorkers:
             else:
                 self._give_back()
                 ray.shutdown()
+                if self._ray is not None:
+                    self._ray.forget()
         self._journal.unlink(missing_ok=True)
         self._follower.close()
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
 from megarl.errors import UnavailableError, WorkerError
+from megarl.leftovers import RAY_MARK
 from megarl.processes import oom_kills
 
 _PARTS = {"gcs_server": "control store", "raylet": "node manager"}
@@ -35,12 +39,29 @@ class OwnRay:
         self._names = {part.pid: part.name() for part in self._parts}
         self._oom_kills = oom_kills()
         self._lost: str | None = None
+        self._session = self._mark_session()
+
+    def _mark_session(self) -> Path | None:
+        """Ray's folder for this cluster, marked as nobody else's."""
+        folders = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray").glob(f"session_*_{os.getpid()}")
+        with contextlib.suppress(OSError):
+            newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
+            if newest is not None:
+                (newest / RAY_MARK).touch()
+            return newest
+        return None
+
+    def forget(self) -> None:
+        """Remove Ray's folder, with its logs, when Ray has ended as it should."""
+        if self._session is not None:
+            shutil.rmtree(self._session, ignore_errors=True)
 
     def lost(self) -> str | None:
         """What has died, how, and what to do; None: it lives."""
         if self._lost is None:
             dead = next((part for part in self._parts if not part.is_running() or _is_zombie(part)), None)
-            self._lost = None if dead is None else self._told(dead)
+            logs = "" if self._session is None else f"\n  logs:    {self._session / 'logs'}, until the next start"
+            self._lost = None if dead is None else self._told(dead) + logs
         return self._lost
 
     def _told(self, dead: psutil.Process) -> str:
@@ -92,6 +113,9 @@ class ClusterRay:
         if silent < _SILENT_S:
             return None
         return _text(f"Ray's control store at {self._host}:{self._port}", f"has not answered for {silent:.0f} s")
+
+    def forget(self) -> None:
+        """Nothing of it is this run's."""
 
     def leave(self) -> None:
         """Nothing can be asked of it any more; its nodes end what they have started."""

@@ -114,6 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
     _add_formulas(commands)
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
+    doctor.add_argument("--clean", action="store_true", help="remove what killed processes left in /tmp and /dev/shm")
     doctor.set_defaults(run=_doctor)
     _add_parity(doctor.add_subparsers(dest="check", metavar="CHECK"))
     return parser
@@ -406,9 +407,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megarl.doctor import report
+    from megarl.doctor import clean, report
 
-    print(report())
+    print(clean() if arguments.clean else report())
     return 0
 
 

@@ -7,6 +7,7 @@ import platform
 
 from megarl.errors import ConfigError
 from megarl.imports import installed_version
+from megarl.leftovers import remove_leftovers
 
 REQUIRED = (
     "torch",
@@ -36,6 +37,14 @@ def report() -> str:
     lines += [f"  {name:<20} {installed_version(name) or '-':<14} {enables}" for name, enables in OPTIONAL.items()]
     lines += ["", "SGLang servers (rollout.engine: sglang)", f"  {_servers()}"]
     return "\n".join([*lines, "", "devices", *(f"  {line}" for line in _devices())])
+
+
+def clean() -> str:
+    """The text of `megarl doctor --clean`, which removes what processes of this user that were killed have left."""
+    removed = remove_leftovers()
+    if not removed:
+        return "nothing is left of processes that were killed"
+    return "\n".join(["removed, of processes that were killed:", *(f"  {path}" for path in removed)])
 
 
 def _servers() -> str:

@@ -1,0 +1,112 @@
+"""What processes that were killed have left in the system's temporary folder and in shared memory.
+
+    /tmp       megarl-XXXXXXXX (sockets of a server), megarl-command-*, torchelastic_*, torch-shm-dir-*,
+               ray/session_* of a Ray that a run had for itself
+    /dev/shm   torch_PID_*, and what servers of a run call by its name
+
+Only files of this user that no process has open or mapped, or names in its environment or command line, as owners do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+SHARED = Path("/dev/shm")
+#: In the session folder of a Ray that a run has for itself.
+RAY_MARK = "megarl"
+_FOLDERS = re.compile(r"megarl-[a-z0-9_]{8}|torchelastic_.+|torch-shm-dir-.+")
+_FILES = re.compile(r"megarl-command-.+")
+_SHARED = re.compile(r"torch_(?P<pid>\d+)_.+|(sglang_loads|sgl_shm)_megarl_.+")
+_SESSION = re.compile(r"session_.+_(?P<pid>\d+)")
+_JUST_MADE_S = 60.0  # a process that has made a folder may not have named it to anybody yet
+_UNSEEN_S = 3600.0  # the same where processes of other containers cannot be seen
+_ALL_PROCESSES = 4026531836  # inode of the first namespace of processes, from which all are seen
+
+
+def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
+    """Files and folders that no process needs any more.
+
+    Args:
+        temporary: where temporary files are; None: where this process makes its own.
+        shared: where shared memory is; None: in its usual place.
+    """
+    temporary = temporary or Path(tempfile.gettempdir())
+    found = [path for path in _candidates(temporary, shared or SHARED) if _is_old(path)]
+    if not found:
+        return []
+    named = b"\0".join(_named_by_processes())
+    return [path for path in found if path.name.encode() not in named]
+
+
+def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
+    """Remove them, as far as that can be done; those that are gone."""
+    found = leftovers(temporary, shared)
+    for path in found:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return [path for path in found if not path.exists()]
+
+
+def _candidates(temporary: Path, shared: Path) -> Iterator[Path]:
+    """Files of this user that are called as leftovers are, and whose process is gone where the name tells it."""
+    for path in _mine(temporary):
+        if (_FOLDERS.fullmatch(path.name) and path.is_dir()) or (_FILES.fullmatch(path.name) and path.is_file()):
+            yield path
+    for path in _mine(temporary / "ray"):
+        match = _SESSION.fullmatch(path.name)
+        if match and (path / RAY_MARK).is_file() and not _runs(match["pid"]):
+            yield path
+    for path in _mine(shared):
+        match = _SHARED.fullmatch(path.name)
+        if match and not (match["pid"] and _runs(match["pid"])):
+            yield path
+
+
+def _mine(folder: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if not entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    yield Path(entry.path)
+
+
+def _runs(pid: str) -> bool:
+    return Path("/proc", pid).is_dir()
+
+
+def _is_old(path: Path) -> bool:
+    """Whether its process would be seen if there was one."""
+    try:
+        age = time.time() - path.stat().st_mtime
+        sees_all = os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
+    except OSError:
+        return False
+    told = _SHARED.fullmatch(path.name) or _SESSION.fullmatch(path.name)
+    return age > (_UNSEEN_S if not sees_all else 0 if told and told["pid"] else _JUST_MADE_S)
+
+
+def _named_by_processes() -> Iterator[bytes]:
+    """Where the processes of this user name files: environment, command line, maps, open files, bound sockets."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid != os.getuid():
+                continue
+        for name in ("environ", "cmdline", "maps"):
+            with contextlib.suppress(OSError):
+                yield (process / name).read_bytes()
+        with contextlib.suppress(OSError):
+            for link in [process / "cwd", *(process / "fd").iterdir()]:
+                with contextlib.suppress(OSError):
+                    yield os.fsencode(os.readlink(link))
+    with contextlib.suppress(OSError):
+        yield Path("/proc/net/unix").read_bytes()
