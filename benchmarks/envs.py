@@ -7,6 +7,8 @@ Every process plays one task with random actions, eight to a policy call, and be
 over, until all have done this many environment steps. `env steps/s` counts all processes, with the resets and what goes
 between processes; the other numbers are seconds of one process: physics per environment step, rendering per policy
 call, and what one call of `reset` or of the constructor takes. Further KEY=VALUE are keys of the simulator's section.
+`--record 64` holds a clip of 64 frames of every episode, as rewards that look at videos do: then a picture is rendered
+after every environment step.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `megarl bench envs`, added to those of `megarl bench`."""
     parser.add_argument("--simulator", metavar="NAME", help="envs: included, file.py:Class, or pkg.mod:Class")
     parser.add_argument("--workers", type=int, metavar="N", help=f"envs: processes (default: {WORKERS})")
+    parser.add_argument("--record", type=int, metavar="FRAMES", help="envs: hold a clip of so many frames per episode")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megarl.tracking.machine import machine_info
 
     with OthersShare() as others:
-        row = measure(_given(arguments), arguments.steps or STEPS)
+        row = measure(_given(arguments), arguments.steps or STEPS, arguments.record)
     table = Table("what", "number", title=f"simulator {row['simulator']}, {row['workers']} processes")
     for name, number in row.items():
         if name not in ("simulator", "workers"):
@@ -55,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(given: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What `steps` environment steps of every process come to.
+def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dict[str, Any]:
+    """What `steps` environment steps of every process come to; `record`: frames of a clip of each episode.
 
     Raises:
         WorkerError: a simulator failed.
@@ -64,12 +67,14 @@ def measure(given: dict[str, Any], steps: int) -> dict[str, Any]:
     import numpy as np
 
     from megarl.envs.robots import SimulatorPool, SimulatorSettings
+    from megarl.simulators.protocol import Recording
 
     settings = SimulatorSettings.model_validate({"workers": WORKERS, "retries": 0} | given)
     with SimulatorPool(settings) as pool:
         tasks = [list(pool.tasks.values())[slot % len(pool.tasks)] for slot in pool.slots]
+        held = [None if record is None else Recording(tuple(task.cameras), record) for task in tasks]
         for slot in pool.slots:
-            pool.begin(slot, tasks[slot].name, 0)
+            pool.begin(slot, tasks[slot].name, 0, held[slot])
         waiting = set(pool.slots)
         while waiting:
             waiting -= set(_answers(pool))
@@ -90,13 +95,14 @@ def measure(given: dict[str, Any], steps: int) -> dict[str, Any]:
                     continue
                 if over:
                     trials[slot] += 1
-                    pool.begin(slot, tasks[slot].name, trials[slot] % tasks[slot].trials)
+                    pool.begin(slot, tasks[slot].name, trials[slot] % tasks[slot].trials, held[slot])
                 else:
                     act(slot)
         seconds = time.perf_counter() - began
         return {
             "simulator": settings.name,
             "workers": settings.workers,
+            "frames_of_a_clip": record or 0,
             "env_steps": counts.steps,
             "env_steps_per_s": counts.steps / seconds,
             "physics_ms_per_env_step": 1e3 * counts.seconds["physics"] / counts.steps,

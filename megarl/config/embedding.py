@@ -13,7 +13,7 @@ from megarl.errors import ConfigError
 _READ = {
     "state": ("points", "end_weight"),
     "own": ("points", "width", "updates", "lr"),
-    "vjepa2": ("path", "batch_size"),
+    "vjepa2": ("path", "batch_size", "clip"),
 }
 
 
@@ -34,7 +34,17 @@ class EmbeddingSettings(Section):
     lr: float = Field(1e-3, gt=0, description="`own`: the encoder's learning rate (Adam)")
 
     path: str | None = Field(None, description="`vjepa2`: folder or hub name of transformers' VJEPA2Model")
+    clip: Literal["steps", "calls"] = Field(
+        "steps",
+        description="`vjepa2`: frames of a clip. steps: of every environment step, as the simulator renders them, as "
+        "SRPO's authors have it; calls: what the policy saw before each of its calls, which costs no more pictures",
+    )
     batch_size: int = Field(4, ge=1, description="`vjepa2`: clips that are embedded at a time")
+
+    @property
+    def by_steps(self) -> bool:
+        """Whether episodes are compared by frames of every environment step."""
+        return self.name == "vjepa2" and self.clip == "steps"
 
     def check(self, where: str) -> None:
         """Refuse keys that only another embedding reads, and `vjepa2` without a path.

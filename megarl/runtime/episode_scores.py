@@ -15,7 +15,7 @@ from megarl.algorithms.srpo import ProgressScorer
 from megarl.config.components import settings_at
 from megarl.config.embedding import EmbeddingSettings
 from megarl.data.batch import Batch
-from megarl.data.frames import END_FRAMES, FRAMES
+from megarl.data.frames import CLIP, END_FRAMES, FRAMES
 from megarl.device import device
 from megarl.errors import ConfigError
 from megarl.phase import phase
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.models.episodes import EpisodeEmbedder
     from megarl.runtime.context import StepContext
+    from megarl.simulators.protocol import Recording
     from megarl.training.parallel import Layout
 
 FILE = "episode_scores.safetensors"
@@ -39,8 +40,14 @@ def compared_fields(config: RunConfig) -> list[str]:
     robot = config.robot
     if robot is None or robot.reward.name == "success":
         return []
-    pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in robot.cameras]
-    return ["states", "end_state", *pictures]
+    wanted = settings_at("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings)
+    prefixes = (CLIP,) if wanted.by_steps else (FRAMES, END_FRAMES)
+    return ["states", "end_state", *(prefix + camera for prefix in prefixes for camera in robot.cameras)]
+
+
+def clip_fields(config: RunConfig) -> list[str]:
+    """Fields that only a score reads: clips of episodes, which take as much memory as all else that is seen."""
+    return [name for name in compared_fields(config) if name.startswith(CLIP)]
 
 
 class EpisodeScores:
@@ -83,6 +90,11 @@ class EpisodeScores:
             cameras, group = config.robot.cameras, layout.dp_group
             embedder = build_embedder(wanted, cameras=cameras, device=device(), group=group, seed=seed)
         return cls(embedder, ProgressScorer(settings, seed), reward.coef, layout, reward.embedding)
+
+    @property
+    def recording(self) -> Recording | None:
+        """What simulators have to hold of each episode for its score; None: nothing."""
+        return None if self._embedder is None else self._embedder.recording
 
     def score(self, c: StepContext, samples: Batch) -> Tensor:
         """Scores float32 [B] of this replica's episodes, and their metrics."""

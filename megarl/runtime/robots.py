@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from megarl.data.render import Split
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import RolloutRole
-    from megarl.simulators.protocol import TaskSpec
+    from megarl.simulators.protocol import Recording, TaskSpec
     from megarl.training.parallel import Layout
 
 
@@ -297,9 +297,14 @@ def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -
 
 
 def play_robots(
-    c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]
+    c: StepContext,
+    rollout: RolloutRole,
+    prompts: Batch,
+    sampling: SamplingConfig,
+    advance: Callable[[int], None],
+    record: Recording | None = None,
 ) -> Batch:
-    """`sampling.n` episodes of each of `prompts`, with the fields of EPISODE_FIELDS."""
+    """`sampling.n` episodes of each of `prompts`, with the fields of EPISODE_FIELDS, and clips as `record` says."""
     from megarl.data.batch import Jagged
 
     robots = rollout.robots
@@ -312,7 +317,7 @@ def play_robots(
         for ids, uid, row in zip(prompts["prompt_ids"].unbind(), prompts["uid"], prompts["row"], strict=True)
         for i in range(sampling.n)
     ]
-    episodes, counts = robots.player.play(starts, advance)
+    episodes, counts = robots.player.play(starts, advance, record)
     samples = prompts.repeat(sampling.n)
     add_episodes(samples, episodes, rollout.engine.weight_version)
     samples.set("sample_id", [start.sample_id for start in starts])

@@ -67,6 +67,8 @@ class Outcome:
         over: it is, or the limit of environment steps is reached.
         progress: how much of the task is done, 0 to 1, where the simulator knows; never shown to a policy.
         seconds: spent, by `physics` and `render`.
+        clip: of an episode that is over and is recorded, frames uint8 [n, H, W, 3] by camera; a simulator leaves it
+            out, its process adds it.
     """
 
     observation: Observation
@@ -75,6 +77,20 @@ class Outcome:
     over: bool
     progress: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    clip: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is held of an episode for a reward that looks at videos.
+
+    Attributes:
+        cameras: whose frames, as the simulator renders them.
+        frames: of each camera, at most; evenly spread over the environment steps.
+    """
+
+    cameras: tuple[str, ...]
+    frames: int
 
 
 class Simulator:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from . import plain
 from .plain import Malformed
-from .protocol import TaskSpec
+from .protocol import Recording, TaskSpec
 
 #: Header and arrays.
 Message = tuple[dict[str, Any], dict[str, NDArray[Any]]]
@@ -49,6 +49,7 @@ class Inbox:
     """
 
     def __init__(self, *, trusted: bool = False) -> None:
+        self._arrays = _ANY if trusted else _MOST_ARRAYS
         self._inbox = plain.PlainInbox(_ANY, _ANY, None) if trusted else plain.PlainInbox(_HEADER, _BODY, _DEPTH)
 
     def feed(self, data: bytes) -> None:
@@ -62,17 +63,17 @@ class Inbox:
             Malformed: this is none.
         """
         message = self._inbox.take()
-        return None if message is None else (message[0], _arrays(*message))
+        return None if message is None else (message[0], _arrays(*message, most=self._arrays))
 
 
-def _arrays(header: dict[str, Any], body: bytes) -> dict[str, NDArray[Any]]:
+def _arrays(header: dict[str, Any], body: bytes, most: int) -> dict[str, NDArray[Any]]:
     """The arrays of a message; their shapes are taken out of its header.
 
     Raises:
         Malformed: the shapes are none, or not those of the body.
     """
     shapes = header.pop("arrays", None)
-    if not isinstance(shapes, dict) or len(shapes) > _MOST_ARRAYS:
+    if not isinstance(shapes, dict) or len(shapes) > most:
         raise Malformed("a message without a table of arrays")
     arrays, at = {}, 0
     for name, entry in shapes.items():
@@ -103,6 +104,17 @@ def places(spec: TaskSpec) -> tuple[dict[str, tuple[int, tuple[int, int, int]]],
     for camera, (height, width) in spec.cameras.items():
         found[camera] = (end, (height, width, 3))
         end += height * width * 3
+    return found, end
+
+
+def clip_places(spec: TaskSpec, recording: Recording | None) -> tuple[dict[str, int], int]:
+    """Where the clip of each camera begins in the shared memory, behind the pictures, and the bytes of all."""
+    end = places(spec)[1]
+    found = {}
+    for camera in () if recording is None else recording.cameras:
+        height, width = spec.cameras[camera]
+        found[camera] = end
+        end += recording.frames * height * width * 3 if recording is not None else 0
     return found, end
 
 

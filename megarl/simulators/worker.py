@@ -3,7 +3,7 @@
     call      answer
     open      `open`: the tasks that there are
     begin     `construct`: the task's simulator is there, `fresh` if it was constructed just now; then `reset`
-    step      `step`: what a chunk of actions came to
+    step      `step`: what a chunk of actions came to; of an episode that is recorded its last answer brings a clip
     expert    `expert`: the scripted expert's action, or none
     close     the process ends
 
@@ -15,6 +15,7 @@ that an answer says of the episode, by which a repeated call is held against its
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import math
 import mmap
@@ -33,9 +34,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .protocol import Observation, Outcome, Simulator, TaskSpec
+from .clip import ClipRecorder
+from .protocol import Observation, Outcome, Recording, Simulator, TaskSpec
 from .registry import simulator_class
-from .wire import Inbox, pack, places, plain_spec
+from .wire import Inbox, clip_places, pack, places, plain_spec
 
 _TEXT = 2000  # characters of an error's message
 
@@ -60,6 +62,8 @@ class _Work:
         self._kept: OrderedDict[str, Simulator] = OrderedDict()
         self._limit = 1
         self._playing: Simulator | None = None
+        self._recording: Recording | None = None
+        self._recorder: ClipRecorder | None = None
         self._chunk = 0
 
     def answer(self, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
@@ -106,9 +110,16 @@ class _Work:
         self._kept.move_to_end(task)
         seconds = time.perf_counter() - began
         self._send({"call": "construct", "fresh": fresh, "seconds": seconds, "kept": list(self._kept)})
+        wanted = header.get("record")
+        self._recording = None if wanted is None else Recording(tuple(wanted["cameras"]), wanted["frames"])
+        self._recorder = None if wanted is None else ClipRecorder(wanted["cameras"], wanted["frames"])
+        self._map(clip_places(simulator.spec, self._recording)[1])
         began = time.perf_counter()
         observation = simulator.reset(header["trial"])
         self._playing, self._chunk = simulator, 0
+        if self._recorder is not None:
+            _check_frames(places(simulator.spec)[0], observation.frames)
+            self._recorder.add(observation.frames)
         self._observed({"call": "reset"}, observation, time.perf_counter() - began)
 
     def _construct(self, task: str) -> Simulator:
@@ -119,7 +130,6 @@ class _Work:
         if spec != self._specs[task]:
             raise _Refused("raised", f"constructed, the task is {spec}, and in the list of tasks {self._specs[task]}")
         self._kept[task] = simulator
-        self._map(places(simulator.spec)[1])
         return simulator
 
     def _map(self, size: int) -> None:
@@ -131,7 +141,7 @@ class _Work:
     def _step(self, _: Any, arrays: dict[str, NDArray[Any]]) -> None:
         assert self._playing is not None, "an episode begins with a reset"
         actions, began = arrays["actions"], time.perf_counter()
-        outcome = self._playing.step(actions)
+        outcome = self._playing.step(actions) if self._recorder is None else self._step_by_step(self._recorder, actions)
         seconds = time.perf_counter() - began
         _check_outcome(outcome, len(actions))
         said = {
@@ -141,7 +151,33 @@ class _Work:
             "progress": None if outcome.progress is None else float(outcome.progress),
         }
         parts = {name: float(value) for name, value in outcome.seconds.items()}
-        self._observed({"call": "step", **said, "parts": parts}, outcome.observation, seconds)
+        held = self._hold_clip(self._recorder) if outcome.over and self._recorder is not None else {}
+        self._observed({"call": "step", **said, "parts": parts, **held}, outcome.observation, seconds)
+
+    def _step_by_step(self, recorder: ClipRecorder, actions: NDArray[Any]) -> Outcome:
+        """A chunk action by action, so that every environment step is seen."""
+        assert self._playing is not None
+        found, executed, seconds = places(self._playing.spec)[0], 0, dict[str, float]()
+        while True:
+            outcome = self._playing.step(actions[executed : executed + 1])
+            _check_outcome(outcome, 1)
+            _check_frames(found, outcome.observation.frames)
+            recorder.add(outcome.observation.frames)
+            executed += 1
+            for name, spent in outcome.seconds.items():
+                seconds[name] = seconds.get(name, 0.0) + spent
+            if outcome.over or executed == len(actions):
+                return dataclasses.replace(outcome, executed=executed, seconds=seconds)
+
+    def _hold_clip(self, recorder: ClipRecorder) -> dict[str, Any]:
+        """Write the clip of an episode that is over to the shared memory; what the answer says of it."""
+        assert self._playing is not None and self._memory is not None  # noqa: PT018
+        clip = recorder.clip()
+        for camera, start in clip_places(self._playing.spec, self._recording)[0].items():
+            frames = clip[camera]
+            np.ndarray(frames.shape, np.uint8, self._memory, start)[...] = frames
+        self._recorder = None  # its frames are no longer held
+        return {"clip": {camera: len(frames) for camera, frames in clip.items()}}
 
     def _expert(self, _: Any, __: Any) -> None:
         assert self._playing is not None, "an episode begins with a reset"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megarl.architectures.vision import VisionShape
 from megarl.data.batch import Batch, Jagged
-from megarl.data.frames import FRAMES
+from megarl.data.frames import CLIP, FRAMES
 from megarl.data.pictures import Normalisation
 from megarl.data.versions import VERSION_FIELDS
 from megarl.models.vla.calls import CallLayout, PolicyFamily
@@ -34,7 +34,7 @@ def calls_of(samples: Batch) -> Batch:
     """One row per policy call of `samples`.
 
     Fields with one number per response token are cut at the calls' borders; `frames/CAMERA` and `states` have one entry
-    per call already; how the episode ended (`end_...`) is left out; all else is repeated.
+    per call already; how the episode ended (`end_...`) and its clip are left out; all else is repeated.
     """
     ends, starts = samples["turn_ends"], samples["turn_starts"]
     calls, tokens = ends.lengths, samples["response_ids"].lengths
@@ -42,7 +42,7 @@ def calls_of(samples: Batch) -> Batch:
     source = torch.repeat_interleave(torch.arange(len(samples)), calls.cpu())
     fields: dict[str, Tensor | Jagged] = {}
     for name, value in samples.fields.items():
-        if name.startswith("end_"):
+        if name.startswith(("end_", CLIP)):
             continue
         if isinstance(value, Jagged):
             if name.startswith(FRAMES) or name == "states":

@@ -7,10 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import VJEPA2Model
 
 from megarl.artifacts.action_statistics import read_statistics
 from megarl.config.load import load_config
 from megarl.runtime.export import trial_command
+from tests.models.episodes.test_vjepa2 import SMALL
 from tests.runtime import harness
 from tests.runtime.robots import write_robots_recipe
 from tests.runtime.test_durability import at_step
@@ -103,11 +105,17 @@ def test_the_layout_changes_no_episode(layout, recipe, run_dir, tmp_path) -> Non
 
 
 def test_the_reference_sees_what_the_policy_sees(recipe, tmp_path) -> None:
-    """It is the policy that RL starts from: in the first step they agree, in later ones they differ."""
-    more = ("algorithm.kl={use: loss, coef: 0.1}", "trainer.steps=2", "actor.mini_batch_size=2", "validation.every=0")
+    """It is the policy that RL starts from: in the first step they agree, in later ones they differ.
+
+    Scores are those of videos of every environment step, which nobody reads after them.
+    """
+    VJEPA2Model(SMALL).save_pretrained(tmp_path / "vjepa2")
+    more = ["algorithm.kl={use: loss, coef: 0.1}", "trainer.steps=2", "actor.mini_batch_size=2", "validation.every=0"]
+    more += [f"robot.reward={{name: progress, embedding: {{name: vjepa2, path: {tmp_path / 'vjepa2'}}}}}"]
     numbers = harness.train(recipe, tmp_path, *more)
     assert numbers[2]["actor/kl_loss"] > numbers[1]["actor/kl_loss"] >= 0
     assert numbers[1]["actor/kl_loss"] < 0.05
+    assert all(numbers[step]["srpo/invalid"] == 0 for step in (1, 2))
 
 
 def test_an_episode_whose_simulator_dies_is_left_out_and_counted(recipe, tmp_path) -> None:

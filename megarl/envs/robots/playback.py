@@ -9,16 +9,24 @@ from numpy.typing import NDArray
 
 from megarl.envs.robots.answers import Answer, Failure
 from megarl.envs.robots.pool import SimulatorPool
-from megarl.simulators.protocol import Outcome
+from megarl.simulators.protocol import Outcome, Recording
 
 
-def play(pool: SimulatorPool, task: str, trial: int, chunks: Iterable[NDArray[Any]], slot: int = 0) -> list[Answer]:
+def play(
+    pool: SimulatorPool,
+    task: str,
+    trial: int,
+    chunks: Iterable[NDArray[Any]],
+    slot: int = 0,
+    record: Recording | None = None,
+) -> list[Answer]:
     """The first observation of an episode, and the outcome of each chunk of actions [K, D]; the same every time.
 
-    It ends where the episode is over, or with a Failure. No slot of the pool is at work when this is called.
+    With `record` the last outcome has a clip. It ends where the episode is over, or with a Failure. No slot of the pool
+    is at work when this is called.
     """
     assert not pool.busy, f"slots {pool.busy} are at work"
-    pool.begin(slot, task, trial)
+    pool.begin(slot, task, trial, record)
     found = [_answer(pool, slot)]
     for chunk in chunks:
         last = found[-1]

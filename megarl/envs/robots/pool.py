@@ -12,6 +12,7 @@ Otherwise the slot answers a Failure, and the episode is no episode.
 
 from __future__ import annotations
 
+import dataclasses
 import select
 import socket
 import time
@@ -30,7 +31,7 @@ from megarl.envs.robots.settings import SimulatorSettings
 from megarl.errors import ConfigError, close_matches, count
 from megarl.phase import beat
 from megarl.simulators.plain import Malformed
-from megarl.simulators.protocol import Numbers, Observation, Outcome, TaskSpec
+from megarl.simulators.protocol import Numbers, Observation, Outcome, Recording, TaskSpec
 from megarl.simulators.wire import spec_of
 
 _BEAT_S = 1.0
@@ -44,6 +45,7 @@ class _Episode:
     Attributes:
         chunks: the actions of all policy calls so far.
         sums: checksums of the answers that were given: to the reset, and to policy calls.
+        record: what is held of it for a clip; None: nothing.
         advice: the expert is asked.
         failures: processes that failed in it.
     """
@@ -52,6 +54,7 @@ class _Episode:
     trial: int
     chunks: list[Numbers] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
+    record: Recording | None = None
     advice: bool = False
     failures: int = 0
 
@@ -135,13 +138,16 @@ class SimulatorPool:
         """The slot of these that begins an episode of `task` soonest: it has its simulator, or keeps the fewest."""
         return min(free, key=lambda n: (task not in self._slots[n].kept, len(self._slots[n].kept), n))
 
-    def begin(self, slot: int, task: str, trial: int) -> None:
-        """Begin an episode. One that the slot plays is dropped."""
+    def begin(self, slot: int, task: str, trial: int, record: Recording | None = None) -> None:
+        """Begin an episode, whose last outcome brings a clip where it is recorded. One that the slot plays is dropped.
+
+        With `record` the simulator takes a picture after every environment step, not only after every chunk.
+        """
         it = self._free(slot)
         if it.episode is not None:
             it.failures = 0
         assert 0 <= trial < self.tasks[task].trials, f"{task} has no trial {trial}"
-        it.episode, it.played, it.used = _Episode(task, trial), 0, True
+        it.episode, it.played, it.used = _Episode(task, trial, record=record), 0, True
         self._go_on(it)
 
     def act(self, slot: int, actions: NDArray[Any]) -> None:
@@ -207,7 +213,8 @@ class SimulatorPool:
         if episode is None or slot.process.waiting:
             return
         if slot.played == 0:
-            header = {"call": "begin", "task": episode.task, "trial": episode.trial}
+            record = None if episode.record is None else dataclasses.asdict(episode.record)
+            header = {"call": "begin", "task": episode.task, "trial": episode.trial, "record": record}
             slot.process.ask(header, ["construct", "reset"])
         elif slot.played <= len(episode.chunks):
             slot.process.ask({"call": "step"}, ["step"], {"actions": episode.chunks[slot.played - 1]})
@@ -290,10 +297,13 @@ class SimulatorPool:
         observation = Observation(slot.process.frames(self.tasks[episode.task]), arrays["state"])
         if call == "reset":
             return observation
+        clip: dict[str, NDArray[np.uint8]] = {}
         if header["over"]:
+            if episode.record is not None:
+                clip = slot.process.clip(self.tasks[episode.task], episode.record, header.get("clip"))
             slot.episode, slot.failures = None, 0
         said = (header[key] for key in ("executed", "success", "over", "progress", "parts"))
-        return Outcome(observation, *said)
+        return dataclasses.replace(Outcome(observation, *said), clip=clip)
 
     def _count(self, task: str, call: str, header: dict[str, Any]) -> None:
         counts = self.counts

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from megarl.envs.robots.settings import SimulatorSettings
 from megarl.errors import ConfigError
 from megarl.simulators import start
-from megarl.simulators.plain import Malformed
-from megarl.simulators.protocol import Frame, TaskSpec
-from megarl.simulators.wire import Inbox, Message, pack, places
+from megarl.simulators.plain import Malformed, short, whole
+from megarl.simulators.protocol import Frame, Recording, TaskSpec
+from megarl.simulators.wire import Inbox, Message, clip_places, pack, places
 
 _EXIT_S = 5.0  # from a broken connection to the end of the process
 _TOLD_S = 0.5  # for a process that hangs to say where
@@ -122,11 +122,32 @@ class SimulatorProcess:
             Malformed: the process has not made the memory large enough for them.
         """
         found, size = places(spec)
+        memory = self._mapped(size)
+        return {camera: np.ndarray(shape, np.uint8, memory, at).copy() for camera, (at, shape) in found.items()}
+
+    def clip(self, spec: TaskSpec, recording: Recording, counts: Any) -> dict[str, NDArray[np.uint8]]:
+        """A copy of the clip that belongs to the answer read last: `counts` frames [n, H, W, 3] of each camera.
+
+        Raises:
+            Malformed: other cameras or more frames than were asked for, or memory that is too small for them.
+        """
+        found, size = clip_places(spec, recording)
+        if not isinstance(counts, Mapping) or set(counts) != set(found):
+            raise Malformed(f"a clip {short(counts)}; asked for were frames of {list(found)}")
+        for number in counts.values():
+            whole(number, range(1, recording.frames + 1), "a clip of which the number of frames is")
+        memory = self._mapped(size)
+        return {
+            camera: np.ndarray((counts[camera], *spec.cameras[camera], 3), np.uint8, memory, at).copy()
+            for camera, at in found.items()
+        }
+
+    def _mapped(self, size: int) -> mmap.mmap | None:
         if size > os.fstat(self._memory).st_size:
             raise Malformed(f"pictures into {os.fstat(self._memory).st_size} bytes of memory; they have {size}")
         if size and (self._map is None or len(self._map) < size):
             self._map = mmap.mmap(self._memory, size, prot=mmap.PROT_READ)
-        return {camera: np.ndarray(shape, np.uint8, self._map, at).copy() for camera, (at, shape) in found.items()}
+        return self._map
 
     def how_it_ended(self) -> str:
         """Exit code or signal of a process whose connection broke; it may need a moment to be gone."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megarl.config.embedding import EmbeddingSettings
     from megarl.data.batch import Batch
     from megarl.metrics import Metrics
+    from megarl.simulators.protocol import Recording
 
 
 class EpisodeEmbedder(Protocol):
@@ -25,6 +26,10 @@ class EpisodeEmbedder(Protocol):
             episodes: fields as `megarl.rollout.robots.episode` writes them. An episode with an `env_error` gets zeros,
                 which no other one has.
         """
+
+    @property
+    def recording(self) -> Recording | None:
+        """What simulators have to hold of an episode beside what the policy sees; None: nothing."""
 
     def learn(self, episodes: Batch, step: int) -> Metrics | None:
         """Learn of a training step's episodes, those of this replica; collective over the data-parallel ranks.
@@ -73,7 +78,7 @@ def build_embedder(
         from megarl.models.episodes.vjepa2 import VideoEmbedder
 
         assert settings.path is not None, "checked above"
-        return VideoEmbedder(settings.path, cameras, device, settings.batch_size)
+        return VideoEmbedder(settings.path, cameras, device, settings.batch_size, by_steps=settings.by_steps)
     from megarl.models.episodes.states import StateEmbedder
 
     return StateEmbedder(settings.points, settings.end_weight)

@@ -116,6 +116,11 @@ class OwnEmbedder:
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
+    @property
+    def recording(self) -> None:
+        """Nothing beside what the policy sees."""
+        return None
+
     def learn(self, episodes: Batch, step: int) -> Metrics | None:
         """A few updates, each on some episodes of the global batch; see `EpisodeEmbedder`.
 

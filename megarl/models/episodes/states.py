@@ -35,6 +35,11 @@ class StateEmbedder:
         made = torch.cat([path.flatten(1), ends * math.sqrt(self._end_weight), torch.ones(len(ends), 1)], 1)
         return made * valid_episodes(episodes)[:, None]
 
+    @property
+    def recording(self) -> None:
+        """Nothing beside what the policy sees."""
+        return None
+
     def learn(self, episodes: Batch, step: int) -> None:
         """There is nothing to learn."""
 

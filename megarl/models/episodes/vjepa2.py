@@ -11,33 +11,43 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch
-from megarl.data.frames import END_FRAMES, FRAMES
+from megarl.data.frames import CLIP, END_FRAMES, FRAMES
 from megarl.data.pictures import VideoPipeline
 from megarl.errors import ConfigError
 from megarl.models.episodes.states import valid_episodes
 from megarl.models.weights.files import resolve_folder
+from megarl.simulators.protocol import Recording
 
 _PATH = "robot.reward.embedding.path"
 
 
 class VideoEmbedder:
-    """One clip of an episode and camera: what was seen before each policy call, and at the end.
+    """One clip of an episode and camera, of every environment step or of every policy call.
 
     Args:
         source: folder or hub name of a checkpoint of transformers' VJEPA2Model, as safetensors.
         cameras: whose clips are embedded, each for itself.
         device: bfloat16 on CUDA, float32 on CPUs.
         batch_size: clips at a time.
+        by_steps: a clip is what the simulator showed after every environment step; else what the policy saw before
+            each call, and at the end.
 
     Raises:
         ConfigError: no such checkpoint, another kind of model, or weights of the encoder missing.
     """
 
-    def __init__(self, source: str, cameras: Sequence[str], device: torch.device, batch_size: int) -> None:
-        self._cameras, self._device, self._batch_size = tuple(cameras), device, batch_size
+    def __init__(
+        self, source: str, cameras: Sequence[str], device: torch.device, batch_size: int, *, by_steps: bool
+    ) -> None:
+        self._cameras, self._device, self._batch_size, self._by_steps = tuple(cameras), device, batch_size, by_steps
         self._encoder, config = _encoder(resolve_folder(source, where=_PATH), device)
         self._width = config.hidden_size
         self._clip = VideoPipeline(frames=config.frames_per_clip, size=config.crop_size)
+
+    @property
+    def recording(self) -> Recording | None:
+        """The frames that the encoder reads."""
+        return Recording(self._cameras, self._clip.frames) if self._by_steps else None
 
     @torch.no_grad()
     def embed(self, episodes: Batch) -> Tensor:
@@ -46,13 +56,18 @@ class VideoEmbedder:
         rows = valid_episodes(episodes).nonzero().squeeze(1)
         parts = rows.split(self._batch_size) if len(rows) else []
         for number, camera in enumerate(self._cameras):
-            frames, ends = episodes[FRAMES + camera].unbind(), episodes[END_FRAMES + camera]
             for part in parts:
-                seen = [torch.cat([frames[row], ends[row][None]]) for row in part.tolist()]
+                seen = [self._frames(episodes, camera, row) for row in part.tolist()]
                 clips = torch.stack([self._clip(some.to(self._device)) for some in seen])
                 tokens = self._encoder(pixel_values_videos=clips).last_hidden_state
                 made[part, number] = tokens.float().mean(1).cpu()
         return made.flatten(1)
+
+    def _frames(self, episodes: Batch, camera: str, row: int) -> Tensor:
+        """uint8 [T, H, W, 3] of an episode, in the order of time."""
+        seen = episodes[(CLIP if self._by_steps else FRAMES) + camera]
+        frames: Tensor = seen.values[seen.offsets[row] : seen.offsets[row + 1]]
+        return frames if self._by_steps else torch.cat([frames, episodes[END_FRAMES + camera][row][None]])
 
     def learn(self, episodes: Batch, step: int) -> None:
         """It has learned."""

@@ -8,6 +8,7 @@ An episode is a sample of several turns, one per policy call; D numbers to an ac
     frames/CAMERA    uint8 [calls, H, W, 3]   what the policy saw before each call
     states           float32 [calls, S]
     end_frames/CAMERA, end_state              what was seen after the last action
+    clip/CAMERA      uint8 [n, H, W, 3]       where it is recorded: the simulator's frames, evenly spread
     task, trial, success, finish_step, max_steps, progress
 """
 
@@ -22,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.data.batch import Batch, Jagged
-from megarl.data.frames import END_FRAMES, FRAMES
+from megarl.data.frames import CLIP, END_FRAMES, FRAMES
 from megarl.data.room import heap_trim
 from megarl.data.versions import set_versions
 from megarl.rollout.robots.acting import Chunk
@@ -47,6 +48,7 @@ class Episode:
         progress: how much of it at the end, where the simulator knows; else NaN.
         failure: why it cannot be scored; empty: it can.
         failure_kind: in one word, see `megarl.envs.robots.Failure`.
+        clip: where it is recorded, see `Outcome.clip`; of an episode that failed no frames.
     """
 
     spec: TaskSpec
@@ -59,6 +61,7 @@ class Episode:
     progress: float = math.nan
     failure: str = ""
     failure_kind: str = ""
+    clip: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     @property
     def finish_step(self) -> int:
@@ -95,7 +98,10 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
         ValueError: tasks with different cameras, or sizes of pictures or states, in one batch.
     """
     cameras = {camera: size for episode in episodes for camera, size in episode.spec.cameras.items()}
-    kinds = {(tuple(sorted(e.spec.cameras.items())), e.spec.state_dim) for e in episodes}
+    kinds = {
+        (tuple(sorted(e.spec.cameras.items())), e.spec.state_dim, tuple((n, f.shape[1:]) for n, f in e.clip.items()))
+        for e in episodes
+    }
     if len(kinds) > 1:
         raise ValueError(f"tasks of one run have the same cameras and states; found {sorted(kinds)}")
     tokens = [[token for chunk in e.chunks for token in chunk.token_ids] for e in episodes]
@@ -115,6 +121,9 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
         stacked = _moved([seen for e in episodes for seen in e.seen], camera, size)
         samples.set(FRAMES + camera, Jagged.from_lengths(stacked, calls))
         samples.set(END_FRAMES + camera, _moved(ends_seen, camera, size))
+    for camera in list(episodes[0].clip) if episodes else ():
+        clips = [e.clip.pop(camera) for e in episodes]
+        samples.set(CLIP + camera, Jagged.from_lengths(torch.from_numpy(np.concatenate(clips)), list(map(len, clips))))
     states = [seen.state for e in episodes for seen in e.seen]
     wide = episodes[0].spec.state_dim if episodes else 0
     held = torch.from_numpy(np.stack(states)) if states else torch.zeros(0, wide)

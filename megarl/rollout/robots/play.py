@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from megarl.envs.robots import Answer, Failure, SimulatorPool
@@ -26,13 +27,14 @@ from megarl.errors import MegarlError
 from megarl.rollout.robots.acting import ActingPolicy, PolicyCall
 from megarl.rollout.robots.episode import Episode
 from megarl.rollout.robots.view import View
-from megarl.simulators.protocol import Observation, Outcome, TaskSpec
+from megarl.simulators.protocol import Observation, Outcome, Recording, TaskSpec
 from megarl.simulators.wire import Inbox, pack, plain_spec, spec_of
 
 if TYPE_CHECKING:
     from megarl.comm import WorkerGroup
 
 _LOOK_S = 1.0  # the pool has limits of its own
+_OF_CLIP = "#"  # between a slot and a camera, in the place of the slash of what is seen
 
 
 class PlayError(MegarlError):
@@ -101,20 +103,26 @@ class Player:
         self.pool, self.policy, self.group, self.view, self.on_error = pool, policy, group, view, on_error
         told = None if pool is None else [len(pool.slots), [plain_spec(task) for task in pool.tasks.values()]]
         count, plain = group.broadcast_json(told)
-        self.tasks: dict[str, TaskSpec] = {one["name"]: view.of_task(spec_of(one)) for one in plain}
+        self.rendered: dict[str, TaskSpec] = {one["name"]: spec_of(one) for one in plain}
+        self.tasks: dict[str, TaskSpec] = {name: view.of_task(spec) for name, spec in self.rendered.items()}
         slots = list(range(count))
         self.halves = [slots[0::2], slots[1::2]] if halves and count > 1 else [slots]
 
     def play(
-        self, starts: Sequence[EpisodeStart], advance: Callable[[int], None] = lambda count: None
+        self,
+        starts: Sequence[EpisodeStart],
+        advance: Callable[[int], None] = lambda count: None,
+        record: Recording | None = None,
     ) -> tuple[list[Episode], PlayCounts]:
         """One episode per start, in their order. `advance(k)` is called when k more are over.
+
+        With `record` each has a clip of what the simulator showed (`Episode.clip`).
 
         Raises:
             PlayError: a simulator failed, and `on_error` is `fail`.
             SimulatorError: none works any more.
         """
-        game = _Game(self, starts, advance)
+        game = _Game(self, starts, advance, record)
         game.play()
         return game.episodes, game.counts
 
@@ -122,8 +130,14 @@ class Player:
 class _Game:
     """The state of one call of `play`: on all ranks of the replica the same, but for answers that are on their way."""
 
-    def __init__(self, player: Player, starts: Sequence[EpisodeStart], advance: Callable[[int], None]) -> None:
-        self._p, self._starts, self._advance = player, starts, advance
+    def __init__(
+        self,
+        player: Player,
+        starts: Sequence[EpisodeStart],
+        advance: Callable[[int], None],
+        record: Recording | None,
+    ) -> None:
+        self._p, self._starts, self._advance, self._record = player, starts, advance, record
         self.episodes = [Episode(player.tasks[start.task], start.trial) for start in starts]
         self.counts = PlayCounts()
         self._waiting = deque(range(len(starts)))
@@ -172,7 +186,7 @@ class _Game:
         kept.add(start.task)
         self._playing[slot] = number
         if self._p.pool is not None:
-            self._p.pool.begin(slot, start.task, start.trial)
+            self._p.pool.begin(slot, start.task, start.trial, self._record)
 
     def _take(self, slot: int, answer: Answer) -> bool:
         """What an answer means for the slot's episode; whether it goes on."""
@@ -190,6 +204,7 @@ class _Game:
             over = answer.over
             if over:
                 episode.end = answer.observation
+                episode.clip = dict(answer.clip)
                 episode.success = answer.success
                 episode.progress = math.nan if answer.progress is None else answer.progress
             else:
@@ -210,7 +225,10 @@ class _Game:
                 + "  fix:     correct the simulator, or set robot.on_error=mark to leave such episodes out"
             )
         self.counts.failures[failure.kind] = self.counts.failures.get(failure.kind, 0) + 1
-        self.episodes[number].fail(failure.kind, failure.text, self._p.policy.blank)
+        episode, cameras = self.episodes[number], self._p.rendered[start.task].cameras
+        episode.fail(failure.kind, failure.text, self._p.policy.blank)
+        recorded = () if self._record is None else self._record.cameras
+        episode.clip = {camera: np.zeros((0, *cameras[camera], 3), np.uint8) for camera in recorded}
 
     def _answers(self, slots: list[int]) -> Mapping[int, Answer]:
         """What these slots answer, on every rank."""
@@ -240,6 +258,7 @@ def _packed(answers: Mapping[int, Answer]) -> bytes:
             said = {"executed": answer.executed, "success": answer.success, "over": answer.over}
             header[str(slot)] = ["outcome", said | {"progress": answer.progress}]
             seen = answer.observation
+            arrays |= {f"{slot}{_OF_CLIP}{camera}": frames for camera, frames in answer.clip.items()}
         elif isinstance(answer, Observation):
             header[str(slot)] = ["observation", {}]
             seen = answer
@@ -250,7 +269,7 @@ def _packed(answers: Mapping[int, Answer]) -> bytes:
 
 
 def _unpacked(data: bytes) -> dict[int, Answer]:
-    inbox = Inbox()
+    inbox = Inbox(trusted=True)
     inbox.feed(data)
     message = inbox.take()
     assert message is not None, "it came as a whole"
@@ -261,9 +280,15 @@ def _unpacked(data: bytes) -> dict[int, Answer]:
             found[int(slot)] = Failure(**said)
             continue
         prefix = f"{slot}/"
-        frames = {
-            name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix) and name != prefix
-        }
+        frames = _beginning(arrays, prefix)
         seen = Observation(frames, arrays[prefix])
-        found[int(slot)] = seen if kind == "observation" else Outcome(seen, **said)
+        clip = _beginning(arrays, f"{slot}{_OF_CLIP}")
+        found[int(slot)] = seen if kind == "observation" else Outcome(seen, **said, clip=clip)
     return found
+
+
+def _beginning(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+    """Arrays whose names go on after `prefix`, by what follows it."""
+    return {
+        name.removeprefix(prefix): one for name, one in arrays.items() if name.startswith(prefix) and name != prefix
+    }

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.data.pictures import PicturePipeline
@@ -38,8 +40,13 @@ class View:
         if isinstance(answer, Observation):
             return self(answer)
         if isinstance(answer, Outcome):
-            return replace(answer, observation=self(answer.observation))
+            clip = {camera: self.upright(frames) for camera, frames in answer.clip.items()}
+            return replace(answer, observation=self(answer.observation), clip=clip)
         return answer
+
+    def upright(self, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Frames [..., H, W, 3] of a simulator that renders upside down, turned; nothing else is done to them."""
+        return np.ascontiguousarray(frames[..., ::-1, ::-1, :]) if self.pictures.rotate else frames
 
     def of_task(self, spec: TaskSpec) -> TaskSpec:
         """The task as it is seen.

@@ -31,10 +31,12 @@ def episode_reward(c: StepContext, samples: Batch) -> Batch:
     """
     import torch
 
+    from megarl.runtime.episode_scores import clip_fields
     from megarl.runtime.stages.reward import record_scores
 
     assert c.scores is not None, "a run with the section `robot` has it"
     score = c.scores.score(c, samples)
+    samples = samples.drop(clip_fields(c.config))
     mask = samples["response_mask"]
     place = torch.arange(len(mask.values))
     rows = torch.repeat_interleave(torch.arange(len(samples)), mask.lengths)

@@ -53,8 +53,10 @@ def _of_prompts(config: RunConfig) -> list[str]:
 def _of_episodes(config: RunConfig) -> list[str]:
     """What samples of several turns have in addition."""
     if config.robot is not None:
+        from megarl.runtime.episode_scores import clip_fields
+
         pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in config.robot.cameras]
-        return [*EPISODE_FIELDS, *pictures]
+        return [*EPISODE_FIELDS, *pictures, *clip_fields(config)]
     return [*TURN_FIELDS, *_data_prompt(config), "prompt_ids", "prompt_text"] if config.has_turns else []
 
 
@@ -97,7 +99,7 @@ class RolloutError(MegarlError):
 def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     """Draw `rollout.sampling.n` responses for every prompt of this rank."""
     with nullcontext() if rollout.stale is None else rollout.stale.installed():
-        samples = generate(c, rollout, prompts, c.config.rollout.sampling)
+        samples = generate(c, rollout, prompts, c.config.rollout.sampling, scored=True)
     if kept := _data_prompt(c.config):
         given = prompts.repeat(c.config.rollout.sampling.n)
         for name in kept:
@@ -164,7 +166,9 @@ def _given_prompts(samples: Batch, prefix: str) -> Batch:
     return Batch({"prompt_ids": samples[f"{prefix}prompt_ids"]}, columns, size=len(samples))
 
 
-def generate(c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig) -> Batch:
+def generate(
+    c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig, *, scored: bool = False
+) -> Batch:
     """`sampling.n` samples of each of `prompts`, one prompt after the other.
 
     Args:
@@ -172,6 +176,7 @@ def generate(c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: Sam
         rollout: draws them.
         prompts: B prompts.
         sampling: how tokens are drawn.
+        scored: episodes of robots get scores by `robot.reward`, and have all that it looks at.
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS (with an environment also
@@ -185,7 +190,8 @@ def generate(c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: Sam
         if rollout.robots is not None:
             from megarl.runtime.robots import play_robots
 
-            samples = play_robots(c, rollout, prompts, sampling, advance)
+            record = c.scores.recording if scored and c.scores is not None else None
+            samples = play_robots(c, rollout, prompts, sampling, advance, record)
             _refuse_broken_logprobs(samples)
         elif rollout.episodes is None:
             samples = _respond(c, rollout, prompts, sampling, advance)

@@ -18,7 +18,7 @@ import pytest
 
 from megarl.envs.robots import Advice, Answer, Failure, SimulatorError, SimulatorPool, SimulatorSettings, play
 from megarl.errors import ConfigError
-from megarl.simulators.protocol import Observation, Outcome
+from megarl.simulators.protocol import Observation, Outcome, Recording
 from tests.house.test_docs import code_with
 
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"
@@ -73,6 +73,29 @@ def test_an_episode_goes_from_its_trial_to_the_limit_of_environment_steps() -> N
         assert np.all(first.frames["wrist"] == 30), "pictures of the past stay as they were"
         assert np.all(last.observation.frames["wrist"] == 80)
         assert (pool.counts.steps, pool.counts.chunks, pool.counts.resets) == (5, 3, 1)
+
+
+def test_a_recorded_episode_brings_a_clip_of_every_environment_step() -> None:
+    with pool_of(limit=5) as pool:
+        plain = episode(pool)
+        for frames, shown in ((8, [30, 40, 50, 60, 70, 80]), (3, [30, 50, 80])):
+            found = play(pool, "left", 3, [SLOW] * 3, record=Recording(("wrist",), frames))
+            for one, other in zip(found[1:], plain[1:], strict=True):
+                assert isinstance(one, Outcome)
+                assert isinstance(other, Outcome)
+                assert (one.executed, one.success, one.over, one.progress) == (
+                    other.executed,
+                    other.success,
+                    other.over,
+                    other.progress,
+                )
+                assert np.array_equal(one.observation.frames["front"], other.observation.frames["front"])
+                assert one.seconds["physics"] > 0
+                assert bool(one.clip) == one.over
+            assert list(found[-1].clip) == ["wrist"]
+            assert found[-1].clip["wrist"][:, 0, 0, 0].tolist() == shown
+            assert found[-1].clip["wrist"].shape == (len(shown), 2, 2, 3)
+        assert plain[-1].clip == {}
 
 
 def test_a_simulator_is_constructed_once_per_process_and_task() -> None:

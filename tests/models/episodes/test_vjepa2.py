@@ -12,9 +12,11 @@ from transformers import VJEPA2Config, VJEPA2Model
 
 from megarl.comm import WorkerGroup
 from megarl.config.embedding import EmbeddingSettings
+from megarl.data.batch import Jagged
 from megarl.data.pictures import VideoPipeline
 from megarl.errors import ConfigError
 from megarl.models.episodes import EpisodeEmbedder, build_embedder
+from megarl.simulators.protocol import Recording
 from tests.models.episodes.made import moving_squares
 
 SMALL = VJEPA2Config(
@@ -39,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def built(folder: Path, **settings: object) -> EpisodeEmbedder:
-    wanted = EmbeddingSettings(name="vjepa2", path=str(folder), **settings)
+    wanted = EmbeddingSettings.model_validate({"name": "vjepa2", "path": str(folder), "clip": "calls"} | settings)
     return build_embedder(wanted, cameras=["top"], device=torch.device("cpu"), group=WorkerGroup.alone(), seed=0)
 
 
@@ -55,6 +57,21 @@ def test_embeddings_are_the_mean_of_the_models_tokens(folder: Path) -> None:
             tokens = model(pixel_values_videos=clip(frames)[None], skip_predictor=True).last_hidden_state
         torch.testing.assert_close(found[row], tokens[0].mean(0), atol=1e-5, rtol=1e-4)
     assert not torch.allclose(found[0], found[1])
+
+
+def test_the_clip_of_every_environment_step_is_what_is_embedded(folder: Path) -> None:
+    batch, drawn = moving_squares([3, 4]), torch.Generator().manual_seed(1)
+    clips = [torch.randint(0, 256, (count, 24, 20, 3), generator=drawn, dtype=torch.uint8) for count in (8, 5)]
+    batch.set("clip/top", Jagged.from_list(clips))
+    embedder = built(folder, clip="steps")
+    assert embedder.recording == Recording(("top",), 8)
+    found = embedder.embed(batch)
+    model, clip = VJEPA2Model.from_pretrained(folder).eval(), VideoPipeline(frames=8, size=16)
+    for row, frames in enumerate(clips):
+        with torch.no_grad():
+            tokens = model(pixel_values_videos=clip(frames)[None], skip_predictor=True).last_hidden_state
+        torch.testing.assert_close(found[row], tokens[0].mean(0), atol=1e-5, rtol=1e-4)
+    assert built(folder).recording is None
 
 
 def test_a_rank_of_which_no_episode_was_played_has_zeros(folder: Path) -> None:

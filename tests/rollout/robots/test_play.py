@@ -20,7 +20,7 @@ from megarl.rollout.robots.acting import Chunk, PolicyCall
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, Player, PlayError
 from megarl.rollout.robots.view import View
-from megarl.simulators.protocol import Observation, TaskSpec
+from megarl.simulators.protocol import Observation, Outcome, Recording, TaskSpec
 
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"
 K, D = 2, 2
@@ -113,6 +113,39 @@ def test_an_episode_is_the_same_whatever_is_played_beside_it(one_by_one, halves)
         assert len(e.seen) == len(e.chunks) == len(e.executed)
         assert all(steps == K for steps in e.executed[:-1])
         assert e.finish_step == 7 or e.success
+
+
+def batch_of(episodes: list[Episode]) -> Batch:
+    samples = Batch({}, {"uid": [f"p{n}" for n in range(len(episodes))]}, size=len(episodes))
+    add_episodes(samples, episodes, version=0)
+    return samples
+
+
+def test_clips_are_of_the_simulators_frames_and_change_no_episode(one_by_one) -> None:
+    record = Recording(("front",), 4)
+    with players(3) as player:
+        episodes, _ = player.play(starts(12), record=record)
+        assert told(episodes) == one_by_one
+        assert all(np.array_equal(e.clip["front"][-1], e.end.frames["front"]) for e in episodes if e.end)
+        samples = batch_of(episodes)
+        assert samples["clip/front"].lengths.tolist() == [min(4, e.finish_step + 1) for e in episodes]
+        assert samples["clip/front"].values.shape[1:] == (4, 6, 3)
+    with players(2, on_error="mark", wrong="raise", at=3, max_restarts=99) as player:
+        episodes, _ = player.play(starts(4), record=record)
+    lengths = batch_of(episodes)["clip/front"].lengths.tolist()
+    assert [not n for n in lengths] == [bool(e.failure) for e in episodes]
+    assert {bool(e.failure) for e in episodes} == {True, False}
+
+
+def test_a_clip_is_upright_and_nothing_else_is_done_to_it() -> None:
+    frames = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
+    seen = Observation({}, np.zeros(1, np.float32))
+    answers = {
+        name: View((), PIPELINES[name]).of_answer(Outcome(seen, 1, True, True, clip={"top": frames}))
+        for name in ("plain", "libero")
+    }
+    assert np.array_equal(answers["plain"].clip["top"], frames)
+    assert np.array_equal(answers["libero"].clip["top"], frames[:, ::-1, ::-1])
 
 
 def test_halves_take_turns_and_no_more_than_half_is_asked_at_a_time() -> None:
@@ -224,7 +257,11 @@ def _played() -> list[Any]:
         pool = SimulatorPool(SimulatorSettings.model_validate(own | {"wrong": "exit", "at": 5}))
     try:
         player = Player(pool, Steps(), world, RAW, halves=True, on_error="mark")
-        return told(player.play(starts(12))[0])
+        episodes, _ = player.play(starts(12), record=Recording(("front", "wrist"), 4))
+        return [
+            (*one, {name: clip.tolist() for name, clip in e.clip.items()})
+            for one, e in zip(told(episodes), episodes, strict=True)
+        ]
     finally:
         if pool is not None:
             pool.close()
@@ -235,4 +272,5 @@ def test_all_ranks_of_a_replica_see_the_same() -> None:
 
     first, second = run_distributed(_played, 2, 120.0)
     assert repr(first) == repr(second)  # NaN is not equal to itself
-    assert any(episode[-1] == "crash" for episode in first)
+    assert any(episode[-2] == "crash" for episode in first)
+    assert all(len(e[-1]["wrist"]) == (0 if e[-2] else min(4, sum(e[5]) + 1)) for e in first)
