@@ -53,7 +53,7 @@ def measure(
     starts = [EpisodeStart(f"e{n}", "sleep", n, [1], lambda call: call) for n in range(slots)]
     with SimulatorPool(settings) as pool:
         view = View((), PIPELINES["plain"])
-        player = Player(pool, policy, WorkerGroup.alone(), view, halves=halves, on_error="fail")
+        player = Player(pool, policy, WorkerGroup.alone(), view, lambda told: [1], halves=halves, on_error="fail")
         player.play(starts)  # constructs the simulators
         began = time.monotonic()
         _, counts = player.play(starts)

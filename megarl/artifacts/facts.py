@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from megarl.architectures.values import (
     only_in_training,
     sparse_layers,
 )
+from megarl.architectures.vision import VisionShape
 from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.artifacts.robot_policy import ROBOT_POLICY, whole_config
 from megarl.config.model import ModelConfig
@@ -55,6 +56,8 @@ class ModelFacts:
     """Keys and values that transformers obeys in training only, and this trainer does not."""
     labels: int | None = None
     """Outputs per token of a classifier, None for a language model."""
+    vision: VisionShape | None = None
+    """What a robot policy sees with; None: a language model."""
     windows: tuple[int | None, ...] = ()
     """Keys that a query of each layer sees at most, itself included; None, or no entries: all before it."""
 
@@ -119,8 +122,8 @@ class ModelFacts:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
-        return sum(self.parameters_of.values())
+        """Parameters of the whole model, with what a robot policy sees with."""
+        return sum(self.parameters_of.values()) + (self.vision.parameters if self.vision is not None else 0)
 
     @property
     def computing_parameters(self) -> int:
@@ -129,13 +132,16 @@ class ModelFacts:
 
 
 def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
-    """Facts of a Hugging Face config; `source` names it in errors. Of a robot policy those of its language model.
+    """Facts of a Hugging Face config; `source` names it in errors. Of a robot policy those of its language model, and
+    what it sees with.
 
     Raises:
         ConfigError: an architecture, a variant, a value or a quantisation that is not supported.
     """
     if raw.get("model_type") == ROBOT_POLICY:
-        return facts_from_config({"model_type": "llama", **(raw.get("text_config") or {})}, f"{source}: text_config")
+        text = {"model_type": "llama", **(raw.get("text_config") or {})}
+        facts = facts_from_config(text, f"{source}: text_config")
+        return replace(facts, vision=VisionShape.from_config(raw, facts.hidden, source))
     values = check_keys(raw, source)
     quantized_block(raw, source)
     experts, sparse = expert_count(values), sparse_layers(values)

@@ -14,6 +14,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan, begins_again
 from megarl.dag.stage import Role
 from megarl.data.frames import SIMULATOR
+from megarl.envs.robots.settings import SimulatorSettings
 from megarl.planning.memory import (
     Memory,
     Moment,
@@ -24,6 +25,7 @@ from megarl.planning.memory import (
     server_bytes,
     term,
 )
+from megarl.planning.robot import episode_bytes, recorder_bytes
 from megarl.planning.shards import Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.rewards.runner import reward_processes
 from megarl.store.size import object_store_bytes
@@ -119,10 +121,34 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     if actor is not None and lag and job == "train" and begins_again(config, team):
         weights = _here(config, actor) * parameter_bytes(facts, actor.parallel, config.model.dtype)
         found.append(term("weights for a rollout that starts again", weights, "placement.restarts"))
+    if config.robot is not None and job != "sft":
+        found += _episode_terms(config, facts, team, job)
     servers = config.rollout.sglang
     if config.rollout.engine == "sglang" and not servers.urls and not gpu and job != "sft":
         held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
         found.append(term(f"{servers.servers} servers", held, "rollout.sglang.servers", rough=True))
+    return found
+
+
+def _episode_terms(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str) -> list[Term]:
+    """Pictures of the episodes of a step, on every rank that has them, and frames that simulators hold for clips."""
+    robot, vision = config.robot, facts.vision
+    if robot is None or vision is None:
+        return []
+    ranks = _here(config, team)
+    rows = config.data.batch_size * config.rollout.sampling.n
+    if job != "train":
+        rows = min(n for n in (config.data.val_batch_size, config.data.max_val_samples, 64) if n is not None)
+    episodes = ranks * -(-rows // team.replicas)
+    longest, shortest = episode_bytes(config, vision)
+    keys = "data.batch_size, rollout.sampling.n, robot.simulator.max_steps"
+    # Episodes that succeed end before their limit, which only the simulator knows for certain.
+    found = [Term(f"pictures of {episodes} episodes", episodes * longest, keys, episodes * shortest)]
+    if job == "train" and (frames := recorder_bytes(config)):
+        processes = robot.simulator.get("workers", SimulatorSettings.model_fields["workers"].default)
+        count = max(1, ranks // team.parallel.model_parallel_size) * int(processes)
+        held = Term(f"frames in {count} simulators", count * frames, "robot.simulator.workers", 0.0)
+        found.append(held)
     return found
 
 

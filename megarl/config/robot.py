@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
 
@@ -75,7 +75,17 @@ class RobotConfig(Section):
     on_error: Literal["fail", "mark"] = Field(
         "mark", description="a simulator that fails: end the run, or leave the episode out and count it"
     )
-    held_out: PositiveInt = Field(10, description="start states of each task that are held out; drawn by trainer.seed")
+    held_out: NonNegativeInt = Field(
+        10, description="start states of each task that are held out and measured in validation; by trainer.seed"
+    )
+    val_trained: NonNegativeInt = Field(
+        0, description="start states of each task that are trained on and measured, too: data source TASK_train_iid"
+    )
+    val_evaluation: NonNegativeInt | None = Field(
+        None,
+        description="measured start states of the simulator's own list for evaluation, as robotwin's `eval_seeds`; "
+        "data source TASK_eval_ood; null: all of it",
+    )
     trials: PositiveInt | None = Field(
         None, description="start states of each task that are trained on; null: all others"
     )

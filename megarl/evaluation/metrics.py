@@ -28,22 +28,24 @@ class Scored:
         value: how right it is, usually 0 or 1.
         vote: what it votes for in maj@n: the extracted answer; None or "" is no vote.
         data_source: data set of the prompt; "" is none.
+        part: set of data sources that the prompt belongs to, which has metrics of its own; "" is none.
     """
 
     uid: Hashable
     value: float
     vote: str | None
     data_source: str = ""
+    part: str = ""
 
 
-def from_reward(uid: Hashable, result: dict[str, Any], response: str, data_source: str = "") -> Scored:
+def from_reward(uid: Hashable, result: dict[str, Any], response: str, data_source: str = "", part: str = "") -> Scored:
     """The sample of a reward result: value from part `acc` or `accuracy`, else `overall`; vote from `extracted`.
 
     A reward function that extracts nothing makes the whole response (white space aside) the vote.
     """
     value = next(float(result[name]) for name in _ACCURACY_PARTS if name in result)
     vote = result["extracted"] if "extracted" in result else response.strip()
-    return Scored(uid, value, vote, data_source)
+    return Scored(uid, value, vote, data_source, part)
 
 
 def validation_metrics(samples: Iterable[Scored], prefix: str = "val") -> Metrics:
@@ -51,8 +53,8 @@ def validation_metrics(samples: Iterable[Scored], prefix: str = "val") -> Metric
 
     Names: `val/acc`, `val/prompts`, `val/samples`; with n > 1 samples per prompt also `val/best@k`, `val/worst@k`,
     `val/pass@k` for k = n and the powers of two below, and `val/maj@n`. With several data sources the same names
-    again as `val/<data_source>/...`. Every prompt counts the same, whatever its number of samples; where n differs, a
-    metric of k is a mean over the prompts that have it.
+    again as `val/<data_source>/...`, and where these are of several sets, as `val/<part>/...`. Every prompt counts
+    the same, whatever its number of samples; where n differs, a metric of k is a mean over the prompts that have it.
 
     Args:
         samples: scored samples; all samples of a prompt must be in the same call.
@@ -63,8 +65,8 @@ def validation_metrics(samples: Iterable[Scored], prefix: str = "val") -> Metric
         groups[sample.data_source, sample.uid].append(sample)
     metrics = Metrics()
     for (source, _), group in groups.items():
-        for where in (prefix, f"{prefix}/{source}") if source else (prefix,):
-            _add_group(metrics, where, group)
+        for name in dict.fromkeys(("", source, group[0].part)):
+            _add_group(metrics, f"{prefix}/{name}" if name else prefix, group)
     return metrics
 
 

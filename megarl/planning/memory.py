@@ -21,6 +21,7 @@ from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.planning.activations import Activations, Needed, Passes
 from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.robot import call_columns, encoder_bytes, tower_bytes
 from megarl.planning.shards import (
     BYTES,
     MOMENT_BYTES,
@@ -152,6 +153,11 @@ def update_passes(
         tokens = min(budget, share * facts.max_positions)
         return Passes(tokens / parallel.cp, tokens / parallel.cp, longest, max(1, share * longest // tokens))
     sampling = config.rollout.sampling
+    if config.robot is not None and facts.vision is not None:  # as many policy calls as the budget takes
+        longest, slots = call_columns(config.robot, facts.vision), config.robot.chunk * config.robot.dim
+        calls = max(1, budget // longest)
+        share = -(-(section.mini_batch_size or config.data.batch_size) * sampling.n // dp)
+        return Passes(calls * longest / parallel.cp, calls * slots / parallel.cp, longest, share)
     response = config.response_tokens(sampling)
     # The last token of a response is read by nothing.
     longest = max(1, config.data.max_prompt_tokens + response - 1)
@@ -297,6 +303,7 @@ def device_memory(
         moments.append(Moment("the actor's update", (*models.resident("update", ACTOR), *learning)))
     if job == "sft":
         return Memory((replace(moments[0], name="the update"),))
+    seen = _encoder_terms(config, team, gpu=gpu)
     if Role.ROLLOUT in team.roles:
         moments += [Moment("generation", (*models.resident("generate"), *drawing)), *on_its_own]
     if gpu and Role.ACTOR in team.roles:
@@ -307,6 +314,9 @@ def device_memory(
     if CRITIC in models.state:
         values = _learning_terms("critic", config, models.facts[CRITIC], team, gpu=gpu)
         moments.append(Moment("the critic's update", (*models.resident("update", CRITIC), *values)))
+    if seen:
+        moments = [replace(moment, terms=(*moment.terms, seen[0])) for moment in moments]
+        moments.append(Moment("scores of episodes", (*models.resident("generate"), *seen)))
     return Memory(tuple(moments), free)
 
 
@@ -322,6 +332,18 @@ def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: 
     # Fewer sequences run when the cache does not fit, so that one of them is what it needs.
     keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
     return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *copies, *responses]
+
+
+def _encoder_terms(config: RunConfig, team: TeamPlan, *, gpu: bool) -> list[Term]:
+    """Parameters of an encoder of videos, which stay where episodes are played, and its clips."""
+    held, passing = encoder_bytes(config, gpu=gpu)
+    if not held or Role.ROLLOUT not in team.roles:
+        return []
+    keys = "robot.reward.embedding.path"
+    return [
+        term("an encoder of videos", held, keys, rough=True),
+        term("clips in the encoder of videos", passing, "robot.reward.embedding.batch_size", rough=True),
+    ]
 
 
 def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
@@ -410,6 +432,13 @@ def _learning_terms(
         keys = f"rollout.sampling.max_new_tokens, {role}.engine.recompute"
     needed = update_needs(config, facts, role, parallel, dp, gpu=gpu, job=job)
     terms = [term(f"{role} activations", needed.kept + needed.passing, keys, rough=True)]
+    if config.robot is not None and facts.vision is not None:
+        passes = update_passes(config, facts, role, parallel, dp, job)
+        pictures = passes.tokens // passes.longest * len(config.robot.cameras)
+        seen = pictures * tower_bytes(facts.vision, BYTES[config.model.dtype])
+        terms.append(
+            term("vision towers at work", seen, f"{role}.engine.micro_batch_tokens, robot.cameras", rough=True)
+        )
     if needed.head and role == ACTOR:
         terms.append(term("logits of one chunk", needed.head, "actor.engine.logits_chunk_tokens", rough=True))
     # How long supervised examples are is not known here, so that no part of these is certain.

@@ -34,10 +34,11 @@ def layout_key(config: RunConfig, role: Role) -> str:
 def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head: bool = False) -> tuple[float, float]:
     """(dense, expert) parameters that the fullest rank holds.
 
-    Tensor parallelism divides every matrix but the router, and biases; norms and routers are on all of its ranks. The
-    vocabulary is padded to equal rows. Pipeline stages have the same number of layers; the first has the embedding, the
-    last the final norm and the head, which a tied model holds twice when it has several stages. Where layers differ
-    (some with experts, some without) a stage is taken to have the mean.
+    Tensor parallelism divides every matrix but the router, and biases; norms and routers are on all of its ranks, and
+    so is what a robot policy sees with. The vocabulary is padded to equal rows. Pipeline stages have the same number of
+    layers; the first has the embedding and the vision towers, the last the final norm and the head, which a tied model
+    holds twice when it has several stages. Where layers differ (some with experts, some without) a stage is taken to
+    have the mean.
 
     Args:
         value_head: one value per token in place of a vocabulary.
@@ -49,7 +50,7 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head:
         "moe": facts.copies["router"] / facts.layers,
     }
     layers = facts.layers / parallel.pp
-    first = part["embedding"]
+    first = part["embedding"] + (facts.vision.parameters if facts.vision is not None else 0)
     last = part["final"] + (facts.hidden if value_head else part["embedding"])
     if parallel.pp == 1:
         ends = first + part["final"] if facts.tied and not value_head else first + last

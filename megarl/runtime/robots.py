@@ -36,7 +36,7 @@ from megarl.phase import keep_beating, phase
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts, Player
 from megarl.rollout.robots.policy import Draw, DrawingPolicy
-from megarl.rollout.robots.trials import Trials, limited, part_trials
+from megarl.rollout.robots.trials import Trials, limited, part_trials, val_sets
 from megarl.rollout.robots.view import View
 from megarl.simulators.wire import plain_spec, spec_of
 from megarl.training.calls import CallForm
@@ -217,6 +217,7 @@ class Robots:
         tasks: what is played, on every rank.
         body: how the policy acts.
         trials: start states, by split.
+        prompt_ids: tokens of an instruction.
         player: plays; None until there is a policy.
         policy: acts; None as well.
         counts: what was played last.
@@ -226,6 +227,7 @@ class Robots:
     tasks: Mapping[str, TaskSpec]
     body: Body
     trials: Mapping[Split, Trials]
+    prompt_ids: Callable[[str], list[int]]
     player: Player | None = None
     policy: DrawingPolicy | None = None
     counts: PlayCounts = field(default_factory=PlayCounts)
@@ -236,7 +238,13 @@ class Robots:
         assert robot is not None, "a recipe with the section `robot`"
         self.policy = DrawingPolicy(draw, body.codec, robot.cameras, robot.chunk, parallel=body.family.parallel)
         self.player = Player(
-            self.pool, self.policy, layout.mp_group, body.view, halves=robot.halves, on_error=robot.on_error
+            self.pool,
+            self.policy,
+            layout.mp_group,
+            body.view,
+            self.prompt_ids,
+            halves=robot.halves,
+            on_error=robot.on_error,
         )
 
     def close(self) -> None:
@@ -269,12 +277,23 @@ def open_robots(
     name, data = _statistics(config, layout, tasks)
     hf.action_statistics = {name: data}  # exports of the model bring them
     body = body_of(config, form, hf, data)
-    parted = part_trials(tasks.values(), seed=config.trainer.seed, held_out=robot.held_out, trained=robot.trials)
-    parted["val"] = limited(parted["val"], config.data.max_val_samples)
-    prompts = {name: prompt_ids(task.instruction, body.family, tokenizer) for name, task in tasks.items()}
+    parted = part_trials(
+        tasks.values(),
+        seed=config.trainer.seed,
+        held_out=robot.held_out,
+        trained=robot.trials,
+        val_trained=robot.val_trained,
+        val_evaluation=robot.val_evaluation,
+    )
+    sets = val_sets(tasks.values(), parted)
+    parted["val"] = limited(parted["val"], config.data.max_val_samples, sets)
+    tokens_of = partial(prompt_ids, family=body.family, tokenizer=tokenizer)
+    prompts = {name: tokens_of(task.instruction) for name, task in tasks.items()}
     texts = {name: task.instruction for name, task in tasks.items()}
-    trials: dict[Split, Trials] = {split: Trials(split, pairs, prompts, texts) for split, pairs in parted.items()}
-    return Robots(pool, tasks, body, trials)
+    trials: dict[Split, Trials] = {
+        split: Trials(split, pairs, prompts, texts, sets if split == "val" else {}) for split, pairs in parted.items()
+    }
+    return Robots(pool, tasks, body, trials, tokens_of)
 
 
 def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -> None:
@@ -305,6 +324,8 @@ def play_robots(
     record: Recording | None = None,
 ) -> Batch:
     """`sampling.n` episodes of each of `prompts`, with the fields of EPISODE_FIELDS, and clips as `record` says."""
+    import torch
+
     from megarl.data.batch import Jagged
 
     robots = rollout.robots
@@ -320,6 +341,9 @@ def play_robots(
     episodes, counts = robots.player.play(starts, advance, record)
     samples = prompts.repeat(sampling.n)
     add_episodes(samples, episodes, rollout.engine.weight_version)
+    samples.set("prompt_ids", Jagged.from_list([episode.prompt_ids for episode in episodes], dtype=torch.int64))
+    texts = zip(episodes, samples["prompt_text"], strict=True)
+    samples.set("prompt_text", [episode.instruction or text for episode, text in texts])
     samples.set("sample_id", [start.sample_id for start in starts])
     samples.set("response_text", [_told(episode.success, episode.finish_step, episode.failure) for episode in episodes])
     samples.set("finish_reason", [_end(episode) for episode in episodes])

@@ -57,15 +57,16 @@ def validate(c: Controller, films_of: int | None = None) -> Validation | None:
             results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
             failed_episodes += sum(map(bool, samples["env_error"])) if c.config.has_episodes else 0
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
-            unplayed = samples["env_error"] if c.config.robot is not None else [""] * len(samples)
+            robot, nothing = c.config.robot is not None, [""] * len(samples)
+            unplayed = samples["env_error"] if robot else nothing
+            parts = samples["set"] if robot else nothing
             why = why or next(filter(None, unplayed), "")
-            for uid, result, text, source, error in zip(
-                samples["uid"], results, samples["response_text"], samples["data_source"], unplayed, strict=True
-            ):
+            columns = (samples["uid"], results, samples["response_text"], samples["data_source"], parts)
+            for one, error in zip(zip(*columns, strict=True), unplayed, strict=True):
                 if not error:  # an episode whose simulator failed says nothing of the policy
-                    scored.append(from_reward(uid, result, text, source))
+                    scored.append(from_reward(*one))
             wanted = settings.log_samples - len(rows)
-            if films_of is not None and c.config.robot is not None:
+            if films_of is not None and robot:
                 rows += film_rows(c.run_dir, films_of, samples, wanted) if c.layout.rank == 0 else []
             elif wanted > 0:
                 rows += _report_rows(samples, results)[:wanted]

@@ -1,6 +1,6 @@
-"""LIBERO: a Franka arm, four suites of ten tasks, 50 start states each. Needs hf-libero and its meshes.
+"""LIBERO: a Franka arm, four suites of ten tasks and one of 90, 50 start states each. Needs hf-libero and its meshes.
 
-A task is `SUITE/NUMBER`, libero_spatial/0 to libero_10/9, in LIBERO's order. A trial is one of its start states;
+A task is `SUITE/NUMBER`, libero_spatial/0 to libero_90/89, in LIBERO's order. A trial is one of its start states;
 `settle` actions that do nothing come first and count nowhere. An action is 7 numbers, -1 to 1:
 change of position and of orientation, and the gripper, -1 opens and 1 closes: whatever else a policy's gripper says
 (0 to 1, the other sign, values between) is turned into that by whoever reads the policy. The state is 8 numbers:
@@ -30,7 +30,7 @@ import numpy as np
 from .protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
 
 #: Suite to the environment steps after which OpenVLA's evaluation ends an episode.
-SUITES = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520}
+SUITES = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 #: What `limits` may be -> suite to its limit.
 LIMITS: Mapping[str, Mapping[str, int]] = {"common": dict.fromkeys(SUITES, 512), "openvla": SUITES}
 #: Camera to its name in robosuite.
@@ -50,8 +50,9 @@ class Libero(Simulator):
     """
 
     settings: ClassVar[Mapping[str, Any]] = {
-        "suites": tuple(SUITES),
+        "suites": tuple(name for name in SUITES if name != "libero_90"),  # 90 tasks more, for those who name it
         "limits": "common",  # environment steps of an episode: 512 in all suites; `openvla`: by suite, 220 to 520
+        "max_steps": None,  # environment steps of an episode, whatever `limits` says
         "size": 256,  # height and width of the pictures
         "cameras": tuple(CAMERAS),
         "settle": 10,  # actions that do nothing, while what was placed in the air falls
@@ -222,6 +223,9 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
     limits = LIMITS.get(chosen["limits"])
     if limits is None:
         raise ValueError(f"LIBERO: limits: {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
+    most = chosen["max_steps"]
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise ValueError(f"LIBERO: max_steps: {most!r}; allowed: an integer above 0, or null for those of `limits`")
     if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
         raise ValueError(f"LIBERO: cameras: {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
     tasks = _suite(suite)
@@ -230,7 +234,7 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
             name=f"{suite}/{number}",
             instruction=tasks.get_task(number).language,
             trials=len(tasks.get_task_init_states(number)),
-            max_steps=limits[suite],
+            max_steps=most or limits[suite],
             action_dim=len(NOTHING),
             state_dim=8,
             cameras=dict.fromkeys(chosen["cameras"], (chosen["size"], chosen["size"])),

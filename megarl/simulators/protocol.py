@@ -26,12 +26,13 @@ class TaskSpec:
 
     Attributes:
         name: names it in recipes and metrics.
-        instruction: what the policy is told.
+        instruction: what the policy is told, where an episode has no instruction of its own.
         trials: number of start states.
         max_steps: environment steps after which an episode is over.
         action_dim: numbers of an action, D.
         state_dim: numbers of the robot's own state; 0: it tells none.
         cameras: height and width of the pictures, by camera.
+        evaluation: so many start states, the last ones, are of a list that nobody trains on, only measures with.
     """
 
     name: str
@@ -41,6 +42,7 @@ class TaskSpec:
     action_dim: int
     state_dim: int
     cameras: Mapping[str, tuple[int, int]]
+    evaluation: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,13 @@ class Observation:
     Attributes:
         frames: uint8 [H, W, 3], by camera.
         state: float32 [state_dim].
+        instruction: of the observation that begins an episode: what the policy is told in this one; empty: the task's.
+            The same in every episode of a trial.
     """
 
     frames: Mapping[str, Frame]
     state: Numbers
+    instruction: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,15 @@
 
 `root` is a checkout of RoboTwin with its assets. A trial is one of the seeds of `seeds`, a JSON file of lists by task,
 as RoboTwin's users make them (`{"click_bell": {"success_seeds": [100000, ...]}}`): not every seed has a stable scene
-that its expert solves. An action is the positions of all joints, left arm, left gripper, right arm, right gripper, in
-RoboTwin's units: radians, and 0 to 1 for grippers. Nothing is clipped. The state is the same 14 numbers.
-Limits are RoboTwin's own, by task, unless `max_steps` has the task. The instruction is the task's description.
+that its expert solves. Those of `eval_seeds`, a file of the same form, follow, and are only measured with.
+
+An action is the positions of all joints, left arm, left gripper, right arm, right gripper, in RoboTwin's units:
+radians, and 0 to 1 for grippers. Nothing is clipped. The state is the same 14 numbers. Limits are RoboTwin's own, by
+task, unless `max_steps` has the task.
+
+The instruction is the task's description, or with `instructions` one that RoboTwin makes of the trial's objects, in
+words that its training data has (`seen`) or lacks (`unseen`); which one depends on the seed only. What the objects are
+is said by `get_info` of SimpleVLA-RL's tasks, or else by the expert, who plays each trial once for it.
 
 RoboTwin builds the scene of every episode again; the robot, its planner and the renderer are kept.
 """
@@ -14,9 +20,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import random
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +34,7 @@ from .protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
 
 ACTION = 14
 CONFIGURATION = "env_cfg/task_config"
+INSTRUCTIONS = ("task", "seen", "unseen")
 
 
 class RoboTwin(Simulator):
@@ -40,9 +49,11 @@ class RoboTwin(Simulator):
         "root": None,
         "tasks": (),
         "seeds": None,
+        "eval_seeds": None,
         "config": "demo_clean",  # or demo_randomized: other light, tables and objects around
         "cameras": ("head_camera", "left_camera", "right_camera"),
         "max_steps": {},
+        "instructions": "task",  # or seen, unseen
     }
 
     @classmethod
@@ -50,6 +61,8 @@ class RoboTwin(Simulator):
         """The tasks that `tasks` names, from the files of the checkout."""
         chosen = {**cls.settings, **settings}
         root = _root(chosen["root"])
+        if chosen["instructions"] not in INSTRUCTIONS:
+            raise ValueError(f"RoboTwin: instructions: {chosen['instructions']!r}; allowed: {', '.join(INSTRUCTIONS)}")
         limits = {**_yaml(root, "_eval_step_limit"), **chosen["max_steps"]}
         sizes, config = _yaml(root, "_camera_config"), _yaml(root, chosen["config"])["camera"]
         types = {
@@ -59,16 +72,18 @@ class RoboTwin(Simulator):
         for task in chosen["tasks"]:
             if task not in limits:
                 raise ValueError(f"RoboTwin has no task {task!r} and `max_steps` no limit for it")
+            measured = _evaluation_seeds(chosen["eval_seeds"], task)
             described = json.loads((root / f"description/task_instruction/{task}.json").read_text())
             specs.append(
                 TaskSpec(
                     name=task,
                     instruction=described["full_description"],
-                    trials=len(_seeds(chosen["seeds"], task)),
+                    trials=len(_seeds(chosen["seeds"], task)) + len(measured),
                     max_steps=limits[task],
                     action_dim=ACTION,
                     state_dim=ACTION,
                     cameras={name: (sizes[kind]["h"], sizes[kind]["w"]) for name, kind in types.items()},
+                    evaluation=len(measured),
                 )
             )
         return specs
@@ -77,7 +92,8 @@ class RoboTwin(Simulator):
         chosen, specs = {**self.settings, **settings}, {spec.name: spec for spec in self.tasks(settings)}
         if task not in specs:
             raise ValueError(f"RoboTwin: task {task!r} is not one of `tasks`: {', '.join(specs) or 'none'}")
-        self.spec, self._seeds = specs[task], _seeds(chosen["seeds"], task)
+        self.spec = specs[task]
+        self._seeds = [*_seeds(chosen["seeds"], task), *_evaluation_seeds(chosen["eval_seeds"], task)]
         self._root = _root(chosen["root"])
         self._arguments = _arguments(self._root, task, chosen["config"])
         if str(self._root) not in sys.path:
@@ -85,12 +101,23 @@ class RoboTwin(Simulator):
         with contextlib.chdir(self._root):
             self._unstable = importlib.import_module("envs.utils.create_actor").UnStableError
             self._env = getattr(importlib.import_module(f"envs.{task}"), task)()
+        self._kind, self._told = chosen["instructions"], dict[int, str]()
         self._open, self._steps, self._over = False, 0, True
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode with the seed number `trial` of the task's list."""
         if not 0 <= trial < self.spec.trials:
             raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        if self._kind != "task" and trial not in self._told:
+            self._set_up(trial)
+            with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(self._root):
+                self._told[trial] = self._instruction(self._seeds[trial])
+        self._set_up(trial)
+        self._steps, self._over = 0, False
+        return replace(self._observation(), instruction=self._told.get(trial, ""))
+
+    def _set_up(self, trial: int) -> None:
+        """Build the scene of a trial; that of before is taken down."""
         self.close()
         seed = self._seeds[trial]
         try:
@@ -99,8 +126,22 @@ class RoboTwin(Simulator):
                 self._env.setup_demo(now_ep_num=trial, seed=seed, is_test=True, **self._arguments)
         except self._unstable as error:
             raise ValueError(f"{self.spec.name}: take seed {seed} out of `seeds`: {error}") from error
-        self._open, self._steps, self._over = True, 0, False
-        return self._observation()
+        self._open = True
+
+    def _instruction(self, seed: int) -> str:
+        """What RoboTwin says of the scene that is there; empty: it has no words for it."""
+        objects = self._env.get_info() if hasattr(self._env, "get_info") else self._env.play_once()["info"]
+        made = importlib.import_module("description.utils.generate_episode_instructions")
+        before = random.getstate()
+        random.seed(seed)  # its choices are those of the module `random`
+        try:
+            found = made.generate_episode_descriptions(self.spec.name, [objects], 1)
+        except SystemExit as error:  # after a print, where a description is missing
+            raise ValueError(f"{self.spec.name}, seed {seed}: RoboTwin has no description of {objects}") from error
+        finally:
+            random.setstate(before)
+        texts = found[0][self._kind] if found else []
+        return str(texts[0]) if texts else ""
 
     def step(self, actions: Numbers) -> Outcome:
         """Execute positions of the joints [K, 14]. `physics` is all but the last pictures."""
@@ -143,6 +184,10 @@ def _root(configured: str | None) -> Path:
             "`git clone https://github.com/RoboTwin-Platform/RoboTwin`, then follow its installation"
         )
     return root
+
+
+def _evaluation_seeds(file: str | None, task: str) -> list[int]:
+    return [] if file is None else _seeds(file, task)
 
 
 def _seeds(file: str | None, task: str) -> list[int]:

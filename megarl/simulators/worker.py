@@ -39,7 +39,7 @@ from .protocol import Observation, Outcome, Recording, Simulator, TaskSpec
 from .registry import simulator_class
 from .wire import Inbox, clip_places, pack, places, plain_spec
 
-_TEXT = 2000  # characters of an error's message
+_TEXT = 2000  # characters of an error's message, and of an instruction
 
 
 class _Refused(Exception):
@@ -120,7 +120,8 @@ class _Work:
         if self._recorder is not None:
             _check_frames(places(simulator.spec)[0], observation.frames)
             self._recorder.add(observation.frames)
-        self._observed({"call": "reset"}, observation, time.perf_counter() - began)
+        told = {"call": "reset", "instruction": str(observation.instruction)[:_TEXT]}
+        self._observed(told, observation, time.perf_counter() - began)
 
     def _construct(self, task: str) -> Simulator:
         while len(self._kept) >= self._limit:

@@ -80,6 +80,16 @@ def test_validation_metrics_by_source_and_overall():
     assert (result["val/prompts"], result["val/samples"]) == (2, 6)
 
 
+def test_sets_of_data_sources_have_metrics_of_their_own():
+    told = [("a_iid", "iid", 1.0), ("b_iid", "iid", 0.0), ("b_iid", "iid", 1.0), ("a", "", 0.0)]
+    samples = [Scored(n, value, None, source, part) for n, (source, part, value) in enumerate(told)]
+    found = validation_metrics(samples).result()
+    assert found["val/acc"] == 0.5
+    assert found["val/iid/acc"] == pytest.approx(2 / 3)
+    assert (found["val/a_iid/acc"], found["val/b_iid/acc"], found["val/a/acc"]) == (1.0, 0.5, 0.0)
+    assert (found["val/prompts"], found["val/iid/prompts"]) == (4, 3)
+
+
 def test_one_sample_per_prompt_gives_accuracy_only():
     result = validation_metrics([Scored(i, float(i % 2), None) for i in range(4)]).result()
     assert result == {"val/acc": 0.5, "val/prompts": 4, "val/samples": 4}

@@ -7,6 +7,7 @@ import runpy
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ class Line(Simulator):
         "at": 2,  # environment steps of an episode after which it does
         "once": None,  # a file that is there once it has: then it does not again
         "limit": 6,
+        "told": "",  # the instruction of an episode
     }
 
     @classmethod
@@ -42,7 +44,7 @@ class Line(Simulator):
 
     def reset(self, trial: int) -> Observation:
         self._place, self._steps = trial / 10, 0
-        return self._observation()
+        return replace(self._observation(), instruction=self._settings["told"].format(trial=trial))
 
     def step(self, actions: Numbers) -> Outcome:
         began = time.perf_counter()

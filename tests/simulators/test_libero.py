@@ -51,6 +51,12 @@ def test_tasks_of_four_suites_with_either_limits(packages, capsys):
     assert capsys.readouterr().out == ""  # standard output may be somebody's pipe
 
 
+def test_the_suite_of_90_tasks_and_limits_of_ones_own(packages):
+    (first, _) = Libero.tasks({"suites": ["libero_90"], "limits": "openvla"})
+    assert (first.name, first.max_steps) == ("libero_90/0", 400)
+    assert {spec.max_steps for spec in Libero.tasks({"max_steps": 33})} == {33}
+
+
 def test_the_configuration_that_libero_would_ask_for_is_written(packages):
     Libero.tasks({"suites": ["libero_goal"]})
     (file,) = (packages / "cache").rglob("config.yaml")
@@ -154,7 +160,13 @@ def test_meshes_of_the_settings_are_used(packages):
 def test_what_does_not_exist_is_refused_with_what_does(packages):
     with pytest.raises(ValueError, match=r"no task 'libero_goal/7'; allowed: .*libero_goal/0 to libero_goal/1, "):
         Libero("libero_goal/7", {})
-    for wrong in ({"suites": ["libero_90"]}, {"limits": "mine"}, {"cameras": ["front"]}, {"cameras": []}):
+    for wrong in (
+        {"suites": ["libero_91"]},
+        {"max_steps": 0},
+        {"limits": "mine"},
+        {"cameras": ["front"]},
+        {"cameras": []},
+    ):
         with pytest.raises(ValueError, match=f"LIBERO: {next(iter(wrong))}: .*; allowed: "):
             Libero.tasks(wrong)
     with pytest.raises(ValueError, match="trial 3; allowed: 0 to 2"):

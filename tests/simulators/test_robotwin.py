@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 
 import numpy as np
@@ -24,6 +25,17 @@ FILES = {
     "assets/embodiments/aloha-agilex/config.yml": "arm_joints_name: [[a, b, c, d, e, f], [g, h, i, j, k, l]]\n",
     "description/task_instruction/click_bell.json": json.dumps({"full_description": "click the bell", "seen": ["no"]}),
     "seeds.json": json.dumps({"click_bell": {"success_seeds": [100003, 100007, 13]}}),
+    "description/utils/generate_episode_instructions.py": """
+import random
+
+def generate_episode_descriptions(task, episodes, most):
+    print("instructions")
+    if episodes[0]["{A}"] == "bell/13":
+        return []
+    word = random.choice(["tap", "press", "ring", "hit", "push"])
+    (objects,) = episodes
+    return [{"episode_index": 0, "seen": [f"{word} {objects['{A}']}"], "unseen": [f"please {word} it"]}][:most]
+""",
     "envs/__init__.py": "",
     "envs/utils/__init__.py": "",
     "envs/utils/create_actor.py": "class UnStableError(Exception):\n    pass\n",
@@ -56,6 +68,10 @@ class click_bell:
         joints = {"left_arm": vector[:6], "left_gripper": vector[6], "vector": vector}
         return {"observation": frames, "pointcloud": [], "joint_action": joints, "endpose": {}}
 
+    def play_once(self):
+        self.experts = getattr(self, "experts", 0) + 1
+        return {"info": {"{A}": f"bell/{self.arguments['seed'] % 100}"}}
+
     def close_env(self, clear_cache=False):
         self.closed += 1
 """,
@@ -71,7 +87,7 @@ def settings(tmp_path, monkeypatch):
     before = set(sys.modules)
     yield {"root": str(tmp_path), "tasks": ["click_bell"], "seeds": str(tmp_path / "seeds.json")}
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "envs":
+        if name.partition(".")[0] in ("envs", "description"):
             del sys.modules[name]
 
 
@@ -82,6 +98,35 @@ def test_a_task_is_described_by_the_files_of_the_checkout(settings):
     assert spec.cameras == {"head_camera": (24, 32), "left_camera": (18, 32), "right_camera": (18, 32)}
     (shorter,) = RoboTwin.tasks({**settings, "max_steps": {"click_bell": 30}})
     assert shorter.max_steps == 30
+
+
+def test_seeds_for_evaluation_follow_those_that_are_trained_on(settings, tmp_path):
+    (tmp_path / "eval.json").write_text(json.dumps({"click_bell": {"success_seeds": [7, 8]}}))
+    settings |= {"eval_seeds": str(tmp_path / "eval.json")}
+    (spec,) = RoboTwin.tasks(settings)
+    assert (spec.trials, spec.evaluation) == (5, 2)
+    simulator = RoboTwin("click_bell", settings)
+    simulator.reset(4)
+    assert simulator._env.arguments["seed"] == 8
+
+
+def test_trials_have_instructions_of_their_own_that_the_seed_chooses(settings, capsys):
+    told = {}
+    for kind in ("seen", "unseen"):
+        simulator = RoboTwin("click_bell", {**settings, "instructions": kind})
+        before = random.getstate()
+        told[kind] = [simulator.reset(trial).instruction for trial in (0, 1, 0)]
+        assert random.getstate() == before
+        assert simulator._env.experts == 2, "once for each trial"
+        assert told[kind][0] == told[kind][2]
+        assert simulator.step(np.zeros((1, 14), np.float32)).observation.instruction == ""
+    assert told["seen"][0].endswith(" bell/3")
+    assert told["seen"][1].endswith(" bell/7")
+    assert told["unseen"][0].startswith("please ")
+    assert RoboTwin("click_bell", settings).reset(0).instruction == ""
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="instructions: 'new'; allowed: task, seen, unseen"):
+        RoboTwin.tasks({**settings, "instructions": "new"})
 
 
 def test_a_trial_is_a_seed_of_the_list_and_the_robot_is_kept(settings, capsys):

@@ -296,7 +296,7 @@ class SimulatorPool:
         episode.sums.append(header["sum"])
         observation = Observation(slot.process.frames(self.tasks[episode.task]), arrays["state"])
         if call == "reset":
-            return observation
+            return dataclasses.replace(observation, instruction=header["instruction"])
         clip: dict[str, NDArray[np.uint8]] = {}
         if header["over"]:
             if episode.record is not None:

@@ -49,6 +49,8 @@ class Episode:
         failure: why it cannot be scored; empty: it can.
         failure_kind: in one word, see `megarl.envs.robots.Failure`.
         clip: where it is recorded, see `Outcome.clip`; of an episode that failed no frames.
+        prompt_ids: tokens of what the policy is told.
+        instruction: the text of it; empty: the task's.
     """
 
     spec: TaskSpec
@@ -62,6 +64,8 @@ class Episode:
     failure: str = ""
     failure_kind: str = ""
     clip: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
+    prompt_ids: list[int] = field(default_factory=list)
+    instruction: str = ""
 
     @property
     def finish_step(self) -> int:

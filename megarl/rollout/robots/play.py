@@ -48,7 +48,7 @@ class EpisodeStart:
     Attributes:
         sample_id: names it in messages.
         task, trial: what is played.
-        prompt_ids: tokens of the instruction.
+        prompt_ids: tokens of the task's instruction.
         seed: of policy call k.
     """
 
@@ -86,6 +86,7 @@ class Player:
         policy: acts.
         group: ranks of the replica.
         view: what the policy sees of an observation.
+        prompt_ids: tokens of an instruction, of episodes that have one of their own.
         halves: physics of one half of the slots goes on while the policy acts for the other.
         on_error: `fail` ends the run when a simulator fails, `mark` the episode.
     """
@@ -96,11 +97,13 @@ class Player:
         policy: ActingPolicy,
         group: WorkerGroup,
         view: View,
+        prompt_ids: Callable[[str], list[int]],
         *,
         halves: bool,
         on_error: str,
     ) -> None:
         self.pool, self.policy, self.group, self.view, self.on_error = pool, policy, group, view, on_error
+        self.prompt_ids = prompt_ids
         told = None if pool is None else [len(pool.slots), [plain_spec(task) for task in pool.tasks.values()]]
         count, plain = group.broadcast_json(told)
         self.rendered: dict[str, TaskSpec] = {one["name"]: spec_of(one) for one in plain}
@@ -138,7 +141,9 @@ class _Game:
         record: Recording | None,
     ) -> None:
         self._p, self._starts, self._advance, self._record = player, starts, advance, record
-        self.episodes = [Episode(player.tasks[start.task], start.trial) for start in starts]
+        self.episodes = [
+            Episode(player.tasks[start.task], start.trial, prompt_ids=start.prompt_ids) for start in starts
+        ]
         self.counts = PlayCounts()
         self._waiting = deque(range(len(starts)))
         self._playing: dict[int, int] = {}  # slot -> number of its episode
@@ -165,7 +170,7 @@ class _Game:
         for slot in ready:
             number = self._playing[slot]
             start, episode = self._starts[number], self.episodes[number]
-            calls.append(PolicyCall(start.prompt_ids, episode.seen[-1], start.seed(len(episode.chunks))))
+            calls.append(PolicyCall(episode.prompt_ids, episode.seen[-1], start.seed(len(episode.chunks))))
         began = time.monotonic()
         chunks = self._p.policy.act(calls)
         self.counts.act_s += time.monotonic() - began
@@ -196,6 +201,8 @@ class _Game:
             self._fail(number, answer)
         elif isinstance(answer, Observation):
             episode.seen.append(answer)
+            if answer.instruction:
+                episode.instruction, episode.prompt_ids = answer.instruction, self._p.prompt_ids(answer.instruction)
             over = False
         else:
             assert isinstance(answer, Outcome), "nobody asked for advice"
@@ -260,7 +267,7 @@ def _packed(answers: Mapping[int, Answer]) -> bytes:
             seen = answer.observation
             arrays |= {f"{slot}{_OF_CLIP}{camera}": frames for camera, frames in answer.clip.items()}
         elif isinstance(answer, Observation):
-            header[str(slot)] = ["observation", {}]
+            header[str(slot)] = ["observation", {"instruction": answer.instruction}]
             seen = answer
         if seen is not None:
             arrays[f"{slot}/"] = seen.state
@@ -281,7 +288,7 @@ def _unpacked(data: bytes) -> dict[int, Answer]:
             continue
         prefix = f"{slot}/"
         frames = _beginning(arrays, prefix)
-        seen = Observation(frames, arrays[prefix])
+        seen = Observation(frames, arrays[prefix], said.pop("instruction", ""))
         clip = _beginning(arrays, f"{slot}{_OF_CLIP}")
         found[int(slot)] = seen if kind == "observation" else Outcome(seen, **said, clip=clip)
     return found

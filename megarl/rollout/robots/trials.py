@@ -1,9 +1,14 @@
-"""Rows of robots' data: start states of tasks, parted into those that are trained on and those that are held out."""
+"""Rows of robots' data: start states of tasks, parted into those that are trained on and those that are measured.
+
+Validation has up to three sets of start states: held out of those that are trained on, which bear the task's name, some
+that are trained on (`train_iid`), and those of the simulator's own list for evaluation (`eval_ood`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +30,7 @@ class Trials:
         pairs: of all tasks.
         prompts: tokens of each task's instruction.
         texts: the instructions.
+        sets: names of the sets of validation that pairs belong to, of those that bear more than the task's name.
         fingerprint: hash of tasks, prompts and start states.
     """
 
@@ -32,6 +38,7 @@ class Trials:
     pairs: Sequence[tuple[str, int]]
     prompts: Mapping[str, Sequence[int]]
     texts: Mapping[str, str]
+    sets: Mapping[tuple[str, int], str] = field(default_factory=dict)
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +51,9 @@ class Trials:
     def describe(self) -> str:
         """One line for the log."""
         tasks = dict.fromkeys(task for task, _ in self.pairs)
-        return f"{self.split}: {count(len(self), 'start state')} of {count(len(tasks), 'task')}"
+        named = Counter(self.sets[pair] for pair in self.pairs if pair in self.sets)
+        parts = "".join(f", {number} of them {name}" for name, number in named.items())
+        return f"{self.split}: {count(len(self), 'start state')} of {count(len(tasks), 'task')}{parts}"
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Those at `indices`, as rows of prompts; `row` has `task` and `trial`."""
@@ -55,53 +64,88 @@ class Trials:
                 "uid": [f"{self.split}-{epoch}-{index}" for index in indices],
                 "prompt_text": [self.texts[task] for task, _ in pairs],
                 "answer": [None] * len(pairs),
-                "data_source": [task for task, _ in pairs],
+                "data_source": ["_".join(filter(None, (pair[0], self.sets.get(pair)))) for pair in pairs],
                 "row": [{"task": task, "trial": trial} for task, trial in pairs],
+                "set": [self.sets.get(pair, "") for pair in pairs],
             },
         )
 
 
 def part_trials(
-    tasks: Iterable[TaskSpec], *, seed: int, held_out: int, trained: int | None
+    tasks: Iterable[TaskSpec],
+    *,
+    seed: int,
+    held_out: int,
+    trained: int | None,
+    val_trained: int = 0,
+    val_evaluation: int | None = None,
 ) -> dict[Split, list[tuple[str, int]]]:
-    """Which start states of each task are trained on, and which are held out; the same whatever other tasks there are.
+    """Which start states of each task are trained on, and which are measured; the same whatever other tasks there are.
 
     Args:
         tasks: what is played.
         seed: of the run.
-        held_out: start states of each task.
+        held_out: start states of each task that are measured and not trained on.
         trained: start states of each task; None: all others.
+        val_trained: of these, such that are measured, too.
+        val_evaluation: measured ones of the simulator's list for evaluation; None: all of it.
 
     Raises:
         ConfigError: a task has too few.
     """
     found: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
     for task in tasks:
-        if task.trials < held_out + (trained or 1):
-            raise ConfigError(
-                f"{task.name} has too few start states",
-                where="robot.held_out",
-                found=f"{held_out} held out, {trained or 'the others'} trained on",
-                allowed=f"{task.trials} together, at least one trained on",
-                fix="lower robot.held_out or robot.trials",
-            )
+        own = task.trials - task.evaluation  # may be trained on
+        if own < held_out + (trained or 1):
+            raise _too_few(task, "held_out", f"{held_out} held out, {trained or 'the others'} trained on", own)
         generator = np.random.Generator(np.random.PCG64([seed % 2**64, zlib.crc32(task.name.encode())]))
-        order = generator.permutation(task.trials)
+        order = generator.permutation(own)
         rest = order[held_out:] if trained is None else order[held_out : held_out + trained]
-        found["val"] += [(task.name, int(trial)) for trial in np.sort(order[:held_out])]
+        measured = task.evaluation if val_evaluation is None else val_evaluation
+        if val_trained > len(rest):
+            raise _too_few(task, "val_trained", val_trained, len(rest))
+        if measured > task.evaluation:
+            raise _too_few(task, "val_evaluation", measured, task.evaluation)
+        if not held_out + val_trained + measured:
+            raise _too_few(task, "held_out", "no start state is measured", own - 1)
+        chosen = (order[:held_out], rest[:val_trained], np.arange(own, own + measured))
+        found["val"] += [(task.name, int(trial)) for part in chosen for trial in np.sort(part)]
         found["train"] += [(task.name, int(trial)) for trial in np.sort(rest)]
     return found
 
 
-def limited(pairs: Sequence[tuple[str, int]], limit: int | None) -> list[tuple[str, int]]:
-    """At most `limit` of `pairs` in their order, as many of each task as of the others (`data.max_val_samples`).
+def val_sets(
+    tasks: Iterable[TaskSpec], parted: Mapping[Split, Sequence[tuple[str, int]]]
+) -> dict[tuple[str, int], str]:
+    """Of the start states that validation measures, the sets of those that bear more than the task's name."""
+    first = {task.name: task.trials - task.evaluation for task in tasks}
+    trained = set(parted["train"])
+    named = {pair: "eval_ood" if pair[1] >= first[pair[0]] else "train_iid" for pair in parted["val"]}
+    return {pair: name for pair, name in named.items() if name == "eval_ood" or pair in trained}
+
+
+def _too_few(task: TaskSpec, key: str, found: object, most: int) -> ConfigError:
+    return ConfigError(
+        f"{task.name} has too few start states",
+        where=f"robot.{key}",
+        found=found,
+        allowed=f"{most} together, at least one trained on and one measured" if key == "held_out" else f"0 to {most}",
+        fix="lower robot.held_out or robot.trials" if key == "held_out" else f"lower robot.{key}",
+    )
+
+
+def limited(
+    pairs: Sequence[tuple[str, int]], limit: int | None, sets: Mapping[tuple[str, int], str] | None = None
+) -> list[tuple[str, int]]:
+    """At most `limit` of `pairs` in their order, as many of each task and set as of others (`data.max_val_samples`).
 
     >>> limited([("a", 1), ("a", 5), ("a", 7), ("b", 2)], 3)
     [('a', 1), ('a', 5), ('b', 2)]
     """
-    met: dict[str, int] = {}
+    met: Counter[tuple[str, str]] = Counter()
     turns = []
-    for place, (task, _) in enumerate(pairs):
-        turns.append((met.get(task, 0), place))
-        met[task] = met.get(task, 0) + 1
+    for place, pair in enumerate(pairs):
+        kind = pair[0], (sets or {}).get(pair, "")
+        turns.append((met[kind], place))
+        met[kind] += 1
     return [pairs[place] for place in sorted(place for _, place in sorted(turns)[:limit])]

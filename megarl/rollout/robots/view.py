@@ -33,7 +33,8 @@ class View:
     def __call__(self, seen: Observation) -> Observation:
         """What the policy sees of `seen`."""
         frames = {name: self.pictures(torch.from_numpy(seen.frames[name])).numpy() for name in self.cameras}
-        return Observation(frames, seen.state if self.states is None else self.states.normalise(seen.state))
+        state = seen.state if self.states is None else self.states.normalise(seen.state)
+        return replace(seen, frames=frames, state=state)
 
     def of_answer(self, answer: Answer) -> Answer:
         """The same of what a simulator's process answered."""

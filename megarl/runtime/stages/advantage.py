@@ -45,6 +45,7 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
     samples.set("returns", mask.like(result.returns))
     valid = result.advantages[mask.values]
     if valid.numel():
+        c.metrics.mean("critic/advantages/mean", float(valid.double().sum()), valid.numel())
         c.metrics.max("critic/advantages/max", float(valid.max()))
         c.metrics.min("critic/advantages/min", float(valid.min()))
         c.metrics.mean("critic/advantages/mean", float(valid.double().sum()), valid.numel())

@@ -38,6 +38,7 @@ DATA_PROMPT = ("data_prompt_ids", "data_prompt_text")
 EPISODE_FIELDS = (
     *("turn_starts", "turn_ends", "turn_rewards", "env_error", "task", "trial", "success", "finish_step", "max_steps"),
     *("progress", "states", "end_state"),
+    *("prompt_ids", "prompt_text"),
 )
 _OF_ROWS = ("uid", "answer", "data_source", "row")
 _OF_PROMPTS = ("prompt_text", *_OF_ROWS)
@@ -46,7 +47,7 @@ _OF_PROMPTS = ("prompt_text", *_OF_ROWS)
 def _of_prompts(config: RunConfig) -> list[str]:
     """What an environment, or a simulator, is told of a prompt."""
     if config.robot is not None:
-        return ["row"]
+        return ["row", "prompt_text"]
     return list(_OF_PROMPTS) if config.has_turns else []
 
 

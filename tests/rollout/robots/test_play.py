@@ -60,6 +60,10 @@ class Raw(View):
 RAW = Raw((), PIPELINES["plain"])
 
 
+def letters(instruction: str) -> list[int]:
+    return [ord(letter) for letter in instruction]
+
+
 def starts(count: int) -> list[EpisodeStart]:
     return [
         EpisodeStart(f"p{n}#0", ("left", "right")[n // 2 % 2], n % 5, [7, n % 3], lambda call, n=n: 100 * n + call)
@@ -71,7 +75,7 @@ def starts(count: int) -> list[EpisodeStart]:
 def players(workers: int, *, halves: bool = True, on_error: str = "fail", **given: Any) -> Iterator[Player]:
     own = {"name": LINE, "workers": workers, "retries": 0, "answer_s": 20.0, "construct_s": 30.0, "limit": 7}
     with SimulatorPool(SimulatorSettings.model_validate(own | given)) as pool:
-        yield Player(pool, Steps(), WorkerGroup.alone(), RAW, halves=halves, on_error=on_error)
+        yield Player(pool, Steps(), WorkerGroup.alone(), RAW, letters, halves=halves, on_error=on_error)
 
 
 def told(episodes: list[Episode]) -> list[Any]:
@@ -135,6 +139,17 @@ def test_clips_are_of_the_simulators_frames_and_change_no_episode(one_by_one) ->
     lengths = batch_of(episodes)["clip/front"].lengths.tolist()
     assert [not n for n in lengths] == [bool(e.failure) for e in episodes]
     assert {bool(e.failure) for e in episodes} == {True, False}
+
+
+def test_an_episode_may_be_told_something_of_its_own() -> None:
+    with players(2, told="trial {trial}") as player:
+        episodes, _ = player.play(starts(4))
+    assert [e.instruction for e in episodes] == [f"trial {e.trial}" for e in episodes]
+    assert [e.prompt_ids for e in episodes] == [letters(e.instruction) for e in episodes]
+    with players(1) as player:
+        (plain,), _ = player.play(starts(1))
+    assert (plain.instruction, plain.prompt_ids) == ("", [7, 0])
+    assert plain.chunks[0].token_ids != episodes[0].chunks[0].token_ids, "the policy is asked with it"
 
 
 def test_a_clip_is_upright_and_nothing_else_is_done_to_it() -> None:
@@ -256,7 +271,7 @@ def _played() -> list[Any]:
         own = {"name": LINE, "workers": 3, "retries": 0, "answer_s": 20.0, "construct_s": 30.0, "limit": 7}
         pool = SimulatorPool(SimulatorSettings.model_validate(own | {"wrong": "exit", "at": 5}))
     try:
-        player = Player(pool, Steps(), world, RAW, halves=True, on_error="mark")
+        player = Player(pool, Steps(), world, RAW, letters, halves=True, on_error="mark")
         episodes, _ = player.play(starts(12), record=Recording(("front", "wrist"), 4))
         return [
             (*one, {name: clip.tolist() for name, clip in e.clip.items()})

@@ -15,7 +15,7 @@ from megarl.errors import ConfigError
 from megarl.models.vla.actions import ActionCodec, ActionTokens
 from megarl.rollout.robots.acting import PolicyCall
 from megarl.rollout.robots.policy import DrawingPolicy
-from megarl.rollout.robots.trials import Trials, limited, part_trials
+from megarl.rollout.robots.trials import Trials, limited, part_trials, val_sets
 from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, TaskSpec
 
@@ -100,6 +100,42 @@ def test_start_states_are_parted_by_the_seed_and_the_task() -> None:
     assert part_trials([SPEC], seed=2, held_out=6, trained=None)["val"] != first["val"][:6]
     with pytest.raises(ConfigError, match="too few start states"):
         part_trials([SPEC], seed=1, held_out=15, trained=6)
+
+
+def test_validation_has_sets_of_start_states_with_sources_of_their_own() -> None:
+    """Held out, trained on (IID), and of the simulator's list for evaluation (OOD), which is never trained on."""
+    task = TaskSpec("pick", "pick it", 20, 9, 2, 3, {}, evaluation=5)
+    parted = part_trials([task], seed=1, held_out=3, trained=8, val_trained=2, val_evaluation=4)
+    sets = val_sets([task], parted)
+    assert len(parted["val"]) == 3 + 2 + 4
+    assert max(trial for _, trial in parted["train"]) < 15
+    by_set = {name: [pair for pair in parted["val"] if sets.get(pair) == name] for name in (None, "train_iid")}
+    assert set(by_set["train_iid"]) < set(parted["train"])
+    assert not set(by_set[None]) & set(parted["train"])
+    assert [pair for pair, name in sets.items() if name == "eval_ood"] == [("pick", n) for n in range(15, 19)]
+    trials = Trials("val", parted["val"], {"pick": [1]}, {"pick": "a"}, sets)
+    assert trials.describe() == "val: 9 start states of 1 task, 2 of them train_iid, 4 of them eval_ood"
+    sources = trials.batch(range(9))["data_source"]
+    assert sources == ["pick"] * 3 + ["pick_train_iid"] * 2 + ["pick_eval_ood"] * 4
+    few = [sets.get(pair) for pair in limited(parted["val"], 3, sets)]
+    assert few == [None, "train_iid", "eval_ood"]
+    assert len(part_trials([task], seed=1, held_out=0, trained=None)["val"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"held_out": 13, "trained": 3}, "robot.held_out"),
+        ({"held_out": 0, "trained": 3, "val_evaluation": 0}, "robot.held_out"),
+        ({"held_out": 1, "trained": 3, "val_trained": 4}, "robot.val_trained"),
+        ({"held_out": 1, "trained": 3, "val_evaluation": 6}, "robot.val_evaluation"),
+    ],
+)
+def test_sets_that_a_task_has_too_few_start_states_for_are_refused(given, key) -> None:
+    task = TaskSpec("pick", "pick it", 20, 9, 2, 3, {}, evaluation=5)
+    with pytest.raises(ConfigError, match="too few start states") as caught:
+        part_trials([task], seed=1, **given)
+    assert key in str(caught.value)
 
 
 def test_rows_of_start_states_name_task_and_trial() -> None:
