@@ -49,6 +49,8 @@ def check_answer(
     if expected in ("reset", "step"):
         whole(header.get("sum"), _SUM, "a checksum")
         _check_array(arrays.get("state"), "state", None if task is None else task.state_dim)
+    if expected == "reset":
+        text(header.get("instruction"), _TEXT, "an instruction")
     if expected == "step":
         _check_step(header, actions)
     if expected == "expert" and "action" in arrays:
@@ -94,6 +96,7 @@ def _check_tasks(tasks: Any) -> None:
         text(task["instruction"], _TEXT, "an instruction")
         for name in ("trials", "max_steps", "action_dim", "state_dim"):
             whole(task[name], _COUNT, f"a task whose {name} is")
+        whole(task["evaluation"], range(task["trials"] + 1), "a task whose evaluation is")
         _check_cameras(task["cameras"])
 
 

@@ -48,7 +48,6 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
         c.metrics.mean("critic/advantages/mean", float(valid.double().sum()), valid.numel())
         c.metrics.max("critic/advantages/max", float(valid.max()))
         c.metrics.min("critic/advantages/min", float(valid.min()))
-        c.metrics.mean("critic/advantages/mean", float(valid.double().sum()), valid.numel())
     return samples
 
 

@@ -17,8 +17,11 @@ import psutil
 import pytest
 
 from megarl.envs.robots import Advice, Answer, Failure, SimulatorError, SimulatorPool, SimulatorSettings, play
+from megarl.envs.robots.messages import check_answer
+from megarl.envs.robots.process import SimulatorProcess
 from megarl.errors import ConfigError
-from megarl.simulators.protocol import Observation, Outcome, Recording
+from megarl.simulators.plain import Malformed
+from megarl.simulators.protocol import Observation, Outcome, Recording, TaskSpec
 from tests.house.test_docs import code_with
 
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"
@@ -372,3 +375,19 @@ def test_the_interpreter_is_another_one(tmp_path: Path) -> None:
     python.chmod(0o755)
     with pool_of(python=str(python)) as pool:
         assert len(episode(pool, chunks=1)) == 2
+
+
+@pytest.mark.parametrize("counts", [None, [3], {"front": 3}, {"wrist": 0}, {"wrist": 9}, {"wrist": 2.0}])
+def test_a_clip_that_was_not_asked_for_is_no_answer(counts) -> None:
+    spec = TaskSpec("left", "go left", 5, 6, 2, 2, {"front": (4, 6), "wrist": (2, 2)})
+    with pytest.raises(Malformed, match="a clip"):
+        SimulatorProcess.clip(None, spec, Recording(("wrist",), 8), counts)  # before it looks at any memory
+
+
+@pytest.mark.parametrize("told", [None, 3, "x" * 5000])
+def test_an_instruction_is_a_short_text(told) -> None:
+    state = {"state": np.zeros(2, np.float32)}
+    answer = {"call": "reset", "seconds": 0.1, "sum": 1}
+    check_answer("reset", answer | {"instruction": "go"}, state, None, 0)
+    with pytest.raises(Malformed, match="an instruction"):
+        check_answer("reset", answer | {"instruction": told}, state, None, 0)
