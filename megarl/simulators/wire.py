@@ -108,7 +108,7 @@ def places(spec: TaskSpec) -> tuple[dict[str, tuple[int, tuple[int, int, int]]],
 
 
 def clip_places(spec: TaskSpec, recording: Recording | None) -> tuple[dict[str, int], int]:
-    """Where the clip of each camera begins in the shared memory, behind the pictures, and the bytes of all."""
+    """Where the clip of each camera begins in the shared memory, after the pictures, and the bytes of all."""
     end = places(spec)[1]
     found = {}
     for camera in () if recording is None else recording.cameras:
