@@ -66,7 +66,7 @@ def export_model(config: RunConfig, run_dir: Path) -> None:
     from megarl.models.weights import export_weights
     from megarl.runtime.setup import build_controller
 
-    c = build_controller(config, run_dir, trainable=False, scored=False)
+    c = build_controller(config, run_dir, trainable=False, scored=())
     export_weights(c.actor.chunks, run_dir / "hf", c.hf_config, c.tokenizer, world=c.layout.world)
 
 

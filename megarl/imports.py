@@ -33,6 +33,26 @@ def is_file_reference(text: str) -> bool:
     return text.rpartition(":")[0].endswith(".py")
 
 
+def source_file(reference: str) -> Path | None:
+    """The Python file that `file.py:fn` or `pkg.mod:fn` stands in; None: it is not found, or not written in Python."""
+    module = reference.rpartition(":")[0]
+    if is_file_reference(reference):
+        file = Path(module).expanduser()
+        return file if file.is_file() else None
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)  # where modules are looked for, too
+    try:
+        spec = importlib.util.find_spec(module) if module else None
+    except (ImportError, ValueError):
+        return None
+    finally:
+        if added:
+            sys.path.remove(here)
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
 def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[..., Any]:
     """The callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" refers to.
 

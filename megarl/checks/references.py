@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.errors import ConfigError, close_files, close_matches
 from megarl.imports import is_file_reference
 from megarl.rewards.registry import kwargs_error
+from megarl.rewards.signatures import bind
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
@@ -67,7 +68,7 @@ def check_reward_kwargs(tree: ast.Module, reference: str, kwargs: dict[str, obje
         return
     signature = _signature(found[0].args)
     try:
-        signature.bind(None, **kwargs)
+        bind(signature, kwargs)
     except TypeError as error:
         text = f"{function}({ast.unparse(found[0].args)})"
         raise kwargs_error(reference, kwargs, signature, text, error) from error

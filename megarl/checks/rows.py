@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checks.files import trains_supervised
-from megarl.config.data import DataConfig
 from megarl.config.run import RunConfig
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
-from megarl.data.render import Chat, Split, render_prompts, response_text, tokenize, uses_chat, within_limit
-from megarl.data.rows import Row
+from megarl.data.messages import Message, response_of
+from megarl.data.render import Chat, Split, render_prompts, tokenize, uses_chat, within_limit
+from megarl.data.rows import Row, reference_of
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
 from megarl.data.templates import no_chat_template, prompt_formatter
+from megarl.rewards.references import check_answers, reads_answers, uses_reward
 
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
 _TOKENIZE_S = 2.0
@@ -42,9 +44,6 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     if config.robot is not None:
         return False  # the simulator tells them
     prompt_formatter(data.format_prompt)
-    columns = [("data.prompt_key", data.prompt_key)]
-    if data.answer_key is not None:
-        columns.append(("data.answer_key", data.answer_key))
     tokenizer = light_tokenizer(config.model)
     chats = uses_chat(data, tokenizer is None or tokenizer.has_chat_template)
     if chats:
@@ -53,52 +52,69 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
         tokenizer = None  # templates drop parts of a message (thinking) and trim it: no text is certain
     chat = _contents if chats else None
     deadline = clock() + _TOKENIZE_S
-    in_time = lambda: clock() < deadline  # noqa: E731
-    read = _check_prompts(data, "val", data.val_files, columns, chat, tokenizer, in_time)
+    rows = _Rows(config, tokenizer, chat, lambda: clock() < deadline)
+    scored = job != "generate" and reads_answers(config)
+    read = rows.check("val", data.val_files, scored=scored)
     if job in ("eval", "generate"):
         return read
     supervised, examples = trains_supervised(config, job), config.sft.train_files
     response = config.sft.response_key if supervised else None
-    no_examples = None if examples else response
-    read |= _check_prompts(data, "train", data.train_files, columns, chat, tokenizer, in_time, no_examples)
+    read |= rows.check("train", data.train_files, None if examples else response, scored=scored and job == "train")
     if supervised and examples:
-        read |= _check_prompts(data, "train", examples, columns, chat, tokenizer, in_time, response)
+        read |= rows.check("train", examples, response)
     return read
 
 
-def _check_prompts(
-    data: DataConfig,
-    split: Split,
-    sources: list[str],
-    columns: list[tuple[str, str]],
-    chat: Chat | None,
-    tokenizer: LightTokenizer | None,
-    in_time: Callable[[], bool],
-    response: str | None = None,
-) -> bool:
-    """The rows of a split, and whether any was read. `response`: the column that supervised examples learn."""
-    known = [row for source in sources if _is_readable_here(source) for row in load_rows(source)]
-    for row in known:
-        for key, name in columns:
-            row.column(name, key)
-    answers = [response_text(row.column(response, "sft.response_key"), response, row) for row in known if response]
-    ids: list[list[int]] = []
-    for start in range(0, len(known), _AT_ONCE):
-        if not in_time():
-            return True
-        rows = known[start : start + _AT_ONCE]
-        texts = render_prompts(data, chat, rows)
-        if tokenizer is None:
-            continue
-        ids += tokenize(tokenizer, texts, rows, special=True)
-        learnt = [i for i in range(start, len(ids)) if answers and len(ids[i]) <= data.max_prompt_tokens]
-        tokenize(tokenizer, [answers[i] for i in learnt], [known[i] for i in learnt], special=False)
-    if len(ids) == len(known) and all(_is_readable_here(source) for source in sources) and known:
-        within_limit(data, split, known, ids)
-    return bool(known)
+@dataclass(frozen=True)
+class _Rows:
+    """Looks at rows until the time is over. `tokenizer`: None where no text is certain."""
+
+    config: RunConfig
+    tokenizer: LightTokenizer | None
+    chat: Chat | None
+    in_time: Callable[[], bool]
+
+    def check(self, split: Split, sources: list[str], response: str | None = None, *, scored: bool = False) -> bool:
+        """The rows of a split, and whether any was read.
+
+        Args:
+            response: the column that supervised examples learn.
+            scored: something reads their reference answers.
+        """
+        data, whole = self.config.data, self.config.whole_conversations
+        known = [row for source in sources if _is_readable_here(source) for row in load_rows(source)]
+        for row in known:
+            row.column(data.prompt_key, "data.prompt_key")
+        if scored:
+            self._check_answers(known)
+        answers = [self._response(row, response) for row in known if response]
+        ids: list[list[int]] = []
+        for start in range(0, len(known), _AT_ONCE):
+            if not self.in_time():
+                return True
+            rows = known[start : start + _AT_ONCE]
+            texts = render_prompts(data, self.chat, rows, whole=whole)
+            if self.tokenizer is None:
+                continue
+            ids += tokenize(self.tokenizer, texts, rows, special=True)
+            learnt = [i for i in range(start, len(ids)) if answers and len(ids[i]) <= data.max_prompt_tokens]
+            tokenize(self.tokenizer, [answers[i] for i in learnt], [known[i] for i in learnt], special=False)
+        if len(ids) == len(known) and all(_is_readable_here(source) for source in sources) and known:
+            within_limit(data, split, known, ids)
+        return bool(known)
+
+    def _check_answers(self, rows: Sequence[Row]) -> None:
+        key = self.config.data.answer_key
+        answers = [(row, reference_of(row, key, demanded=True)) for row in rows]
+        if uses_reward(self.config):
+            check_answers(self.config.reward, key, answers)
+
+    def _response(self, row: Row, key: str) -> str:
+        """A response to learn, as text: all that is said in it."""
+        return "".join(message["content"] for message in response_of(row, self.config.data.prompt_key, key))
 
 
-def _contents(messages: Sequence[dict[str, str]], row: Row) -> str:
+def _contents(messages: Sequence[Message], row: Row) -> str:
     """Stands for a chat template, so that the messages' form is checked."""
     return "".join(message["content"] for message in messages)
 

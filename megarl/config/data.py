@@ -18,8 +18,12 @@ class DataConfig(Section):
         "or text:<the prompt itself>",
     )
     val_files: list[str] = Field(default_factory=list, description="held-out prompts, same forms")
-    prompt_key: str = Field("prompt", description="column of the prompt (text, or a list of chat messages)")
-    answer_key: str | None = Field("answer", description="column of the reference answer; null: none")
+    prompt_key: str = Field(
+        "prompt", description="column of the prompt: text, or chat messages. Dots lead into a column (extra.question)"
+    )
+    answer_key: str | None = Field(
+        "answer", description="column of the reference answer (reward_model.ground_truth); null: none"
+    )
     format_prompt: str | None = Field(
         None, description="Jinja template, or a file that holds one; sees `content` and the row"
     )
@@ -29,6 +33,9 @@ class DataConfig(Section):
         "where the tokenizer has one, unless the name of model.path says `base`, as in Qwen3-8B-Base",
     )
     override_chat_template: str | None = Field(None, description="Jinja chat template, or a file that holds one")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
+    )
     max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are overlong")
     overlong: Literal["filter", "error"] = Field("filter", description="drop overlong prompts (counted) or stop")
     batch_size: PositiveInt = Field(32, description="prompts per training step over all ranks")

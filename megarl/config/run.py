@@ -124,6 +124,11 @@ class RunConfig(Section):
         return self.rollout.limits.response_tokens(sampling) if self.has_turns else sampling.max_new_tokens
 
     @property
+    def whole_conversations(self) -> bool:
+        """Whether the prompt's column holds the responses to learn, too."""
+        return self.data.prompt_key == self.sft.response_key
+
+    @property
     def has_turns(self) -> bool:
         """Whether the recipe names an environment, so that samples may have several turns."""
         return self.env.get("name", SINGLE_TURN) != SINGLE_TURN

@@ -116,7 +116,11 @@ class SFTConfig(Section):
 
     steps: NonNegativeInt = Field(0, description="optimizer steps; 0 skips the phase")
     batch_size: PositiveInt = Field(64, description="examples per optimizer step over all ranks")
-    response_key: str = Field("answer", description="column that holds the response to learn: text, or chat messages")
+    response_key: str = Field(
+        "answer",
+        description="column of the response to learn: text, or chat messages; data.prompt_key's own: that column holds "
+        "whole conversations, whose prompt is what comes before the assistant's first message",
+    )
     train_files: list[str] | None = Field(None, description="examples, same forms as data.train_files; null: those")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-3), description="optimizer")
     eval_every: NonNegativeInt = Field(0, description="steps between held-out evaluations; 0: only at the end")

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.data.render import Split, render_prompts, tokenize, uses_chat, within_limit
-from megarl.data.rows import Row
+from megarl.data.render import Split, chat_of, given_prompts, tokenize, within_limit, written
+from megarl.data.rows import Row, reference_of
 from megarl.data.sources import load_rows
-from megarl.data.templates import chat_renderer
 from megarl.errors import ConfigError, count
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ class PromptDataset:
     Attributes:
         rows: the rows kept; `rows[i].where` says where prompt i came from.
         texts: what the tokenizer saw, after templates.
+        given: what the chat template was given, messages; the text where none is in use.
         prompt_ids: Jagged int64, one sequence per prompt.
         overlong: prompts dropped because they exceed data.max_prompt_tokens.
         fingerprint: hash of all prompts kept; a checkpoint refuses to continue on other data.
@@ -39,11 +39,16 @@ class PromptDataset:
         tokenizer: PreTrainedTokenizerBase,
         split: Split = "train",
         tools: Sequence[dict[str, Any]] = (),
+        *,
+        whole: bool = False,
+        answered: bool = True,
     ) -> None:
         """Read, render and tokenise.
 
         Args:
             tools: JSON schemas of tools that the chat template announces to the model.
+            whole: the prompt's column holds conversations with the responses to learn; prompts are what comes before.
+            answered: something reads reference answers; else rows may have none.
 
         Raises:
             DataError: unreadable file, missing column, wrong type, overlong prompt (data.overlong: error), no prompts.
@@ -56,21 +61,22 @@ class PromptDataset:
         kwargs = {"split": split, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
         rows = [row for source in sources for row in load_rows(source, kwargs)]
         has_template = bool(tokenizer.chat_template)
-        chats = uses_chat(config, has_template)
-        chat = chat_renderer(tokenizer, config.override_chat_template, tools) if chats else None
-        texts = render_prompts(config, chat, rows)
-        ids = tokenize(tokenizer, texts, rows, special=not chats)
+        self.chat = chat_of(config, tokenizer, tools)
+        given = given_prompts(config, rows, chat=self.chat is not None, whole=whole)
+        texts = written(given, self.chat, rows)
+        ids = tokenize(tokenizer, texts, rows, special=self.chat is None)
         kept = within_limit(config, split, rows, ids)
         if split == "val" and config.max_val_samples is not None:
             kept = kept[: config.max_val_samples]
-        self._template = " in the chat template" if chats else " without the tokenizer's chat template" * has_template
+        self._template = (
+            " in the chat template" if self.chat else " without the tokenizer's chat template" * has_template
+        )
         self.overlong = sum(len(prompt) > config.max_prompt_tokens for prompt in ids)
         self.rows = [rows[i] for i in kept]
         self.texts = [texts[i] for i in kept]
+        self.given = [given[i] for i in kept]
         self.prompt_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)
-        self.answers = [
-            row.column(config.answer_key, "data.answer_key") if config.answer_key else None for row in self.rows
-        ]
+        self.answers = [reference_of(row, config.answer_key, demanded=answered) for row in self.rows]
         self.fingerprint = _fingerprint(self.prompt_ids)
 
     def __len__(self) -> int:
@@ -85,10 +91,11 @@ class PromptDataset:
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Prompts at `indices`: prompt_ids and the columns uid, prompt_text, answer, data_source, row.
 
+        `row` has the row's columns less those that the others hold already: the prompt's stays where templates changed
+        it, and any column under another name.
         uid is `<split>-<epoch>-<index>`: the same prompt met again in a later epoch is another group.
         """
         picked = [self.rows[i] for i in indices]
-        used = {self.config.prompt_key, self.config.answer_key, "data_source"}
         return Batch(
             {"prompt_ids": self.prompt_ids.select(torch.tensor(indices, dtype=torch.int64))},
             {
@@ -96,9 +103,18 @@ class PromptDataset:
                 "prompt_text": [self.texts[i] for i in indices],
                 "answer": [self.answers[i] for i in indices],
                 "data_source": [_data_source(row) for row in picked],
-                "row": [{name: value for name, value in row.items() if name not in used} for row in picked],
+                "row": [self._other_columns(i) for i in indices],
             },
         )
+
+    def _other_columns(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        held = {
+            "answer": self.config.answer_key == "answer",
+            "data_source": row.get("data_source") == _data_source(row),
+        }
+        held["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
+        return {name: value for name, value in row.items() if not held.get(name, False)}
 
 
 def _data_source(row: Row) -> str:

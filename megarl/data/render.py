@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from megarl.config.data import DataConfig
+from megarl.data.media import refuse_media
+from megarl.data.messages import Message, prompt_messages
 from megarl.data.rows import Row, check_text
-from megarl.data.templates import prompt_formatter
-from megarl.errors import DataError
+from megarl.data.templates import ChatTemplate, chat_renderer, prompt_formatter
+from megarl.errors import ConfigError, DataError
 
 Split = Literal["train", "val"]
-Chat = Callable[[list[dict[str, str]], Row], str]
+Chat = Callable[[list[Message], Row], str]
 _TOKENISE_AT_ONCE = 4096
 
 
@@ -25,26 +27,62 @@ class Tokenizer(Protocol):
         """`input_ids` of a text, or of each of a list."""
 
 
-def render_prompts(config: DataConfig, chat: Chat | None, rows: Sequence[Row]) -> list[str]:
+def render_prompts(config: DataConfig, chat: Chat | None, rows: Sequence[Row], *, whole: bool = False) -> list[str]:
     """Text of each row's prompt: column, then data.format_prompt, then the chat template.
+
+    Args:
+        chat: (messages, row) -> text; None: no chat template is in use.
+        whole: as in `given_prompts`.
+
+    Raises:
+        DataError, ConfigError: as `given_prompts`, or the chat template refuses the messages.
+    """
+    return written(given_prompts(config, rows, chat=chat is not None, whole=whole), chat, rows)
+
+
+def written(prompts: Sequence[str | list[Message]], chat: Chat | None, rows: Sequence[Row]) -> list[str]:
+    """Text of what `given_prompts` made of the rows: messages through the chat template, text as it is."""
+    texts = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        if not isinstance(prompt, str):
+            assert chat is not None, "messages are given where a chat template is in use"
+            prompt = chat(prompt, row)
+        texts.append(prompt)
+    return texts
+
+
+def given_prompts(
+    config: DataConfig, rows: Sequence[Row], *, chat: bool, whole: bool = False
+) -> list[str | list[Message]]:
+    """Each row's prompt before the chat template: messages, or text where none is in use.
 
     data.format_prompt is applied to the text, or to the last user message of a list of messages.
 
     Args:
-        chat: (messages, row) -> text; None: no chat template is in use.
+        chat: a chat template is in use.
+        whole: the column holds conversations with the responses to learn; prompts are what comes before them.
 
     Raises:
-        DataError: missing column or wrong type; the row is named.
+        DataError: missing column, wrong type, columns of pictures; the row is named.
+        ConfigError: settings of a chat template, and none is in use.
     """
+    if config.chat_template_kwargs and not chat:
+        raise ConfigError(
+            "no chat template is in use that could read this",
+            where="data.chat_template_kwargs",
+            found=config.chat_template_kwargs,
+            fix="set data.chat_template: true, or remove it",
+        )
     render = prompt_formatter(config.format_prompt)
-    texts = []
+    prompts: list[str | list[Message]] = []
     for row in rows:
         content = row.column(config.prompt_key, "data.prompt_key")
-        if isinstance(content, str) and chat is None:
-            texts.append(render(content, row))
+        refuse_media(row, _read_as_text(config, row))
+        if isinstance(content, str) and not chat:
+            prompts.append(render(content, row))
             continue
-        messages = _messages(content, row, config.prompt_key)
-        if chat is None:
+        messages = prompt_messages(content, row, config.prompt_key, whole=whole)
+        if not chat:
             raise DataError(
                 f"column {config.prompt_key!r} holds chat messages, but no chat template is in use",
                 where=row.where,
@@ -55,8 +93,14 @@ def render_prompts(config: DataConfig, chat: Chat | None, rows: Sequence[Row]) -
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is not None:
             messages[last] = {**messages[last], "content": render(messages[last]["content"], row)}
-        texts.append(chat(messages, row))
-    return texts
+        prompts.append(messages)
+    return prompts
+
+
+def _read_as_text(config: DataConfig, row: Row) -> list[str]:
+    """Columns of text that is read as text, even where it is the name of a picture."""
+    read = (config.prompt_key, config.answer_key, "data_source")
+    return [name for name in read if name is not None and isinstance(row.get(name), str)]
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *, special: bool) -> list[list[int]]:
@@ -87,32 +131,22 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
     return ids
 
 
+def chat_of(config: DataConfig, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> ChatTemplate | None:
+    """The chat template that prompts go through; None: they are plain text.
+
+    Raises:
+        ConfigError: as `chat_renderer`.
+    """
+    if not uses_chat(config, bool(tokenizer.chat_template)):
+        return None
+    return chat_renderer(tokenizer, config.override_chat_template, tools, config.chat_template_kwargs)
+
+
 def uses_chat(config: DataConfig, has_template: bool) -> bool:
     """True when prompts go through a chat template. `has_template`: the tokenizer brings one."""
     if config.override_chat_template is not None:
         return True
     return has_template if config.chat_template == "auto" else config.chat_template
-
-
-def _messages(content: Any, row: Row, key: str) -> list[dict[str, str]]:
-    if isinstance(content, str):
-        return [{"role": "user", "content": content}]
-    good = (
-        isinstance(content, list)
-        and len(content) > 0
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in content
-        )
-    )
-    if not good:
-        raise DataError(
-            f"wrong type in column {key!r}",
-            where=row.where,
-            found=content if len(repr(content)) < 200 else type(content).__name__,
-            allowed='text, or chat messages [{"role": "user", "content": "..."}, ...]',
-        )
-    return list(content)
 
 
 def _unknown(tokenizer: Tokenizer, text: str) -> str:
@@ -149,30 +183,3 @@ def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Seq
             fix="raise data.max_prompt_tokens",
         )
     return kept
-
-
-def response_text(value: object, key: str, row: Row) -> str:
-    """A response to learn, as text: all that is said in it."""
-    return "".join(message["content"] for message in response_messages(value, key, row))
-
-
-def response_messages(value: object, key: str, row: Row) -> list[dict[str, str]]:
-    """A response to learn: text, an integer, or messages that begin and end with the assistant's.
-
-    Raises:
-        DataError: anything else.
-    """
-    if isinstance(value, str):
-        return [{"role": "assistant", "content": value}]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return [{"role": "assistant", "content": str(value)}]
-    if isinstance(value, list):
-        messages = _messages(value, row, key)
-        if messages[0]["role"] == messages[-1]["role"] == "assistant":
-            return messages
-    raise DataError(
-        f"wrong type in column {key!r}",
-        where=row.where,
-        found=value,
-        allowed="text, an integer, or chat messages that begin and end with the assistant's",
-    )

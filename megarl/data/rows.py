@@ -11,6 +11,7 @@ from typing import Any
 from megarl.errors import DataError, close_matches
 
 MAX_DEPTH = 64  # lists and objects inside one another; rows are walked recursively, and Python's stack is finite
+_TRUTH = "ground_truth"  # the answer in verl's `reward_model`
 
 
 class Row(dict):
@@ -35,18 +36,96 @@ class Row(dict):
     def column(self, name: str, key: str) -> Any:
         """Value of column `name`, which configuration key `key` asks for.
 
+        A name with dots leads into a column: `reward_model.ground_truth` is what the object in `reward_model` holds
+        there, and `completions.0.response` is of the first element of a list. A column whose own name has the dots
+        comes first.
+
         Raises:
             DataError: there is no such column; the message names the row, its columns and the nearest one.
         """
-        if name in self:
-            return self[name]
-        near = close_matches(name, self)
-        raise DataError(
-            f"no column {name!r}",
+        try:
+            return _inside(self, name.split("."), "")
+        except _Missing as missing:
+            raise self._no_column(name, key, missing) from None
+
+    def _no_column(self, name: str, key: str, missing: _Missing) -> DataError:
+        within = f" in {missing.before!r}" if missing.before else ""
+        if not isinstance(missing.holder, Mapping):
+            kind = "a list" if isinstance(missing.holder, list) else f"{missing.holder!r:.60}"
+            return DataError(
+                f"no {missing.name!r}{within}, which holds {kind}",
+                where=self.where,
+                found=f"{key}: {name}",
+                allowed=f"0 to {len(missing.holder) - 1}, or -1" if isinstance(missing.holder, list) else None,
+                fix=f"set {key} to the column that holds it",
+            )
+        near = close_matches(missing.name, missing.holder)
+        better = f"{missing.before}.{near[0]}" if near and missing.before else next(iter(near), None)
+        names = ", ".join(map(str, missing.holder)) or "none"
+        return DataError(
+            f"no column {name!r}" if not within else f"no {missing.name!r}{within}",
             where=self.where,
-            allowed=f"columns here: {', '.join(self) or 'none'}",
-            fix=f"set {key} to {near[0]!r}" if near else f"set {key} to the column that holds it",
+            allowed=f"columns here: {names}" if not within else f"names there: {names}",
+            fix=f"set {key} to {better!r}" if better else f"set {key} to the column that holds it{_hint(self, key)}",
         )
+
+
+class _Missing(Exception):
+    """A name of a path is not there. `before`: the path as far as it led, to `holder`."""
+
+    def __init__(self, name: str, before: str, holder: Any) -> None:
+        self.name, self.before, self.holder = name, before, holder
+
+
+def _inside(value: Any, parts: list[str], before: str) -> Any:
+    """What the path `parts` leads to in `value`.
+
+    Raises:
+        _Missing: it leads nowhere.
+    """
+    if not parts:
+        return value
+    if isinstance(value, Mapping):
+        for count in range(len(parts), 0, -1):
+            name = ".".join(parts[:count])
+            if name in value:
+                return _inside(value[name], parts[count:], f"{before}.{name}".lstrip("."))
+    elif isinstance(value, list) and parts[0].removeprefix("-").isdecimal():
+        place = int(parts[0])
+        if -len(value) <= place < len(value):
+            return _inside(value[place], parts[1:], f"{before}.{parts[0]}")
+    raise _Missing(parts[0] if before else ".".join(parts), before, value)
+
+
+def _hint(row: Row, key: str) -> str:
+    """What of a row that lacks a column is known by its form: messages, a preference pair, an answer in an object."""
+    if {"chosen", "rejected"} <= row.keys():
+        return (
+            ". The row is a pair of preferences, on which nothing is trained here: its chosen response can be learnt "
+            "(megarl sft with sft.response_key: chosen), and RL needs prompts and a reward"
+        )
+    if key == "data.answer_key":
+        inner = [f"{name}.{_TRUTH}" for name, value in row.items() if isinstance(value, dict) and _TRUTH in value]
+        return f", such as {inner[0]!r}" if inner else ""
+    talks = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    talks = [name for name in talks if {"role", "from"} & row[name][0].keys()]
+    return f", such as {talks[0]!r}" if talks else ""
+
+
+def reference_of(row: Row, key: str | None, *, demanded: bool) -> Any:
+    """The row's reference answer, of the column `key`; None: it has none.
+
+    Raises:
+        DataError: it has none, and something reads it.
+    """
+    if key is None:
+        return None
+    try:
+        return row.column(key, "data.answer_key")
+    except DataError:
+        if demanded:
+            raise
+        return None
 
 
 def make_row(value: Any, source: str, number: int, unit: str) -> Row:

@@ -12,15 +12,25 @@ import torch
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.end_tokens import turn_end
+from megarl.data.messages import (
+    ASSISTANT,
+    Message,
+    extra_keys,
+    is_learnt,
+    response_of,
+    without_weight,
+)
 from megarl.data.prompts import PromptDataset, tokens_text
-from megarl.data.render import Split, response_messages, tokenize, uses_chat
+from megarl.data.render import Split, tokenize, uses_chat
 from megarl.data.rows import Row
-from megarl.data.templates import chat_renderer
+from megarl.data.templates import ChatTemplate
 from megarl.data.turns import Turns
 from megarl.errors import DataError, count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_THINK = "<think>"
 
 
 class SFTDataset(PromptDataset):
@@ -53,24 +63,24 @@ class SFTDataset(PromptDataset):
             DataError: the response column is missing, or holds neither text nor an integer; the row is named. An
                 example is longer than `max_tokens`, or all are.
         """
-        super().__init__(config, tokenizer, split, tools)
-        talks = [
-            response_messages(row.column(response_key, "sft.response_key"), response_key, row) for row in self.rows
-        ]
-        if all(len(talk) == 1 for talk in talks):
-            ids = tokenize(tokenizer, [talk[0]["content"] for talk in talks], self.rows, special=False)
+        super().__init__(config, tokenizer, split, tools, whole=response_key == config.prompt_key, answered=False)
+        talks = [self._response(number, response_key) for number in range(len(self.rows))]
+        if all(len(talk) == 1 and not extra_keys(talk[0]) for talk in talks):
+            texts = [talk[0]["content"] for talk in talks]
+            ids = tokenize(tokenizer, texts, self.rows, special=False)
             end = _end(tokenizer, config)
-            ids = [[*tokens, end] for tokens in ids]
+            ends = [tokenizer.eos_token_id, end]
+            ids = [[*without_end(own, ends, row), end] for own, row in zip(ids, self.rows, strict=True)]
             learnt = [[True] * len(tokens) for tokens in ids]
         else:
-            stops = [tokenizer.eos_token_id, *stop_ids]
-            ids, learnt = _of_turns(talks, self.rows, tokenizer, config, tools, stops)
+            ids, learnt = self._of_turns(talks, tokenizer, [tokenizer.eos_token_id, *stop_ids])
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens
         kept = list(range(len(ids))) if max_tokens is None else self._that_fit(ids, max_tokens)
         self.too_long = len(ids) - len(kept)
         self.rows = [self.rows[i] for i in kept]
         self.texts = [self.texts[i] for i in kept]
+        self.given = [self.given[i] for i in kept]
         self.answers = [self.answers[i] for i in kept]
         self.prompt_ids = self.prompt_ids.select(torch.tensor(kept, dtype=torch.int64))
         self.responses = [responses[i] for i in kept]
@@ -118,6 +128,46 @@ class SFTDataset(PromptDataset):
         batch.set("response_text", [self.responses[i] for i in indices])
         return batch
 
+    def _response(self, number: int, key: str) -> list[Message]:
+        """The messages to learn of one row, without what the prompt ends with already."""
+        talk = response_of(self.rows[number], self.config.prompt_key, key)
+        text = self.texts[number].rstrip()
+        if text.endswith(_THINK) and talk[0]["content"].lstrip().startswith(_THINK):
+            opened = talk[0]["content"].lstrip().removeprefix(_THINK)
+            talk[0] = {**talk[0], "content": opened.lstrip("\n") if self.texts[number].endswith("\n") else opened}
+        return talk
+
+    def _of_turns(
+        self, talks: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
+    ) -> tuple[list[list[int]], list[list[bool]]]:
+        """Tokens of responses that are messages, and which of them the assistant says and learns."""
+        ids, learnt = list[list[int]](), list[list[bool]]()
+        for talk, row, given in zip(talks, self.rows, self.given, strict=True):
+            chat = self.chat
+            turns = Turns(tokenizer, None if chat is None else partial(_render, chat, row), stops)
+            before = list(given) if isinstance(given, list) else []
+            tokens: list[int] = []
+            said: list[bool] = []
+            answers: list[Message] = []
+            for message in talk:
+                if message["role"] != ASSISTANT:
+                    answers.append(message)
+                    continue
+                between = turns.following(answers, ended=True) if answers else []
+                before += answers
+                text = message["content"]
+                if keys := extra_keys(message):
+                    text = _as_written(chat, before, message, keys, row)
+                [own] = tokenize(tokenizer, [text], [row], special=False)
+                own = without_end(own, [tokenizer.eos_token_id, turns.end], row)
+                tokens += [*between, *own, turns.end]
+                said += [False] * len(between) + [is_learnt(message)] * (len(own) + 1)
+                before += without_weight([message])
+                answers = []
+            ids.append(tokens)
+            learnt.append(said)
+        return ids, learnt
+
 
 def _end(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int:
     """The token that ends a response of one turn: what the chat template in use writes there, or the tokenizer's."""
@@ -125,36 +175,34 @@ def _end(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int:
     return int(tokenizer.eos_token_id) if turn is None else turn
 
 
-def _of_turns(
-    talks: Sequence[list[dict[str, str]]],
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig,
-    tools: Sequence[dict[str, Any]],
-    stops: Sequence[int],
-) -> tuple[list[list[int]], list[list[bool]]]:
-    """Tokens of responses of several turns, and which of them the assistant says."""
-    chats = uses_chat(config, bool(tokenizer.chat_template))
-    render = chat_renderer(tokenizer, config.override_chat_template, tools) if chats else None
-    ids, learnt = list[list[int]](), list[list[bool]]()
-    for talk, row in zip(talks, rows, strict=True):
-        turns = Turns(tokenizer, None if render is None else partial(_render, render, row), stops)
-        tokens: list[int] = []
-        said: list[bool] = []
-        answers: list[dict[str, Any]] = []
-        for message in talk:
-            if message["role"] != "assistant":
-                answers.append(message)
-                continue
-            between = turns.following(answers, ended=True) if answers else []
-            [own] = tokenize(tokenizer, [message["content"]], [row], special=False)
-            tokens += [*between, *own, turns.end]
-            said += [False] * len(between) + [True] * (len(own) + 1)
-            answers = []
-        ids.append(tokens)
-        learnt.append(said)
-    return ids, learnt
+def without_end(tokens: list[int], ends: Sequence[int], row: Row) -> list[int]:
+    """A response's tokens without the end token that its text may have at the end, which is learnt once.
+
+    Raises:
+        DataError: the text has an end token before its end, where a model would stop.
+    """
+    own = tokens[:-1] if tokens[-1:] and tokens[-1] in ends else tokens
+    inside = next((place for place, token in enumerate(own) if token in ends), None)
+    if inside is not None:
+        raise DataError(
+            "the response holds an end token before its end, where the model stops",
+            where=row.where,
+            found=f"token {own[inside]}, the {inside + 1}th of {len(tokens)}",
+            fix="write a conversation as messages, or take the end token out of the text",
+        )
+    return own
 
 
-def _render(render: Callable[..., str], row: Row, messages: list[dict[str, Any]]) -> str:
+def _as_written(chat: ChatTemplate | None, before: list[Message], message: Message, keys: list[str], row: Row) -> str:
+    """A message of the assistant that is more than its content, as the chat template writes it."""
+    if chat is None:
+        raise DataError(
+            f"a message of the response holds {', '.join(map(repr, keys))}, and no chat template is in use",
+            where=row.where,
+            fix="set data.chat_template: true, or take it out of the row",
+        )
+    return chat.answer(before, without_weight([message])[0], row).rstrip()
+
+
+def _render(render: Callable[..., str], row: Row, messages: list[Message]) -> str:
     return render(messages, row)

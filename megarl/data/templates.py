@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.data.messages import Message, extra_keys
 from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError, encoding_fix
 
+_OVERRIDE = "data.override_chat_template"
+#: What a run gives every chat template by itself.
+_OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+#: A tag of transformers' own, around what the assistant says.
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 
 
@@ -116,39 +124,190 @@ def no_chat_template() -> ConfigError:
     )
 
 
-def chat_renderer(
-    tokenizer: Any, override: str | None, tools: Sequence[dict[str, Any]] = ()
-) -> Callable[[list[dict[str, Any]], Row], str]:
-    """Function (messages, row) -> text that ends where the assistant begins to answer.
+class ChatTemplate:
+    """A chat template with what it is given in addition to the messages. Called, it writes a prompt.
 
     Args:
+        tokenizer: of the policy.
+        template: Jinja text; or several by name, of which one may be for tools.
         tools: JSON schemas of tools that the template announces to the model.
+        more: `data.chat_template_kwargs`.
 
     Raises:
-        ConfigError: the tokenizer has no chat template and none is given.
-        DataError: the template refuses a row's messages; the row is named.
+        ConfigError: the template does not read one of `more`.
     """
-    key = "data.override_chat_template"
-    template = read_template(override, key) if override is not None else None
-    if template is None and not tokenizer.chat_template:
-        raise no_chat_template()
-    import jinja2
 
-    def render(messages: list[dict[str, Any]], row: Row) -> str:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | Mapping[str, str],
+        tools: Sequence[dict[str, Any]],
+        more: Mapping[str, Any],
+    ) -> None:
+        self._tokenizer, self._tools, self._more = tokenizer, list(tools), dict(more)
+        self._templates = {"default": template} if isinstance(template, str) else dict(template)
+        if "default" not in self._templates:
+            raise no_chat_template()
+        self._reads = _names_read("".join(self._templates.values()))
+        for name in more:
+            if self._reads is not None and (name not in self._reads or name in _OWN_NAMES):
+                raise ConfigError(
+                    "the chat template does not read this, so it would change nothing"
+                    if name not in _OWN_NAMES
+                    else "the chat template is given this by the run",
+                    where=f"data.chat_template_kwargs.{name}",
+                    found=more[name],
+                    allowed=sorted(n for n in self._reads - _OWN_NAMES if not n.endswith("_token")) or "nothing",
+                    fix="remove it, or correct the name",
+                )
+
+    def __call__(self, messages: list[Message], row: Row) -> str:
+        """Text of the messages that ends where the assistant begins to answer.
+
+        Raises:
+            DataError: the template refuses the messages, or leaves out what one of them holds; the row is named.
+        """
+        text = self._write(messages, row)
+        self._refuse_dropped(messages, range(len(messages)), row, text)
+        return text
+
+    def answer(self, before: list[Message], message: Message, row: Row) -> str:
+        """What the template writes for the assistant's `message` after the prompt of `before`, its end included.
+
+        Raises:
+            DataError: as a call; or it writes the messages before it in another way than in the prompt.
+        """
+        prompt, said = self._write(before, row), [*before, message]
+        text = self._write(said, row, prompt=False)
+        self._refuse_dropped(said, [len(before)], row, text, prompt=False)
+        if not text.startswith(prompt):
+            raise DataError(
+                "the chat template does not write this message as a continuation of the prompt",
+                where=row.where,
+                found=text[-200:],
+                allowed=f"text after {prompt[-80:]!r}",
+                fix="write the response as text, as the model would write it",
+            )
+        return text[len(prompt) :]
+
+    def _write(self, messages: list[Message], row: Row, *, prompt: bool = True) -> str:
+        import jinja2
+
+        tools = self._announced(row)
         try:
-            return tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 messages,
-                tools=list(tools) or None,
-                chat_template=template,  # None: the tokenizer's, of which there may be one for tools
+                tools=tools or None,
+                chat_template=self._text(bool(tools)),
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=prompt,
+                **self._more,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(
                 f"the chat template fails on this row: {error}",
                 where=row.where,
                 found=[message["role"] for message in messages],
-                fix=f"correct the messages or {key}",
+                fix=f"correct the messages or {_OVERRIDE}",
             ) from error
 
-    return render
+    def _text(self, has_tools: bool) -> str:
+        """The template, of which a tokenizer may have another one for tools."""
+        return self._templates.get("tool_use" if has_tools else "default", self._templates["default"])
+
+    def _announced(self, row: Row) -> list[dict[str, Any]]:
+        """Tools of the run, or those in the row's column `tools`."""
+        own = row_tools(row)
+        if not own:
+            return self._tools
+        if self._tools or (self._reads is not None and "tools" not in self._reads):
+            raise DataError(
+                "column 'tools' announces tools, and the environment has its own"
+                if self._tools
+                else "column 'tools' announces tools, and the chat template does not write them",
+                where=row.where,
+                fix=f"take the column out, or set {_OVERRIDE} to a template that writes them",
+            )
+        return own
+
+    def _refuse_dropped(
+        self, messages: list[Message], places: Iterable[int], row: Row, text: str, *, prompt: bool = True
+    ) -> None:
+        """Refuse a message that holds more than role and content, and of which the template leaves something out."""
+        for place in places:
+            message, keys = messages[place], extra_keys(messages[place])
+            for key in [*keys, *(["content"] if keys and message["content"].strip() else [])]:
+                without = {name: value for name, value in message.items() if name != key}
+                others = [*messages[:place], {"content": "", **without}, *messages[place + 1 :]]
+                try:
+                    written = self._write(others, row, prompt=prompt)
+                except DataError:
+                    continue  # the template needs it
+                if written == text:
+                    raise DataError(
+                        f"the chat template leaves out {key!r} of message {place + 1}, the {message['role']}'s",
+                        where=row.where,
+                        found=message[key],
+                        allowed="keys of a message that the template writes",
+                        fix=f"take the key out of the row, or set {_OVERRIDE} to a template that writes it",
+                    )
+
+
+def row_tools(row: Row) -> list[dict[str, Any]]:
+    """JSON schemas of tools in the row's column `tools`, a list or its JSON text; empty: there are none.
+
+    Raises:
+        DataError: it is something else.
+    """
+    value = row.get("tools")
+    if isinstance(value, str) and value:
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(
+            "column 'tools' holds no tools",
+            where=row.where,
+            found=repr(row["tools"])[:200],
+            allowed="a list of JSON schemas, or its JSON text",
+            fix="correct the column, or rename it",
+        )
+    return [_without_nulls(tool) for tool in value]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables store every key for every row, null where a row has none."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _names_read(template: str) -> set[str] | None:
+    """Variables that a chat template reads and does not set; None: it has forms that only its own reader knows."""
+    import jinja2
+    from jinja2 import meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # parsed, not rendered
+    try:
+        return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except jinja2.TemplateError:
+        return None
+
+
+def chat_renderer(
+    tokenizer: Any, override: str | None, tools: Sequence[dict[str, Any]] = (), more: Mapping[str, Any] | None = None
+) -> ChatTemplate:
+    """The chat template in use: `override`, else the tokenizer's.
+
+    Args:
+        tools: JSON schemas of tools that the template announces to the model.
+        more: `data.chat_template_kwargs`.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template and none is given, or it does not read one of `more`.
+    """
+    template = read_template(override, _OVERRIDE) if override is not None else tokenizer.chat_template
+    if not template:
+        raise no_chat_template()
+    return ChatTemplate(tokenizer, template, tools, more or {})

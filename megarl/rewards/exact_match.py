@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from megarl.algorithms.registry import Settings
+from megarl.rewards.answers import ANSWERS, Answers, meeting_any
 from megarl.rewards.registry import REWARDS
 
 
@@ -14,9 +15,11 @@ class ExactMatchSettings(Settings):
     """How texts are compared."""
 
     ignore_case: bool = Field(False, description="count upper and lower case as equal")
+    answers: Answers = ANSWERS
 
 
-@REWARDS.register("exact_match", settings=ExactMatchSettings)
+@REWARDS.register("exact_match", settings=ExactMatchSettings, reference=str)
+@meeting_any
 def exact_match(sample: dict[str, Any], *, ignore_case: bool = False) -> dict[str, Any]:
     """1.0 when response and answer are the same text, white space at the ends and runs of it aside."""
     response, answer = (" ".join(str(sample[key]).split()) for key in ("response", "answer"))

@@ -26,12 +26,15 @@ def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = T
     """1.0 when the response has the asked form.
 
     Args:
-        sample: `response`.
+        sample: `response`, and `prompt`: chat templates of some models end it with `<think>`, which the response then
+            goes on from.
         think: the response starts with exactly one `<think>...</think>` that is not empty.
         boxed: what follows (the whole response without `think`) holds a closed, non-empty `\\boxed{...}`.
     """
     rest = sample["response"]
     if think:
+        if sample.get("prompt", "").rstrip().endswith("<think>"):
+            rest = "<think>" + rest
         if rest.count("<think>") != 1 or rest.count("</think>") != 1:
             return 0.0
         thoughts, _, rest = rest.lstrip().partition("</think>")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megarl.algorithms.registry import Settings
+from megarl.rewards.answers import ANSWERS, Answers, meeting_any
 from megarl.rewards.numbers import canonical, find_numbers, parse_number
 from megarl.rewards.registry import REWARDS
 
@@ -20,9 +21,19 @@ class GSM8KSettings(Settings):
     method: Literal["strict", "flexible"] = Field(
         "strict", description="strict: the number after the last `####` that one follows; flexible: the last number"
     )
+    answers: Answers = ANSWERS
 
 
-@REWARDS.register("gsm8k", settings=GSM8KSettings)
+def read_reference(answer: str) -> tuple[Fraction, bool]:
+    """The number of a reference answer, and whether it is a percentage; raises ValueError when it holds no number."""
+    reference = _read(_marked(answer) if _MARK in answer else _last(answer))
+    if reference is None:
+        raise ValueError(f"the reference answer holds no number: {answer!r}")
+    return reference
+
+
+@REWARDS.register("gsm8k", settings=GSM8KSettings, reference=read_reference)
+@meeting_any
 def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict") -> dict[str, Any]:
     """1.0 when the response ends in the reference number (Cobbe et al. 2021, arXiv:2110.14168).
 
@@ -38,10 +49,7 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method must be strict or flexible, not {method!r}")
-    answer = str(sample["answer"])
-    reference = _read(_marked(answer) if _MARK in answer else _last(answer))
-    if reference is None:
-        raise ValueError(f"the reference answer holds no number: {answer!r}")
+    reference = read_reference(str(sample["answer"]))
     found = _read(_marked(sample["response"]) if method == "strict" else _last(sample["response"]))
     if found is None:
         return {"overall": 0.0, "extracted": ""}

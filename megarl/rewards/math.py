@@ -21,6 +21,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megarl.algorithms.registry import Settings
+from megarl.rewards.answers import ANSWERS, Answers, meeting_any
 from megarl.rewards.format import last_boxed
 from megarl.rewards.registry import REWARDS
 
@@ -53,13 +54,30 @@ class MathSettings(Settings):
         "strict", description=r"strict: the last `\boxed{}`; flexible: without one, the last expression"
     )
     timeout_s: float = Field(5.0, gt=0, description="CPU seconds per sample; what takes longer is wrong")
+    answers: Answers = ANSWERS
 
 
 def _import() -> None:
     import math_verify  # noqa: F401
 
 
-@REWARDS.register("math", settings=MathSettings, package="math-verify", prepare=_import, limit="timeout_s")
+def read_reference(answer: str) -> str:
+    """The reference as it is compared, out of its box; raises ValueError when it is empty."""
+    gold = (last_boxed(answer) or answer).strip()
+    if not gold:
+        raise ValueError("the reference answer is empty")
+    return gold
+
+
+@REWARDS.register(
+    "math",
+    settings=MathSettings,
+    package="math-verify",
+    prepare=_import,
+    limit="timeout_s",
+    reference=read_reference,
+)
+@meeting_any
 def math(
     sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict", timeout_s: float = 5.0
 ) -> dict[str, Any]:
@@ -75,9 +93,7 @@ def math(
     """
     if method not in ("strict", "flexible") or not timeout_s > 0:
         raise ValueError(f"method must be strict or flexible and timeout_s positive, not {method!r} and {timeout_s!r}")
-    gold = (last_boxed(str(sample["answer"])) or str(sample["answer"])).strip()
-    if not gold:
-        raise ValueError("the reference answer is empty")
+    gold = read_reference(str(sample["answer"]))
     boxed = last_boxed(sample["response"])
     candidate = boxed if boxed is not None or method == "strict" else sample["response"][-_TAIL:]
     extracted = (boxed or "").strip()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megarl.algorithms.registry import Settings
+from megarl.rewards.answers import ANSWERS, Answers, meeting_any
 from megarl.rewards.numbers import canonical, find_numbers, parse_number
 from megarl.rewards.registry import REWARDS
 
@@ -20,9 +21,19 @@ class NumericSettings(Settings):
         "whole", description="whole: the response is nothing but the number; first or last: that number of it"
     )
     evaluated: bool = Field(False, description="refuse a response written as a quotient")
+    answers: Answers = ANSWERS
 
 
-@REWARDS.register("numeric", settings=NumericSettings)
+def read_reference(answer: str) -> Fraction:
+    """The number that a reference answer is; raises ValueError when it is none."""
+    value = parse_number(answer)
+    if value is None:
+        raise ValueError(f"the reference answer is not a number: {answer!r}")
+    return value
+
+
+@REWARDS.register("numeric", settings=NumericSettings, reference=read_reference)
+@meeting_any
 def numeric(
     sample: dict[str, Any],
     *,
@@ -43,9 +54,7 @@ def numeric(
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be at least 0, not {tolerance!r}")
-    reference = parse_number(str(sample["answer"]))
-    if reference is None:
-        raise ValueError(f"the reference answer is not a number: {sample['answer']!r}")
+    reference = read_reference(str(sample["answer"]))
     value = _read(sample["response"], extract)
     if value is None or (evaluated and ("/" in sample["response"] or "frac" in sample["response"])):
         return {"overall": 0.0, "extracted": ""}

@@ -21,6 +21,7 @@ from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.config.base import raise_problems
 from megarl.config.components import settle
 from megarl.errors import ConfigError
+from megarl.rewards import signatures
 
 Mode = Literal["batch", "sequential"]
 KWARGS = "reward.kwargs"
@@ -36,11 +37,14 @@ class RewardSpec(Spec):
         limit: the setting that holds its CPU seconds per sample, which it keeps by an alarm. An alarm needs the main
             thread of a process, so such a reward gets one. For included ones: whoever starts processes does not load a
             user's file.
+        reference: reads a reference answer from its text, and raises a ValueError that says why it is none; None: the
+            reward reads no answer. `meeting_any` lets it take lists.
     """
 
     package: str | None = None
     prepare: Callable[[], object] | None = None
     limit: str | None = None
+    reference: Callable[[str], object] | None = None
 
 
 #: fn(sample, **settings) or, of a user with `reward.mode: batch`, fn(samples, **settings)
@@ -107,6 +111,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
     """
     function = REWARDS.get(name)
     spec = REWARDS.declared(function)
+    source = getattr(inspect.getmodule(function), "__file__", None)
     if spec is None:
         _check_kwargs(name, function, kwargs)
     else:
@@ -114,7 +119,8 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
         kwargs = {key: getattr(settings, key) for key in spec.settings.model_fields}
         if spec.prepare is not None:
             spec.prepare()
-    source = getattr(inspect.getmodule(function), "__file__", None)
+    if name not in REWARDS.names():
+        function = signatures.adapt(function, _signature(function), mode)
     return Scorer(name, function, mode_of(name, mode), source or "", kwargs)
 
 
@@ -129,7 +135,7 @@ def own_keys(name: str) -> list[str] | None:
     if spec is not None:
         return list(spec.settings.model_fields)
     signature = _signature(function)
-    return None if _takes_any(signature) else [p.name for p in _named(signature)]
+    return None if _takes_any(signature) else [p.name for p in signatures.settings_of(signature)]
 
 
 def kwargs_error(
@@ -144,8 +150,10 @@ def kwargs_error(
         text: the function and its parameters as the user reads them.
         error: why Python refuses the call.
     """
-    named = _named(signature)
-    missing = [p.name for p in named if p.default is p.empty and p.name not in kwargs]
+    named = signatures.settings_of(signature)
+    form = signatures.form_of(signature)
+    own = form is signatures.OWN
+    missing = [p.name for p in named if own and p.default is p.empty and p.name not in kwargs]
     known = {p.name for p in named}
     unknown = [] if _takes_any(signature) else [key for key in kwargs if key not in known]
     fixes = []
@@ -160,15 +168,13 @@ def kwargs_error(
         f"{name} {'does not take' if unknown or not missing else 'needs more than'} these arguments: {error}",
         where=KWARGS,
         found=kwargs,
-        allowed=f"{text}, whose first argument is the sample or the list of samples",
-        fix=", and ".join(fixes) or "write its parameters so that one may be given by position and the others by name",
+        allowed=f"{text}, whose first argument is the sample or the list of samples"
+        if own
+        else f"{text}, called as {form.owner} does: with columns of the data by name",
+        fix=", and ".join(fixes)
+        or "write its parameters so that one may be given by position and the others by name, or as TRL's and verl's: "
+        f"{signatures.OTHER_FORMS}",
     )
-
-
-def _named(signature: inspect.Signature) -> list[inspect.Parameter]:
-    """Parameters that `reward.kwargs` can give."""
-    after_the_samples = list(signature.parameters.values())[1:]
-    return [p for p in after_the_samples if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _takes_any(signature: inspect.Signature) -> bool:
@@ -188,6 +194,6 @@ _ANYTHING = (("samples", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.P
 def _check_kwargs(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     signature = _signature(function)
     try:
-        signature.bind(None, **kwargs)
+        signatures.bind(signature, kwargs)
     except TypeError as error:
         raise kwargs_error(name, kwargs, signature, f"{name}{signature}", error) from error

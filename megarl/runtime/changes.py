@@ -71,6 +71,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "data.answer_key": None,
     "data.format_prompt": None,
     "data.chat_template": None,
+    "data.chat_template_kwargs": None,
     "data.override_chat_template": None,
     "data.max_prompt_tokens": None,
     "data.overlong": None,

@@ -7,9 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import env_section
-from megarl.data.render import uses_chat
+from megarl.data.render import chat_of
 from megarl.data.rows import Row
-from megarl.data.templates import chat_renderer
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.data.turns import Turns
 from megarl.envs.host import Host
@@ -68,8 +67,8 @@ def build_episodes(
     tools = layout.world.broadcast_json(kind.tools(settings) if layout.world.rank == 0 else None)
     data = config.data
     render = None
-    if uses_chat(data, bool(tokenizer.chat_template)):
-        written = chat_renderer(tokenizer, data.override_chat_template, tools)
+    written = chat_of(data, tokenizer, tools)
+    if written is not None:
         render = lambda messages: written(messages, Row({}, "messages of the environment", 0))  # noqa: E731
     turns = Turns(tokenizer, render, [*eos_ids, *config.rollout.sampling.stop_token_ids])
     host = Host(kind, settings, config.cluster.timeout_s / 2) if layout.is_lead else None

@@ -40,7 +40,7 @@ def evaluate(config: RunConfig, run_dir: Path) -> None:
 
 def generate(config: RunConfig, run_dir: Path) -> None:
     """Write RUN_DIR/responses.jsonl: one line per response to `data.val_files`, drawn with `validation.sampling`."""
-    c = build_controller(config, run_dir, trainable=False, scored=False)
+    c = build_controller(config, run_dir, trainable=False, scored=())
     try:
         _restore(c)
         _write_responses(c)

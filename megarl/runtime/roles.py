@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megarl import phase, residency
+from megarl.data.messages import PromptColumn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -174,7 +175,9 @@ class ScorerRole:
     Attributes:
         runner: the reward function; only on the first rank of a replica, None elsewhere.
         by_environment: the environment gives the rewards.
+        prompts: the data's column of prompts, whose messages the function gets.
     """
 
     runner: RewardRunner | None
     by_environment: bool = False
+    prompts: PromptColumn = field(default_factory=PromptColumn)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
 from megarl.data.end_tokens import end_tokens
 from megarl.data.loader import PromptLoader
+from megarl.data.messages import PromptColumn
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
 from megarl.data.tokenizer import load_tokenizer
@@ -28,6 +30,7 @@ from megarl.models.weights import init_random, load_weights
 from megarl.phase import keep_beating, phase
 from megarl.rendezvous import join
 from megarl.residency import Residency
+from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
@@ -48,12 +51,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.config.model import ParallelConfig
+    from megarl.data.render import Split
     from megarl.models.policy import PolicyModel
     from megarl.rewards.runner import RewardRunner
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.robots.trials import Trials
     from megarl.runtime.episodes import Episodes
     from megarl.runtime.robots import Robots
+
+Scored = Collection[str]
+SCORED: Scored = ("train", "val")
 
 
 def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -> Layout:
@@ -69,12 +76,12 @@ def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -
 
 
 def build_controller(
-    config: RunConfig, run_dir: Path, team: OwnTeam | None = None, *, trainable: bool = True, scored: bool = True
+    config: RunConfig, run_dir: Path, team: OwnTeam | None = None, *, trainable: bool = True, scored: Scored = SCORED
 ) -> Controller:
     """What a rank needs of `team` (None: of one that holds an actor, and where it draws), with weights loaded.
 
     The models that follow from where RL starts come later: critic, reference, teacher. Without `trainable` there is no
-    optimizer and no training data, without `scored` no reward function.
+    optimizer and no training data. `scored`: splits whose samples get a score; without any there is no reward function.
     """
     team = team or OwnTeam.of_all(config)
     seed_generators(config.trainer.seed)
@@ -149,7 +156,7 @@ class _Source:
         layout: Layout,
         *,
         trainable: bool,
-        scored: bool,
+        scored: Scored,
     ) -> _Source:
         robots = open_robots(config, hf_config, tokenizer, layout)
         if robots is not None:
@@ -166,8 +173,12 @@ class _Source:
         eos_ids = _end_tokens(config, tokenizer, layout)
         episodes = build_episodes(config, tokenizer, eos_ids, layout)
         tools = () if episodes is None else episodes.tools
-        loader = _train_loader(config, tokenizer, layout, tools) if trainable and config.data.train_files else None
-        val_data = PromptDataset(config.data, tokenizer, "val", tools) if config.data.val_files else None
+        prompts = partial(_prompts, config, tokenizer, tools)
+        loader, val_data = None, None
+        if trainable and config.data.train_files:
+            loader = _loader(config, prompts("train", scored="train" in scored), layout)
+        if config.data.val_files:
+            val_data = prompts("val", scored="val" in scored)
         reward = build_reward(config.reward) if scored and layout.is_lead else None
         return cls(eos_ids, episodes, None, loader, val_data, reward)
 
@@ -192,7 +203,11 @@ class _Source:
             stale = StaleWeights(chunks, embedded, lag) if lag else None
         return {
             "rollout": RolloutRole(engine, tokenizer, self.eos_ids, episodes, stale=stale),
-            "scorer": ScorerRole(self.reward, episodes is not None and episodes.scores),
+            "scorer": ScorerRole(
+                self.reward,
+                episodes is not None and episodes.scores,
+                PromptColumn(config.data.prompt_key, config.whole_conversations),
+            ),
         }
 
 
@@ -285,10 +300,21 @@ def form_of(config: RunConfig, hf_config: PretrainedConfig) -> Form:
     return TEXT if config.robot is None else call_form(config, hf_config)
 
 
-def _train_loader(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout, tools: Sequence[dict[str, Any]]
-) -> PromptLoader:
-    return _loader(config, PromptDataset(config.data, tokenizer, "train", tools), layout)
+def _prompts(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]],
+    split: Split,
+    *,
+    scored: bool,
+) -> PromptDataset:
+    """The prompts of a split, which have reference answers where they are `scored` by something that reads them."""
+    answered = scored and reads_answers(config)
+    whole = config.whole_conversations
+    data = PromptDataset(config.data, tokenizer, split, tools, whole=whole, answered=answered)
+    if answered and uses_reward(config):
+        check_answers(config.reward, config.data.answer_key, zip(data.rows, data.answers, strict=True))
+    return data
 
 
 def _loader(config: RunConfig, data: PromptDataset | Trials, layout: Layout) -> PromptLoader:

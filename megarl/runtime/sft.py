@@ -36,7 +36,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
     from megarl.runtime.checkpoints import FOLDER, Checkpoints
     from megarl.runtime.export import export, show_export
 
-    c = build_controller(config, run_dir)
+    c = build_controller(config, run_dir, scored=("val",))
     try:
         c.loader = load_examples(c)
         checkpoints = Checkpoints(c)

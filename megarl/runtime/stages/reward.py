@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.data.batch import Batch
+    from megarl.data.messages import PromptColumn
     from megarl.rewards.runner import RewardHandle, RewardRunner
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import ScorerRole
@@ -72,7 +73,7 @@ def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
     """
     if scorer.runner is None or scorer.by_environment:
         return [None] * len(samples)
-    handle = scorer.runner.submit(reward_inputs(samples))
+    handle = scorer.runner.submit(reward_inputs(samples, scorer.prompts))
     return [Pending(handle, place) for place in range(len(samples))]
 
 
@@ -110,8 +111,12 @@ def _own_results(runner: RewardRunner | None, pending: list[Pending | None]) -> 
     return [done[one.handle][one.place] for one in mine]
 
 
-def reward_inputs(samples: Batch) -> list[dict[str, Any]]:
-    """One dict per sample, as reward functions get them."""
+def reward_inputs(samples: Batch, prompts: PromptColumn) -> list[dict[str, Any]]:
+    """One dict per sample, as reward functions get them.
+
+    The row's columns are in it by name where the sample has nothing of that name itself, and all of them in `row`.
+    `messages` are those of the prompt, None where it is text.
+    """
     from megarl.data.trajectory import policy_tokens
 
     lengths = policy_tokens(samples, by_turn="turn_starts" in samples).tolist()
@@ -126,6 +131,8 @@ def reward_inputs(samples: Batch) -> list[dict[str, Any]]:
             "data_source": source,
             "finish_reason": reason,
             "response_length": length,
+            "messages": prompts.messages(row),
+            "row": row,
             **turns,
         }
         for uid, prompt, response, answer, source, reason, row, length, turns in zip(

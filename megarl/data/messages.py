@@ -1,0 +1,258 @@
+"""Chat messages of a row: OpenAI's form, with content as text or as parts of text, and ShareGPT's `from` and `value`.
+
+Read once into `{"role": ..., "content": text, ...}`. What else a message holds (`tool_calls`, `reasoning_content`,
+`name`) stays in it for the chat template, which writes it or is refused; what is null or empty is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.data.media import MEDIA_FIX
+from megarl.data.rows import Row
+from megarl.errors import DataError
+
+Message = dict[str, Any]
+ASSISTANT = "assistant"
+#: Whether the assistant's message is learnt, 1 or 0: OpenAI's key. It is for training, and no template sees it.
+WEIGHT = "weight"
+#: What a tool's answer says of the call that it answers, which comes just before it: models are shown their order.
+_OF_CALLS = ("tool_call_id", "name")
+_SHAREGPT = {
+    "human": "user",
+    "gpt": ASSISTANT,
+    "observation": "tool",
+    **{role: role for role in ("system", "user", ASSISTANT, "tool")},
+}
+_FORM = 'text, or chat messages [{"role": "user", "content": "..."}, ...]'
+
+
+def read_messages(value: Any, row: Row, column: str) -> list[Message]:
+    """The messages that `value`, of a row's column, holds; text is the user's.
+
+    Raises:
+        DataError: it is neither, a message has no text, or a weight that is not 0 or 1; the row is named.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise _wrong_type(value, row, column)
+    return [_read(message, number, value, row, column) for number, message in enumerate(value, 1)]
+
+
+def without_weight(messages: list[Message]) -> list[Message]:
+    """The messages as a chat template sees them."""
+    return [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
+
+
+def extra_keys(message: Message) -> list[str]:
+    """Keys that a chat template has to write, in addition to the content."""
+    known = ("role", "content", WEIGHT, *(_OF_CALLS if message["role"] == "tool" else ()))
+    return [key for key in message if key not in known]
+
+
+def is_learnt(message: Message) -> bool:
+    """Whether the loss counts the assistant's message."""
+    return bool(message.get(WEIGHT, 1))
+
+
+def before_assistant(messages: list[Message]) -> list[Message]:
+    """The messages before the assistant's first one: the prompt of a whole conversation."""
+    first = next((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), len(messages))
+    return messages[:first]
+
+
+def prompt_messages(value: Any, row: Row, column: str, *, whole: bool) -> list[Message]:
+    """The messages that the policy is shown.
+
+    Args:
+        value: what the prompt's column holds.
+        whole: the column holds conversations with the responses to learn; the prompt is what comes before them.
+
+    Raises:
+        DataError: as `read_messages`; the assistant speaks last, or first.
+    """
+    messages = read_messages(value, row, column)
+    if not whole and messages[-1]["role"] == ASSISTANT:
+        raise DataError(
+            f"the messages in column {column!r} end with the assistant's, so that the prompt holds the response",
+            where=row.where,
+            found=_short(messages[-1]["content"]),
+            allowed="a prompt that ends with the user's message, or a tool's",
+            fix=f"for supervised fine-tuning set sft.response_key to {column!r}, too: the prompt is then what comes "
+            "before the assistant's first message. For RL, take the assistant's last message out of the column",
+        )
+    prompt = before_assistant(messages) if whole else messages
+    if not prompt:
+        raise DataError(
+            f"the conversation in column {column!r} begins with the assistant's message, so that there is no prompt",
+            where=row.where,
+            found=_short(messages[0]["content"]),
+            fix="take the row out, or put the user's message first",
+        )
+    return without_weight(prompt)
+
+
+def response_of(row: Row, prompt_key: str, response_key: str) -> list[Message]:
+    """The response of a row to learn: messages of which the assistant's are learnt. See `response_messages`.
+
+    Raises:
+        DataError: as `response_messages` and `prompt_messages`; or both keys name a column of text.
+    """
+    value = row.column(response_key, "sft.response_key")
+    whole = prompt_key == response_key
+    if whole and not isinstance(value, list):
+        raise DataError(
+            f"data.prompt_key and sft.response_key are both {response_key!r}, and the column holds no conversation",
+            where=row.where,
+            found=type(value).__name__,
+            allowed="chat messages that end with the assistant's",
+            fix="set one of the two to another column",
+        )
+    if not isinstance(value, list):
+        return response_messages(value, response_key, row)
+    shown = prompt_messages(row.column(prompt_key, "data.prompt_key"), row, prompt_key, whole=whole)
+    return response_messages(value, response_key, row, shown)
+
+
+def response_messages(value: Any, key: str, row: Row, prompt: list[Message] | None = None) -> list[Message]:
+    """A response to learn: text, an integer, or messages that begin and end with the assistant's.
+
+    Args:
+        value: of the column `key`.
+        key: the column, for messages.
+        row: the row, likewise.
+        prompt: messages of the row's prompt. A response that repeats them at its start is what comes after them, up to
+            the assistant's last message.
+
+    Raises:
+        DataError: anything else, or nothing in it is learnt.
+    """
+    if isinstance(value, str):
+        return [{"role": ASSISTANT, "content": value}]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [{"role": ASSISTANT, "content": str(value)}]
+    messages = read_messages(value, row, key) if isinstance(value, list) else []
+    if prompt is not None and len(messages) > len(prompt) and without_weight(messages[: len(prompt)]) == prompt:
+        last = max((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), default=0)
+        messages = messages[len(prompt) : last + 1]
+    before = before_assistant(messages)
+    if before and before != messages:
+        raise DataError(
+            f"the response in column {key!r} begins with messages that are not the prompt's",
+            where=row.where,
+            found=[f"{message['role']}: {_short(message['content'], 60)}" for message in before],
+            allowed="messages that begin with the assistant's, or with all messages of the prompt",
+            fix=f"set data.prompt_key to {key!r}, too, if it holds the whole conversation",
+        )
+    if not messages or messages[0]["role"] != ASSISTANT or messages[-1]["role"] != ASSISTANT:
+        raise DataError(
+            f"wrong type in column {key!r}",
+            where=row.where,
+            found=value,
+            allowed="text, an integer, or chat messages that begin and end with the assistant's",
+        )
+    if not any(is_learnt(message) for message in messages if message["role"] == ASSISTANT):
+        raise DataError(
+            f"nothing in column {key!r} is learnt: every message of the assistant has weight 0",
+            where=row.where,
+            fix="take the row out",
+        )
+    return messages
+
+
+def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: str) -> Message:
+    shared = "from" in message and "role" not in message
+    role, content = (message.get("from"), message.get("value")) if shared else map(message.get, ("role", "content"))
+    if shared and isinstance(role, str):
+        if role not in _SHAREGPT:
+            raise DataError(
+                f"message {number} in column {column!r} is said by someone unknown",
+                where=row.where,
+                found=role,
+                allowed=_SHAREGPT,
+                fix="write the message with the keys role and content, or take the row out",
+            )
+        role = _SHAREGPT[role]
+    names = ("from", "value") if shared else ("role", "content")
+    more = {key: item for key, item in message.items() if key not in names and not _is_empty(item)}
+    if isinstance(content, list):
+        content = _joined(content, number, row, column)
+    if content is None and role == ASSISTANT and more.keys() - {WEIGHT}:
+        content = ""  # a call of a tool without words
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise _wrong_type(value, row, column)
+    _check_weight(more, role, number, row, column)
+    return {"role": role, "content": content, **more}
+
+
+def _joined(parts: list[Any], number: int, row: Row, column: str) -> str | None:
+    """The text of content that comes in parts, one after the other; None where they are no parts."""
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            return None
+        if part["type"] != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"message {number} in column {column!r} holds content that is no text",
+                where=row.where,
+                found=part["type"],
+                allowed='parts of text: {"type": "text", "text": "..."}',
+                fix=MEDIA_FIX,
+            )
+        texts.append(part["text"])
+    return "".join(texts) if texts else None
+
+
+def _check_weight(more: Message, role: str, number: int, row: Row, column: str) -> None:
+    if WEIGHT not in more:
+        return
+    if role != ASSISTANT or more[WEIGHT] not in (0, 1):
+        raise DataError(
+            f"message {number} in column {column!r} has a weight that says nothing",
+            where=row.where,
+            found=f"weight {more[WEIGHT]!r} of role {role!r}",
+            allowed="0 or 1, of the assistant's messages",
+            fix="take the weight out",
+        )
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def _wrong_type(value: Any, row: Row, column: str) -> DataError:
+    return DataError(
+        f"wrong type in column {column!r}",
+        where=row.where,
+        found=value if len(repr(value)) < 200 else type(value).__name__,
+        allowed=_FORM,
+    )
+
+
+def _short(text: str, limit: int = 120) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+@dataclass(frozen=True)
+class PromptColumn:
+    """Where the prompts of rows stand.
+
+    Attributes:
+        name: `data.prompt_key`.
+        whole: as in `prompt_messages`.
+    """
+
+    name: str = "prompt"
+    whole: bool = False
+
+    def messages(self, row: Mapping[str, Any]) -> list[Message] | None:
+        """The prompt's messages; None where it is text, or `row` has no more than its other columns."""
+        own = Row(row, "row", 0)
+        try:
+            value = own.column(self.name, "data.prompt_key")
+        except DataError:
+            return None
+        return prompt_messages(value, own, self.name, whole=self.whole) if isinstance(value, list) else None

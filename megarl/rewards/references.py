@@ -1,0 +1,89 @@
+"""Rows whose reference answer a reward cannot use, found before the run; and whether anything reads answers at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.rows import Row
+from megarl.errors import DataError
+from megarl.imports import source_file
+from megarl.rewards.answers import answer_texts
+from megarl.rewards.registry import REWARDS
+
+if TYPE_CHECKING:
+    from megarl.config.data import RewardConfig
+    from megarl.config.run import RunConfig
+
+#: How a source names the reference answer: in a sample, or as a parameter of other trainers' functions.
+_READS = re.compile(r"\b(answer|answers|ground_truth|ground_truths)\b")
+_SCORES = re.compile(r"\bscores\s*(:\s*\w+\s*)?=\s*False\b")
+#: The included environment; it leaves the score to the reward.
+_TOOLS = "tools"
+
+
+def reads_answers(config: RunConfig) -> bool:
+    """Whether reward or environment of the run reads reference answers, as far as their sources tell."""
+    environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
+    scored = uses_reward(config)
+    return (environment != _TOOLS and _mentions(environment)) or (scored and _reward_reads(config.reward))
+
+
+def uses_reward(config: RunConfig) -> bool:
+    """Whether `reward` scores the samples; a user's environment does it itself unless its class says otherwise."""
+    environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
+    file = source_file(environment) if environment != _TOOLS else None
+    return environment == _TOOLS or (
+        file is not None and _SCORES.search(file.read_text("utf-8", "replace")) is not None
+    )
+
+
+def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
+    """Refuse a row whose reference answer an included reward cannot use; what users' functions can use is not known.
+
+    Args:
+        key: `data.answer_key`.
+        answers: rows, each with what it has at `key`.
+
+    Raises:
+        DataError: names row, value, and what the reward can use.
+    """
+    if reward.name not in REWARDS.names() or key is None:
+        return
+    read, several = REWARDS.spec(reward.name).reference, reward.kwargs.get("answers", "one")
+    if read is None:
+        return
+    for row, value in answers:
+        try:
+            for text in answer_texts(value, several):
+                read(text)
+        except ValueError as error:
+            raise DataError(
+                f"the reward {reward.name} cannot use the answer in {key!r}: {error}",
+                where=row.where,
+                found=value if len(repr(value)) < 200 else repr(value)[:197] + "...",
+                allowed="text that is not empty, or a finite number" + (", or a list of those" * (several == "any")),
+                fix=_fix(value, key),
+            ) from error
+
+
+def _fix(value: Any, key: str) -> str:
+    if isinstance(value, dict) and value:
+        inner = "ground_truth" if "ground_truth" in value else next(iter(value))
+        return f"name what is in it: data.answer_key: {key}.{inner}"
+    if isinstance(value, list) and value:
+        return "set reward.kwargs.answers: any, if meeting one of them is enough"
+    return "correct the row, or take it out"
+
+
+def _reward_reads(reward: RewardConfig) -> bool:
+    if reward.name in REWARDS.names():
+        return REWARDS.spec(reward.name).reference is not None
+    return _mentions(reward.name)
+
+
+def _mentions(reference: str) -> bool:
+    """Whether the source of a user's function or class names the answer; True where there is no source to look at."""
+    file = source_file(reference)
+    return file is None or _READS.search(file.read_text("utf-8", "replace")) is not None

@@ -1,0 +1,158 @@
+"""How a user's reward function wants to be called, read off the names of its parameters.
+
+    def score(samples)                                 # a list of samples, or one with reward.mode: sequential
+    def score(prompts, completions, answer, **kwargs)  # TRL: lists, and columns of the data by name
+    def score(data_source, solution_str, ground_truth, extra_info=None)  # verl: one sample
+
+Any of them may be `async`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Sample = dict[str, Any]
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Convention:
+    """One way of calling a reward function.
+
+    Attributes:
+        owner: whose functions look so, for messages; empty: this project's own.
+        mark: the parameter that tells the form.
+        given: parameters that it fills, beside columns of the data.
+        unknown: parameters that its owner fills and that are not known here.
+        batch: they are lists over the samples; else values of one sample.
+    """
+
+    owner: str = ""
+    mark: str = ""
+    given: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    batch: bool = True
+
+
+OWN = Convention()
+TRL = Convention(
+    "TRL", "completions", ("prompts", "completions"), ("completion_ids", "completions_ids", "trainer_state")
+)
+VERL = Convention("verl", "solution_str", ("data_source", "solution_str", "ground_truth", "extra_info"), batch=False)
+#: Theirs, for messages.
+OTHER_FORMS = "fn(completions, **kwargs), fn(prompts, completions, answer, ...), fn(solution_str, ground_truth, ...)"
+
+
+def form_of(signature: inspect.Signature) -> Convention:
+    """The form of a function with these parameters."""
+    return next((form for form in (TRL, VERL) if form.mark in signature.parameters), OWN)
+
+
+def settings_of(signature: inspect.Signature) -> list[inspect.Parameter]:
+    """Parameters that `reward.kwargs` can give: those after the samples, or all that the form does not fill."""
+    form, parameters = form_of(signature), list(signature.parameters.values())
+    taken = set(form.given) | set(form.unknown) if form is not OWN else {p.name for p in parameters[:1]}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p for p in parameters if p.kind in named and p.name not in taken]
+
+
+def columns_of(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> list[str]:
+    """Columns of the data without which a function of another trainer cannot be called."""
+    if form_of(signature) is OWN:
+        return []
+    return [p.name for p in settings_of(signature) if p.default is p.empty and p.name not in kwargs]
+
+
+def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
+    """Check that a function can be called with `reward.kwargs`, whatever columns the data has.
+
+    Raises:
+        TypeError: it cannot; Python's words, or what nothing here fills.
+    """
+    form = form_of(signature)
+    if form is OWN:
+        signature.bind(None, **kwargs)
+        return
+    unfilled = [n for n, p in signature.parameters.items() if n in form.unknown and p.default is p.empty]
+    if unfilled:
+        raise TypeError(f"nothing here fills {', '.join(unfilled)}: give it a default, or take it out")
+    filled = [*form.given, *columns_of(signature, kwargs)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    signature.bind(**{name: None for name in filled if takes_any or name in signature.parameters}, **kwargs)
+
+
+def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str) -> Callable[..., Any]:
+    """The function as it is called here: `(samples, **kwargs)`, or with the mode `sequential` `(sample, **kwargs)`."""
+    form = form_of(signature)
+    if form is OWN:
+        return lambda first, **kwargs: _awaited(function(first, **kwargs))
+    if not form.batch:
+        one = lambda sample, **kwargs: _awaited(function(**_arguments(form, signature, [sample], kwargs)))  # noqa: E731
+        return one if mode == "sequential" else lambda samples, **kwargs: [one(sample, **kwargs) for sample in samples]
+
+    def call(samples: list[Sample], **kwargs: Any) -> Any:
+        return _awaited(function(**_arguments(form, signature, samples, kwargs)))
+
+    return call if mode == "batch" else lambda sample, **kwargs: call([sample], **kwargs)[0]
+
+
+def _arguments(
+    form: Convention, signature: inspect.Signature, samples: Sequence[Sample], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a function of another trainer is called with: what its form fills, columns, `reward.kwargs`.
+
+    Raises:
+        ValueError: it needs a column that no sample has.
+    """
+    parameters = signature.parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    columns = dict.fromkeys(name for sample in samples for name in _columns(sample))
+    wanted = [*form.given, *columns] if takes_any else [n for n in parameters if n in columns or n in form.given]
+    arguments: dict[str, Any] = {}
+    for name in wanted:
+        if name not in kwargs and name not in arguments:
+            values = [_value(form, name, sample) for sample in samples]
+            arguments[name] = values if form.batch else values[0]
+    missing = [n for n in columns_of(signature, kwargs) if n not in arguments]
+    if missing:
+        raise ValueError(
+            f"the function asks for {', '.join(missing)}, which is neither a column of the data "
+            f"({', '.join(columns)}) nor in reward.kwargs"
+        )
+    return {**arguments, **kwargs}
+
+
+def _columns(sample: Sample) -> dict[str, Any]:
+    """The columns of the sample's row, and the reference answer under its own name and `answer`."""
+    answer = {"answer": sample["answer"]} if sample.get("answer") is not None else {}
+    source = {"data_source": sample["data_source"]} if "data_source" in sample else {}
+    return {**answer, **source, **sample.get("row", {})}
+
+
+def _value(form: Convention, name: str, sample: Sample) -> Any:
+    messages = sample.get("messages")
+    if form is TRL and name == "completions":
+        return sample["response"] if messages is None else [{"role": "assistant", "content": sample["response"]}]
+    if form is TRL and name == "prompts":
+        own = sample.get("row", {}).get("prompt")
+        return messages or (own if isinstance(own, str) else sample["prompt"])
+    if form is VERL and name == "solution_str":
+        return sample["response"]
+    if form is VERL and name == "ground_truth":
+        return sample["answer"]
+    return _columns(sample).get(name)
+
+
+def _awaited(result: Any) -> Any:
+    """What a function returned; an `async` one is run to its end."""
+    if not inspect.isawaitable(result):
+        return result
+
+    async def finish() -> Any:
+        return await result
+
+    return asyncio.run(finish())
