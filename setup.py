@@ -37,7 +37,7 @@ setup(
     package_dir={"megarl": "megarl", **{f"megarl.{name}": name for name in MAPPED}},
     packages=[package for folder in ["megarl", *MAPPED] for package in packages_below(folder)],
     package_data={
-        "megarl.benchmarks": ["cases/*.yaml", "matrices/*.yaml", "published.yaml"],
+        "megarl.benchmarks": ["cases/*.yaml", "matrices/*.yaml", "published.yaml", "answers.txt"],
         "megarl.kernels": ["*.cpp"],
         "megarl.recipes": ["*.yaml"],
         "megarl.compat.sglang_server": ["loaders/*.py", "stand_ins/*/*/*.py"],
@@ -61,7 +61,7 @@ setup(
         "datasets>=3.0",
         "xxhash>=3.0",
         "pyarrow>=15",
-        "math-verify>=0.7",
+        "mpmath>=1.3",
         "mlflow>=3.0",
         "ray>=2.40",
         "scikit-learn>=1.4",

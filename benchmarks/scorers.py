@@ -1,8 +1,8 @@
 """Texts that make a careless regular expression hang, and how the time of the included scorers grows with them.
 
 Models under reinforcement learning write endless white space, digits, braces and unclosed tags. A scorer reads them in
-linear time: twice the text takes twice the time, not four or eight times. `math` is not among them: what reads its box
-is another library, under a limit of CPU time.
+linear time: twice the text takes twice the time, not four or eight times. `math` is not among them: it
+has a benchmark of its own (`mutations.py`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ REQUIRED = (
     "safetensors",
     "pydantic",
     "datasets",
-    "math-verify",
+    "mpmath",
     "ray",
     "mlflow",
 )

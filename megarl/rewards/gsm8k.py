@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -59,10 +60,24 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
 def _marked(text: str) -> str | None:
     """The first number of the line after the last `####` that one follows: an empty mark at the end is no answer."""
     for part in reversed(text.split(_MARK)[1:]):
-        numbers = find_numbers(part.lstrip().partition("\n")[0])
+        line = part.lstrip().partition("\n")[0]
+        numbers = find_numbers(line)
         if numbers:
-            return numbers[0]
+            return f"-{numbers[0]}" if _is_after_minus(line, numbers[0]) else numbers[0]
     return None
+
+
+def _is_after_minus(line: str, number: str) -> bool:
+    """Whether a minus and white space stand before the first number of a line, with nothing that it is subtracted from.
+
+    `find_numbers` takes such a minus for an operator: in the middle of a text it is one.
+    """
+    if number.startswith(("-", "+", "\u2212")):
+        return False
+    first = re.search(r"[\d.]", line)
+    before = line[: first.start()].rstrip().removesuffix("$").rstrip() if first else ""
+    operand = before[:-1].rstrip()[-1:]
+    return before.endswith(("-", "\u2212")) and not (operand.isalnum() or operand == ")")
 
 
 def _last(text: str) -> str | None:

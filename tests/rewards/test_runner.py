@@ -296,7 +296,7 @@ def test_an_extracted_number_votes_like_its_text(tmp_path):
 
 
 def test_importing_rewards_is_light():
-    code = "import sys, megarl.rewards; print([m for m in ('torch', 'math_verify', 'ray') if m in sys.modules])"
+    code = "import sys, megarl.rewards; print([m for m in ('torch', 'mpmath', 'ray') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

@@ -72,11 +72,31 @@ def test_find_numbers_sees_operators_and_full_stops():
         ("####\n18", "strict", 1.0),
         ("####", "strict", 0.0),
         ("#### 1800%", "strict", 1.0),  # 1800% is 18, as ever
+        ("#### - 18", "strict", 0.0),
     ],
 )
 def test_gsm8k(response, method, score):
     for answer in ("18", "She makes 9 * 2 = 18.\n#### 18"):
         assert gsm8k({"response": response, "answer": answer}, method=method)["overall"] == score
+
+
+@pytest.mark.parametrize(
+    ("line", "score"),
+    [
+        ("- 3", 1),
+        ("-3", 1),
+        ("-$ 3", 1),
+        ("$- 3$", 1),
+        ("\u2212 3", 1),
+        ("x = - 3", 1),
+        ("5 - 3", 0),
+        ("x - 3", 0),
+        ("3", 0),
+    ],
+)
+def test_gsm8k_reads_a_minus_with_white_space_after_it(line, score):
+    assert gsm8k({"response": f"#### {line}", "answer": "-3"})["overall"] == score
+    assert gsm8k({"response": "#### -3", "answer": f"a solution\n#### {line}"})["overall"] == score
 
 
 @pytest.mark.parametrize(
@@ -217,21 +237,22 @@ def test_math_flexible_reads_unboxed_answers():
     assert math({"response": "so the answer is $\\frac{3}{6}$.", "answer": "1/2"}, method="flexible")["overall"] == 1.0
 
 
-def test_math_gives_up_in_time_and_says_so():
-    slow = r"\boxed{" + "+".join(rf"\sin(x^{{{i}}})^{{{i + 9}}}" for i in range(60)) + "}"
-    result = math({"response": slow, "answer": r"\cos(x)^{77}"}, timeout_s=0.05)
+def test_math_gives_up_in_time_and_says_so(monkeypatch):
+    monkeypatch.setattr("megarl.rewards.math.equal", lambda *answers: spend(5))
+    result = math({"response": r"\boxed{2}", "answer": "1"}, timeout_s=0.05)
     assert result["overall"] == 0.0
     assert result["timeout"] == 1.0
+
+
+def spend(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
 
 
 def test_math_that_gives_up_inside_a_finaliser_says_so_too(monkeypatch):
     reported = []
     monkeypatch.setattr("sys.unraisablehook", report := lambda lost: reported.append(lost.exc_type))
-
-    def spend(seconds):
-        end = time.process_time() + seconds
-        while time.process_time() < end:
-            pass
 
     class Broken:
         def __del__(self):
@@ -246,7 +267,7 @@ def test_math_that_gives_up_inside_a_finaliser_says_so_too(monkeypatch):
         Slow()
         spend(5)
 
-    monkeypatch.setattr("megarl.rewards.math._equal", compare)
+    monkeypatch.setattr("megarl.rewards.math.equal", compare)
     assert math({"response": r"\boxed{2}", "answer": "1"}, timeout_s=0.05)["timeout"] == 1.0
     assert reported == [KeyError]  # the limit itself is no error
     assert sys.unraisablehook is report

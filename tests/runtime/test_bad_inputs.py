@@ -179,7 +179,7 @@ def test_refused_before_any_process_starts(folder: Path, overrides: list[str], w
     [
         ("ray", ["--launcher", "ray"]),
         ("mlflow", ["tracking.mlflow=true"]),
-        ("math_verify", ["reward.name=math"]),
+        ("mpmath", ["reward.name=math"]),
         ("pyarrow", ["data.train_files=table.parquet"]),
     ],
 )

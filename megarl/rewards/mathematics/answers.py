@@ -1,0 +1,126 @@
+"""Answers in responses, and whether one equals the reference."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+from megarl.rewards.format import last_boxed
+from megarl.rewards.mathematics.comparison import same
+from megarl.rewards.mathematics.grammar import read
+from megarl.rewards.mathematics.tokens import Token, canonical, clean, tokenize
+from megarl.rewards.mathematics.tree import Node, UnreadError
+from megarl.rewards.mathematics.values import OutsideError
+
+_MAX_LENGTH = 10_000  # characters; a longer answer is compared as text
+_BARE_BOX = re.compile(r"\\f?box(?:ed)?\s*+(?P<token>\\[A-Za-z]+|[^\s\\{}])")
+_SAID = re.compile(r"(?:answer|result)\s*(?:is|:|=)\s*:?", re.IGNORECASE)
+_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+|\s*\\?%)?")
+_LABEL = re.compile(
+    r"(?:(?:option|choice|answer)\s+)?(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{\s*)?"
+    r"(?:\(\s*(?P<round>[A-J])\s*\)|(?P<plain>[A-J])\s*[).:]|(?<=[enr]\s)(?P<worded>[A-J])(?=\s*\Z))"
+    r"\s*\}?(?:\\[ ,;:]|\\q?quad|~|\s|[.:])*(?P<rest>.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+_BRACKETS = ("(", "[", "\\{", "\\left")
+_LETTER = re.compile(r"(?:\\(?:text|textbf|mathrm)\s*\{\s*)?(?P<letter>[A-J])\s*\}?")
+_FOLLOWS = re.compile(r"[-+.\d$]|\\(?:frac|dfrac|tfrac|sqrt|pi|\$|text|mathrm|\{|begin|infty|left)|[a-z(\[]")
+
+
+def boxed(text: str) -> str | None:
+    """What the last `\\boxed{...}` holds, or the one token after a `\\boxed` without braces; None without either."""
+    content = last_boxed(text)
+    bare = _last(_BARE_BOX, text)
+    if bare is None or (content is not None and text.rfind("{" + content + "}") > bare.start()):
+        return content
+    return bare["token"] if bare["token"] != "$" else None
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    found = deque(pattern.finditer(text), maxlen=1)
+    return found[0] if found else None
+
+
+def unboxed(text: str) -> list[str]:
+    """What a response without a box may mean, the likeliest first."""
+    found = []
+    said = _last(_SAID, text)
+    if said is not None:
+        found.append(text[said.end() :].strip().partition("\n")[0].rstrip(" ."))
+    formula = _last(_FORMULA, text)
+    if formula is not None:
+        found.append(next(group for group in formula.groups() if group is not None))
+    number = _last(_NUMBER, text)
+    if number is not None and (formula is None or number.start() >= formula.end()):
+        found.append(number.group())
+    last_line = text.strip().rpartition("\n")[2].strip()
+    return [*found, last_line]
+
+
+def equal(reference: str, answer: str) -> bool:
+    """Whether an answer equals the reference as mathematics, or as text where one of them is not read as a whole.
+
+    Args:
+        reference: LaTeX or plain text, without a box.
+        answer: likewise.
+    """
+    if len(reference) > _MAX_LENGTH or len(answer) > _MAX_LENGTH:
+        return reference.split() == answer.split()
+    first, second = clean(reference), clean(answer)
+    if not first or not second:
+        return False
+    if first == second or _equal(first, second, grouping=True):
+        return True
+    if _labelled(first, second):
+        return True
+    listed = any(text.count(",") > 1 or text.startswith(_BRACKETS) for text in (first, second))
+    return listed and ";" not in first + second and _equal(first, second, grouping=False)
+
+
+def _tokens(text: str, grouping: bool) -> list[Token] | None:
+    try:
+        return tokenize(text, grouping)
+    except UnreadError:
+        return None
+
+
+def _equal(first: str, second: str, grouping: bool) -> bool:
+    left, right = _tokens(first, grouping), _tokens(second, grouping)
+    if left is None or right is None:
+        return " ".join(first.split()) == " ".join(second.split())
+    if canonical(left) == canonical(right):
+        return True
+    try:
+        return same(_read(left), _read(right))
+    except (UnreadError, OutsideError, RecursionError):
+        return False
+
+
+def _read(tokens: list[Token]) -> Node:
+    return read(tokens)
+
+
+def _label(text: str) -> tuple[str, str] | None:
+    """The letter of a choice and what follows it: `\\textbf{(C)}\\ 24`."""
+    match = _LABEL.fullmatch(text)
+    letter = "" if match is None else match["round"] or match["plain"] or match["worded"]
+    if match is None or not letter.isupper():
+        return None
+    rest = match["rest"].strip()
+    return (letter, rest) if not rest or _FOLLOWS.match(rest) else None
+
+
+def _labelled(first: str, second: str) -> bool:
+    """Choices: both letter and value where both answers have them, else what both have."""
+    left, right = _label(first), _label(second)
+    if left is not None and right is not None:
+        letters = left[0] == right[0]
+        return letters and (not left[1] or not right[1] or _equal(left[1], right[1], grouping=True))
+    label, other = (left, second) if left is not None else (right, first)
+    if label is None:
+        return False
+    letter = _LETTER.fullmatch(other)
+    if letter is not None:
+        return label[0] == letter["letter"]
+    return bool(label[1]) and _equal(label[1], other, grouping=True)

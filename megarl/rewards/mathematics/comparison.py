@@ -1,0 +1,381 @@
+"""Whether two trees say the same."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from megarl.rewards.mathematics.equality import equal_expressions, proportional
+from megarl.rewards.mathematics.regions import region
+from megarl.rewards.mathematics.tree import Apply, Group, Node, Relation, Symbol, UnreadError, symbols, walk
+from megarl.rewards.mathematics.values import OutsideError, exact
+
+_MAX_UNORDERED = 40  # more items are compared in their order only
+_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "\\subset": "\\supset", "\\supset": "\\subset",
+           "\\subseteq": "\\supseteq", "\\supseteq": "\\subseteq", "\\in": "\\ni", "\\ni": "\\in"}  # fmt: skip
+_SYMMETRIC = frozenset({"=", "!=", "\\approx", "\\sim", "\\simeq", "\\cong", "\\perp", "\\parallel", "\\equiv"})
+
+
+def same(reference: Node, answer: Node) -> bool:
+    """Whether two answers are the same, whatever their forms.
+
+    Raises:
+        UnreadError: a value in one of them has no bound.
+    """
+    return _same(normal(reference), normal(answer))
+
+
+def normal(node: Node) -> Node:
+    """A tree with one form for what has several: signs `\\pm` are lists, a system is a list of its lines."""
+    if isinstance(node, Group) and node.kind in ("tuple", "row") and _has_signs(node):
+        return _both_signs(node)
+    if isinstance(node, Group):
+        items = [normal(item) for item in node.items]
+        if node.kind == "rows" and node.marks in ("cases", "array", "matrix") and _are_lines(items):
+            return normal(Group("list", tuple(_only(item) for item in items), ","))
+        if node.kind in ("list", "set"):
+            return Group(node.kind, tuple(_spread(node, items)), node.marks)
+        made: Node = Group(node.kind, tuple(items), node.marks)
+    elif isinstance(node, Relation):
+        if (
+            len(node.ops) > 1
+            and set(node.ops) == {"="}
+            and all(map(_is_name, node.sides[:-1]))
+            and not _is_name(node.sides[-1])
+        ):
+            lines = tuple(Relation((side, node.sides[-1]), ("=",)) for side in node.sides[:-1])  # x = y = 2
+            return normal(Group("list", lines, ","))
+        made = node
+    else:
+        made = node
+    if isinstance(made, Group) and made.kind == "builder":
+        return made
+    return _both_signs(made) if _has_signs(made) else made
+
+
+def _has_signs(node: Node) -> bool:
+    return any(isinstance(found, Apply) and found.name in ("pm", "mp") for found in walk(node))
+
+
+def _both_signs(node: Node) -> Node:
+    return Group("list", (_signed(node, "pm"), _signed(node, "mp")), "or")
+
+
+def _are_lines(rows: list[Node]) -> bool:
+    return all(isinstance(row, Group) and len(row.items) == 1 and isinstance(row.items[0], Relation) for row in rows)
+
+
+def _only(node: Node) -> Node:
+    assert isinstance(node, Group)
+    return node.items[0]
+
+
+def _signed(node: Node, plus: str) -> Node:
+    """The tree with the upper or the lower signs."""
+    if isinstance(node, Apply):
+        args = tuple(_signed(arg, plus) for arg in node.args)
+        if node.name in ("pm", "mp"):
+            return args[0] if node.name == plus else Apply("neg", args)
+        return Apply(node.name, args)
+    if isinstance(node, Group):
+        return Group(node.kind, tuple(_signed(item, plus) for item in node.items), node.marks)
+    if isinstance(node, Relation):
+        return Relation(tuple(_signed(side, plus) for side in node.sides), node.ops, node.modulus)
+    return node
+
+
+def _spread(node: Group, items: list[Node]) -> list[Node]:
+    """Items of a list without lists in it; in `x = 1, 2` every item is a value of x."""
+    made: list[Node] = []
+    for item in items:
+        nested = (
+            isinstance(item, Group)
+            and item.kind == "list"
+            and item.marks in (node.marks, "or")
+            and node.kind != "builder"
+        )
+        made += item.items if nested and isinstance(item, Group) else [item]
+    first = made[0] if made else None
+    if isinstance(first, Relation) and first.ops == ("=",) and not any(isinstance(item, Relation) for item in made[1:]):
+        return [first, *(Relation((first.sides[0], item), ("=",)) for item in made[1:])]
+    return made
+
+
+def _same(a: Node, b: Node) -> bool:
+    if a == b:
+        return True
+    if isinstance(a, Group) and isinstance(b, Group) and _groups(a, b):
+        return True
+    if isinstance(a, Relation) and isinstance(b, Relation):
+        if _relations(a, b):
+            return True
+    elif isinstance(a, Relation) or isinstance(b, Relation):
+        relation, other = (a, b) if isinstance(a, Relation) else (b, a)
+        assert isinstance(relation, Relation)
+        if _is_value_of(relation, other):
+            return True
+    if _converted(a, b) or _converted(b, a):
+        return True
+    if not isinstance(a, Group | Relation) and not isinstance(b, Group | Relation) and _expressions(a, b):
+        return True
+    first, second = region(a), region(b)
+    return first is not None and second is not None and first.same(second)
+
+
+def _expressions(a: Node, b: Node) -> bool:
+    try:
+        if equal_expressions(a, b):
+            return True
+    except (UnreadError, OutsideError):
+        pass
+    if isinstance(a, Apply) and isinstance(b, Apply) and a.name == b.name and len(a.args) == len(b.args):
+        if a.name in ("cup", "cap", "\\"):
+            return _in_any_order(a.args, b.args) if a.name != "\\" else all(map(_same, a.args, b.args))
+        structured = any(isinstance(found, Group) for node in (a, b) for found in walk(node))
+        return structured and all(map(_same, a.args, b.args))
+    return False
+
+
+def _groups(a: Group, b: Group) -> bool:
+    kinds = {a.kind, b.kind}
+    if kinds == {"list"}:
+        if _has_dots(a) or _has_dots(b):
+            return len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
+        relations = any(isinstance(item, Relation) for item in (*a.items, *b.items))
+        if relations and {a.marks, b.marks} == {"and", "or"}:
+            return False
+        return _in_any_order(a.items, b.items)
+    if kinds == {"set"}:
+        return (
+            _in_any_order(_distinct(a.items), _distinct(b.items))
+            if not (_has_dots(a) or _has_dots(b))
+            else (len(a.items) == len(b.items) and all(map(_same, a.items, b.items)))
+        )
+    if kinds == {"list", "set"}:
+        return not _has_dots(a) and not _has_dots(b) and _in_any_order(_distinct(a.items), _distinct(b.items))
+    if kinds == {"tuple"}:
+        return a.marks == b.marks and len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
+    if kinds == {"builder"}:
+        return _builders(a, b)
+    if kinds == {"ratio"}:
+        return _ratios(a, b)
+    if kinds == {"rows"}:
+        if len(a.items) != len(b.items) or _matrix_kind(a) != _matrix_kind(b):
+            return False
+        return _in_any_order(a.items, b.items) if a.marks == "cases" else all(map(_same, a.items, b.items))
+    return kinds == {"row"} and len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
+
+
+def _matrix_kind(node: Group) -> str:
+    return node.marks if node.marks in ("vmatrix", "Vmatrix", "cases") else "matrix"
+
+
+def _has_dots(node: Group) -> bool:
+    return any(item == Symbol("dots", "word") for item in node.items)
+
+
+def _distinct(items: tuple[Node, ...]) -> tuple[Node, ...]:
+    if len(items) > _MAX_UNORDERED:
+        return items
+    made: list[Node] = []
+    for item in items:
+        if not any(_same(item, other) for other in made):
+            made.append(item)
+    return tuple(made)
+
+
+def _in_any_order(a: tuple[Node, ...], b: tuple[Node, ...]) -> bool:
+    if len(a) != len(b):
+        return False
+    if len(a) > _MAX_UNORDERED:
+        return all(map(_same, a, b))
+    left = list(b)
+    for item in a:
+        found = next((index for index, other in enumerate(left) if _same(item, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _builders(a: Group, b: Group) -> bool:
+    names, others = _bound(a), _bound(b)
+    if names != others and len(names) == len(others) == 1:
+        name, other = names.pop(), others.pop()
+        if name in symbols(b, "variable"):
+            return False
+        b = _renamed(b, other, name)  # type: ignore[assignment]
+    return all(map(_same, a.items, b.items))
+
+
+def _bound(node: Group) -> set[str]:
+    first = node.items[0]
+    return symbols(first.sides[0] if isinstance(first, Relation) else first, "variable")
+
+
+def _renamed(node: Node, old: str, new: str) -> Node:
+    if isinstance(node, Symbol):
+        return Symbol(new) if node == Symbol(old) else node
+    if isinstance(node, Apply):
+        return Apply(node.name, tuple(_renamed(arg, old, new) for arg in node.args))
+    if isinstance(node, Group):
+        return Group(node.kind, tuple(_renamed(item, old, new) for item in node.items), node.marks)
+    if isinstance(node, Relation):
+        return Relation(tuple(_renamed(side, old, new) for side in node.sides), node.ops, node.modulus)
+    return node
+
+
+def _ratios(a: Group, b: Group) -> bool:
+    if len(a.items) != len(b.items):
+        return False
+    for x, y in zip(a.items[1:], b.items[1:], strict=True):
+        if not _expressions(Apply("*", (a.items[0], y)), Apply("*", (b.items[0], x))):
+            return False
+    return all(exact(item) != 0 for item in (*a.items, *b.items))
+
+
+def _converted(a: Node, b: Node) -> bool:
+    """Whether `a`, a group, is what `b` is in another form."""
+    if not isinstance(a, Group):
+        return False
+    if a.kind in ("set", "list") and len(a.items) == 1 and not isinstance(b, Group):
+        return _same(a.items[0], b)
+    if a.kind == "ratio" and len(a.items) == 2 and not isinstance(b, Group | Relation):
+        return _expressions(Apply("*", (a.items[0], Apply("inv", (a.items[1],)))), b)
+    if a.kind == "list" and (values := _values_of_one_name(a.items)) is not None and not isinstance(b, Relation):
+        others = b.items if isinstance(b, Group) and b.kind in ("list", "set") else ()
+        return not any(isinstance(item, Relation) for item in others) and _in_any_order(values, others)
+    if a.kind == "list" and a.marks == "and" and isinstance(b, Apply) and b.name == "mixed":
+        return len(a.items) == len(b.args) and all(map(_same, a.items, b.args))  # 5 feet and 3 inches
+    if not isinstance(b, Group):
+        return a.kind == "list" and isinstance(b, Relation) and b.ops == ("=",) and _tuple_equation(a, b)
+    if a.kind == "list" and a.marks in (",", "and") and b.kind == "tuple" and b.marks == "()":
+        values = _named_values(a.items) if all(isinstance(item, Relation) for item in a.items) else a.items
+        return values is not None and len(values) == len(b.items) and all(map(_same, values, b.items))
+    if a.kind == "rows" and b.kind == "tuple" and b.marks == "()" and _matrix_kind(a) == "matrix":
+        rows = [row.items if isinstance(row, Group) else (row,) for row in a.items]
+        cells = rows[0] if len(rows) == 1 else tuple(row[0] for row in rows if len(row) == 1)
+        return len(cells) == len(b.items) and len(cells) >= len(rows) and all(map(_same, cells, b.items))
+    return False
+
+
+def _values_of_one_name(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
+    """The values of `x = 1 or x = 2`."""
+    values = []
+    for item in items:
+        if not isinstance(item, Relation) or item.ops != ("=",) or item.sides[0] != items[0].sides[0]:  # type: ignore[union-attr]
+            return None
+        values.append(item.sides[1])
+    return tuple(values) if _is_name(items[0].sides[0]) else None  # type: ignore[union-attr]
+
+
+def _named_values(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
+    """The values of `x = 1, y = 2` where the names are in order."""
+    names, values = [], []
+    for item in items:
+        if not isinstance(item, Relation) or item.ops != ("=",) or not isinstance(item.sides[0], Symbol):
+            return None
+        names.append(item.sides[0].name)
+        values.append(item.sides[1])
+    return tuple(values) if names == sorted(set(names)) else None
+
+
+def _tuple_equation(lines: Group, equation: Relation) -> bool:
+    """`(x, y) = (1, 2)` and `x = 1, y = 2`."""
+    left, right = equation.sides
+    if not (isinstance(left, Group) and isinstance(right, Group) and left.kind == right.kind == "tuple"):
+        return False
+    if len(left.items) != len(right.items):
+        return False
+    pairs = tuple(Relation((x, y), ("=",)) for x, y in zip(left.items, right.items, strict=True))
+    return _in_any_order(lines.items, pairs)
+
+
+# -- relations
+
+
+def _is_name(node: Node) -> bool:
+    if isinstance(node, Symbol):
+        return node.kind in ("variable", "word", "set")
+    if isinstance(node, Apply) and node.name in ("abs", "norm", "det"):
+        return _is_name(node.args[0])
+    return (
+        isinstance(node, Group)
+        and node.kind == "tuple"
+        and all(isinstance(item, Symbol) and _is_name(item) for item in node.items)
+    )
+
+
+def _is_value_of(relation: Relation, value: Node) -> bool:
+    """`x = 5` and 5, `x \\in (1, 2)` and (1, 2): every side but the name is that value."""
+    if relation.modulus is not None or (set(relation.ops) != {"="} and relation.ops != ("\\in",)):
+        return False
+    sides = relation.sides
+    if not _is_name(sides[0]) and _is_name(sides[-1]) and len(sides) == 2 and relation.ops == ("=",):
+        sides = (sides[1], sides[0])
+    rest = sides[1:] if _is_name(sides[0]) and not _is_named_tuple(sides[1]) else sides
+    if rest == sides and (len(sides) < 2 or any(symbols(side, "variable") for side in sides)):
+        return False
+    return all(_same(side, value) for side in rest)
+
+
+def _is_named_tuple(node: Node) -> bool:
+    return isinstance(node, Group) and node.kind == "list"
+
+
+def _relations(a: Relation, b: Relation) -> bool:
+    if (a.modulus is None) != (b.modulus is None):
+        return False
+    if a.modulus is not None and b.modulus is not None:
+        return _same(a.modulus, b.modulus) and (_congruent(a, b) or _congruent(a, _turned(b)))
+    if len(a.ops) == len(b.ops) == 1 and set(a.ops + b.ops) <= {"=", "!=", "<", ">", "<=", ">="}:
+        return _single(a, b)
+    return _side_by_side(a, b) or _side_by_side(a, _turned(b))
+
+
+def _turned(node: Relation) -> Relation:
+    if not all(op in _TURNED or op in _SYMMETRIC for op in node.ops):
+        return node
+    return Relation(node.sides[::-1], tuple(_TURNED.get(op, op) for op in node.ops[::-1]), node.modulus)
+
+
+def _side_by_side(a: Relation, b: Relation) -> bool:
+    return a.ops == b.ops and all(map(_same, a.sides, b.sides))
+
+
+def _single(a: Relation, b: Relation) -> bool:
+    """One equation or inequality each: the same sides, or one is a multiple of the other."""
+    if _side_by_side(a, b) or _side_by_side(a, _turned(b)):
+        return True
+    if a.ops == b.ops == ("=",):
+        a, b = _name_first(a), _name_first(b)
+        if _is_name(a.sides[0]) and a.sides[0] == b.sides[0]:
+            return _same(a.sides[1], b.sides[1])
+    upright = [_turned(node) if node.ops[0] in (">", ">=") else node for node in (a, b)]
+    if upright[0].ops != upright[1].ops:
+        return False
+    first, second = (Apply("+", (node.sides[0], Apply("neg", (node.sides[1],)))) for node in upright)
+    try:
+        return proportional(first, second, positive=upright[0].ops[0] in ("<", "<="))
+    except (UnreadError, OutsideError):
+        return False
+
+
+def _name_first(node: Relation) -> Relation:
+    return Relation(node.sides[::-1], node.ops) if _is_name(node.sides[1]) and not _is_name(node.sides[0]) else node
+
+
+def _divides(modulus: Fraction, difference: Fraction) -> bool:
+    return difference == 0 if modulus == 0 else (difference / modulus).denominator == 1
+
+
+def _congruent(a: Relation, b: Relation) -> bool:
+    """The same sides, where whole numbers may differ by multiples of the modulus."""
+    assert a.modulus is not None
+    modulus = exact(a.modulus)
+    if modulus is None or len(a.sides) != len(b.sides) or a.ops != b.ops:
+        return len(a.sides) == len(b.sides) and a.ops == b.ops and all(map(_same, a.sides, b.sides))
+    for x, y in zip(a.sides, b.sides, strict=True):
+        left, right = exact(x), exact(y)
+        if (left is None or right is None or not _divides(modulus, left - right)) and not _same(x, y):
+            return False
+    return True

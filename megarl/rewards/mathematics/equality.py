@@ -1,0 +1,267 @@
+"""Whether two expressions have the same value, and whether one is a multiple of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError, symbols, walk
+from megarl.rewards.mathematics.values import (
+    DIGITS,
+    Evaluation,
+    OutsideError,
+    context,
+    exact,
+    has_steps,
+    is_complex,
+    log_bases,
+    near,
+    points,
+    unknowns,
+    whole_points,
+)
+
+_RELATIVE = Fraction(1, 10**6)  # of the reference: how far a decimal may be from what it stands for
+_ENOUGH = 2  # points where both expressions are defined
+_MORE_DIGITS = 3 * DIGITS
+
+
+def equal_expressions(reference: Node, answer: Node) -> bool:
+    """Whether both have the same value; a unit, a percent or a degree sign may be left out in one of them.
+
+    Raises:
+        UnreadError: a value has no bound, or a part has no value.
+    """
+    if reference == answer:
+        return True
+    if _has_base(reference) or _has_base(answer):
+        return False  # another number, or the same in another base
+    signs = {_sign(reference), _sign(answer)}
+    if len(signs) == 2 and "" in signs:
+        marked, bare = (reference, answer) if _sign(reference) else (answer, reference)
+        if not _has_units(bare):
+            return _values_equal(_unmarked(marked), bare) or _values_equal(marked, bare)
+    with_units = _has_units(reference), _has_units(answer)
+    if with_units == (False, False):
+        return _values_equal(reference, answer)
+    if with_units == (True, True):
+        return _quantities(reference, answer)
+    quantity, number = (reference, answer) if with_units[0] else (answer, reference)
+    stripped = _without_units(quantity)
+    if stripped is not None and _values_equal(stripped, number):
+        return True
+    return bool(symbols(number, "variable")) and _values_equal(_units_as_letters(quantity), number)
+
+
+# -- units
+
+
+def _has_base(node: Node) -> bool:
+    return any(isinstance(found, Number) and found.base is not None for found in walk(node))
+
+
+def _sign(node: Node) -> str:
+    if isinstance(node, Apply):
+        if node.name == "neg":
+            return _sign(node.args[0])
+        return node.name if node.name in ("%", "deg") else ""
+    return ""
+
+
+def _unmarked(node: Node) -> Node:
+    assert isinstance(node, Apply)
+    return Apply("neg", (_unmarked(node.args[0]),)) if node.name == "neg" else node.args[0]
+
+
+def _has_units(node: Node) -> bool:
+    return bool(symbols(node, "unit"))
+
+
+def _is_pure_unit(node: Node) -> bool:
+    if isinstance(node, Symbol):
+        return node.kind == "unit"
+    if isinstance(node, Apply):
+        if node.name == "^":
+            return _is_pure_unit(node.args[0]) and isinstance(exact(node.args[1]), Fraction)
+        return node.name in ("*", "inv") and all(_is_pure_unit(arg) or arg == Number(Fraction(1)) for arg in node.args)
+    return False
+
+
+def _without_units(node: Node) -> Node | None:
+    """A quantity without its unit; None: it is no number times a unit."""
+    if isinstance(node, Apply) and node.name == "neg":
+        inner = _without_units(node.args[0])
+        return None if inner is None else Apply("neg", (inner,))
+    if not isinstance(node, Apply) or node.name != "*":
+        return None
+    kept: list[Node] = []
+    for arg in node.args:
+        if _is_pure_unit(arg):
+            continue
+        inner = _without_units(arg) if _has_units(arg) else arg
+        if inner is None:
+            return None
+        kept.append(inner)
+    return None if not kept else kept[0] if len(kept) == 1 else Apply("*", tuple(kept))
+
+
+def _only_units(node: Node) -> Node:
+    if isinstance(node, Apply) and node.name == "neg":
+        return _only_units(node.args[0])
+    assert isinstance(node, Apply)
+    kept = [arg if _is_pure_unit(arg) else _only_units(arg) for arg in node.args if _has_units(arg)]
+    return Apply("*", tuple(kept))
+
+
+def _quantities(reference: Node, answer: Node) -> bool:
+    first, second = _without_units(reference), _without_units(answer)
+    if first is not None and second is not None and _values_equal(_only_units(reference), _only_units(answer)):
+        return _values_equal(first, second)
+    return _values_equal(reference, answer)
+
+
+def _units_as_letters(node: Node) -> Node:
+    """`5 m` read as 5 times m."""
+    if isinstance(node, Symbol):
+        return Symbol(node.name) if node.kind == "unit" and len(node.name) == 1 else node
+    if isinstance(node, Apply):
+        return Apply(node.name, tuple(_units_as_letters(arg) for arg in node.args))
+    return node
+
+
+# -- values
+
+
+def _values_equal(reference: Node, answer: Node) -> bool:
+    left, right = exact(reference), exact(answer)
+    steps = [step for step in (_step(reference), _step(answer)) if step is not None]
+    if left is not None and right is not None:
+        return left == right or (bool(steps) and _rounded(left, right, max(steps)))
+    names = unknowns(reference, answer)
+    if names:
+        return any(_agree(reference, answer, names, base) for base in log_bases(reference, answer))
+    return any(_constants_equal(reference, answer, steps, base) for base in log_bases(reference, answer))
+
+
+def _step(node: Node) -> Fraction | None:
+    """The last place of a number that is written as a decimal, possibly times a power of ten."""
+    if isinstance(node, Number):
+        return None if node.places is None else Fraction(1, 10) ** node.places
+    if not isinstance(node, Apply):
+        return None
+    if node.name in ("neg", "%"):
+        step = _step(node.args[0])
+        return None if step is None or node.name == "neg" else step / 100 if step is not None else None
+    if node.name == "*" and len(node.args) == 2:
+        step, scale = _step(node.args[0]), exact(node.args[1])
+        if step is not None and scale is not None and _is_power_of_ten(node.args[1]):
+            return step * abs(scale)
+    return None
+
+
+def _is_power_of_ten(node: Node) -> bool:
+    return isinstance(node, Apply) and node.name == "^" and node.args[0] == Number(Fraction(10))
+
+
+def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
+    """Whether a decimal stands for the other number: less than one in its last place away, and relatively near."""
+    distance = abs(reference - answer)
+    return distance < step and distance <= _RELATIVE * max(abs(reference), abs(answer))
+
+
+def _constants_equal(reference: Node, answer: Node, steps: list[Fraction], base: float | None) -> bool:
+    try:
+        left, right = (Evaluation({}, False, base).value(node) for node in (reference, answer))
+    except OutsideError as error:
+        raise UnreadError(str(error)) from error
+    if near(left, right) or _both_vanish(reference, answer, base, left, right):
+        return True
+    ctx = context()
+    if not steps or ctx.isinf(left) or ctx.isinf(right) or isinstance(left, ctx.mpc) or isinstance(right, ctx.mpc):
+        return False
+    return _rounded(_fraction(left), _fraction(right), max(steps))
+
+
+def _fraction(value: Any) -> Fraction:
+    sign, mantissa, exponent, _ = value._mpf_
+    return Fraction(-int(mantissa) if sign else int(mantissa)) * Fraction(2) ** int(exponent)
+
+
+def _both_vanish(reference: Node, answer: Node, base: float | None, left: Any, right: Any) -> bool:
+    """Whether a difference that is small already is zero: it becomes smaller with every digit."""
+    ctx = context()
+    largest = max(abs(left), abs(right))
+    if ctx.isinf(largest) or ctx.mag(largest) > -100:
+        return False
+    again = [Evaluation({}, False, base, _MORE_DIGITS).value(node) for node in (reference, answer)]
+    return bool(max(abs(value) for value in again) < largest * ctx.mpf(10) ** (10 - DIGITS) or near(again[0], again[1]))
+
+
+def _agree(reference: Node, answer: Node, names: list[str], base: float | None) -> bool:
+    compared = 0
+    for left, right in _value_pairs(reference, answer, names, base):
+        if not near(left, right) and not _vanish(left, right):
+            return False
+        compared += 1
+    if compared < _ENOUGH:
+        raise UnreadError("defined almost nowhere")
+    return True
+
+
+def _vanish(left: Any, right: Any) -> bool:
+    """Variables are near 1, so what is this small at all points is zero."""
+    ctx = context()
+    return all(value == 0 or ctx.mag(value) < -140 for value in (left, right))
+
+
+def _value_pairs(reference: Node, answer: Node, names: list[str], base: float | None) -> Iterator[tuple[Any, Any]]:
+    """Both values at points where both are defined: over the reals, else at whole numbers, else complex."""
+    complex_ = is_complex(reference, answer)
+    attempts = [(points(names, has_steps(reference, answer)), not complex_)]
+    if not complex_:
+        attempts += [(whole_points(names), True), (points(names), False)]
+    for at, real in attempts:
+        found = []
+        for point in at:
+            try:
+                found.append(tuple(Evaluation(point, real, base).value(node) for node in (reference, answer)))
+            except OutsideError:
+                continue
+        if len(found) >= _ENOUGH:
+            for pair in found:
+                yield pair[0], pair[1]
+            return
+
+
+def proportional(first: Node, second: Node, positive: bool) -> bool:
+    """Whether `first = 0` and `second = 0` are the same up to a constant factor.
+
+    Args:
+        first: one side minus the other.
+        second: likewise.
+        positive: the factor must be, as it must between inequalities.
+
+    Raises:
+        UnreadError: a part of them has no value.
+    """
+    if any(isinstance(found, Group) for node in (first, second) for found in walk(node)):
+        return False
+    names = unknowns(first, second)
+    if not any(not name.startswith("unit") for name in names) or unknowns(first) != unknowns(second):
+        return False
+    return any(_is_multiple(first, second, names, base, positive) for base in log_bases(first, second))
+
+
+def _is_multiple(first: Node, second: Node, names: list[str], base: float | None, positive: bool) -> bool:
+    ratios = []
+    for left, right in _value_pairs(first, second, names, base):
+        if _vanish(left, left) or _vanish(right, right):
+            return False
+        ratios.append(left / right)
+    ctx = context()
+    if len(ratios) <= _ENOUGH or any(ctx.isinf(ratio) or ctx.isnan(ratio) for ratio in ratios):
+        return False
+    if not all(near(ratio, ratios[0]) for ratio in ratios):
+        return False
+    return not positive or (isinstance(ratios[0], ctx.mpf) and bool(ratios[0] > 0))

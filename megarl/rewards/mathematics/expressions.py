@@ -1,0 +1,468 @@
+"""Reading one expression: sums, products, powers, functions, units."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from megarl.rewards.mathematics import words
+from megarl.rewards.mathematics.quantities import (
+    is_differential,
+    is_proper,
+    is_unit,
+    known_words,
+    letter,
+    product,
+    with_signs,
+)
+from megarl.rewards.mathematics.reading import TokenReader
+from megarl.rewards.mathematics.tokens import Token, canonical
+from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError
+
+_MAX_DEPTH = 40
+_CLOSING = {"(": ")", "[": "]"}
+_CALLED = frozenset("fghFGHP")  # `f(x)` is a value of a function, `x(y+1)` a product
+_SUPERSCRIPTS = frozenset({"\\circ", "\\degrees"})
+_PAIRS = {"\\lfloor": ("\\rfloor", "floor"), "\\lceil": ("\\rceil", "ceil")}
+_OPENING = frozenset({"(", "[", "{", "\\{", "\\langle", "\\|", *_PAIRS})
+_VALUES = frozenset(
+    {"\\frac", "\\sqrt", "\\cbrt", "\\binom", "\\infty", "\\emptyset", "\\dots", "\\angle", "\\triangle",
+     "\\measuredangle",
+     "\\$", "\\partial", "\\circ", "\\square", "\\checkmark", "\\top", "\\bot", "\\pi", "\\imath", "\\Re", "\\Im"}
+    | {"\\" + name for name in words.FUNCTIONS | words.GREEK | words.ACCENTS | words.ALPHABETS}
+)  # fmt: skip
+_MONEY = frozenset(["\\$", "€", "£", "¥", "₹"])
+ZERO, ONE = Number(Fraction(0)), Number(Fraction(1))
+
+
+class ExpressionReader(TokenReader):
+    """Reads expressions; the reader of whole answers is built on it."""
+
+    def listing(self) -> Node:
+        """What brackets enclose; the reader of answers knows."""
+        raise NotImplementedError
+
+    def rows(self) -> Node:
+        """What an environment encloses; the reader of answers knows."""
+        raise NotImplementedError
+
+    # -- sums and products
+
+    def expression(self) -> Node:
+        """A sum with its signs."""
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise UnreadError("brackets are nested too deeply")
+        terms = [self._signed_term()]
+        while self.next_is("+", "-", "\\pm", "\\mp"):
+            terms.append(self._signed_term())
+        self.depth -= 1
+        return terms[0] if len(terms) == 1 else Apply("+", tuple(terms))
+
+    def _signs(self) -> list[str]:
+        found = []
+        while self.next_is("+", "-", "\\pm", "\\mp"):
+            token = self.peek()
+            assert token is not None
+            found.append(token.text)
+            self.at += 1
+            if len(found) > 3:
+                raise UnreadError("many signs")
+        return found
+
+    def _signed_term(self) -> Node:
+        signs = self._signs()
+        return with_signs(signs, self._term())
+
+    def _term(self) -> Node:
+        factors = [self._factor()]
+        quantities: list[Node] = []
+        while True:
+            if self.next_is("*", "/"):
+                inverse = self.next_is("/")
+                self.at += 1
+                factor = with_signs(self._signs(), self._factor())
+                factors.append(Apply("inv", (factor,)) if inverse else factor)
+            elif self._starts_number():
+                if not is_unit(factors[-1]):
+                    raise UnreadError("a number right after a value")
+                quantities.append(product(factors))  # 5 feet 3 inches
+                factors = [self._factor()]
+            elif self._starts_factor():
+                factors.append(self._factor())
+            else:
+                break
+        if not quantities:
+            return product(factors)
+        return Apply("mixed", (*quantities, product(factors)))
+
+    def _starts_number(self) -> bool:
+        token = self.peek()
+        return token is not None and token.kind in ("number", "based")
+
+    def _starts_factor(self) -> bool:
+        token = self.peek()
+        if token is None or token.kind == "end":
+            return False
+        if token.kind in ("letter", "word", "begin", "number", "based"):
+            return True
+        if token.text == "|":
+            return self.bars == 0 and not self.in_set
+        if token.text == "\\|":
+            return self.bars == 0
+        if token.text == "(" and self.at_modulus():
+            return False
+        return token.text in _VALUES or token.text in _OPENING or token.text in _MONEY
+
+    def _factor(self) -> Node:
+        self.depth += 1
+        if self.depth > 2 * _MAX_DEPTH:
+            raise UnreadError("powers are nested too deeply")
+        node = self._after(self._primary())
+        self.depth -= 1
+        return node
+
+    def _after(self, node: Node) -> Node:
+        """Powers, factorials, percent signs and degrees that follow a value."""
+        for _ in range(_MAX_DEPTH):
+            if self.next_is("^") and self._is_degree():
+                node = self._degree(node)
+            elif self.take("\\degrees"):
+                node = self._degree_unit(node)
+            elif self.next_is("^") and self._is_prime():
+                self.at += 1
+                start = self.at
+                self.skip_braces() if self.next_is("{") else self.take("\\prime", "'")
+                primes = sum(token.text in ("\\prime", "'") for token in self.tokens[start : self.at])
+                node = self._primed(node, primes)
+            elif self.take("^"):
+                node = Apply("^", (node, self._exponent()))
+            elif self.take("!"):
+                node = Apply("!!" if self.take("!") else "!", (node,))
+            elif self.take("%"):
+                node = Apply("%", (node,))
+            elif self.next_is("'", "\\prime", "_"):
+                node = self._named(node)
+            else:
+                return node
+        raise UnreadError("too many powers")
+
+    def _is_prime(self) -> bool:
+        at = 2 if self.next_is("{", ahead=1) else 1
+        return self.next_is("\\prime", "'", ahead=at)
+
+    def _is_degree(self) -> bool:
+        return self.next_is(*_SUPERSCRIPTS, ahead=1) or (
+            self.next_is("{", ahead=1) and self.next_is(*_SUPERSCRIPTS, ahead=2) and self.next_is("}", ahead=3)
+        )
+
+    def _degree(self, node: Node) -> Node:
+        self.at += 4 if self.next_is("{", ahead=1) else 2
+        return self._degree_unit(node)
+
+    def _degree_unit(self, node: Node) -> Node:
+        token = self.peek()
+        if token is not None and token.kind in ("letter", "word") and token.text in ("C", "F"):
+            self.at += 1
+            return Apply("*", (node, Symbol("deg" + token.text, "unit")))
+        return Apply("deg", (node,))
+
+    def _exponent(self) -> Node:
+        if self.next_is("'", "\\prime", "*"):
+            raise UnreadError("a mark as exponent")
+        signs = self._signs()
+        node = self._braced() if self.next_is("{") else self._primary()
+        if self.take("^"):
+            self.depth += 1
+            if self.depth > 2 * _MAX_DEPTH:
+                raise UnreadError("powers are nested too deeply")
+            node = Apply("^", (node, self._exponent()))
+            self.depth -= 1
+        return with_signs(signs, node)
+
+    def _named(self, node: Node) -> Node:
+        """A symbol with primes or a subscript is another symbol."""
+        if not isinstance(node, Symbol) or node.kind not in ("variable", "constant", "word", "set"):
+            raise UnreadError("a subscript of no symbol")
+        if self.take("_"):
+            start = self.at
+            if self.next_is("{"):
+                self.skip_braces()
+            else:
+                self.at += 1
+            name = canonical(self.tokens[start : self.at])
+            if not name:
+                raise UnreadError("an empty subscript")
+            inner = name[1:-1] if name.startswith("{") else name
+            return self._called(Symbol(f"{node.name}_{inner}", "set" if node.kind == "set" else "variable"))
+        self.at += 1
+        return self._primed(node, 1)
+
+    def _primed(self, node: Node, count: int) -> Node:
+        if not isinstance(node, Symbol) or node.kind != "variable":
+            raise UnreadError("a derivative of no symbol")
+        return self._called(Symbol(node.name + "'" * count))
+
+    # -- values
+
+    def _primary(self) -> Node:
+        token = self.peek()
+        if token is None:
+            raise UnreadError("a value is missing")
+        self.at += 1
+        if token.kind == "number":
+            return self._number(token)
+        if token.kind == "based":
+            return Number(token.value, None, token.base)
+        if token.kind == "letter":
+            return self._called(letter(token.text))
+        if token.kind == "word":
+            return self._word(token)
+        if token.kind == "begin":
+            self.at -= 1
+            return self.rows()
+        if token.kind == "command" or token.text in _OPENING or token.text == "|" or token.text in _MONEY:
+            return self._command(token.text)
+        raise UnreadError(f"no value: {token.text}")
+
+    def _number(self, token: Token) -> Node:
+        number = Number(token.value, token.places)
+        if token.places is not None or token.value.denominator != 1:
+            return number
+        part = self._proper_fraction()
+        return Number(number.value + part) if part is not None else number
+
+    def _proper_fraction(self) -> Fraction | None:
+        """`\\frac{1}{2}` or ` 1/2` right after a whole number."""
+        if self.next_is("\\frac"):
+            start = self.at
+            self.at += 1
+            try:
+                top, bottom = self.argument(), self.argument()
+            except UnreadError:
+                top = bottom = ZERO
+            if isinstance(top, Number) and isinstance(bottom, Number) and is_proper(top, bottom):
+                return top.value / bottom.value
+            self.at = start
+            return None
+        top_token, bottom_token = self.peek(), self.peek(2)
+        if top_token is None or bottom_token is None or not self.next_is("/", ahead=1):
+            return None
+        if top_token.kind == bottom_token.kind == "number" and top_token.spaced:
+            top, bottom = Number(top_token.value, top_token.places), Number(bottom_token.value, bottom_token.places)
+            if is_proper(top, bottom):
+                self.at += 3
+                return top.value / bottom.value
+        return None
+
+    def _called(self, node: Symbol) -> Node:
+        if node.name[0] in _CALLED and node.kind == "variable" and self.next_is("("):
+            start = self.at
+            self._bracket("(")
+            return self._after_call(Symbol(node.name + canonical(self.tokens[start : self.at])))
+        return node
+
+    def _after_call(self, node: Symbol) -> Node:
+        return node
+
+    def _word(self, token: Token) -> Node:
+        """A unit or a number in words (the longest run of words that is one), or words that stand for themselves."""
+        run = [token.text]
+        while (more := self.peek()) is not None and more.kind == "word":
+            run.append(more.text)
+            self.at += 1
+        start = self.at - len(run)
+        for length in range(min(len(run), 4), 0, -1):
+            node = known_words(" ".join(run[:length]))
+            if node is not None:
+                self.at = start + length
+                return node
+        if len(run) == 1 and len(token.text) == 1 and token.text.isascii():
+            return letter(token.text)
+        if len(run) > 1:  # up to the next unit
+            return Symbol(canonical(self.tokens[start : self.at]), "word")
+        return Symbol(canonical([token]), "word")
+
+    def _command(self, text: str) -> Node:
+        name = text[1:]
+        if text in _OPENING or text == "|":
+            return self._enclosed(text)
+        if text == "\\frac":
+            return self._fraction()
+        if text == "\\binom":
+            return Apply("binom", (self.argument(), self.argument()))
+        if text == "\\cbrt":
+            return Apply("root", (self.argument(), Number(Fraction(3))))
+        if text == "\\sqrt":
+            return self._root()
+        if text in _MONEY:
+            signs = self._signs()
+            amount = with_signs(signs, self._after(self._primary()))
+            return Apply("*", (amount, Symbol(words.UNIT_SPELLINGS[text], "unit")))
+        if name in words.FUNCTIONS:
+            return self._function(name)
+        if name in words.ACCENTS or name in words.ALPHABETS:
+            return self._decorated(name)
+        if text in ("\\angle", "\\triangle", "\\measuredangle"):
+            start = self.at
+            while (token := self.peek()) is not None and token.kind in ("letter", "word") and self.at - start < 4:
+                self.at += 1
+            return Symbol(name + canonical(self.tokens[start : self.at]))
+        if text in ("\\pi", "\\infty"):
+            return Symbol(name, "constant")
+        if text == "\\emptyset":
+            return Group("set", ())
+        if text == "\\dots":
+            return Symbol("dots", "word")
+        if text in _VALUES:
+            return self._called(Symbol(name))
+        raise UnreadError(f"an unknown command: {text}")
+
+    def _enclosed(self, opening: str) -> Node:
+        bars, in_set = self.bars, self.in_set
+        self.bars, self.in_set = 0, False
+        if opening == "|" or opening == "\\|":
+            self.bars = 1
+            inner = self.listing()
+            self.expect(opening)
+            node: Node = Apply("abs" if opening == "|" else "norm", (inner,))
+        elif opening in _PAIRS:
+            closing, name = _PAIRS[opening]
+            inner = self.listing()
+            self.expect(closing)
+            node = Apply(name, (inner,))
+        elif opening == "\\{":
+            node = self._set()
+        elif opening == "\\langle":
+            inner = self.listing()
+            self.expect("\\rangle")
+            node = Group("tuple", inner.items if isinstance(inner, Group) and inner.kind == "list" else (inner,), "()")
+        elif opening == "{":
+            inner = self.listing()
+            self.expect("}")
+            node = inner
+        else:
+            self.at -= 1
+            node = self._bracket(opening)
+        self.bars, self.in_set = bars, in_set
+        return node
+
+    def _bracket(self, opening: str) -> Node:
+        bars, in_set = self.bars, self.in_set
+        self.bars, self.in_set = 0, False
+        self.expect(opening)
+        inner = self.listing()
+        closing = ")" if self.next_is(")") else "]"
+        self.expect(")", "]")
+        self.bars, self.in_set = bars, in_set
+        if isinstance(inner, Group) and inner.kind == "list" and inner.marks == ",":
+            if opening + closing in ("(]", "[)") and len(inner.items) != 2:
+                raise UnreadError("brackets that are no pair")
+            return Group("tuple", inner.items, opening + closing)
+        if closing != _CLOSING[opening]:
+            raise UnreadError("brackets that are no pair")
+        return inner
+
+    def _set(self) -> Node:
+        if self.take("\\}"):
+            return Group("set", ())
+        self.in_set = True
+        inner = self.listing()
+        if self.take("\\mid", "|", ":"):
+            condition = self.listing()
+            self.expect("\\}")
+            return Group("builder", (inner, condition))
+        self.expect("\\}")
+        return Group("set", inner.items if isinstance(inner, Group) and inner.kind == "list" else (inner,))
+
+    def _braced(self) -> Node:
+        self.expect("{")
+        return self._enclosed("{")
+
+    def argument(self) -> Node:
+        """`{...}`, or one token: a digit, a letter, a command."""
+        if self.next_is("{"):
+            return self._braced()
+        token = self.peek()
+        if token is not None and token.kind == "number" and token.text.isdigit() and len(token.text) > 1:
+            digit, rest = token.text[0], token.text[1:]
+            self.tokens[self.at] = Token("number", rest, False, Fraction(rest))
+            return Number(Fraction(digit))
+        if token is None or (token.kind == "mark" and token.text not in ("(", "|")):
+            raise UnreadError("an argument is missing")
+        return self._primary()
+
+    def _fraction(self) -> Node:
+        start = self.at
+        top, middle = self.argument(), self.at
+        bottom = self.argument()
+        numerator, denominator = self.tokens[start:middle], self.tokens[middle : self.at]
+        if is_differential(numerator) and is_differential(denominator):
+            return Symbol(f"{canonical(numerator)}/{canonical(denominator)}")
+        return Apply("*", (top, Apply("inv", (bottom,))))
+
+    def _root(self) -> Node:
+        if not self.take("["):
+            token = self.peek()
+            whole = token is not None and token.kind == "number"
+            return Apply("root", (self._primary() if whole else self.argument(), Number(Fraction(2))))
+        bars, self.bars = self.bars, 0
+        degree = self.listing()
+        self.expect("]")
+        self.bars = bars
+        return Apply("root", (self.argument(), degree))
+
+    def _function(self, name: str) -> Node:
+        power: Node | None = None
+        base: Node | None = None
+        for _ in range(2):
+            if self.take("_"):
+                base = self.argument()
+            elif self.take("^"):
+                power = self._exponent()
+        if base is not None and name != "log":
+            raise UnreadError("a function with a subscript")
+        inverse = f"arc{name}" if power == Apply("neg", (ONE,)) and f"arc{name}" in words.FUNCTIONS else None
+        node = Apply(inverse or name, self._function_arguments())
+        if base is not None:
+            node = Apply("log", (*node.args, base))
+        return node if power is None or inverse else Apply("^", (node, power))
+
+    def _function_arguments(self) -> tuple[Node, ...]:
+        if self.next_is("(", "[", "{", "\\{"):
+            token = self.peek()
+            assert token is not None
+            self.at += 1
+            inner = self._enclosed(token.text)
+            if isinstance(inner, Group) and inner.kind in ("tuple", "list", "set"):
+                return inner.items
+            return (inner,)
+        signs = self._signs()
+        factors = [self._factor()]
+        while self._starts_factor() or self.next_is("/"):
+            token = self.peek()
+            assert token is not None
+            if (
+                token.text[1:] in words.FUNCTIONS
+                or token.kind in ("word", "begin", "number")
+                or token.text in ("(", "[")
+            ):
+                break
+            if self.take("/"):
+                factors.append(Apply("inv", (self._factor(),)))
+            else:
+                factors.append(self._factor())
+        return (with_signs(signs, product(factors)),)
+
+    def _decorated(self, name: str) -> Node:
+        start = self.at
+        for _ in range(2 if name in ("overset", "underset") else 1):
+            if self.next_is("{"):
+                self.skip_braces()
+            else:
+                self.at += 1
+        inside = canonical(self.tokens[start : self.at])
+        if not inside:
+            raise UnreadError(f"\\{name} of nothing")
+        if name in words.ALPHABETS:
+            return Symbol("bb" + inside if name in ("mathbb", "Bbb") else f"{name} {inside}", "set")
+        return self._called(Symbol(f"{name} {inside}"))

@@ -1,0 +1,194 @@
+"""Reading a whole answer: lists, relations, sets, matrices and systems."""
+
+from __future__ import annotations
+
+from megarl.rewards.mathematics import words
+from megarl.rewards.mathematics.expressions import ExpressionReader
+from megarl.rewards.mathematics.tokens import Token
+from megarl.rewards.mathematics.tree import Apply, Group, Node, Relation, Symbol, UnreadError
+
+_MAX_TOKENS = 1500  # a longer answer is compared as text
+_CONDITIONS = frozenset({"if", "for", "when", "where", "otherwise", "else", "if and only if"})
+_SETS = {"\\cup": "cup", "\\cap": "cap", "\\setminus": "\\"}
+
+
+def read(tokens: list[Token]) -> Node:
+    """The tree of an answer, with all of its tokens in it.
+
+    Raises:
+        UnreadError: it is not mathematics, or a part of it is not.
+    """
+    if len(tokens) > _MAX_TOKENS:
+        raise UnreadError("too long")
+    reader = AnswerReader(list(tokens))
+    node = reader.listing()
+    if reader.peek() is not None:
+        raise UnreadError(f"something follows the answer: token {reader.at}")
+    return node
+
+
+class AnswerReader(ExpressionReader):
+    """Reads lists of statements, and what environments enclose."""
+
+    def listing(self) -> Node:
+        """Statements that commas, semicolons, line ends, `and` and `or` separate."""
+        items, marks = [self.statement()], []
+        while True:
+            mark = self._separator()
+            if mark is None:
+                break
+            marks.append(mark)
+            items.append(self.statement())
+        if not marks:
+            return items[0]
+        return _joined(items, marks)
+
+    def _separator(self) -> str | None:
+        found: list[str] = []
+        while self.next_is(",", ";", "and", "or", "quad", "\\\\"):
+            token = self.peek()
+            assert token is not None
+            if len(found) > 2:
+                raise UnreadError("separators of nothing")
+            found.append("," if token.text in (";", "quad", "\\\\") else token.text)
+            self.at += 1
+        if not found:
+            return None
+        if self.peek() is None and found == [","]:
+            raise UnreadError("a list without its last item")
+        named = [mark for mark in found if mark != ","]
+        return f",{named[0]}" if named and "," in found else named[0] if named else ","
+
+    def statement(self) -> Node:
+        """An expression or a set, or a chain of relations between them."""
+        sides, ops = [self._ratio()], []
+        while self.peek() is not None and self._relation():
+            token = self.peek(-1)
+            assert token is not None
+            ops.append(token.text)
+            if ops == ["\\to"] and self.peek() is None:
+                raise UnreadError("an arrow to nowhere")
+            sides.append(self._ratio())
+        modulus = self._modulus()
+        if not ops and modulus is None:
+            return sides[0]
+        return Relation(tuple(sides), tuple(ops), modulus)
+
+    def _relation(self) -> bool:
+        return self.take(*words.RELATIONS)
+
+    def _modulus(self) -> Node | None:
+        """`\\pmod{4}`, `\\mod 4`, `(mod 4)`."""
+        if self.take("\\pmod", "\\mod", "\\bmod"):
+            return self.argument() if self.next_is("{") else self.expression()
+        if self.next_is("(") and self.at_modulus():
+            self.at += 2 if self.next_is("\\mod", "\\bmod", ahead=1) else 4
+            node = self.expression()
+            self.expect(")")
+            return node
+        return None
+
+    def _ratio(self) -> Node:
+        parts = [self._sets()]
+        while self.next_is(":") and not self.in_set:
+            self.at += 1
+            parts.append(self._sets())
+        return parts[0] if len(parts) == 1 else Group("ratio", tuple(parts))
+
+    def _sets(self) -> Node:
+        node = self.expression()
+        while self.next_is(*_SETS):
+            token = self.peek()
+            assert token is not None
+            self.at += 1
+            name, right = _SETS[token.text], self.expression()
+            if isinstance(node, Apply) and node.name == name and name != "\\":
+                node = Apply(name, (*node.args, right))
+            else:
+                node = Apply(name, (node, right))
+        return node
+
+    def rows(self) -> Node:
+        """`\\begin{...}` to `\\end{...}`: rows of cells; lines that are aligned are a list."""
+        token = self.peek()
+        assert token is not None
+        self.at += 1
+        self.depth += 4
+        if self.depth > 40:
+            raise UnreadError("environments are nested too deeply")
+        bars, in_set, self.bars, self.in_set = self.bars, self.in_set, 0, False
+        rows: list[Node] = []
+        while not self._ended(token.text):
+            rows.append(self._row(token.text))
+            if not self.take("\\\\") and not self._at_end(token.text):
+                raise UnreadError("a row does not end")
+        self.bars, self.in_set, self.depth = bars, in_set, self.depth - 4
+        if token.text in words.LINES:
+            return _joined(rows, [","] * (len(rows) - 1)) if len(rows) > 1 else rows[0]
+        return Group("rows", tuple(rows), token.text.removesuffix("*"))
+
+    def _at_end(self, name: str) -> bool:
+        token = self.peek()
+        return token is not None and token.kind == "end" and token.text == name
+
+    def _ended(self, name: str) -> bool:
+        found = self._at_end(name)
+        self.at += found
+        if not found and self.peek() is None:
+            raise UnreadError("an environment does not end")
+        return found
+
+    def _row(self, environment: str) -> Node:
+        if environment in words.LINES:
+            end = self.at
+            while end < len(self.tokens) and self.tokens[end].text not in ("\\\\",) and self.tokens[end].kind != "end":
+                end += 1
+            self.tokens[self.at : end] = [t for t in self.tokens[self.at : end] if t.text != "&"]
+            return self.listing_of_line()
+        cells = [self._cell(environment)]
+        while self.take("&"):
+            cells.append(self._cell(environment))
+        return Group("row", tuple(cells))
+
+    def listing_of_line(self) -> Node:
+        """One line of an aligned block."""
+        return self.statement()
+
+    def _cell(self, environment: str) -> Node:
+        if environment == "cases":
+            while (token := self.peek()) is not None and (
+                token.text == "," or token.text.lower() in ("if", "for", "when", "where")
+            ):
+                self.at += 1
+        if self.next_is("&", "\\\\") or self._at_end(environment):
+            raise UnreadError("an empty cell")
+        items, marks = [self.statement()], []
+        while self.next_is(",", "and", "or"):
+            token = self.peek()
+            assert token is not None
+            self.at += 1
+            if self.next_is("&", "\\\\") or self._at_end(environment):
+                break
+            following = self.peek()
+            if following is not None and following.text in ("if", "for", "when"):
+                self.at += 1
+            marks.append(token.text)
+            items.append(self.statement())
+        return _joined(items, marks) if marks else items[0]
+
+
+def _joined(items: list[Node], marks: list[str]) -> Node:
+    """The list of the items; alternatives of several statements each are lists themselves."""
+    kinds = {mark.lstrip(",") or "," for mark in marks}
+    if "or" in kinds and len(kinds) > 1 and all(isinstance(item, Relation) for item in items) and ",or" not in marks:
+        groups: list[list[Node]] = [[items[0]]]
+        for mark, item in zip(marks, items[1:], strict=True):
+            groups.append([item]) if mark == "or" else groups[-1].append(item)
+        made = [group[0] if len(group) == 1 else Group("list", tuple(group), "and") for group in groups]
+        return Group("list", tuple(made), "or")
+    return Group("list", tuple(items), "or" if "or" in kinds else "and" if "and" in kinds else ",")
+
+
+def is_all_reals(node: Node) -> bool:
+    """Whether words say that every real number is meant."""
+    return isinstance(node, Symbol) and node.kind == "word" and node.name in words.ALL_REALS

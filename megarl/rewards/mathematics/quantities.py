@@ -1,0 +1,94 @@
+"""Units and numbers in words, and the products and signs that expressions are made of."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+from megarl.rewards.mathematics import words
+from megarl.rewards.mathematics.tokens import Token
+from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError, walk
+
+
+def known_words(text: str) -> Node | None:
+    """A unit, a number or a set in words; None: other words."""
+    lower = text.lower()
+    if lower in words.SPEEDS:
+        over, under = words.SPEEDS[lower]
+        return Apply("*", (Symbol(over, "unit"), Apply("inv", (Symbol(under, "unit"),))))
+    if lower in words.NO_SOLUTION:
+        return Group("set", ())
+    if lower == "infinity":
+        return Symbol("infty", "constant")
+    unit = words.UNIT_SPELLINGS.get(text) or (words.UNIT_SPELLINGS.get(lower) if len(text) > 2 else None)
+    if unit is not None:
+        return Symbol(unit, "unit")
+    if lower.startswith(("square ", "cubic ", "sq ")):
+        inner = known_words(text.partition(" ")[2])
+        power = 3 if lower.startswith("cubic") else 2
+        return (
+            Apply("^", (inner, Number(Fraction(power)))) if isinstance(inner, Symbol) and inner.kind == "unit" else None
+        )
+    if " per " in lower:
+        left, _, right = text.partition(" per ")
+        top, bottom = known_words(left), known_words(right)
+        if top is not None and bottom is not None and is_unit(top) and is_unit(bottom):
+            return Apply("*", (top, Apply("inv", (bottom,))))
+        return None
+    if lower in words.MULTIPLIERS:
+        return Apply("*", (Number(Fraction(words.MULTIPLIERS[lower])),))
+    if lower in words.NUMERALS:
+        return Number(Fraction(words.NUMERALS[lower]))
+    if lower in ("percent", "percents"):
+        return Symbol("percent", "unit")
+    if lower in ("degree", "degrees"):
+        return Symbol("degree", "unit")
+    return None
+
+
+def letter(text: str) -> Symbol:
+    """The symbol of a letter."""
+    return Symbol(text, "constant" if text in ("e", "i") else "variable")
+
+
+def with_signs(signs: list[str], node: Node) -> Node:
+    """A value after its signs."""
+    for sign in reversed(signs):
+        if sign != "+":
+            node = Apply({"-": "neg", "\\pm": "pm", "\\mp": "mp"}[sign], (node,))
+    return node
+
+
+def product(factors: list[Node]) -> Node:
+    """A product; `x percent` and `x degrees` are what the signs are, and `7 million` is a number."""
+    made: list[Node] = []
+    for factor in factors:
+        if made and factor == Symbol("percent", "unit"):
+            made[-1] = Apply("%", (made[-1],))
+        elif made and factor == Symbol("degree", "unit"):
+            made[-1] = Apply("deg", (made[-1],))
+        else:
+            made.append(factor)
+    for left, right in itertools.pairwise(made):
+        if isinstance(left, Symbol) and isinstance(right, Symbol) and "word" in (left.kind, right.kind):
+            raise UnreadError("a word beside a symbol is no product")
+    return made[0] if len(made) == 1 else Apply("*", tuple(made))
+
+
+def is_unit(node: Node) -> bool:
+    """Whether a factor is a unit, or ends in one."""
+    return any(isinstance(found, Symbol) and found.kind == "unit" for found in walk(node)) and not any(
+        isinstance(found, Symbol) and found.kind == "variable" for found in walk(node)
+    )
+
+
+def is_proper(top: Number, bottom: Number) -> bool:
+    """Whether two numbers are a fraction that makes a mixed number of the whole number before it."""
+    exact = top.places is None and bottom.places is None and top.base is None and bottom.base is None
+    return exact and 0 < top.value < bottom.value and top.value.denominator == bottom.value.denominator == 1
+
+
+def is_differential(tokens: list[Token]) -> bool:
+    """Whether a part of a fraction is that of a derivative: `dy`, `d^2y`, `\\partial x`."""
+    kept = [token for token in tokens if token.text not in ("{", "}")]
+    return bool(kept) and kept[0].text in ("d", "\\partial") and kept[0].kind in ("letter", "command") and len(kept) < 8

@@ -1,0 +1,290 @@
+"""Sets of real numbers: intervals, inequalities, set-builders and solutions, as unions of intervals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from megarl.rewards.mathematics.grammar import is_all_reals
+from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Relation, Symbol, UnreadError, symbols
+from megarl.rewards.mathematics.values import Evaluation, OutsideError, context, exact, near
+
+_MAX_PARTS = 64
+_REALS = frozenset({"bbR"})
+_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+INFINITY = Symbol("infty", "constant")
+
+
+@dataclass(frozen=True)
+class End:
+    """An end of an interval: its value exactly where it is rational, and approximately."""
+
+    node: Node
+    exact: Fraction | None
+    value: Any
+
+    def same(self, other: End) -> bool:
+        """Whether both are the same number."""
+        if self.exact is not None and other.exact is not None:
+            return self.exact == other.exact
+        return near(self.value, other.value)
+
+    def below(self, other: End) -> bool:
+        """Whether this number is smaller."""
+        return not self.same(other) and bool(self.value < other.value)
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval; a point has both ends equal and closed."""
+
+    low: End
+    high: End
+    with_low: bool
+    with_high: bool
+
+
+@dataclass(frozen=True)
+class Region:
+    """A union of intervals in order, of one variable (None: of whatever is meant)."""
+
+    spans: tuple[Span, ...]
+    variable: str | None = None
+
+    def same(self, other: Region) -> bool:
+        """Whether both are the same set of the same variable."""
+        named = self.variable == other.variable or None in (self.variable, other.variable)
+        return named and len(self.spans) == len(other.spans) and all(map(_same_span, self.spans, other.spans))
+
+
+def _same_span(a: Span, b: Span) -> bool:
+    closed = (a.with_low, a.with_high) == (b.with_low, b.with_high)
+    return closed and a.low.same(b.low) and a.high.same(b.high)
+
+
+def region(node: Node) -> Region | None:
+    """The set of real numbers that an answer is; None: it is not one that this module reads."""
+    try:
+        return _region(node)
+    except (UnreadError, OutsideError):
+        return None
+
+
+def _region(node: Node) -> Region:
+    if isinstance(node, Symbol) and (node.name in _REALS or is_all_reals(node)):
+        return everything()
+    if isinstance(node, Group):
+        return _group(node)
+    if isinstance(node, Relation):
+        return _relation(node)
+    if isinstance(node, Apply) and node.name in ("cup", "cap", "\\", "+"):
+        return _operation(node)
+    raise UnreadError("no set")
+
+
+def everything(variable: str | None = None) -> Region:
+    """All real numbers."""
+    return Region((Span(_end(Apply("neg", (INFINITY,))), _end(INFINITY), False, False),), variable)
+
+
+def _end(node: Node) -> End:
+    rational = exact(node)
+    value = Evaluation({}, real=True, log_base=None).value(node) if not _free(node) else None
+    if value is None:
+        raise UnreadError("an end with variables")
+    return End(node, rational, value)
+
+
+def _free(node: Node) -> set[str]:
+    return symbols(node, "variable") | symbols(node, "word") | symbols(node, "unit") | symbols(node, "set")
+
+
+def _group(node: Group) -> Region:
+    if node.kind == "tuple" and len(node.items) == 2:
+        low, high = map(_end, node.items)
+        if not low.below(high):
+            raise UnreadError("no interval")
+        return Region((Span(low, high, node.marks[0] == "[", node.marks[1] == "]"),))
+    if node.kind == "set":
+        return _union([_point(item) for item in node.items])
+    if node.kind == "builder":
+        return _builder(node)
+    if node.kind == "list" and node.items:
+        parts = [_region(item) for item in node.items]
+        if node.marks == "or":
+            return _named(_union(parts), parts)
+        met = parts[0]
+        for part in parts[1:]:
+            met = _intersection(met, part)
+        if node.marks == "," and not met.spans:
+            met = _union(parts)
+        return _named(met, parts)
+    raise UnreadError("no set")
+
+
+def _named(made: Region, parts: list[Region]) -> Region:
+    names = {part.variable for part in parts}
+    if len(names) != 1:
+        raise UnreadError("sets of several variables")
+    return Region(made.spans, names.pop())
+
+
+def _builder(node: Group) -> Region:
+    bound, condition = node.items
+    limited: Region = everything()
+    if isinstance(bound, Relation) and bound.ops == ("\\in",):
+        limited = _region(bound.sides[1])
+        bound = bound.sides[0]
+    if not isinstance(bound, Symbol):
+        raise UnreadError("a set-builder of no variable")
+    found = _region(condition)
+    if found.variable != bound.name:
+        raise UnreadError("a set-builder of another variable")
+    return Region(_intersection(limited, found).spans)
+
+
+def _relation(node: Relation) -> Region:
+    if node.modulus is not None:
+        raise UnreadError("no set")
+    if node.ops in (("\\in",), ("\\notin",)):
+        if not isinstance(node.sides[0], Symbol):
+            raise UnreadError("no variable")
+        inner = _region(node.sides[1])
+        spans = inner.spans if node.ops == ("\\in",) else _complement(inner).spans
+        return Region(spans, node.sides[0].name)
+    if any(op not in _FLIPPED for op in node.ops) or set(node.ops) == {"="}:
+        raise UnreadError("no inequality")
+    parts = [_inequality(a, op, b) for a, op, b in zip(node.sides, node.ops, node.sides[1:], strict=False)]
+    met = parts[0]
+    for part in parts[1:]:
+        met = _intersection(met, part)
+    return _named(met, parts)
+
+
+def _inequality(left: Node, op: str, right: Node) -> Region:
+    """A linear inequality, or one of a distance, in one variable."""
+    if not _free(left):
+        left, right, op = right, left, _FLIPPED[op]
+    free = _free(left) | _free(right)
+    if len(free) != 1 or not symbols(left, "variable"):
+        raise UnreadError("an inequality of several variables")
+    name = next(iter(free))
+    if isinstance(left, Apply) and left.name == "abs" and not _free(right) and op in ("<", "<=", ">", ">="):
+        return _distance(left.args[0], op, right)
+    if isinstance(left, Symbol) and not _free(right):
+        return _half(_end(right), op, name)
+    difference = Apply("+", (left, Apply("neg", (right,))))
+    at = [_exact_at(difference, name, x) for x in (0, 1, 2, 5)]
+    slope = at[1] - at[0]
+    if slope == 0 or at[2] != at[0] + 2 * slope or at[3] != at[0] + 5 * slope:
+        raise UnreadError("no linear inequality")
+    return _half(_end(Number(-at[0] / slope)), op if slope > 0 else _FLIPPED[op], name)
+
+
+def _exact_at(node: Node, name: str, x: int) -> Fraction:
+    value = exact(_replaced(node, name, Number(Fraction(x))))
+    if value is None:
+        raise UnreadError("no rational value")
+    return value
+
+
+def _replaced(node: Node, name: str, value: Node) -> Node:
+    if isinstance(node, Symbol):
+        return value if node.name == name and node.kind == "variable" else node
+    if isinstance(node, Apply):
+        return Apply(node.name, tuple(_replaced(arg, name, value) for arg in node.args))
+    return node
+
+
+def _distance(inside: Node, op: str, limit: Node) -> Region:
+    end = _end(limit)
+    if not end.value > 0:
+        raise UnreadError("a distance that is not positive")
+    upper = _inequality(inside, op, limit)
+    lower = _inequality(inside, _FLIPPED[op], Apply("neg", (limit,)))
+    return _named(_intersection(upper, lower) if op[0] == "<" else _union([upper, lower]), [upper, lower])
+
+
+def _half(end: End, op: str, variable: str) -> Region:
+    whole = everything().spans[0]
+    below, above = Span(whole.low, end, False, op == "<="), Span(end, whole.high, op == ">=", False)
+    if op == "=":
+        return Region((Span(end, end, True, True),), variable)
+    if op == "!=":
+        return Region((below, above), variable)
+    return Region((below if op[0] == "<" else above,), variable)
+
+
+def _point(node: Node) -> Region:
+    end = _end(node)
+    return Region((Span(end, end, True, True),))
+
+
+def _operation(node: Apply) -> Region:
+    args = node.args
+    if node.name == "+":
+        if len(args) != 2 or not isinstance(args[1], Apply) or args[1].name != "neg":
+            raise UnreadError("no set")
+        args = (args[0], args[1].args[0])
+    parts = [_region(arg) for arg in args]
+    names = {part.variable for part in parts} - {None}
+    if len(names) > 1:
+        raise UnreadError("sets of several variables")
+    if node.name == "cup":
+        made = _union(parts)
+    elif node.name == "cap":
+        made = parts[0]
+        for part in parts[1:]:
+            made = _intersection(made, part)
+    else:
+        made = _intersection(parts[0], _complement(parts[1]))
+    return Region(made.spans, names.pop() if names else None)
+
+
+def _union(parts: list[Region]) -> Region:
+    spans = [span for part in parts for span in part.spans]
+    if len(spans) > _MAX_PARTS:
+        raise UnreadError("too many intervals")
+    spans.sort(key=lambda span: (context().mpf(span.low.value), not span.with_low))
+    made: list[Span] = []
+    for span in spans:
+        last = made[-1] if made else None
+        if (
+            last is None
+            or last.high.below(span.low)
+            or (last.high.same(span.low) and not (last.with_high or span.with_low))
+        ):
+            made.append(span)
+        elif last.high.below(span.high) or (last.high.same(span.high) and span.with_high):
+            made[-1] = Span(last.low, span.high, last.with_low, span.with_high)
+    return Region(tuple(made))
+
+
+def _complement(part: Region) -> Region:
+    whole = everything().spans[0]
+    made, low, with_low = [], whole.low, False
+    for span in part.spans:
+        if low.below(span.low) or (low.same(span.low) and with_low and not span.with_low):
+            made.append(Span(low, span.low, with_low, not span.with_low))
+        low, with_low = span.high, not span.with_high
+    if low.below(whole.high):
+        made.append(Span(low, whole.high, with_low, False))
+    return Region(tuple(made), part.variable)
+
+
+def _intersection(left: Region, right: Region) -> Region:
+    made = []
+    if len(left.spans) * len(right.spans) > _MAX_PARTS:
+        raise UnreadError("too many intervals")
+    for a in left.spans:
+        for b in right.spans:
+            low, with_low = (a.low, a.with_low) if b.low.below(a.low) else (b.low, b.with_low)
+            if a.low.same(b.low):
+                with_low = a.with_low and b.with_low
+            high, with_high = (a.high, a.with_high) if a.high.below(b.high) else (b.high, b.with_high)
+            if a.high.same(b.high):
+                with_high = a.with_high and b.with_high
+            if low.below(high) or (low.same(high) and with_low and with_high):
+                made.append(Span(low, high, with_low, with_high))
+    return Region(tuple(made), left.variable)

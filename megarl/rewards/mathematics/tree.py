@@ -1,0 +1,110 @@
+"""The tree of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, TypeAlias
+
+
+class UnreadError(Exception):
+    """An answer is not mathematics that this package reads: its text is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number as it is written.
+
+    Attributes:
+        value: exactly.
+        places: decimal places, where it is written as a decimal; None: an exact number.
+        base: where it is written with one.
+    """
+
+    value: Fraction
+    places: int | None = None
+    base: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A letter, a constant, a unit or a word.
+
+    Attributes:
+        name: what tells it from others of its kind.
+        kind: variables have any value; constants are e, i, pi and infinity; units have a dimension; words stand for
+            themselves, `dots` among them.
+    """
+
+    name: str
+    kind: Literal["variable", "constant", "unit", "word", "set"] = "variable"
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """An operation (`+`, `*`, `inv`, `^`, `neg`, `pm`, `cup`, ...) or a function on its arguments."""
+
+    name: str
+    args: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Several values together.
+
+    Attributes:
+        kind: `list` has no brackets; `rows` of a matrix and of cases are groups of kind `row`.
+        items: its values.
+        marks: brackets of a tuple, what separates a list (`,`, `and`, `or`), the environment of rows.
+    """
+
+    kind: Literal["list", "tuple", "set", "builder", "ratio", "rows", "row"]
+    items: tuple[Node, ...]
+    marks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A chain `sides[0] ops[0] sides[1] ops[1] ...`, with the modulus of a congruence."""
+
+    sides: tuple[Node, ...]
+    ops: tuple[str, ...]
+    modulus: Node | None = None
+
+
+Node: TypeAlias = Number | Symbol | Apply | Group | Relation
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    """The nodes that a node is made of."""
+    if isinstance(node, Apply):
+        return node.args
+    if isinstance(node, Group):
+        return node.items
+    if isinstance(node, Relation):
+        return node.sides if node.modulus is None else (*node.sides, node.modulus)
+    return ()
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """The node and all below it."""
+    pending = [node]
+    while pending:
+        found = pending.pop()
+        yield found
+        pending.extend(children(found))
+
+
+def symbols(node: Node, kind: str) -> set[str]:
+    """Names of the symbols of a kind in a tree."""
+    return {found.name for found in walk(node) if isinstance(found, Symbol) and found.kind == kind}
+
+
+def is_value(node: Node) -> bool:
+    """Whether a node is one number or expression, with nothing in it that has no value."""
+    return all(
+        isinstance(found, Number | Symbol | Apply)
+        and not (isinstance(found, Apply) and found.name in ("cup", "cap", "\\"))
+        for found in walk(node)
+    )

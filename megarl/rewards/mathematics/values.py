@@ -1,0 +1,332 @@
+"""Values of expressions: exactly where they are rational numbers, else to fifty digits at chosen points.
+
+Two expressions with variables are equal when their values are at every point where both are defined over the reals: for
+analytic functions that agree at a handful of generic points to fifty digits, anything else is practically impossible.
+Numbers whose size or precision has no bound (9^9^9^9) raise `UnreadError`, and text decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from megarl.rewards.mathematics import words
+from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError, symbols, walk
+
+DIGITS = 50
+_MAX_BITS = 20_000  # of an exact number
+_MAX_MAGNITUDE = 10_000_000  # of an approximate one: 2 to this power
+_POINTS = 6
+_SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # of the variables at each point
+_FIRST_MIXED = 4  # from this point on, variables have signs of their own
+_WIDE = (57.0, 1234.0, 311.0, 98765.0)  # further points where values are whole numbers nearly everywhere
+
+
+class OutsideError(Exception):
+    """A value is not defined, or not real where all variables are."""
+
+
+def context(digits: int = DIGITS) -> Any:
+    """The arithmetic of mpmath with so many digits."""
+    return _context(digits)
+
+
+@functools.cache
+def _context(digits: int) -> Any:
+    from mpmath.ctx_mp import MPContext
+
+    made = MPContext()
+    made.dps = digits
+    return made
+
+
+def exact(node: Node) -> Fraction | None:
+    """The rational number that an expression of rational numbers is; None: another one, or one too large."""
+    if isinstance(node, Number):
+        return node.value
+    if not isinstance(node, Apply):
+        return None
+    args = [exact(arg) for arg in node.args]
+    known = [arg for arg in args if arg is not None]
+    if len(known) < len(args):
+        return None
+    value = _exact_operation(node.name, known)
+    return value if value is not None and _bits(value) <= _MAX_BITS else None
+
+
+def _bits(value: Fraction) -> int:
+    return value.numerator.bit_length() + value.denominator.bit_length()
+
+
+def _exact_operation(name: str, args: list[Fraction]) -> Fraction | None:
+    first = args[0]
+    if name == "+" or name == "*":
+        total = Fraction(name == "*")
+        for arg in args:
+            total = total + arg if name == "+" else total * arg
+            if _bits(total) > _MAX_BITS:
+                return None
+        return total
+    if name == "neg":
+        return -first
+    if name == "inv":
+        return 1 / first if first else None
+    if name == "%":
+        return first / 100
+    if name == "abs":
+        return abs(first)
+    if name == "^" and args[1].denominator == 1 and abs(args[1]) * _bits(first) <= _MAX_BITS:
+        return first ** int(args[1]) if first or args[1] > 0 else None
+    if name == "!" and first.denominator == 1 and 0 <= first <= 500:
+        return Fraction(math.factorial(int(first)))
+    if name == "binom" and all(arg.denominator == 1 and 0 <= arg <= 1000 for arg in args):
+        return Fraction(math.comb(int(first), int(args[1])))
+    if name in ("floor", "ceil"):
+        return Fraction(math.floor(first) if name == "floor" else math.ceil(first))
+    if name in ("max", "min"):
+        return max(args) if name == "max" else min(args)
+    if name in ("gcd", "lcm") and all(arg.denominator == 1 for arg in args):
+        return Fraction((math.gcd if name == "gcd" else math.lcm)(*(int(arg) for arg in args)))
+    return None
+
+
+class Evaluation:
+    """Evaluates expressions at one point.
+
+    Args:
+        values: of the variables and units, by name.
+        real: values off the real line are outside the domain.
+        log_base: what `\\log` without a base means.
+        digits: of the arithmetic.
+    """
+
+    def __init__(self, values: Mapping[str, Any], real: bool, log_base: float | None, digits: int = DIGITS) -> None:
+        self.values, self.real, self.log_base = values, real, log_base
+        self.ctx = context(digits)
+
+    def value(self, node: Node) -> Any:
+        """The value of an expression.
+
+        Raises:
+            OutsideError: it has none here.
+            UnreadError: it has none anywhere, or one too large.
+        """
+        if isinstance(node, Number):
+            if node.base is not None:
+                raise UnreadError("a number with a base has no other value")
+            return self.ctx.mpf(node.value.numerator) / node.value.denominator
+        if isinstance(node, Symbol):
+            return self._symbol(node)
+        if not isinstance(node, Apply):
+            raise UnreadError("no expression")
+        args = [self.value(arg) for arg in node.args]
+        try:
+            return self._checked(self._apply(node.name, args))
+        except (ZeroDivisionError, ValueError, OverflowError, TypeError) as error:
+            raise OutsideError(str(error)) from error
+
+    def _symbol(self, node: Symbol) -> Any:
+        if node.kind == "constant":
+            if node.name == "infty":
+                return self.ctx.inf
+            return {"e": self.ctx.e, "i": self.ctx.j, "pi": self.ctx.pi}[node.name] * 1
+        if node.kind == "set":
+            raise UnreadError("a set has no value")
+        if node.kind == "unit" and node.name in words.UNITS:
+            factor, dimension = words.UNITS[node.name]
+            if not dimension:
+                return self.ctx.one
+            return self.values[f"unit {dimension}"] * factor.numerator / factor.denominator
+        return self.values[f"{node.kind} {node.name}"]
+
+    def _checked(self, value: Any) -> Any:
+        ctx = self.ctx
+        if ctx.isnan(value):
+            raise OutsideError("not a number")
+        if self.real and isinstance(value, ctx.mpc):
+            if value.imag != 0:
+                raise OutsideError("not real")
+            value = value.real
+        if ctx.isinf(value):
+            return value
+        if value and abs(ctx.mag(value)) > _MAX_MAGNITUDE:
+            raise UnreadError("too large or too small")
+        return value
+
+    def _apply(self, name: str, args: list[Any]) -> Any:
+        ctx, first = self.ctx, args[0]
+        if name in ("+", "mixed"):
+            return ctx.fsum(args)
+        if name == "*":
+            return ctx.fprod(args)
+        if name == "neg":
+            return -first
+        if name == "inv":
+            return 1 / first
+        if name == "^":
+            return self._power(first, args[1])
+        if name == "root":
+            return self._root(first, args[1])
+        if name == "%":
+            return first / 100
+        if name == "deg":
+            return first * ctx.pi / 180
+        if name == "log" and len(args) == 1:
+            return self._log(first) / (1 if self.log_base is None else ctx.log(self.log_base))
+        if name == "log":
+            return self._log(first) / self._log(args[1])
+        if name == "lg":
+            return self._log(first) / ctx.log(10)
+        if name == "ln":
+            return self._log(first)
+        if name in ("!", "!!", "binom"):
+            return self._counted(name, args)
+        function = self._function(name)
+        if function is None or (len(args) != 1 and name not in ("max", "min")):
+            raise UnreadError(f"no function: {name}")
+        if (
+            name in ("sin", "cos", "tan", "cot", "sec", "csc", "cis", "exp")
+            and not ctx.isinf(first)
+            and ctx.mag(first) > 64
+        ):
+            raise UnreadError("an argument too large")
+        return function(*args)
+
+    def _function(self, name: str) -> Callable[..., Any] | None:
+        ctx = self.ctx
+        named = {
+            "abs": abs, "floor": ctx.floor, "ceil": ctx.ceil, "max": max, "min": min, "sgn": ctx.sign, "Re": ctx.re,
+            "Im": ctx.im, "cis": lambda x: ctx.expj(x), "norm": abs,
+            **{f"arc{short}": getattr(ctx, f"a{short}") for short in ("sin", "cos", "tan", "cot", "sec", "csc")},
+            **{f"arc{short}": getattr(ctx, f"a{short}") for short in ("sinh", "cosh", "tanh")},
+            **{f"a{short}": getattr(ctx, f"a{short}") for short in ("sin", "cos", "tan")},
+        }  # fmt: skip
+        if name in named:
+            return named[name]
+        if name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp"):
+            return getattr(ctx, name)
+        return None
+
+    def _log(self, value: Any) -> Any:
+        if value == 0:
+            raise OutsideError("the logarithm of 0")
+        return self.ctx.log(value)
+
+    def _power(self, base: Any, exponent: Any) -> Any:
+        ctx = self.ctx
+        if ctx.isinf(exponent) or ctx.isinf(base):
+            raise UnreadError("a power with infinity")
+        if ctx.mag(exponent) > 40 if exponent else False:
+            raise UnreadError("an exponent too large")
+        if not base and (not exponent or ctx.re(exponent) < 0):
+            raise OutsideError("a power of 0")
+        if base and exponent and abs(ctx.mag(base)) * abs(ctx.re(exponent)) > _MAX_MAGNITUDE:
+            raise UnreadError("a power too large")
+        return base**exponent
+
+    def _root(self, radicand: Any, degree: Any) -> Any:
+        ctx = self.ctx
+        if isinstance(degree, ctx.mpf) and degree == int(degree) and 0 < degree < 1000:
+            if isinstance(radicand, ctx.mpf) and radicand < 0 and int(degree) % 2:
+                return -ctx.root(-radicand, int(degree))
+            return ctx.root(radicand, int(degree))
+        return self._power(radicand, 1 / degree)
+
+    def _counted(self, name: str, args: list[Any]) -> Any:
+        if any(self.ctx.mag(arg) > 17 for arg in args if arg):
+            raise UnreadError("a factorial too large")
+        if name == "binom":
+            return self.ctx.binomial(*args)
+        return self.ctx.factorial(args[0]) if name == "!" else self.ctx.fac2(args[0])
+
+
+def unknowns(*nodes: Node) -> list[str]:
+    """Keys of the values that an evaluation needs: variables, words and dimensions of units."""
+    found = set()
+    for node in nodes:
+        found |= {f"variable {name}" for name in symbols(node, "variable")}
+        found |= {f"word {name}" for name in symbols(node, "word")}
+        for name in symbols(node, "unit"):
+            found.add(f"unit {words.UNITS[name][1]}" if name in words.UNITS else f"unit {name}")
+    return sorted(found)
+
+
+def points(names: list[str], wide: bool = False, digits: int = DIGITS) -> list[dict[str, Any]]:
+    """Values of unknowns at some generic points; units are positive everywhere.
+
+    Args:
+        names: of the unknowns.
+        wide: also at points far from zero.
+        digits: of the arithmetic.
+    """
+    ctx = context(digits)
+    made = []
+    for index, scale in enumerate(_SCALES + (_WIDE if wide else ())):
+        point = {}
+        for name in names:
+            seed = zlib.crc32(f"{name} {index}".encode())
+            size = ctx.mpf(seed % 99_991 + 7) / 99_991 / 2 + ctx.mpf(3) / 4  # between 0.75 and 1.25
+            negative = index >= _FIRST_MIXED and _is_negative(name, index - _FIRST_MIXED)
+            point[name] = size * (-scale if negative else scale)
+        made.append(point)
+    return made
+
+
+def _is_negative(name: str, index: int) -> bool:
+    """A sign for every variable; the first two points have opposite ones."""
+    bits = zlib.crc32(name.encode()) >> 8
+    return not name.startswith("unit") and bool((bits ^ 1 if index == 1 else bits >> index) & 1)
+
+
+def has_steps(*nodes: Node) -> bool:
+    """Whether a value jumps: a floor, a ceiling or a sign is in one of the trees."""
+    return any(
+        isinstance(found, Apply) and found.name in ("floor", "ceil", "sgn", "abs")
+        for node in nodes
+        for found in walk(node)
+    )
+
+
+def whole_points(names: list[str], digits: int = DIGITS) -> list[dict[str, Any]]:
+    """Whole numbers, for what is defined at them only, as `(-1)^n` is."""
+    ctx = context(digits)
+    return [
+        {name: ctx.mpf(2 + (zlib.crc32(name.encode()) + 3 * index + index * index) % 11) for name in names}
+        for index in range(_POINTS)
+    ]
+
+
+def is_complex(*nodes: Node) -> bool:
+    """Whether the imaginary unit is in one of the trees."""
+    return any(
+        found == Symbol("i", "constant") or (isinstance(found, Apply) and found.name == "cis")
+        for node in nodes
+        for found in walk(node)
+    )
+
+
+def log_bases(*nodes: Node) -> tuple[float | None, ...]:
+    """What `\\log` may mean in these trees: the natural logarithm (None) or that of base 10."""
+    bare = any(
+        isinstance(found, Apply) and found.name == "log" and len(found.args) == 1
+        for node in nodes
+        for found in walk(node)
+    )
+    return (None, 10) if bare else (None,)
+
+
+def near(left: Any, right: Any, digits: int = DIGITS) -> bool:
+    """Whether two values agree to all but the last ten digits."""
+    ctx = context(digits)
+    if ctx.isinf(left) or ctx.isinf(right):
+        return bool(left == right)
+    return bool(abs(left - right) <= ctx.mpf(10) ** (10 - digits) * max(abs(left), abs(right)))
+
+
+def has_values(*nodes: Node) -> bool:
+    """Whether nodes are expressions, so that evaluating them is worth trying."""
+    return not any(isinstance(found, Group) for node in nodes for found in walk(node))

@@ -1,0 +1,215 @@
+"""`math` pays for an answer that is read as a whole and equals the reference, and for nothing else."""
+
+import time
+
+import pytest
+
+from megarl.benchmarks.mutations import load, mutants, wrong_mutants
+from megarl.rewards.math import math
+from megarl.rewards.mathematics import equal
+
+
+def score(reference, box, **settings):
+    return math({"response": rf"so \boxed{{{box}}}", "answer": reference}, **settings)["overall"]
+
+
+PARTS_LEFT_OUT = [
+    (r"5\text{ feet } 3\text{ inches}", r"9\text{ inches}"),
+    (r"5\text{ feet } 3\text{ inches}", r"5\text{ feet } 9\text{ inches}"),
+    (r"5\text{ feet } 3\text{ inches}", r"5\text{ feet}"),
+    (r"30 \mathrm{mph}, 40 \mathrm{mph}", "30, 50"),
+    ("7", r"7\text{ million}"),
+    (r"7\text{ million}", "7"),
+    ("7", r"7\text{ hundred}"),
+    (r"x\mathrm{e}^{x}", r"x\mathrm{e}^{2x}"),
+    (r"3+2\mathrm{i}", "5"),
+    (r"3+2\mathrm{i}", r"3+2"),
+    (r"\begin{cases} x=1 \\ y=2 \end{cases}", r"\begin{cases} x=1 \\ y=3 \end{cases}"),
+    (r"\begin{cases} x+y=1 \\ x-y=2 \end{cases}", r"\begin{cases} x+y=1 \\ x-y=5 \end{cases}"),
+    (r"\begin{cases} x=1 \\ y=2 \end{cases}", "2"),
+    (r"\{x \mid x > 2\}", r"\{x \mid x < 2\}"),
+    (r"\{x \mid x > 2\}", "2"),
+    (r"n \equiv 1 \pmod 4", "3"),
+    (r"n \equiv 1 \pmod 4", r"n \equiv 3 \pmod 4"),
+    (r"n \equiv 1 \pmod 4", r"n \equiv 1 \pmod 5"),
+    (r"\forall x", r"\exists x"),
+    (r"\forall x \in A, x > 0", r"\exists x \in A, x > 0"),
+    (r"1, 2, \ldots, n", r"1, 3, \ldots, n"),
+    (r"1, 2, \ldots, n", r"2, 1, \ldots, n"),
+    (r"\text{Route } 66", "66"),
+    ("May 5", "5"),
+    (r"\sum_{k=1}^{n} k^2", r"\sum_{k=1}^{n} k^3"),
+    (r"\int_0^1 x\,dx", r"\int_0^2 x\,dx"),
+    (r"2 \text{ pairs}", "2"),
+    (r"x = 2 \text{ or } x = 3", "3"),
+]
+NOT_THE_SAME = [
+    ("x^2+121=0", "x^2+9=0"),
+    ("|x|=-3", "|x|=-4"),
+    ("y''+y=0", "y''-y=0"),
+    (r"\frac{dy}{dx}+y=0", r"\frac{dy}{dx}+2y=0"),
+    ("e=5", "e=6"),
+    ("0=1", "0=2"),
+    ("2x=5", "2x=6"),
+    ("2x>4", "-2x>-4"),
+    ("0.0000003", "0.0000004"),
+    ("1/20!", "1/21!"),
+    ("2^{-64}", "2^{-63}"),
+    ("e^{-100}", "e^{-101}"),
+    ("123456789.5", "123456789.6"),
+    ("1000000001", "1000000002"),
+    ("BCA", "ABC"),
+    ("listen", "silent"),
+    ("AB", "BA"),
+    ("1011_2", "1011"),
+    ("1011_2", "1011_3"),
+    ("1011_2", "11"),
+    ("1A_{16}", "26"),
+    ("5 dollars", "5 euros"),
+    (r"5\text{ cm}", r"5\text{ km}"),
+    ("(1,2)", "[1,2]"),
+    ("(1,2)", "(2,1)"),
+    ("(1,2)", r"\{1,2\}"),
+    ("x>2", r"x\ge2"),
+    ("x>2", "y>2"),
+    (r"\textbf{(C)}\ 24", r"\textbf{(D)}\ 24"),
+    (r"\textbf{(C)}\ 24", r"\textbf{(C)}\ 25"),
+    (r"\sqrt{x^2}", "x"),
+    (r"\lceil n/2 \rceil", r"\lceil q/2 \rceil"),
+    (r"\frac{|x|}{x}", r"\frac{|y|}{y}"),
+    (r"\frac{dy}{dx}", r"\frac{y}{x}"),
+    (r"\frac{1}{23}", r"\frac{12}{3}"),
+    ("12", "1 2"),
+    ("9^{9^{9^9}}", "9^{9^{9^8}}"),
+    (r"\text{the cat}", r"\text{cat the}"),
+    ("0.3", "1/3"),
+    ("50", r"50\text{ thousand}"),
+    (r"\$1,250", "1250000"),
+]
+RIGHT = [
+    (r"1-\frac{1}{e}", r"1-\frac{1}{\mathrm{e}}"),
+    (r"1-\frac{1}{\mathrm{e}}", r"\frac{e-1}{e}"),
+    (r"\emptyset", r"\varnothing"),
+    (r"\frac{1}{3}", r"0.\overline{3}"),
+    ("12500", r"12\,500"),
+    (r"\sqrt{2}", "√2"),
+    ("x^2", "x²"),
+    (r"\frac{1}{2}", "½"),
+    (r"90^\circ", "90°"),
+    ("7", "7."),
+    ("7", "**7**"),
+    ("24", r"\textbf{(C)}\ 24"),
+    ("C", r"\textbf{(C)}\ 24"),
+    (r"\textbf{(C)}\ 24", "C"),
+    (r"(-\infty,1)\cup(2,\infty)", r"x<1 \text{ or } x>2"),
+    (r"(-\infty,1)\cup(2,\infty)", r"(-\infty,1) \text{ or } (2,\infty)"),
+    (r"(2,\infty)", r"\{x \mid x>2\}"),
+    ("7000000", r"7\text{ million}"),
+    (r"7\text{ million}", "7,000,000"),
+    (r"\frac13", "0.333333"),
+    ("x^2+121=0", "2x^2+242=0"),
+    ("y''+y=0", "-y''=y"),
+    ("50", r"50\%"),
+    ("3.5", r"3\frac{1}{2}"),
+    (r"\sin 15^\circ", r"\frac{\sqrt6-\sqrt2}{4}"),
+    ("(-1)^{n+1}", "(-1)^{n-1}"),
+    (r"x=\pm2", r"x=2 \text{ or } x=-2"),
+    (r"n \equiv 1 \pmod 4", r"n\equiv5\pmod{4}"),
+    ("2", r"\log 100"),
+]
+
+
+@pytest.mark.parametrize(("reference", "box"), PARTS_LEFT_OUT)
+def test_a_part_of_an_answer_is_not_the_answer(reference, box):
+    assert score(reference, box) == 0.0
+
+
+@pytest.mark.parametrize(("reference", "box"), NOT_THE_SAME)
+def test_what_is_not_the_same_scores_nothing(reference, box):
+    assert score(reference, box) == 0.0
+    assert score(reference, reference) == 1.0
+
+
+@pytest.mark.parametrize(("reference", "box"), RIGHT)
+def test_other_forms_of_an_answer_are_right(reference, box):
+    assert score(reference, box) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response", [r"\boxed 7", r"\boxed{7}", r"\boxed {7}", r"\fbox{7}", r"$\boxed7$", r"\boxed{$7$}"]
+)
+def test_boxes_with_and_without_braces(response):
+    assert math({"response": response, "answer": "7"})["overall"] == 1.0
+
+
+def test_the_last_box_counts_whatever_its_form():
+    assert math({"response": r"\boxed{7}, no: \boxed 8", "answer": "8"})["overall"] == 1.0
+    assert math({"response": r"\boxed 8, no: \boxed{7}", "answer": "8"})["overall"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        (r"so the answer is $\frac{3}{6}$.", True),
+        ("The final answer is: 1/2.", True),
+        ("Answer: 0.5", True),
+        ("we get 0.5", True),
+        ("it is 0.5 and not 0.6", False),
+        (r"\boxed{0.6}, the answer is 0.5", False),
+        ("", False),
+    ],
+)
+def test_without_a_box_the_flexible_method_reads_the_end(response, right):
+    assert math({"response": response, "answer": "1/2"}, method="flexible")["overall"] == right
+    assert math({"response": response, "answer": "1/2"})["overall"] == 0.0
+
+
+def test_one_changed_character_is_noticed_and_equal_forms_are_accepted():
+    answers = load()
+    assert len(answers) >= 300
+    assert sum(len(answer.forms) for answer in answers) >= 900
+    sampled = answers[::6]  # the whole list is the benchmark's
+    paid = [(a.reference, m) for a in sampled for m in wrong_mutants(a)[::3] if score(a.reference, m)]
+    refused = [(a.reference, form) for a in sampled for form in a.forms if not score(a.reference, form)]
+    assert (paid, refused) == ([], [])
+
+
+def test_a_mutant_differs_in_one_character():
+    for reference in (r"\frac{1}{2}", "x < 3"):
+        found = list(mutants(reference))
+        assert all(sum(a != b for a, b in zip(reference, other, strict=True)) == 1 for other in found)
+        assert {i for other in found for i, c in enumerate(other) if c != reference[i]} == {
+            i for i, c in enumerate(reference) if c != " "
+        }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9^{9^{9^{9^{9}}}}",
+        "9^9^9",
+        "(10^{10^{10}})!",
+        r"\binom{10^{30}}{10^{29}}",
+        "10^{-10^{10}}",
+        "1e9999",
+        "9" * 100_000,
+        "{" * 5_000,
+        "(" * 100_000,
+        r"\frac{1}{" * 3_000,
+        r"\sqrt{" * 60 + "2" + "}" * 60,
+        "-" * 100_000,
+        r"\sin " * 1_000 + "x",
+        "x^" * 2_000 + "x",
+        "|x" * 3_000,
+        r"\left(" * 30 + "x" + r"\right)" * 30,
+        "+".join(rf"\sin(x^{{{i}}})^{{{i + 9}}}" for i in range(60)),
+        ", ".join(str(i) for i in range(400)),
+        "٣" * 50,
+        "\x00\ud800",
+    ],
+)
+def test_hostile_answers_are_bounded(text):
+    start = time.process_time()
+    for reference, box in ((text, "1/2"), ("1/2", text), (text + "+1", text), (text, text)):
+        equal(reference, box)
+    assert time.process_time() - start < 5.0
