@@ -38,7 +38,7 @@ _CLASSES = (
     "\\/%#@",
 )
 _STEPS = (1, 3)  # in a class: which two characters each becomes
-_LENGTHS = (4_000, 8_000)  # characters whose times are compared
+_LENGTHS = ((500, 1_000), (4_000, 8_000))  # characters: pairs whose times are compared
 _GROWING = {
     "a sum": ("1", "+x", ""),
     "a product": ("x", "(x+1)", ""),
@@ -159,31 +159,34 @@ def growing(name: str, length: int) -> str:
     return begin + unit * (length // len(unit)) + end
 
 
-def pair_seconds(reference: str, answer: str, repeats: int = 3) -> float:
-    """CPU seconds of one comparison, the least of some."""
+def pair_seconds(reference: str, answer: str, rounds: int = 3, least_s: float = 0.03) -> float:
+    """CPU seconds of one comparison, the least of some rounds of at least so many seconds (the clock may be coarse)."""
     from megarl.rewards.math import math
 
     found = []
-    for _ in range(repeats):
-        start = time.process_time()
-        math({"response": rf"\boxed{{{answer}}}", "answer": reference})
-        found.append(time.process_time() - start)
+    for _ in range(rounds):
+        start, count = time.process_time(), 0
+        while not count or time.process_time() - start < least_s:
+            math({"response": rf"\boxed{{{answer}}}", "answer": reference})
+            count += 1
+        found.append((time.process_time() - start) / count)
     return min(found)
 
 
 def growth() -> dict[str, Any]:
     """Time of long answers by their kind: two lengths, and what the longest allowed responses take."""
-    kinds = {}
+    kinds: dict[str, Any] = {}
     for name in _GROWING:
-        short, long = (pair_seconds(growing(name, length) + "+1", growing(name, length)) for length in _LENGTHS)
-        kinds[name] = {"short_s": short, "long_s": long, "ratio": long / max(short, 1e-3)}
+        spent = {n: pair_seconds(growing(name, n) + "+1", growing(name, n)) for pair in _LENGTHS for n in pair}
+        ratios = [spent[long] / max(spent[short], 1e-3) for short, long in _LENGTHS]
+        kinds[name] = {"seconds": spent, "ratio": max(ratios)}
     texts = [hostile(name) for name in HOSTILE] + [growing(name, 100_000) for name in _GROWING]
     return {
         "lengths": _LENGTHS,
         "kinds": kinds,
         "ratio": max(numbers["ratio"] for numbers in kinds.values()),
-        "longest_s": max(pair_seconds("18", text, 1) for text in texts),
-        "slowest_s": max(numbers["long_s"] for numbers in kinds.values()),
+        "longest_s": max(pair_seconds("18", text, 1, 0.0) for text in texts),
+        "slowest_s": max(max(numbers["seconds"].values()) for numbers in kinds.values()),
     }
 
 
@@ -211,8 +214,8 @@ def describe(result: dict[str, Any], show: bool) -> str:
         f"wrong answers accepted: {result['wrong_accepted']:.2%} (at most {MOST_WRONG:.1%})",
         f"equal forms accepted: {result['equal_accepted']:.1%} (at least {LEAST_EQUAL:.0%})",
         f"CPU seconds of a pair: {result['mean_s'] * 1e3:.2f} ms on average, {result['worst_s'] * 1e3:.0f} ms at most",
-        f"answers of {_LENGTHS[1]} characters: {grown['slowest_s'] * 1e3:.0f} ms at most, {grown['ratio']:.1f} times "
-        f"those of {_LENGTHS[0]}; of 100000: {grown['longest_s'] * 1e3:.0f} ms at most",
+        f"answers of up to {_LENGTHS[-1][-1]} characters: {grown['slowest_s'] * 1e3:.0f} ms at most, of twice the "
+        f"length {grown['ratio']:.1f} times as much at most; of 100000: {grown['longest_s'] * 1e3:.0f} ms at most",
     ]
     if show:
         lines += [f"paid:    {reference}  <-  {mutant}" for reference, mutant in result["paid"]]

@@ -119,6 +119,40 @@ RIGHT = [
 ]
 
 
+VALUES_DIFFER = [
+    ("10^{100}+x", "10^{100}+2x"),
+    (r"10^{100}+\sqrt2", r"10^{100}+\sqrt3"),
+    (r"10^{2000}+\pi", "10^{2000}+e"),
+    ("10^{-50}x", "10^{-60}x"),
+    ("x^2+10^{60}=0", "2x^2+10^{60}=0"),
+    ("1+10^{-64}", "1+10^{-63}"),
+    (r"\infty-\infty", "0"),
+    ("n!+1", "n!+2"),
+    (r"\tan\frac{\pi}{2}", "10^{50}"),
+]
+VALUES_EQUAL = [
+    (r"\sqrt2+\sqrt3-\sqrt{5+2\sqrt6}", "0"),
+    (r"\sin\pi", "0"),
+    (r"\lfloor\log_2 8\rfloor", "3"),
+    (r"\ln(\sin^2x+\cos^2x)", "0"),
+    (r"10^{2000}+\pi", r"\pi+10^{2000}"),
+    (r"e^{i\pi}+1", "0"),
+    (r"\frac{x^2-1}{x-1}", "x+1"),
+    (r"\binom{2n}{n}", r"\frac{(2n)!}{(n!)^2}"),
+    (r"\sqrt[3]{-8}", "-2"),
+]
+
+
+@pytest.mark.parametrize(("reference", "box"), VALUES_DIFFER)
+def test_values_that_differ_by_little_or_beside_much_differ(reference, box):
+    assert score(reference, box) == 0.0
+
+
+@pytest.mark.parametrize(("reference", "box"), VALUES_EQUAL)
+def test_rounding_never_decides(reference, box):
+    assert score(reference, box) == 1.0
+
+
 @pytest.mark.parametrize(("reference", "box"), PARTS_LEFT_OUT)
 def test_a_part_of_an_answer_is_not_the_answer(reference, box):
     assert score(reference, box) == 0.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.equality import equal_expressions, proportional
 from megarl.rewards.mathematics.regions import region
 from megarl.rewards.mathematics.tree import Apply, Group, Node, Relation, Symbol, UnreadError, symbols, walk
 from megarl.rewards.mathematics.values import OutsideError, exact
 
 _MAX_UNORDERED = 40  # more items are compared in their order only
+_OTHER = frozenset({"vmatrix", "Vmatrix", "cases"})  # rows that are no matrix
 _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "\\subset": "\\supset", "\\supset": "\\subset",
            "\\subseteq": "\\supseteq", "\\supseteq": "\\subseteq", "\\in": "\\ni", "\\ni": "\\in"}  # fmt: skip
 _SYMMETRIC = frozenset({"=", "!=", "\\approx", "\\sim", "\\simeq", "\\cong", "\\perp", "\\parallel", "\\equiv"})
@@ -46,10 +48,30 @@ def normal(node: Node) -> Node:
             return normal(Group("list", lines, ","))
         made = node
     else:
-        made = node
+        made = _scaled(node)
     if isinstance(made, Group) and made.kind == "builder":
         return made
     return _both_signs(made) if _has_signs(made) else made
+
+
+def _scaled(node: Node) -> Node:
+    """A number times a matrix or a vector is the matrix of the products."""
+    if not isinstance(node, Apply) or node.name not in ("*", "neg"):
+        return node
+    grouped = [arg for arg in node.args if isinstance(arg, Group)]
+    if len(grouped) != 1:
+        return node
+    group = grouped[0]
+    if group.kind not in ("rows", "tuple") or group.marks not in ("()", *words.MATRICES - _OTHER):
+        return node
+
+    def scaled(item: Node) -> Node:
+        return Apply(node.name, tuple(item if arg is group else arg for arg in node.args))
+
+    if group.kind == "tuple":
+        return Group("tuple", tuple(map(scaled, group.items)), group.marks)
+    rows_made = (Group("row", tuple(map(scaled, row.items))) for row in group.items if isinstance(row, Group))
+    return Group("rows", tuple(rows_made), group.marks)
 
 
 def _has_signs(node: Node) -> bool:
@@ -166,7 +188,7 @@ def _groups(a: Group, b: Group) -> bool:
 
 
 def _matrix_kind(node: Group) -> str:
-    return node.marks if node.marks in ("vmatrix", "Vmatrix", "cases") else "matrix"
+    return node.marks if node.marks in _OTHER else "matrix"
 
 
 def _has_dots(node: Group) -> bool:
@@ -305,6 +327,14 @@ def _is_name(node: Node) -> bool:
     )
 
 
+def _same_name(a: Node, b: Node) -> bool:
+    """`y` and `y(x)` are the same name, `f(2)` and `f(3)` are not."""
+    if a == b or not (isinstance(a, Symbol) and isinstance(b, Symbol)):
+        return a == b
+    short, long = sorted((a.name, b.name), key=len)
+    return len(long) == len(short) + 3 and long[:-3] == short and long[-3] + long[-1] == "()" and long[-2].isalpha()
+
+
 def _is_value_of(relation: Relation, value: Node) -> bool:
     """`x = 5` and 5, `x \\in (1, 2)` and (1, 2): every side but the name is that value."""
     if relation.modulus is not None or (set(relation.ops) != {"="} and relation.ops != ("\\in",)):
@@ -348,7 +378,7 @@ def _single(a: Relation, b: Relation) -> bool:
         return True
     if a.ops == b.ops == ("=",):
         a, b = _name_first(a), _name_first(b)
-        if _is_name(a.sides[0]) and a.sides[0] == b.sides[0]:
+        if _is_name(a.sides[0]) and _same_name(a.sides[0], b.sides[0]):
             return _same(a.sides[1], b.sides[1])
     upright = [_turned(node) if node.ops[0] in (">", ">=") else node for node in (a, b)]
     if upright[0].ops != upright[1].ops:

@@ -9,9 +9,9 @@ from typing import Any
 from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError, symbols, walk
 from megarl.rewards.mathematics.values import (
     DIGITS,
-    Evaluation,
     OutsideError,
     context,
+    evaluate,
     exact,
     has_steps,
     is_complex,
@@ -24,7 +24,6 @@ from megarl.rewards.mathematics.values import (
 
 _RELATIVE = Fraction(1, 10**6)  # of the reference: how far a decimal may be from what it stands for
 _ENOUGH = 2  # points where both expressions are defined
-_MORE_DIGITS = 3 * DIGITS
 
 
 def equal_expressions(reference: Node, answer: Node) -> bool:
@@ -152,7 +151,7 @@ def _step(node: Node) -> Fraction | None:
         return None
     if node.name in ("neg", "%"):
         step = _step(node.args[0])
-        return None if step is None or node.name == "neg" else step / 100 if step is not None else None
+        return step / 100 if step is not None and node.name == "%" else step
     if node.name == "*" and len(node.args) == 2:
         step, scale = _step(node.args[0]), exact(node.args[1])
         if step is not None and scale is not None and _is_power_of_ten(node.args[1]):
@@ -172,12 +171,12 @@ def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
 
 def _constants_equal(reference: Node, answer: Node, steps: list[Fraction], base: float | None) -> bool:
     try:
-        left, right = (Evaluation({}, False, base).value(node) for node in (reference, answer))
+        left, right, digits = evaluate((reference, answer), {}, False, base)
     except OutsideError as error:
         raise UnreadError(str(error)) from error
-    if near(left, right) or _both_vanish(reference, answer, base, left, right):
+    if near(left, right, digits):
         return True
-    ctx = context()
+    ctx = context(digits)
     if not steps or ctx.isinf(left) or ctx.isinf(right) or isinstance(left, ctx.mpc) or isinstance(right, ctx.mpc):
         return False
     return _rounded(_fraction(left), _fraction(right), max(steps))
@@ -188,20 +187,10 @@ def _fraction(value: Any) -> Fraction:
     return Fraction(-int(mantissa) if sign else int(mantissa)) * Fraction(2) ** int(exponent)
 
 
-def _both_vanish(reference: Node, answer: Node, base: float | None, left: Any, right: Any) -> bool:
-    """Whether a difference that is small already is zero: it becomes smaller with every digit."""
-    ctx = context()
-    largest = max(abs(left), abs(right))
-    if ctx.isinf(largest) or ctx.mag(largest) > -100:
-        return False
-    again = [Evaluation({}, False, base, _MORE_DIGITS).value(node) for node in (reference, answer)]
-    return bool(max(abs(value) for value in again) < largest * ctx.mpf(10) ** (10 - DIGITS) or near(again[0], again[1]))
-
-
 def _agree(reference: Node, answer: Node, names: list[str], base: float | None) -> bool:
     compared = 0
-    for left, right in _value_pairs(reference, answer, names, base):
-        if not near(left, right) and not _vanish(left, right):
+    for left, right, digits in _values(reference, answer, names, base):
+        if not near(left, right, digits):
             return False
         compared += 1
     if compared < _ENOUGH:
@@ -209,14 +198,8 @@ def _agree(reference: Node, answer: Node, names: list[str], base: float | None) 
     return True
 
 
-def _vanish(left: Any, right: Any) -> bool:
-    """Variables are near 1, so what is this small at all points is zero."""
-    ctx = context()
-    return all(value == 0 or ctx.mag(value) < -140 for value in (left, right))
-
-
-def _value_pairs(reference: Node, answer: Node, names: list[str], base: float | None) -> Iterator[tuple[Any, Any]]:
-    """Both values at points where both are defined: over the reals, else at whole numbers, else complex."""
+def _values(reference: Node, answer: Node, names: list[str], base: float | None) -> Iterator[tuple[Any, Any, int]]:
+    """Both values, and their digits, where both are defined: over the reals, else at whole numbers, else complex."""
     complex_ = is_complex(reference, answer)
     attempts = [(points(names, has_steps(reference, answer)), not complex_)]
     if not complex_:
@@ -225,12 +208,11 @@ def _value_pairs(reference: Node, answer: Node, names: list[str], base: float | 
         found = []
         for point in at:
             try:
-                found.append(tuple(Evaluation(point, real, base).value(node) for node in (reference, answer)))
+                found.append(evaluate((reference, answer), point, real, base))
             except OutsideError:
                 continue
         if len(found) >= _ENOUGH:
-            for pair in found:
-                yield pair[0], pair[1]
+            yield from found
             return
 
 
@@ -254,14 +236,16 @@ def proportional(first: Node, second: Node, positive: bool) -> bool:
 
 
 def _is_multiple(first: Node, second: Node, names: list[str], base: float | None, positive: bool) -> bool:
-    ratios = []
-    for left, right in _value_pairs(first, second, names, base):
-        if _vanish(left, left) or _vanish(right, right):
+    ratios, least = [], 0
+    for left, right, digits in _values(first, second, names, base):
+        if not left or not right:  # an identity
             return False
         ratios.append(left / right)
-    ctx = context()
+        least = min(least or digits, digits)
+    ctx = context(least or DIGITS)
+    ratios = [ctx.convert(ratio) for ratio in ratios]
     if len(ratios) <= _ENOUGH or any(ctx.isinf(ratio) or ctx.isnan(ratio) for ratio in ratios):
         return False
-    if not all(near(ratio, ratios[0]) for ratio in ratios):
+    if not all(near(ratio, ratios[0], least) for ratio in ratios):
         return False
     return not positive or (isinstance(ratios[0], ctx.mpf) and bool(ratios[0] > 0))

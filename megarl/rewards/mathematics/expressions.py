@@ -19,6 +19,7 @@ from megarl.rewards.mathematics.tokens import Token, canonical
 from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError
 
 _MAX_DEPTH = 40
+_MAX_PHRASE = 4  # words of a unit: `miles per square hour`
 _CLOSING = {"(": ")", "[": "]"}
 _CALLED = frozenset("fghFGHP")  # `f(x)` is a value of a function, `x(y+1)` a product
 _SUPERSCRIPTS = frozenset({"\\circ", "\\degrees"})
@@ -255,7 +256,8 @@ class ExpressionReader(TokenReader):
         return None
 
     def _called(self, node: Symbol) -> Node:
-        if node.name[0] in _CALLED and node.kind == "variable" and self.next_is("("):
+        called = node.name[0] in _CALLED or (self.next_is(")", ahead=2) and self.next_is("=", ahead=3))  # y(x) = ...
+        if called and node.kind == "variable" and self.next_is("("):
             start = self.at
             self._bracket("(")
             return self._after_call(Symbol(node.name + canonical(self.tokens[start : self.at])))
@@ -266,21 +268,21 @@ class ExpressionReader(TokenReader):
 
     def _word(self, token: Token) -> Node:
         """A unit or a number in words (the longest run of words that is one), or words that stand for themselves."""
-        run = [token.text]
-        while (more := self.peek()) is not None and more.kind == "word":
-            run.append(more.text)
-            self.at += 1
-        start = self.at - len(run)
-        for length in range(min(len(run), 4), 0, -1):
-            node = known_words(" ".join(run[:length]))
+        start = self.at - 1
+        for length in range(_MAX_PHRASE, 0, -1):
+            run = self.tokens[start : start + length]
+            node = (
+                known_words(" ".join(word.text for word in run)) if all(word.kind == "word" for word in run) else None
+            )
             if node is not None:
-                self.at = start + length
+                self.at = start + len(run)
                 return node
+        while (more := self.peek()) is not None and more.kind == "word":
+            self.at += 1
+        run = self.tokens[start : self.at]
         if len(run) == 1 and len(token.text) == 1 and token.text.isascii():
             return letter(token.text)
-        if len(run) > 1:  # up to the next unit
-            return Symbol(canonical(self.tokens[start : self.at]), "word")
-        return Symbol(canonical([token]), "word")
+        return Symbol(canonical(run), "word")
 
     def _command(self, text: str) -> Node:
         name = text[1:]
@@ -304,9 +306,11 @@ class ExpressionReader(TokenReader):
             return self._decorated(name)
         if text in ("\\angle", "\\triangle", "\\measuredangle"):
             start = self.at
+            if self.next_is("{"):
+                self.skip_braces()
             while (token := self.peek()) is not None and token.kind in ("letter", "word") and self.at - start < 4:
                 self.at += 1
-            return Symbol(name + canonical(self.tokens[start : self.at]))
+            return Symbol(f"{name} {canonical(self.tokens[start : self.at])}".replace("{", "").replace("}", ""))
         if text in ("\\pi", "\\infty"):
             return Symbol(name, "constant")
         if text == "\\emptyset":
@@ -337,9 +341,10 @@ class ExpressionReader(TokenReader):
             self.expect("\\rangle")
             node = Group("tuple", inner.items if isinstance(inner, Group) and inner.kind == "list" else (inner,), "()")
         elif opening == "{":
-            inner = self.listing()
+            node = self.listing()
+            if self.take("\\choose"):
+                node = Apply("binom", (node, self.listing()))
             self.expect("}")
-            node = inner
         else:
             self.at -= 1
             node = self._bracket(opening)
@@ -397,7 +402,7 @@ class ExpressionReader(TokenReader):
         bottom = self.argument()
         numerator, denominator = self.tokens[start:middle], self.tokens[middle : self.at]
         if is_differential(numerator) and is_differential(denominator):
-            return Symbol(f"{canonical(numerator)}/{canonical(denominator)}")
+            return Symbol(f"{canonical(numerator)}/{canonical(denominator)}".replace(" ", ""))
         return Apply("*", (top, Apply("inv", (bottom,))))
 
     def _root(self) -> Node:
@@ -461,6 +466,8 @@ class ExpressionReader(TokenReader):
             else:
                 self.at += 1
         inside = canonical(self.tokens[start : self.at])
+        if not any(token.kind == "number" for token in self.tokens[start : self.at]):
+            inside = inside.replace(" ", "").replace("{", "").replace("}", "")  # A B and AB
         if not inside:
             raise UnreadError(f"\\{name} of nothing")
         if name in words.ALPHABETS:

@@ -92,6 +92,9 @@ class AnswerReader(ExpressionReader):
         parts = [self._sets()]
         while self.next_is(":") and not self.in_set:
             self.at += 1
+            following = self.peek()
+            if following is not None and following.text.startswith("0") and following.kind == "number":
+                raise UnreadError("a time of day")
             parts.append(self._sets())
         return parts[0] if len(parts) == 1 else Group("ratio", tuple(parts))
 

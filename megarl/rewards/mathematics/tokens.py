@@ -71,6 +71,9 @@ _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eig
           "eleven": 11, "twelve": 12, "sixteen": 16}  # fmt: skip
 _DAYTIME = re.compile(r"\b([AaPp])\.?\s?[Mm]\b\.?")
 _ABBREVIATED = re.compile(r"\b(sq|cu|ft|in|yd|hr|min|sec|lb|oz)\.(?!\d)")
+_SAID = re.compile(
+    r"(?:\\text\s*\{\s*)?(?:the\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:)\s*\}?(?=[^}]*$|[^{}]*\{)", re.IGNORECASE
+)
 _PROSE = frozenset({".", ",", "-", "'", "or", "and"})
 _CHOSEN = frozenset({"yes", "no", "true", "false"})
 
@@ -95,7 +98,8 @@ def clean(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    text = text.strip()
+    said = _SAID.match(text)
+    text = text[said.end() :].strip() if said is not None else text.strip()
     for left, right in (
         ("**", "**"),
         ("__", "__"),
@@ -412,8 +416,8 @@ def _without_braces(tokens: list[Token]) -> tuple[list[Token], list[bool]]:
             opened.append(index)
         elif token.text == "}" and token.kind == "mark" and opened:
             start = opened.pop()
-            if index - start <= 2:
-                dropped |= {start, index}
+            if index - start <= 1 or (index - start == 2 and (tokens[start + 1].kind != "word")):
+                dropped |= {start, index}  # not around a word: \\overline{CD} is no \\overline{C}D
     kept: list[Token] = []
     spaced: list[bool] = []
     space = apart = False  # apart: a brace stood between two numbers
@@ -435,9 +439,10 @@ def _alphanumeric(token: Token) -> bool:
 
 def _spelled(token: Token, prose: bool) -> str:
     if token.kind == "number":
-        return (
-            str(token.value) if token.value.denominator == 1 else token.text.rstrip("0") if token.places else token.text
-        )
+        if token.places is not None:
+            return token.text.rstrip("0").rstrip(".")
+        padded = token.text.startswith("0") and len(token.text) > 1  # 12:05
+        return token.text if padded or token.value.denominator != 1 else str(token.value)
     if token.kind == "word":
         short = len(token.text) <= 4 and token.text.isupper() and token.text.lower() not in _CHOSEN
         return token.text if short or (not prose and len(token.text) < 3) else token.text.lower()

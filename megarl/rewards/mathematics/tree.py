@@ -99,12 +99,3 @@ def walk(node: Node) -> Iterator[Node]:
 def symbols(node: Node, kind: str) -> set[str]:
     """Names of the symbols of a kind in a tree."""
     return {found.name for found in walk(node) if isinstance(found, Symbol) and found.kind == kind}
-
-
-def is_value(node: Node) -> bool:
-    """Whether a node is one number or expression, with nothing in it that has no value."""
-    return all(
-        isinstance(found, Number | Symbol | Apply)
-        and not (isinstance(found, Apply) and found.name in ("cup", "cap", "\\"))
-        for found in walk(node)
-    )

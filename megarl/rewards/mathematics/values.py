@@ -15,11 +15,14 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.rewards.mathematics import words
-from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError, symbols, walk
+from megarl.rewards.mathematics.tree import Apply, Node, Number, Symbol, UnreadError, symbols, walk
 
 DIGITS = 50
 _MAX_BITS = 20_000  # of an exact number
 _MAX_MAGNITUDE = 10_000_000  # of an approximate one: 2 to this power
+_BITS_PER_DIGIT = 3.3219
+_MAX_SPREAD = 40  # bits that may be lost in a sum before more digits are taken
+_MOST_DIGITS = 3_000
 _POINTS = 6
 _SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # of the variables at each point
 _FIRST_MIXED = 4  # from this point on, variables have signs of their own
@@ -102,11 +105,16 @@ class Evaluation:
         real: values off the real line are outside the domain.
         log_base: what `\\log` without a base means.
         digits: of the arithmetic.
+
+    Attributes:
+        spread: binary orders of magnitude between the terms of a sum: what is lost of the smaller ones.
     """
 
     def __init__(self, values: Mapping[str, Any], real: bool, log_base: float | None, digits: int = DIGITS) -> None:
         self.values, self.real, self.log_base = values, real, log_base
         self.ctx = context(digits)
+        self.kept = int((digits - 12) * _BITS_PER_DIGIT)  # bits that rounding leaves untouched
+        self.spread = 0
 
     def value(self, node: Node) -> Any:
         """The value of an expression.
@@ -140,8 +148,8 @@ class Evaluation:
             factor, dimension = words.UNITS[node.name]
             if not dimension:
                 return self.ctx.one
-            return self.values[f"unit {dimension}"] * factor.numerator / factor.denominator
-        return self.values[f"{node.kind} {node.name}"]
+            return self.ctx.convert(self.values[f"unit {dimension}"]) * factor.numerator / factor.denominator
+        return self.ctx.convert(self.values[f"{node.kind} {node.name}"])
 
     def _checked(self, value: Any) -> Any:
         ctx = self.ctx
@@ -160,7 +168,7 @@ class Evaluation:
     def _apply(self, name: str, args: list[Any]) -> Any:
         ctx, first = self.ctx, args[0]
         if name in ("+", "mixed"):
-            return ctx.fsum(args)
+            return self._sum(args)
         if name == "*":
             return ctx.fprod(args)
         if name == "neg":
@@ -194,13 +202,47 @@ class Evaluation:
             and ctx.mag(first) > 64
         ):
             raise UnreadError("an argument too large")
-        return function(*args)
+        value = function(*args)
+        if name in ("floor", "ceil", "max", "min", "abs", "norm"):
+            return value
+        return self._settled(value, first)
+
+    def _sum(self, args: list[Any]) -> Any:
+        """A sum whose rounding errors are zero."""
+        ctx = self.ctx
+        if any(map(ctx.isinf, args)):
+            return sum(args, ctx.zero)
+        total = ctx.fsum(args)
+        sizes = [ctx.mag(arg) for arg in args if arg]
+        if not sizes:
+            return total
+        self.spread = max(self.spread, max(sizes) - min(sizes))
+        least = max(sizes) - self.kept
+        if isinstance(total, ctx.mpc):
+            return ctx.mpc(*(part if part and ctx.mag(part) > least else 0 for part in (total.real, total.imag)))
+        return total if total and ctx.mag(total) > least else ctx.zero
+
+    def _settled(self, value: Any, argument: Any) -> Any:
+        """A value of a function, zero and poles without their rounding errors."""
+        ctx = self.ctx
+        if not value or ctx.isinf(value) or ctx.isinf(argument) or not argument or ctx.mag(argument) < -20:
+            return value
+        size = ctx.mag(value)
+        if size > self.kept and ctx.mag(argument) < 10:
+            raise OutsideError("a pole")
+        return ctx.zero if size < -self.kept else value
+
+    def _whole(self, value: Any, rounded: Callable[[Any], Any]) -> Any:
+        """A floor or a ceiling, of a whole number itself."""
+        nearest = self.ctx.nint(value)
+        distance = abs(value - nearest)
+        return nearest if not distance or self.ctx.mag(distance) < -self.kept else rounded(value)
 
     def _function(self, name: str) -> Callable[..., Any] | None:
         ctx = self.ctx
         named = {
-            "abs": abs, "floor": ctx.floor, "ceil": ctx.ceil, "max": max, "min": min, "sgn": ctx.sign, "Re": ctx.re,
-            "Im": ctx.im, "cis": lambda x: ctx.expj(x), "norm": abs,
+            "floor": lambda x: self._whole(x, ctx.floor), "ceil": lambda x: self._whole(x, ctx.ceil), "max": max,
+            "min": min, "abs": abs, "norm": abs, "sgn": ctx.sign, "Re": ctx.re, "Im": ctx.im, "cis": ctx.expj,
             **{f"arc{short}": getattr(ctx, f"a{short}") for short in ("sin", "cos", "tan", "cot", "sec", "csc")},
             **{f"arc{short}": getattr(ctx, f"a{short}") for short in ("sinh", "cosh", "tanh")},
             **{f"a{short}": getattr(ctx, f"a{short}") for short in ("sin", "cos", "tan")},
@@ -214,7 +256,7 @@ class Evaluation:
     def _log(self, value: Any) -> Any:
         if value == 0:
             raise OutsideError("the logarithm of 0")
-        return self.ctx.log(value)
+        return self._settled(self.ctx.log(value), value)
 
     def _power(self, base: Any, exponent: Any) -> Any:
         ctx = self.ctx
@@ -242,6 +284,28 @@ class Evaluation:
         if name == "binom":
             return self.ctx.binomial(*args)
         return self.ctx.factorial(args[0]) if name == "!" else self.ctx.fac2(args[0])
+
+
+def evaluate(
+    nodes: tuple[Node, Node], values: Mapping[str, Any], real: bool, base: float | None
+) -> tuple[Any, Any, int]:
+    """Two values at one point, and the digits that they have.
+
+    Raises:
+        OutsideError: one of them is not defined there.
+        UnreadError: one has no value anywhere, or none with a bounded number of digits.
+    """
+    digits = DIGITS
+    while True:
+        evaluations = [Evaluation(values, real, base, digits) for _ in nodes]
+        left, right = (evaluation.value(node) for evaluation, node in zip(evaluations, nodes, strict=True))
+        spread = max(evaluation.spread for evaluation in evaluations)
+        needed = DIGITS + math.ceil(spread / _BITS_PER_DIGIT)
+        if spread <= _MAX_SPREAD or needed <= digits:
+            return left, right, digits
+        digits = 100 * math.ceil((needed + 20) / 100)
+        if digits > _MOST_DIGITS:
+            raise UnreadError("terms of too different sizes")
 
 
 def unknowns(*nodes: Node) -> list[str]:
@@ -325,8 +389,3 @@ def near(left: Any, right: Any, digits: int = DIGITS) -> bool:
     if ctx.isinf(left) or ctx.isinf(right):
         return bool(left == right)
     return bool(abs(left - right) <= ctx.mpf(10) ** (10 - digits) * max(abs(left), abs(right)))
-
-
-def has_values(*nodes: Node) -> bool:
-    """Whether nodes are expressions, so that evaluating them is worth trying."""
-    return not any(isinstance(found, Group) for node in nodes for found in walk(node))
