@@ -17,30 +17,30 @@ INFINITY = Symbol("infty", "constant")
 
 
 @dataclass(frozen=True)
-class End:
+class Endpoint:
     """An end of an interval: its value exactly where it is rational, and approximately."""
 
     node: Node
     exact: Fraction | None
     value: Any
 
-    def same(self, other: End) -> bool:
+    def same(self, other: Endpoint) -> bool:
         """Whether both are the same number."""
         if self.exact is not None and other.exact is not None:
             return self.exact == other.exact
         return near(self.value, other.value)
 
-    def below(self, other: End) -> bool:
+    def below(self, other: Endpoint) -> bool:
         """Whether this number is smaller."""
         return not self.same(other) and bool(self.value < other.value)
 
 
 @dataclass(frozen=True)
-class Span:
+class RealInterval:
     """An interval; a point has both ends equal and closed."""
 
-    low: End
-    high: End
+    low: Endpoint
+    high: Endpoint
     with_low: bool
     with_high: bool
 
@@ -49,7 +49,7 @@ class Span:
 class Region:
     """A union of intervals in order, of one variable (None: of whatever is meant)."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[RealInterval, ...]
     variable: str | None = None
 
     def same(self, other: Region) -> bool:
@@ -58,7 +58,7 @@ class Region:
         return named and len(self.spans) == len(other.spans) and all(map(_same_span, self.spans, other.spans))
 
 
-def _same_span(a: Span, b: Span) -> bool:
+def _same_span(a: RealInterval, b: RealInterval) -> bool:
     closed = (a.with_low, a.with_high) == (b.with_low, b.with_high)
     return closed and a.low.same(b.low) and a.high.same(b.high)
 
@@ -85,15 +85,15 @@ def _region(node: Node) -> Region:
 
 def everything(variable: str | None = None) -> Region:
     """All real numbers."""
-    return Region((Span(_end(Apply("neg", (INFINITY,))), _end(INFINITY), False, False),), variable)
+    return Region((RealInterval(_end(Apply("neg", (INFINITY,))), _end(INFINITY), False, False),), variable)
 
 
-def _end(node: Node) -> End:
+def _end(node: Node) -> Endpoint:
     rational = exact(node)
     value = Evaluation({}, real=True, log_base=None).value(node) if not _free(node) else None
     if value is None:
         raise UnreadError("an end with variables")
-    return End(node, rational, value)
+    return Endpoint(node, rational, value)
 
 
 def _free(node: Node) -> set[str]:
@@ -105,7 +105,7 @@ def _group(node: Group) -> Region:
         low, high = map(_end, node.items)
         if not low.below(high):
             raise UnreadError("no interval")
-        return Region((Span(low, high, node.marks[0] == "[", node.marks[1] == "]"),))
+        return Region((RealInterval(low, high, node.marks[0] == "[", node.marks[1] == "]"),))
     if node.kind == "set":
         return _union([_point(item) for item in node.items])
     if node.kind == "builder":
@@ -206,11 +206,11 @@ def _distance(inside: Node, op: str, limit: Node) -> Region:
     return _named(_intersection(upper, lower) if op[0] == "<" else _union([upper, lower]), [upper, lower])
 
 
-def _half(end: End, op: str, variable: str) -> Region:
+def _half(end: Endpoint, op: str, variable: str) -> Region:
     whole = everything().spans[0]
-    below, above = Span(whole.low, end, False, op == "<="), Span(end, whole.high, op == ">=", False)
+    below, above = RealInterval(whole.low, end, False, op == "<="), RealInterval(end, whole.high, op == ">=", False)
     if op == "=":
-        return Region((Span(end, end, True, True),), variable)
+        return Region((RealInterval(end, end, True, True),), variable)
     if op == "!=":
         return Region((below, above), variable)
     return Region((below if op[0] == "<" else above,), variable)
@@ -218,7 +218,7 @@ def _half(end: End, op: str, variable: str) -> Region:
 
 def _point(node: Node) -> Region:
     end = _end(node)
-    return Region((Span(end, end, True, True),))
+    return Region((RealInterval(end, end, True, True),))
 
 
 def _operation(node: Apply) -> Region:
@@ -247,7 +247,7 @@ def _union(parts: list[Region]) -> Region:
     if len(spans) > _MAX_PARTS:
         raise UnreadError("too many intervals")
     spans.sort(key=lambda span: (context().mpf(span.low.value), not span.with_low))
-    made: list[Span] = []
+    made: list[RealInterval] = []
     for span in spans:
         last = made[-1] if made else None
         if (
@@ -257,7 +257,7 @@ def _union(parts: list[Region]) -> Region:
         ):
             made.append(span)
         elif last.high.below(span.high) or (last.high.same(span.high) and span.with_high):
-            made[-1] = Span(last.low, span.high, last.with_low, span.with_high)
+            made[-1] = RealInterval(last.low, span.high, last.with_low, span.with_high)
     return Region(tuple(made))
 
 
@@ -266,10 +266,10 @@ def _complement(part: Region) -> Region:
     made, low, with_low = [], whole.low, False
     for span in part.spans:
         if low.below(span.low) or (low.same(span.low) and with_low and not span.with_low):
-            made.append(Span(low, span.low, with_low, not span.with_low))
+            made.append(RealInterval(low, span.low, with_low, not span.with_low))
         low, with_low = span.high, not span.with_high
     if low.below(whole.high):
-        made.append(Span(low, whole.high, with_low, False))
+        made.append(RealInterval(low, whole.high, with_low, False))
     return Region(tuple(made), part.variable)
 
 
@@ -286,5 +286,5 @@ def _intersection(left: Region, right: Region) -> Region:
             if a.high.same(b.high):
                 with_high = a.with_high and b.with_high
             if low.below(high) or (low.same(high) and with_low and with_high):
-                made.append(Span(low, high, with_low, with_high))
+                made.append(RealInterval(low, high, with_low, with_high))
     return Region(tuple(made), left.variable)
