@@ -43,19 +43,21 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def unboxed(text: str) -> list[str]:
-    """What a response without a box may mean, the likeliest first."""
-    found = []
+    """What a response without a box answers: two readings of what it calls the answer, else of its end.
+
+    >>> unboxed("The answer is $x = 5$."), unboxed("so we have 3 + 4 = 7")
+    (['$x = 5$', 'x = 5'], ['so we have 3 + 4 = 7', '7'])
+    """
     said = _last(_SAID, text)
-    if said is not None:
-        found.append(text[said.end() :].strip().partition("\n")[0].rstrip(" ."))
-    formula = _last(_FORMULA, text)
-    if formula is not None:
+    rest = text[said.end() :].strip() if said is not None else text.strip()
+    lines = rest.split("\n")
+    formula, number = _last(_FORMULA, rest), _last(_NUMBER, rest)
+    found = [(lines[0] if said is not None else lines[-1]).strip().rstrip(" .")]
+    if formula is not None and (number is None or number.start() < formula.end()):
         found.append(next(group for group in formula.groups() if group is not None))
-    number = _last(_NUMBER, text)
-    if number is not None and (formula is None or number.start() >= formula.end()):
+    elif number is not None:
         found.append(number.group())
-    last_line = text.strip().rpartition("\n")[2].strip()
-    return [*found, last_line]
+    return found
 
 
 def equal(reference: str, answer: str) -> bool:
