@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
 from megarl.errors import ConfigError
@@ -138,4 +140,5 @@ def expert_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> li
 
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
-    return [value for value in range(1, number + 1) if number % value == 0]
+    low = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return low + [number // value for value in reversed(low) if value * value != number]

@@ -17,6 +17,8 @@ from megarl.dag.placement import Placement
 from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
 
+#: Lowest temperature but 0: logits of hundreds, divided by it, keep their differences in float32.
+_COLDEST = 1e-3
 #: Learning rates beyond which AdamW breaks fresh and trained transformers; tiny ones still learn just below.
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
 
@@ -221,6 +223,16 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
             allowed="number > 0",
             fix="set rollout.sampling.temperature=1",
         )
+    for key, temperature in (("rollout", training.temperature), ("validation", own.temperature)):
+        if 0 < temperature < _COLDEST:
+            checks.fail(
+                "sampling",
+                f"{key}.sampling.temperature",
+                "logits divided by so little are no numbers any more",
+                found=temperature,
+                allowed=f"0, or number from {_COLDEST} to 100",
+                fix=f"set {key}.sampling.temperature=" + ("1" if key == "rollout" else "0, which is greedy"),
+            )
     if training.top_p < 1 or training.top_k > 0:
         checks.warn(
             "sampling",

@@ -28,7 +28,7 @@ class PolicyLossConfig(ComponentSection):
     name: str = Field("ppo", description="registered loss, file.py:fn or pkg.mod:fn")
     aggregation: Aggregation = Field("token-mean", description="how token losses become one number")
     sum_norm: PositiveFloat | None = Field(None, description="divisor of seq-mean-token-sum-norm")
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    entropy_coef: float = Field(0.0, ge=-1, le=1, description="weight of the entropy bonus; negative: a penalty")
 
     def of(self, name: str) -> PolicyLossConfig:
         """What all losses share, for another loss with its defaults."""
@@ -47,7 +47,7 @@ class KLConfig(ComponentSection):
         "low_var_kl",
         description="kl, abs, mse, low_var_kl, their straight-through '+' forms, file.py:fn or pkg.mod:fn",
     )
-    coef: NonNegativeFloat = Field(0.001, description="weight; the starting value when adaptive")
+    coef: NonNegativeFloat = Field(0.001, le=1000, description="weight; the starting value when adaptive")
     adaptive: bool = Field(False, description="adapt coef towards target (reward form only)")
     target: PositiveFloat = Field(0.1, description="target KL of the adaptive controller")
     horizon: PositiveInt = Field(10_000, description="horizon of the adaptive controller, in samples")
@@ -119,7 +119,9 @@ class DistillationConfig(ComponentSection):
 
     named_by: ClassVar[str] = "estimator"
 
-    coef: NonNegativeFloat = Field(0.0, description="weight of the estimate of KL(policy || teacher); 0: no term")
+    coef: NonNegativeFloat = Field(
+        0.0, le=1000, description="weight of the estimate of KL(policy || teacher); 0: no term"
+    )
     estimator: str = Field("low_var_kl+", description="as algorithm.kl.estimator")
 
 
@@ -127,7 +129,7 @@ class OverlongConfig(Section):
     """DAPO: soft penalty for responses near the length limit."""
 
     buffer_tokens: PositiveInt | None = Field(None, description="length of the penalty zone; null: no penalty")
-    factor: PositiveFloat = Field(1.0, description="penalty at the limit")
+    factor: PositiveFloat = Field(1.0, le=1000, description="penalty at the limit")
 
 
 class AlgorithmConfig(Section):

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+import annotated_types
+from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic_core import PydanticCustomError
 
 from megarl.errors import ConfigError
+
+#: Largest integer of a recipe: beyond it JSON and floating-point numbers lose digits, and no count is as large.
+LARGEST = 2**53
+#: A year at most: beyond, clocks of libraries overflow.
+Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(31_536_000)]
 
 
 class Section(BaseModel):
@@ -20,6 +27,14 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_no_larger(cls, value: Any) -> Any:
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and abs(number) > LARGEST:
+                raise PydanticCustomError("less_than_largest", "an integer of a recipe has 15 digits at most")
+        return value
 
 
 class ComponentSection(Section):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import annotated_types
 from pydantic import Field, PositiveInt
 
-from megarl.config.base import Section
+from megarl.config.base import Seconds, Section
 
 
 class DataConfig(Section):
@@ -38,7 +39,7 @@ class DataConfig(Section):
     )
     max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are overlong")
     overlong: Literal["filter", "error"] = Field("filter", description="drop overlong prompts (counted) or stop")
-    batch_size: PositiveInt = Field(32, description="prompts per training step over all ranks")
+    batch_size: PositiveInt = Field(32, le=1_000_000_000, description="prompts per training step over all ranks")
     val_batch_size: PositiveInt | None = Field(None, description="prompts per validation round; null: all at once")
     max_val_samples: PositiveInt | None = Field(None, description="validate on the first N held-out prompts; null: all")
     shuffle: bool = Field(True, description="shuffle each epoch by seed and epoch number")
@@ -56,12 +57,18 @@ class RewardConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     mode: Literal["batch", "sequential"] = Field("batch", description="function takes a list, or one sample at a time")
     workers: PositiveInt = Field(
-        1, description="processes per data-parallel rank that score; one of an included reward but math is a thread"
+        1,
+        le=1024,
+        description="processes per data-parallel rank that score; one of an included reward but math is a thread",
     )
-    timeout_s: float = Field(300.0, gt=0, description="deadline for one batch of rewards")
-    sample_timeout_s: float = Field(
-        60.0, gt=0, description="deadline of one sample, for functions that get one at a time (also the included ones)"
+    timeout_s: Seconds = Field(300.0, description="deadline for one batch of rewards")
+    sample_timeout_s: Seconds = Field(
+        60.0, description="deadline of one sample, for functions that get one at a time (also the included ones)"
     )
-    on_error: float | Literal["raise"] = Field(
+    timeout_s: Seconds = Field(300.0, description="deadline for one batch of rewards")
+    sample_timeout_s: Seconds = Field(
+        60.0, description="deadline of one sample, for functions that get one at a time (also the included ones)"
+    )
+    on_error: Annotated[float, annotated_types.Ge(-1e15), annotated_types.Le(1e15)] | Literal["raise"] = Field(
         "raise", description="stop and name the sample, or the score that a failing sample gets"
     )

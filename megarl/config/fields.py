@@ -14,7 +14,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megarl.config.base import ComponentSection, Section
+from megarl.config.base import LARGEST, ComponentSection, Section
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, close_matches
 
@@ -166,8 +166,8 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
 def _bounds(metadata: list[Any]) -> str:
     words = [
         f"{sign} {getattr(item, attribute)}"
-        for item in metadata
         for kind, (sign, attribute) in _BOUNDS.items()
+        for item in metadata
         if isinstance(item, kind)
     ]
     return " and ".join(words)
@@ -185,6 +185,8 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
     """
     out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
     allowed, form = describe_allowed(info), _form(detail)
+    if detail["type"] == "less_than_largest":
+        allowed += f", of at most {LARGEST:,}"
     fix: str | None
     if value is None and section_of(info):
         what, fix = f"the section {path} is empty", "give it keys, or remove the line to use the defaults"

@@ -11,11 +11,10 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
 )
 
-from megarl.config.base import Section
+from megarl.config.base import Seconds, Section
 
 
 def _one_word(text: str) -> str:
@@ -287,7 +286,7 @@ class LaunchConfig(Section):
     preflight_disk_gb: NonNegativeFloat = Field(
         1.0, description="free GB that a node must have for the run folder, and for temporary files"
     )
-    preflight_clock_s: PositiveFloat = Field(
+    preflight_clock_s: Seconds = Field(
         1.0, description="seconds that the clock of a node may differ from the median of all"
     )
     preflight_bandwidth: Annotated[float, Field(ge=0, lt=1)] = Field(

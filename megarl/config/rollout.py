@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from megarl.config.base import Section
+from megarl.config.base import Seconds, Section
 from megarl.config.model import ParallelConfig
 from megarl.config.sglang import SGLangConfig
 
@@ -16,7 +16,7 @@ class SamplingConfig(Section):
     """How tokens are drawn."""
 
     n: PositiveInt = Field(1, description="samples per prompt")
-    temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
+    temperature: NonNegativeFloat = Field(1.0, le=100, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; 1 keeps everything")
     top_k: NonNegativeInt = Field(0, description="keep the k likeliest tokens; 0 keeps everything")
     max_new_tokens: PositiveInt = Field(256, description="response length limit, end token included")
@@ -36,7 +36,7 @@ class LimitsConfig(Section):
     tokens: PositiveInt | None = Field(
         None, description="tokens after the first observation, those of the environment too; null: max_new_tokens"
     )
-    seconds: PositiveFloat | None = Field(
+    seconds: Seconds | None = Field(
         None,
         description="seconds of wall time; turns that are under way then end with what there is. null: no limit. "
         "Set, runs are not repeatable",
@@ -85,7 +85,7 @@ class HeldOutSamplingConfig(Section):
     """How tokens of held-out responses are drawn: one greedy response, and what is not said is as in training."""
 
     n: PositiveInt = Field(1, description="samples per prompt")
-    temperature: NonNegativeFloat = Field(0.0, description="0 is greedy")
+    temperature: NonNegativeFloat = Field(0.0, le=100, description="0 is greedy")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus mass; null: as rollout.sampling")
     top_k: NonNegativeInt | None = Field(None, description="keep the k likeliest tokens; null: as rollout.sampling")
     max_new_tokens: PositiveInt | None = Field(None, description="response length limit; null: as rollout.sampling")

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.asynchrony import AsyncConfig
-from megarl.config.base import Section
+from megarl.config.base import Seconds, Section
 from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.launch import LaunchConfig
@@ -43,10 +43,11 @@ class TrainerConfig(Section):
 class ClusterConfig(Section):
     """Processes and deadlines."""
 
-    nproc: PositiveInt = Field(1, description="worker processes over all nodes, one per device")
-    nnodes: PositiveInt = Field(1, description="machines")
+    nproc: PositiveInt = Field(1, le=1_000_000, description="worker processes over all nodes, one per device")
+    nnodes: PositiveInt = Field(1, le=1_000_000, description="machines")
     device_memory_gb: PositiveFloat | None = Field(
         None,
+        le=100_000,
         description="GB of memory of each GPU that the recipe is meant for, which estimates are held against; null: "
         "whatever the machine has. Set, the run does not start on a machine without GPUs",
     )
@@ -57,8 +58,8 @@ class ClusterConfig(Section):
         True,
         description="CPU workers keep freed memory for reuse (settings of glibc's malloc), which is faster",
     )
-    timeout_s: PositiveFloat = Field(600.0, description="deadline of every wait on another process")
-    start_timeout_s: PositiveFloat = Field(300.0, description="deadline for all workers to report in")
+    timeout_s: Seconds = Field(600.0, description="deadline of every wait on another process")
+    start_timeout_s: Seconds = Field(300.0, description="deadline for all workers to report in")
     max_restarts: NonNegativeInt = Field(
         0,
         description="restarts of a run that lost a worker, from its newest checkpoint, until one reaches a newer one; "
@@ -74,7 +75,9 @@ class TrackingConfig(Section):
     mlflow_uri: str | None = Field(None, description="MLflow tracking URI; null: sqlite:///<dir>/mlflow.db")
     report: bool = Field(True, description="write report.html at the end")
     peak_tflops: PositiveFloat | None = Field(
-        None, description="peak TFLOP/s per device for MFU; null: the device's known value, measured on a CPU"
+        None,
+        le=1_000_000_000,
+        description="peak TFLOP/s per device for MFU; null: the device's known value, measured on a CPU",
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megarl.config.base import Section
+from megarl.config.base import Seconds, Section
 from megarl.errors import ConfigError
 
 
@@ -81,9 +81,9 @@ class SGLangConfig(Section):
         "several the one that reaches the first machine",
     )
     max_concurrency: PositiveInt = Field(128, description="samples in flight per server")
-    start_timeout_s: PositiveFloat = Field(300.0, description="deadline for a server to be ready")
-    request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one sample")
-    health_timeout_s: PositiveFloat = Field(
+    start_timeout_s: Seconds = Field(300.0, description="deadline for a server to be ready")
+    request_timeout_s: Seconds = Field(600.0, description="deadline of one sample")
+    health_timeout_s: Seconds = Field(
         60.0, description="a server that gives no sign of life for so long is taken for dead"
     )
     max_restarts: NonNegativeInt = Field(3, description="restarts of each server in a run")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
-from megarl.config.base import Section
+from megarl.config.base import Seconds, Section
 
 
 class SyncConfig(Section):
@@ -34,7 +34,7 @@ class SyncConfig(Section):
         description="compare checksums of all tensors on a server with the trainer's; first: at its first "
         "synchronisation since it started",
     )
-    timeout_s: PositiveFloat = Field(300.0, description="deadline of every single step of a synchronisation")
+    timeout_s: Seconds = Field(300.0, description="deadline of every single step of a synchronisation")
     address: str | None = Field(
         None,
         description="address at which servers reach a trainer of one machine (distributed); null: every sender takes "

@@ -14,7 +14,7 @@ from megarl.config.model import ParallelConfig
 class OptimConfig(Section):
     """AdamW and its schedule. Steps are optimizer steps."""
 
-    lr: PositiveFloat = Field(1e-6, description="peak learning rate")
+    lr: PositiveFloat = Field(1e-6, le=1, description="peak learning rate")
     min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after warm-up")
     warmup_steps: NonNegativeInt = Field(
@@ -24,10 +24,10 @@ class OptimConfig(Section):
         None, ge=0, lt=1, description="the same as a share of the run's optimizer steps; in place of warmup_steps"
     )
     decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: the whole run")
-    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
+    weight_decay: NonNegativeFloat = Field(0.01, le=100, description="decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="first-moment decay")
     beta2: float = Field(0.999, ge=0, lt=1, description="second-moment decay")
-    eps: PositiveFloat = Field(1e-8, description="denominator constant")
+    eps: PositiveFloat = Field(1e-8, le=1, description="denominator constant")
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient-norm clip; 0 turns it off")
 
     def warmup(self, total_steps: int) -> int:
@@ -61,7 +61,9 @@ class ActorConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
     mini_batch_size: PositiveInt | None = Field(
-        None, description="prompts per optimizer step over all ranks; null: data.batch_size (one step, on-policy)"
+        None,
+        le=1_000_000_000,
+        description="prompts per optimizer step over all ranks; null: data.batch_size (one step, on-policy)",
     )
     ppo_epochs: PositiveInt = Field(1, description="passes over the step's samples")
     shuffle: bool = Field(False, description="deal the prompts to mini-batches at random, differently in every pass")
@@ -81,7 +83,9 @@ class CriticConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
     mini_batch_size: PositiveInt | None = Field(
-        None, description="prompts per optimizer step over all ranks; null: data.batch_size (one step)"
+        None,
+        le=1_000_000_000,
+        description="prompts per optimizer step over all ranks; null: data.batch_size (one step)",
     )
     ppo_epochs: PositiveInt = Field(1, description="passes over the step's samples")
     shuffle: bool = Field(False, description="as actor.shuffle")
@@ -115,7 +119,7 @@ class SFTConfig(Section):
     """Supervised fine-tuning: a cold start before RL, or `megarl sft` by itself."""
 
     steps: NonNegativeInt = Field(0, description="optimizer steps; 0 skips the phase")
-    batch_size: PositiveInt = Field(64, description="examples per optimizer step over all ranks")
+    batch_size: PositiveInt = Field(64, le=1_000_000_000, description="examples per optimizer step over all ranks")
     response_key: str = Field(
         "answer",
         description="column of the response to learn: text, or chat messages; data.prompt_key's own: that column holds "

@@ -16,6 +16,7 @@ Sample = dict[str, Any]
 Result = dict[str, Any]
 ERROR_KEY = "_error"  # marks a result that `on_error` supplied
 EXTRACTED_KEY = "extracted"  # the one part that may be text: the answer read from the response, for majority votes
+LARGEST = 1e15  # of a score and its parts
 MAX_PARTS, MAX_NAME, MAX_EXTRACTED = 1000, 200, 4096  # of a result; the others are characters
 
 
@@ -139,6 +140,8 @@ def _finite(value: Any, part: str) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise _Refused(f"returned {number}{part}")
+    if abs(number) > LARGEST:
+        raise _Refused(f"returned {number:g}{part}; allowed: up to {LARGEST:g}, whose squares float32 can hold")
     return number
 
 

@@ -153,7 +153,7 @@ def test_missing_parent_names_the_line_and_the_nearest_file(write):
     ("override", "path", "value"),
     [
         ("actor.optim.lr=1e-6", "actor.optim.lr", 1e-6),
-        ("actor.optim.lr=3", "actor.optim.lr", 3.0),
+        ("actor.optim.lr=1", "actor.optim.lr", 1.0),
         ("name=a=b", "name", "a=b"),
         ("name=12", "name", "12"),
         ("name=null", "name", "null"),
@@ -266,7 +266,7 @@ def test_misspelt_key_of_a_parent_names_the_parent(write):
         ("algorithm: {advantage: {name: gae, gamma: 1.5}}", ["out of range", ">= 0 and <= 1"]),
         ("data: {train_files: a.jsonl}", ["data.train_files has a wrong type", "list of text values"]),
         ("data: {train_files: [a, 3]}", ["data.train_files has a wrong type"]),
-        ("reward: {on_error: stop}", ["number, or raise"]),
+        ("reward: {on_error: stop}", ["number >= -1000000000000000.0 and <= 1000000000000000.0, or raise"]),
         ("actor: {optim: {lr: .nan}}", ["actor.optim.lr"]),
     ],
 )
@@ -330,7 +330,7 @@ awkward = texts | st.sampled_from(
     name=awkward,
     files=st.lists(awkward.filter(no_home), max_size=3),
     kwargs=st.dictionaries(awkward, plain),
-    lr=st.floats(1e-30, 1e30),
+    lr=st.floats(1e-30, 1),
 )
 def test_dump_loads_back_equal(tmp_path_factory, name, files, kwargs, lr):
     config = RunConfig(

@@ -54,13 +54,19 @@ class ClipSettings(Settings):
     clip_high: NonNegativeFloat = Field(0.2, description="upper clip range (gmpo: of the log-ratio)")
 
 
+class RatioClipSettings(ClipSettings):
+    """The clip range of a ratio, which is never below 0."""
+
+    clip_low: NonNegativeFloat = Field(0.2, le=1, description="lower clip range; 1: no lower bound")
+
+
 class SequenceClipSettings(ClipSettings):
     """The clip range, and a bound of -A s for A < 0 which the papers do not have."""
 
     dual_clip: PositiveFloat | None = Field(None, gt=1, description="bound of -A*s for A < 0; null: no bound")
 
 
-class DualClipSettings(ClipSettings):
+class DualClipSettings(RatioClipSettings):
     """The clip range, and the bound of -A r for A < 0."""
 
     dual_clip: PositiveFloat | None = Field(3.0, gt=1, description="bound of -A*r for A < 0; null: no bound")
