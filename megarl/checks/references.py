@@ -62,16 +62,28 @@ def check_reward_kwargs(tree: ast.Module, reference: str, kwargs: dict[str, obje
         reference: `file.py:fn` or `pkg.mod:fn`.
         kwargs: `reward.kwargs`.
     """
-    function = reference.rpartition(":")[2]
-    found = [node for node in _statements(tree.body) if isinstance(node, _FUNCTIONS) and node.name == function]
-    if len(found) != 1 or found[0].decorator_list:  # a decorator may change what the function takes
+    found = _definition(tree, reference)
+    if found is None:
         return
-    signature = _signature(found[0].args)
+    signature = _signature(found.args)
     try:
         bind(signature, kwargs)
     except TypeError as error:
-        text = f"{function}({ast.unparse(found[0].args)})"
+        text = f"{found.name}({ast.unparse(found.args)})"
         raise kwargs_error(reference, kwargs, signature, text, error) from error
+
+
+def signature_of(tree: ast.Module, reference: str) -> inspect.Signature | None:
+    """What the function of a reference takes, as far as its source `tree` tells; None: not at all."""
+    found = _definition(tree, reference)
+    return None if found is None else _signature(found.args)
+
+
+def _definition(tree: ast.Module, reference: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    function = reference.rpartition(":")[2]
+    found = [node for node in _statements(tree.body) if isinstance(node, _FUNCTIONS) and node.name == function]
+    # A decorator may change what the function takes.
+    return found[0] if len(found) == 1 and not found[0].decorator_list else None
 
 
 def strings(tree: ast.Module) -> set[str]:

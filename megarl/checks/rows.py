@@ -10,19 +10,25 @@ is looked at then, and whether there is a template.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checks.files import trains_supervised
+from megarl.checks.recipe import ConfigWarning
+from megarl.checks.references import check_reference, signature_of
 from megarl.config.run import RunConfig
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
 from megarl.data.messages import Message, response_of
 from megarl.data.render import Chat, Split, render_prompts, tokenize, uses_chat, within_limit
-from megarl.data.rows import Row, reference_of
+from megarl.data.rows import Row, hidden_columns, reference_of
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
 from megarl.data.templates import no_chat_template, prompt_formatter
+from megarl.errors import ConfigError
+from megarl.rewards import REWARDS
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
+from megarl.rewards.signatures import OWN, columns_of, form_of
 
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
 _TOKENIZE_S = 2.0
@@ -53,13 +59,12 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     chat = _contents if chats else None
     deadline = clock() + _TOKENIZE_S
     rows = _Rows(config, tokenizer, chat, lambda: clock() < deadline)
-    scored = job != "generate" and reads_answers(config)
-    read = rows.check("val", data.val_files, scored=scored)
+    read = rows.check("val", data.val_files, scored=job != "generate")
     if job in ("eval", "generate"):
         return read
     supervised, examples = trains_supervised(config, job), config.sft.train_files
     response = config.sft.response_key if supervised else None
-    read |= rows.check("train", data.train_files, None if examples else response, scored=scored and job == "train")
+    read |= rows.check("train", data.train_files, None if examples else response, scored=job == "train")
     if supervised and examples:
         read |= rows.check("train", examples, response)
     return read
@@ -79,7 +84,7 @@ class _Rows:
 
         Args:
             response: the column that supervised examples learn.
-            scored: something reads their reference answers.
+            scored: samples of them get a score.
         """
         data, whole = self.config.data, self.config.whole_conversations
         known = [row for source in sources if _is_readable_here(source) for row in load_rows(source)]
@@ -87,6 +92,7 @@ class _Rows:
             row.column(data.prompt_key, "data.prompt_key")
         if scored:
             self._check_answers(known)
+            self._check_columns(known)
         answers = [self._response(row, response) for row in known if response]
         ids: list[list[int]] = []
         for start in range(0, len(known), _AT_ONCE):
@@ -105,9 +111,34 @@ class _Rows:
 
     def _check_answers(self, rows: Sequence[Row]) -> None:
         key = self.config.data.answer_key
+        if not reads_answers(self.config):
+            return
         answers = [(row, reference_of(row, key, demanded=True)) for row in rows]
         if uses_reward(self.config):
             check_answers(self.config.reward, key, answers)
+
+    def _check_columns(self, rows: Sequence[Row]) -> None:
+        """What a user's reward function reads: columns that it takes as parameters, and those that samples hide."""
+        config, name = self.config, self.config.reward.name
+        if name in REWARDS.names() or not uses_reward(config):
+            return
+        tree = check_reference(name, REWARDS.key)
+        signature = None if tree is None else signature_of(tree, name)
+        wanted = [] if signature is None else columns_of(signature, config.reward.kwargs)
+        hidden: dict[str, None] = {}
+        for row in rows:
+            for column in wanted:
+                if column not in ("answer", "data_source"):
+                    row.column(column, f"the parameter {column} of {name}")
+            hidden |= dict.fromkeys(hidden_columns(row, config.data.prompt_key, config.data.answer_key))
+        if hidden and signature is not None and form_of(signature) is OWN:
+            problem = ConfigError(
+                "samples have values of their own under these names, so that a reward finds the columns in "
+                f"sample['row'] only: {', '.join(hidden)}",
+                where=name,
+                fix="read them there, or rename the columns",
+            )
+            warnings.warn(str(problem), ConfigWarning, stacklevel=2)
 
     def _response(self, row: Row, key: str) -> str:
         """A response to learn, as text: all that is said in it."""

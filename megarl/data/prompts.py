@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.render import Split, chat_of, given_prompts, tokenize, within_limit, written
-from megarl.data.rows import Row, reference_of
+from megarl.data.rows import Row, hidden_columns, reference_of
 from megarl.data.sources import load_rows
 from megarl.errors import ConfigError, count
 
@@ -78,6 +78,8 @@ class PromptDataset:
         self.prompt_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)
         self.answers = [reference_of(row, config.answer_key, demanded=answered) for row in self.rows]
         self.fingerprint = _fingerprint(self.prompt_ids)
+        hidden = (hidden_columns(row, config.prompt_key, config.answer_key) for row in self.rows)
+        self._hidden = list(dict.fromkeys(name for names in hidden for name in names))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -85,6 +87,8 @@ class PromptDataset:
     def describe(self) -> str:
         """One line for the log: how many prompts, how long, whether a chat template was used, how many dropped."""
         dropped = f"; {self.overlong} longer than {self.config.max_prompt_tokens} dropped" if self.overlong else ""
+        if self._hidden:
+            dropped += f"; rewards find the columns {', '.join(self._hidden)} in sample['row']"
         prompts = f"{count(len(self), 'prompt')} of {tokens_text(self.prompt_ids.lengths)}"
         return f"{self.split}: {prompts}{self._template}{dropped}"
 

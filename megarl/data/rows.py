@@ -11,6 +11,10 @@ from typing import Any
 from megarl.errors import DataError, close_matches
 
 MAX_DEPTH = 64  # lists and objects inside one another; rows are walked recursively, and Python's stack is finite
+#: What a sample has by itself for a reward function. `data_source` is the row's own where it has one.
+SAMPLE_KEYS = frozenset(
+    {"uid", "prompt", "response", "answer", "finish_reason", "response_length", "transcript", "messages", "row"}
+)
 _TRUTH = "ground_truth"  # the answer in verl's `reward_model`
 
 
@@ -126,6 +130,12 @@ def reference_of(row: Row, key: str | None, *, demanded: bool) -> Any:
         if demanded:
             raise
         return None
+
+
+def hidden_columns(row: Row, prompt_key: str, answer_key: str | None) -> list[str]:
+    """Columns that a reward function finds in `sample["row"]` only: a sample has a value of this name itself."""
+    own = {"prompt": prompt_key, "messages": prompt_key, "answer": answer_key}
+    return [name for name in row if name in SAMPLE_KEYS and own.get(name) != name]
 
 
 def make_row(value: Any, source: str, number: int, unit: str) -> Row:

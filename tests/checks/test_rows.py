@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 
 from megarl.checks.arguments import check_arguments
+from megarl.checks.recipe import ConfigWarning
 from megarl.checks.rows import check_rows
 from megarl.config.load import load_config
 from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer
@@ -107,6 +108,28 @@ def test_bad_rows_are_named(check, rows, overrides, words):
 
 def test_answers_that_nothing_learns_need_no_tokens(check):
     check([{"prompt": "1+1=", "answer": "two"}])
+
+
+def test_columns_that_a_reward_reads_are_looked_for(check, tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "def trl(completions, solution, **kwargs):\n    return [0.0 for c in completions]\n"
+        "def own(samples):\n    return [0.0 for s in samples]\n"
+    )
+    with pytest.raises(DataError, match=r"train.jsonl:2: no column 'solution'(?s:.*)the parameter solution of rewards"):
+        check([{**GOOD, "solution": "2"}, GOOD], "reward.name=rewards.py:trl")
+    check([GOOD], "reward={name: rewards.py:trl, kwargs: {solution: 2}}")
+    check([{"prompt": "1+1="}], "reward.name=rewards.py:own")  # which reads no answer
+    with pytest.warns(ConfigWarning, match=r"rewards.py:own: samples have values of their own (?s:.*)uid, response"):
+        check([{**GOOD, "uid": "x7", "response": "3"}], "reward.name=rewards.py:own")
+
+
+def test_answers_are_those_that_the_reward_can_use(check):
+    with pytest.raises(DataError, match=r"train.jsonl:2: the reward exact_match cannot use the answer in 'answer'"):
+        check([GOOD, {"prompt": "1+1=", "answer": None}])
+    check([{"prompt": "1+1=", "answer": ["2", "02"]}], "reward.kwargs={answers: any}")
+    check([{"prompt": "1+1="}], "reward.name=format")
+    check([{"prompt": "1+1=", "answer": None}], "data.val_files=[train.jsonl]", job="generate")
+    check([{"prompt": "1+1=", "learn": "2"}], "sft.response_key=learn", job="sft")
 
 
 def test_held_out_prompts_only_count_for_their_jobs(check):

@@ -277,3 +277,19 @@ def test_numeric_can_refuse_an_expression_that_was_not_worked_out():
     assert numeric({"response": "48/2", "answer": "24"})["overall"] == 1.0
     assert numeric({"response": "48/2", "answer": "24"}, evaluated=True)["overall"] == 0.0
     assert numeric({"response": "24.0", "answer": "24"}, evaluated=True)["overall"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "expected"),
+    [
+        ("<user>1+1<assistant><think>\n", "one and one\n</think>\n\\boxed{2}", 1.0),
+        ("<user>1+1<assistant><think>", "one and one</think>2", 0.0),
+        ("<user>1+1<assistant><think>\n", " \n</think>\\boxed{2}", 0.0),
+        ("<user>1+1<assistant><think>\n", "<think>again</think>\\boxed{2}", 0.0),
+        ("<user>1+1<assistant><think>\n</think>", "\\boxed{2}", 0.0),
+        ("<user>think in <think> tags<assistant>", "so</think>\\boxed{2}", 0.0),
+        ("<user>1+1<assistant>", "<think>so</think>\\boxed{2}", 1.0),
+    ],
+)
+def test_thinking_may_be_opened_by_the_prompt(prompt, response, expected):
+    assert format_reward({"prompt": prompt, "response": response}) == expected
