@@ -65,10 +65,6 @@ class RewardConfig(Section):
     sample_timeout_s: Seconds = Field(
         60.0, description="deadline of one sample, for functions that get one at a time (also the included ones)"
     )
-    timeout_s: Seconds = Field(300.0, description="deadline for one batch of rewards")
-    sample_timeout_s: Seconds = Field(
-        60.0, description="deadline of one sample, for functions that get one at a time (also the included ones)"
-    )
     on_error: Annotated[float, annotated_types.Ge(-1e15), annotated_types.Le(1e15)] | Literal["raise"] = Field(
         "raise", description="stop and name the sample, or the score that a failing sample gets"
     )
