@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.errors import ConfigError, UserError
+from megarl.imports import import_callable
 from megarl.recipes import dapo, grpo, ppo, srpo
 
 #: The included pipelines, and what builds their graphs.
@@ -29,20 +27,16 @@ def build_task_graph(config: RunConfig) -> TaskGraph:
 
 
 def _users_function(name: str) -> Callable[[RunConfig], object]:
-    """The function that `pkg.mod:fn` names, which may be in a file of the current folder."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # a console script does not put it there, and workers have it
-    module_name, _, function_name = name.partition(":")
+    """The function that `file.py:fn` or `pkg.mod:fn` names, which may be in a file of the current folder."""
     try:
-        return getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # whatever the user's module raises while it is imported
+        return import_callable(name, where="algorithm.pipeline")
+    except UserError as error:
         raise ConfigError(
-            f"the pipeline cannot be imported ({type(error).__name__}: {error})",
+            f"the pipeline cannot be imported: {error.what}",
             where="algorithm.pipeline",
             found=name,
-            allowed=[*PIPELINES, "pkg.mod:fn"],
-            fix="check module and function name",
+            allowed=[*PIPELINES, "file.py:fn", "pkg.mod:fn"],
+            fix=error.fix or "check file or module, and the function's name",
         ) from error
 
 

@@ -21,7 +21,7 @@ from megarl.runtime.stages.resampling import COPIES
 def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
     """The graph of `algorithm.pipeline`, or why there is none; None when the name leads nowhere, which is noted."""
     name = config.algorithm.pipeline
-    if not check_function_name("pipeline", name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks):
+    if not check_function_name("pipeline", name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks, files=True):
         return None
     try:
         return build_task_graph(config)
@@ -61,7 +61,7 @@ def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Chec
             "algorithm.pipeline",
             f"{name} needs a greedy rollout of every prompt, and the {pipeline} pipeline makes none",
             found=pipeline,
-            allowed=["grpo", "dapo", "pkg.mod:fn"],
+            allowed=["grpo", "dapo", "file.py:fn", "pkg.mod:fn"],
             fix="set algorithm.pipeline=grpo, or another estimator",
         )
     elif missing.field != "reward_parts" or not checks.failed("algorithm.advantage.parts"):

@@ -135,7 +135,7 @@ class OverlongConfig(Section):
 class AlgorithmConfig(Section):
     """What is optimised. `pipeline` names the task graph."""
 
-    pipeline: str = Field("grpo", description="grpo, ppo, dapo, srpo, or pkg.mod:fn that builds a TaskGraph")
+    pipeline: str = Field("grpo", description="grpo, ppo, dapo, srpo, or file.py:fn or pkg.mod:fn that builds a TaskGraph")
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="advantage estimator")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")

@@ -407,6 +407,9 @@ def test_reward_file_with_a_syntax_error_names_the_line(write, failures):
 def test_user_module_in_the_current_folder_is_found(write, failures):
     write("from megarl.recipes.grpo import build_graph as build", "my_pipelines.py")
     assert failures("algorithm.pipeline=my_pipelines:build") == []
+    assert failures("algorithm.pipeline=my_pipelines.py:build") == []
+    assert "did you mean my_pipelines.py:build?" in only(failures("algorithm.pipeline=my_pipelines.py:biuld")).fix
+    assert only(failures("algorithm.pipeline=my_pipes.py:build")).key == "algorithm.pipeline"
     assert "did you mean my_pipelines:build?" in only(failures("algorithm.pipeline=my_pipelines:biuld")).fix
 
 

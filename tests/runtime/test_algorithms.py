@@ -89,7 +89,7 @@ RECIPES = {
         f"dapo, {name}": [*DAPO, f"algorithm.advantage.name={name}", *NEEDS.get(name, [])]
         for name in ("optimal_token_baseline", "reverse_kl", "remax")
     },
-    "stage of a user": ["algorithm.pipeline=tests.runtime.test_algorithms:priced"],
+    "stage of a user": ["algorithm.pipeline=FOLDER/my_pipeline.py:build_graph"],
     "ppo, corrected": [
         *(
             "algorithm.pipeline=ppo",
@@ -104,13 +104,6 @@ RECIPES = {
     ],
     "dapo, distillation": [*DAPO, "algorithm.advantage.name=gdpo", *NEEDS["gdpo"], *DISTILLATION],
 }
-
-
-def priced(config):
-    """The pipeline that docs/architecture.md shows."""
-    from tests.house.test_docs import example
-
-    return example().build_graph(config)
 
 
 #: What each stage has read in the runs of this module, and which of the recipes have run.
@@ -148,6 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shown = {"leash": "losses", "above_the_batch": "estimators", "capped": "kl", "long_enough": "filters"}
     for name, file in ((name, f"my_{kind}.py") for name, kind in shown.items()):
         (here / file).write_text(code_with(f"def {name}(", "algorithms.md"))
+    (here / "my_pipeline.py").write_text(code_with("def surprise", "architecture.md"))
     (here / "my_rewards.py").write_text(code_with("def nearness(", "tracking.md"))
     return here
 
