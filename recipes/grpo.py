@@ -63,7 +63,7 @@ def add_logprobs(p: Pipeline, config: RunConfig) -> None:
     elif "old_logp" in needed:
         p.add(logprob.old_logp)
         p.add(correction.rollout_correction if knobs.active else correction.rollout_gap)
-    for stage in (logprob.sum_pi_squared, logprob.ref_logp, logprob.teacher_logp):
+    for stage in (logprob.sum_pi_squared, logprob.ref_logp, logprob.teacher_logp, logprob.teacher_topk):
         if stage.__name__ in needed:  # each is called as the field that it writes
             p.add(stage)
 
@@ -83,7 +83,7 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
 def filter_asks_models(config: RunConfig) -> bool:
     """Whether the filter reads what `add_logprobs` and `add_greedy` write."""
     of_trainer = correction.rollout_correction, correction.rollout_as_old, logprob.old_logp, logprob.sum_pi_squared
-    stages = *of_trainer, logprob.ref_logp, logprob.teacher_logp, rollout.greedy_rollout
+    stages = *of_trainer, logprob.ref_logp, logprob.teacher_logp, logprob.teacher_topk, rollout.greedy_rollout
     written = {field for stage in stages for field in contract_of(stage).writes}
     return not written.isdisjoint(filter_fields(config))
 

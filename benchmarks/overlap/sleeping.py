@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
     from megarl.metrics import Metrics
-    from megarl.training.engine import Divisor, LossFn
+    from megarl.training.engine import Divisor, LossFn, Taught
 
 DRAWN_TOKENS = (5, 15)  # a digit and a sign, whatever the weights: samples get different rewards
 LOGPROB = -2.0
@@ -199,10 +199,12 @@ class SleepingActor(ActorRole):
         super().__init__(*arguments, **named)
         self._work = work
 
-    def train_step(self, mini: Batch, loss: LossFn, divisor: Divisor | None = None) -> Metrics:
+    def train_step(
+        self, mini: Batch, loss: LossFn, divisor: Divisor | None = None, taught: Taught | None = None
+    ) -> Metrics:
         """See `ActorRole`."""
         end = time.monotonic() + self._work.training_s
-        metrics = super().train_step(mini, loss, divisor)
+        metrics = super().train_step(mini, loss, divisor, taught)
         time.sleep(max(0.0, end - time.monotonic()))
         return metrics
 

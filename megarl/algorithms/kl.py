@@ -16,8 +16,21 @@ if TYPE_CHECKING:
 
     from megarl.config.base import ComponentSection
 
+
+@dataclass(frozen=True)
+class KLSpec(Spec):
+    """What an estimator declares.
+
+    Attributes:
+        distributions: it compares the teacher's likeliest tokens, not the sampled one: fn(teacher, cross, **settings),
+            see `megarl.algorithms.topk`. For distillation only; its settings are `TopKSettings` or more.
+    """
+
+    distributions: bool = False
+
+
 #: fn(d, **settings) -> float in the shape of d
-KL = Registry("KL estimator", "algorithm.kl.estimator", Spec)
+KL = Registry("KL estimator", "algorithm.kl.estimator", KLSpec)
 #: An estimator with its settings: d = log pi - log ref, float in any shape, to the same shape.
 Estimator: TypeAlias = "Callable[[Tensor], Tensor]"
 
@@ -157,3 +170,7 @@ class KLController:
         """Go on from where an adaptive controller was; one that does not adapt keeps the weight it was made with."""
         if self.target is not None:
             self.coef = float(state.get("coef", self.coef))
+
+
+# Last: it registers its estimator, which compares the likeliest tokens, in the registry above.
+import megarl.algorithms.topk  # noqa: E402, F401

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.group_filter import FILTERS
+from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.errors import UserError
 
@@ -37,6 +38,17 @@ def loss_fields(algorithm: AlgorithmConfig) -> list[str]:
     except UserError:
         return []
     return [*spec.reads, *(["old_logp"] if spec.prepare is not None else [])]
+
+
+def distillation_fields(algorithm: AlgorithmConfig) -> list[str]:
+    """What the distillation term reads of the teacher; nothing while it is off."""
+    section = algorithm.distillation
+    if not section.coef:
+        return []
+    try:
+        return ["teacher_topk" if KL.spec(section.estimator).distributions else "teacher_logp"]
+    except UserError:
+        return ["teacher_logp"]  # the checks refuse it
 
 
 def filter_fields(algorithm: AlgorithmConfig) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megarl.algorithms.distillation import teacher_term
 from megarl.algorithms.kl import chosen_estimator, kl_tokens
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.algorithms.correction import Correction
+    from megarl.algorithms.distillation import Teacher
     from megarl.algorithms.stats import AllSum
+    from megarl.algorithms.topk import TopKSettings
     from megarl.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig, PolicyLossConfig
     from megarl.config.correction import ResolvedCorrection
 
@@ -48,6 +51,7 @@ class TokenInputs:
         old_logp: of the policy that the ratio is against. None: one update uses every sample once.
         drawn_logp: the same for samples that waited since an earlier step, NaN for the others.
         rollout_logp, ref_logp, teacher_logp: of the engine that drew the tokens, the reference, the teacher.
+        teacher_topk: float32 [N, K, 2], what the teacher finds likeliest, see `megarl.algorithms.topk`.
         is_weights: importance weights of rollout correction.
         copies: int64 [B], how often each sample counts; None: once.
         own: what the policy loss reads in addition, and what its preparation made, by name.
@@ -63,6 +67,7 @@ class TokenInputs:
     rollout_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     teacher_logp: Tensor | None = None
+    teacher_topk: Tensor | None = None
     is_weights: Tensor | None = None
     copies: Tensor | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -150,13 +155,30 @@ class Objective:
         known = (inputs.old_logp, inputs.advantages, inputs.loss_mask)
         return chosen.spec.prepare(*known, chosen.settings, keys=keys, all_sum=all_sum)
 
-    def loss(self, logp: Tensor, entropy: Tensor, inputs: TokenInputs, tokens: float) -> tuple[Tensor, Metrics]:
+    def taught(self) -> TopKSettings | None:
+        """Settings of the distillation when it compares the teacher's likeliest tokens: `loss` wants `cross` then."""
+        from megarl.algorithms.topk import topk_settings
+
+        section = self.algorithm.distillation
+        return topk_settings(section) if section.coef else None
+
+    def loss(
+        self,
+        logp: Tensor,
+        entropy: Tensor,
+        inputs: TokenInputs,
+        tokens: float,
+        cross: Tensor | None = None,
+        mass: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
         """The share of one micro-batch in the loss of its mini-batch, and metrics.
 
         Args:
             logp, entropy: [N], of the policy that is trained; differentiable.
             inputs: the tokens of this micro-batch.
             tokens: valid tokens of the mini-batch, from `weigh`.
+            cross: [N], sum over the teacher's likeliest tokens of p log q, differentiable; where `taught`.
+            mass: [N], what the policy gives to these tokens together.
         """
         mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, self._old_logp(logp, inputs)
         correction = self._correct(logp, inputs) if self.measures(inputs) else None
@@ -179,7 +201,7 @@ class Objective:
             entropy=entropy,
             ref_logp=inputs.ref_logp,
             kl=algorithm.kl if algorithm.kl.use == "loss" else None,
-            teacher_logp=inputs.teacher_logp,
+            teacher=inputs.teacher_logp if cross is None else (inputs.teacher_topk, cross, mass),
             distillation=algorithm.distillation if algorithm.distillation.coef else None,
             fields=inputs.own,
             is_weights=is_weights,
@@ -263,12 +285,15 @@ def actor_loss(
     entropy: Tensor | None = None,
     ref_logp: Tensor | None = None,
     kl: KLConfig | None = None,
-    teacher_logp: Tensor | None = None,
+    teacher: Teacher = None,
     distillation: DistillationConfig | None = None,
     fields: Mapping[str, Any] | None = None,
     is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w KL to the teacher).
+    """sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w distillation).
+
+    The last term is that of `megarl.algorithms.distillation`. The first is left out where only the teacher is to teach
+    (`distillation.task_loss: false`).
 
     Args:
         logp: float [N] or [B, T], differentiable.
@@ -281,8 +306,9 @@ def actor_loss(
         entropy: same shape, differentiable when it is to be a bonus; None: none.
         ref_logp: same shape; needed when `kl` is given.
         kl: estimator and coefficient of the KL term; None: no KL in the loss.
-        teacher_logp: same shape; needed when `distillation` is given.
-        distillation: estimator and coefficient of the KL to the teacher; None: none.
+        teacher: log-probs of the teacher, same shape; or its likeliest tokens [N, K, 2], and what the policy says of
+            them: `cross` and `mass` of `Objective.loss`. Needed when `distillation` is given.
+        distillation: estimator, coefficient and form of the term; None: none.
         fields: this part of what the loss reads in addition, and of what its `prepare` made of the mini-batch.
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
 
@@ -297,28 +323,37 @@ def actor_loss(
         token_loss = is_weights.detach() * token_loss
     loss = (weights * token_loss).sum()
     sums = {"count": mask.sum(), "policy": loss.detach()}  # the count first
+    if distillation is not None and not distillation.task_loss:
+        loss = torch.zeros_like(loss)
     if entropy is not None:
         entropy = torch.where(mask, entropy, 0)
         sums["entropy"] = entropy.detach().double().sum()
         if cfg.entropy_coef:
             loss = loss - cfg.entropy_coef * (weights * entropy).sum()
     coefs = {}
-    for name, settings, anchor_logp in (("kl", kl, ref_logp), ("distillation", distillation, teacher_logp)):
-        if settings is not None:
-            distance = _distance(name, settings, logp, anchor_logp, mask)
-            sums[name], coefs[name] = distance.detach().double().sum(), settings.coef
-            loss = loss + settings.coef * (weights * distance).sum()
+    if kl is not None:
+        distance = _distance(kl, logp, ref_logp, mask)
+        sums["kl"], coefs["kl"] = distance.detach().double().sum(), kl.coef
+        loss = loss + kl.coef * (weights * distance).sum()
+    if distillation is not None:
+
+        def policy_loss(advantages: Tensor) -> Tensor:
+            own = (logp, old_logp, advantages, mask, chosen.settings)
+            taught = chosen.function(*own, offsets=offsets, **(fields or {}))[0]
+            return taught if is_weights is None else is_weights.detach() * taught
+
+        term, distance = teacher_term(distillation, logp, teacher, mask, policy_loss, metrics)
+        sums["distillation"], coefs["distillation"] = distance.double().sum(), distillation.coef
+        loss = loss + distillation.coef * (weights * term).sum()
     _record(metrics, sums, coefs, tokens)
     return loss, metrics
 
 
-def _distance(
-    name: str, settings: KLConfig | DistillationConfig, logp: Tensor, anchor_logp: Tensor | None, mask: Tensor
-) -> Tensor:
-    """KL of every token to the model of the term `name`, which must have given its log-probs."""
-    if anchor_logp is None:
-        raise ValueError(f"a {name} term needs the log-probs of its model")
-    return kl_tokens(chosen_estimator(settings), logp, anchor_logp, mask)
+def _distance(settings: KLConfig, logp: Tensor, ref_logp: Tensor | None, mask: Tensor) -> Tensor:
+    """KL of every token to the reference, which must have given its log-probs."""
+    if ref_logp is None:
+        raise ValueError("a kl term needs the log-probs of its model")
+    return kl_tokens(chosen_estimator(settings), logp, ref_logp, mask)
 
 
 def _record(metrics: Metrics, sums: dict[str, Tensor], coefs: dict[str, float], tokens: float) -> None:

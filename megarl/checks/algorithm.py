@@ -5,11 +5,14 @@ from __future__ import annotations
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.advantages.base import GroupSettings
 from megarl.algorithms.group_filter import FILTERS, OFFERED
+from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.needs import estimator_fields
 from megarl.algorithms.resampling import RESAMPLING
+from megarl.algorithms.topk import TopKSettings
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
+from megarl.config.algorithm import DistillationConfig, KLConfig
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
@@ -19,6 +22,7 @@ def check_algorithm(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """What the chosen estimator, loss, filter and teacher cannot work without, or with."""
     _check_estimator(config, checks)
     _check_teacher(config, roles, checks)
+    _check_distillation(config, checks)
     _check_filter(config, checks)
     _check_resampling(config, checks)
     _check_loss(config, checks)
@@ -97,6 +101,69 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
             "a teacher is named, and nothing uses it",
             found=path,
             fix="set algorithm.advantage.name=reverse_kl or algorithm.distillation.coef, or remove teacher.path",
+        )
+
+
+def check_distributions(path: str, section: KLConfig | DistillationConfig, checks: Checklist) -> None:
+    """An estimator that compares the likeliest tokens of a teacher."""
+    name = section.estimator
+    if isinstance(section, KLConfig):
+        checks.fail(
+            "KL",
+            f"{path}.estimator",
+            f"{name} compares distributions, and the reference gives log-probs of the sampled tokens only",
+            found=name,
+            allowed=[other for other in KL.names() if not KL.spec(other).distributions],
+            fix=f"set {path}.estimator=low_var_kl, or use it as algorithm.distillation.estimator",
+        )
+    elif not issubclass(KL.spec(name).settings, TopKSettings):
+        checks.fail(
+            "distillation",
+            f"{path}.estimator",
+            f"{name} compares distributions, and does not say how many tokens of them",
+            found=KL.spec(name).settings.__name__,
+            allowed="settings that are a subclass of megarl.algorithms.topk.TopKSettings",
+            fix="derive its settings from TopKSettings",
+        )
+    elif section.through == "policy":
+        checks.warn(
+            "distillation",
+            f"{path}.through",
+            f"{name} is a number about all likely tokens, and as an advantage it is credited to the sampled one",
+            found="policy",
+            fix=f"set {path}.through=loss, or {path}.estimator=k1",
+        )
+
+
+def _check_distillation(config: RunConfig, checks: Checklist) -> None:
+    section, loss = config.algorithm.distillation, config.algorithm.loss.name
+    if not section.coef:
+        if not section.task_loss:
+            checks.fail(
+                "distillation",
+                "algorithm.distillation.task_loss",
+                "without the policy loss of the rewards, and without distillation, nothing is trained",
+                found=False,
+                allowed="true, or false with algorithm.distillation.coef above 0",
+                fix="set algorithm.distillation.coef=1",
+            )
+        return
+    if section.through == "loss" and section.estimator in ("kl", "k1"):
+        checks.warn(
+            "distillation",
+            "algorithm.distillation.estimator",
+            "the gradient of k1 as a loss does not depend on the teacher, and is zero on average",
+            found=section.estimator,
+            fix="set algorithm.distillation.estimator=k1+, or algorithm.distillation.through=policy",
+        )
+    if section.through == "policy" and loss in POLICY_LOSSES.names() and POLICY_LOSSES.spec(loss).prepare is not None:
+        checks.fail(
+            "distillation",
+            "algorithm.distillation.through",
+            f"{loss} chooses tokens by the advantages of the rewards, before there are any of the teacher",
+            found="policy",
+            allowed="loss, or policy with another policy loss",
+            fix="set algorithm.distillation.through=loss, or algorithm.loss.name=ppo",
         )
 
 

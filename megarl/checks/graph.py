@@ -21,7 +21,9 @@ from megarl.runtime.stages.resampling import COPIES
 def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
     """The graph of `algorithm.pipeline`, or why there is none; None when the name leads nowhere, which is noted."""
     name = config.algorithm.pipeline
-    if not check_function_name("pipeline", name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks, files=True):
+    if not check_function_name(
+        "pipeline", name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks, files=True
+    ):
         return None
     try:
         return build_task_graph(config)

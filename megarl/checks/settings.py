@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.algorithms.kl import KL
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
-from megarl.checks.algorithm import check_algorithm
+from megarl.checks.algorithm import check_algorithm, check_distributions
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
 from megarl.checks.layout import divides_devices
@@ -148,7 +148,9 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
             )
         else:
             chosen = check_component(name, section, KL, checks, path)
-            if chosen is not None:
+            if chosen is not None and chosen.spec.distributions:
+                check_distributions(path, section, checks)
+            elif chosen is not None:
                 check_signature(name, chosen.function, key, ("d",), list(chosen.spec.settings.model_fields), checks)
 
 
@@ -233,13 +235,15 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
                 allowed=f"0, or number from {_COLDEST} to 100",
                 fix=f"set {key}.sampling.temperature=" + ("1" if key == "rollout" else "0, which is greedy"),
             )
-    if training.top_p < 1 or training.top_k > 0:
+    corrected = training.logprobs == "processed" and config.rollout_correction.resolved().active
+    if (training.top_p < 1 or training.top_k > 0) and not corrected:
         checks.warn(
             "sampling",
             "rollout.sampling.top_p" if training.top_p < 1 else "rollout.sampling.top_k",
             "tokens are drawn from a truncated distribution and scored under the full one, which is off-policy",
             found=training.top_p if training.top_p < 1 else training.top_k,
-            fix="set rollout.sampling.top_p=1 and top_k=0",
+            fix="set rollout.sampling.top_p=1 and top_k=0, or rollout.sampling.logprobs=processed and a preset of "
+            "rollout_correction, for example decoupled_token_is",
         )
     held_out = config.validation_sampling
     if held_out.temperature == 0 and held_out.n > 1:

@@ -332,6 +332,15 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
                 allowed="0",
                 fix=f"set {key}.min_new_tokens=0, or rollout.engine=embedded",
             )
+    if rollout.logprobs == "processed":
+        checks.fail(
+            _NAME,
+            "rollout.sampling.logprobs",
+            "servers return log-probs of the full distribution at the sampling temperature",
+            found="processed",
+            allowed="full",
+            fix="set rollout.sampling.logprobs=full, or rollout.engine=embedded",
+        )
     if config.rollout.stale_steps:
         checks.fail(
             _NAME,

@@ -119,10 +119,21 @@ class DistillationConfig(ComponentSection):
 
     named_by: ClassVar[str] = "estimator"
 
-    coef: NonNegativeFloat = Field(
-        0.0, le=1000, description="weight of the estimate of KL(policy || teacher); 0: no term"
+    coef: NonNegativeFloat = Field(0.0, le=1000, description="weight of the term; 0: no term")
+    estimator: str = Field(
+        "low_var_kl+",
+        description="of KL(policy || teacher) as algorithm.kl.estimator, or forward_kl_topk: of KL(teacher || policy) "
+        "over the teacher's likeliest tokens",
     )
-    estimator: str = Field("low_var_kl+", description="as algorithm.kl.estimator")
+    through: Literal["loss", "policy"] = Field(
+        "loss",
+        description="loss: the estimate is what is minimised. policy: minus the estimate is an advantage of its own, "
+        "for the policy loss that algorithm.loss names",
+    )
+    loss_max_clamp: PositiveFloat | None = Field(
+        None, description="largest absolute value of a token's estimate; null: no bound"
+    )
+    task_loss: bool = Field(True, description="keep the policy loss of the rewards; false: only the teacher teaches")
 
 
 class OverlongConfig(Section):
@@ -135,7 +146,9 @@ class OverlongConfig(Section):
 class AlgorithmConfig(Section):
     """What is optimised. `pipeline` names the task graph."""
 
-    pipeline: str = Field("grpo", description="grpo, ppo, dapo, srpo, or file.py:fn or pkg.mod:fn that builds a TaskGraph")
+    pipeline: str = Field(
+        "grpo", description="grpo, ppo, dapo, srpo, or file.py:fn or pkg.mod:fn that builds a TaskGraph"
+    )
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="advantage estimator")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")

@@ -39,7 +39,13 @@ from megarl.errors import ConfigError, close_files, close_matches
 _PATHS = (
     *(("model", "path"), ("model", "tokenizer"), ("reference", "path")),
     *(("data", "train_files"), ("data", "val_files"), ("sft", "train_files")),
-    *(("reward", "name"), ("algorithm", "pipeline"), ("trainer", "resume"), ("tracking", "dir"), ("placement", "measured")),
+    *(
+        ("reward", "name"),
+        ("algorithm", "pipeline"),
+        ("trainer", "resume"),
+        ("tracking", "dir"),
+        ("placement", "measured"),
+    ),
 )
 _NULLS = ("null", "~")
 #: Sections that name a component.

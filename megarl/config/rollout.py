@@ -26,6 +26,11 @@ class SamplingConfig(Section):
         description="end tokens in addition to those of the tokenizer, of the model's generation_config.json and of "
         "the chat template",
     )
+    logprobs: Literal["full", "processed"] = Field(
+        "full",
+        description="log-probs that are kept with the tokens: of the full distribution at this temperature, or of the "
+        "one that they were sampled from, after top_p, top_k and min_new_tokens (embedded engine)",
+    )
     ignore_eos: bool = Field(False, description="generate max_new_tokens whatever comes (benchmarks)")
 
 

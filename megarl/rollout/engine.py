@@ -41,7 +41,8 @@ class Completion:
     """One sample: its tokens (end token included; none at all only after an abort) and their log-probs.
 
     `logprobs[i]` is log p(token_ids[i] | prompt, token_ids[:i]) under the full softmax at the sampling temperature
-    (temperature 1 when greedy), before top-k, top-p and min-token masks. `versions` says which weights drew them.
+    (temperature 1 when greedy), before top-k, top-p and min-token masks, or after them where
+    `SamplingConfig.logprobs` says so. `versions` says which weights drew them.
 
     `cached`: tokens before it whose keys and values were there already; None where nobody counts them.
     """

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
     from megarl.runtime.episodes import Episodes
     from megarl.runtime.robots import Robots
-    from megarl.training.engine import LossFn, MegatronEngine
+    from megarl.training.engine import Divisor, LossFn, MegatronEngine, Taught
 
 
 class ModelRole:
@@ -74,10 +74,12 @@ class ActorRole(ModelRole):
         self._c.count_pass(samples)
         return self._log_probs(samples, temperature)
 
-    def train_step(self, mini: Batch, loss: LossFn, divisor: Callable[[Metrics], float] | None = None) -> Metrics:
+    def train_step(
+        self, mini: Batch, loss: LossFn, divisor: Divisor | None = None, taught: Taught | None = None
+    ) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
         with self._c.residency.phase("update", self.name):
-            return self.engine.train_step(mini, loss, self._c.temperature, divisor=divisor)
+            return self.engine.train_step(mini, loss, self._c.temperature, divisor, taught)
 
     def sft_step(self, batch: Batch) -> Metrics:
         """One supervised optimizer step; see `MegatronEngine.sft_step`."""
@@ -128,6 +130,11 @@ class TeacherRole(ModelRole):
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """As `ActorRole.log_probs`."""
         return self._log_probs(samples, temperature)
+
+    def top_tokens(self, samples: Batch, k: int) -> Jagged:
+        """Its k likeliest tokens among the policy's at every response token; see `MegatronEngine.top_tokens`."""
+        with self._c.residency.phase("score", self.name):
+            return self.engine.top_tokens(samples, k, self._c.hf_config.vocab_size, self._c.temperature)
 
 
 @dataclass

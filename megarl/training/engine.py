@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from megarl.training.guard import check_finite
 from megarl.training.heads import Draws, Head, LogProbs, Values
 from megarl.training.microbatch import MicroBatch
 from megarl.training.parallel import Layout
+from megarl.training.topk import SoftTargets, TopTokens
 
 from megatron.core.distributed import finalize_model_grads  # isort: skip  (megarl imports install the compat hook)
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -46,6 +47,15 @@ if TYPE_CHECKING:
 
 #: fn(*what the head gives [N], samples of the micro-batch) -> (scalar, Metrics)
 LossFn = Callable[..., tuple[Tensor, Metrics]]
+
+
+class Taught(NamedTuple):
+    """The batch field with a teacher's likeliest tokens, and the least log-prob that is told apart (None: all are)."""
+
+    field: str
+    floor: float | None
+
+
 #: fn(metrics of all micro-batches and ranks) -> what the gradient is divided by
 Divisor = Callable[[Metrics], float]
 Weights = Callable[[list[PolicyModel]], None]
@@ -127,6 +137,16 @@ class MegatronEngine:
         logp, *more = self._of_samples(batch, self._log_probs(temperature, entropy))
         return logp, more[0] if more else logp.like(torch.zeros_like(logp.values))
 
+    def top_tokens(self, batch: Batch, k: int, limit: int, temperature: float = 1.0) -> Jagged:
+        """The k likeliest tokens below id `limit` at the place of every response token, likeliest first.
+
+        Returns:
+            float32 [tokens, k, 2] over response tokens, ids and log-probs, on every rank of the replica.
+        """
+        found = self._of_samples(batch, TopTokens(k, limit, self._log_probs(temperature, entropy=False)))
+        columns = torch.stack([row.values for row in found], 1)
+        return found[0].like(torch.stack([columns[:, :k], columns[:, k:]], 2))
+
     def draw(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
         """Draw all tokens of rows whose form predicts them in one pass.
 
@@ -203,14 +223,20 @@ class MegatronEngine:
     # -- training ------------------------------------------------------------------------------------------------
 
     def train_step(
-        self, batch: Batch, loss_fn: LossFn, temperature: float = 1.0, divisor: Divisor | None = None
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        divisor: Divisor | None = None,
+        taught: Taught | None = None,
     ) -> Metrics:
         """One optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
 
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of one micro-batch in order and the samples
         they belong to, and returns a scalar that is already a sum with global weights, and metrics. Where a count is
         known only after the last forward pass, `divisor` takes it from the merged metrics: the gradient of all
-        micro-batches and ranks is divided by it.
+        micro-batches and ranks is divided by it. With `taught` it is `loss_fn(logp, entropy, cross, mass, micro)`, see
+        `SoftTargets`.
 
         Returns:
             The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal everywhere.
@@ -218,7 +244,7 @@ class MegatronEngine:
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; no parameter has moved.
         """
-        return self._step(batch, loss_fn, self._log_probs(temperature), divisor)
+        return self._step(batch, loss_fn, self._log_probs(temperature), divisor, taught)
 
     def value_step(self, batch: Batch, loss_fn: LossFn) -> Metrics:
         """`train_step` of an engine with a value head, with `loss_fn(values [N], micro)`."""
@@ -236,11 +262,16 @@ class MegatronEngine:
 
         return self.train_step(batch, loss)
 
-    def _step(self, batch: Batch, loss_fn: LossFn, head: Head, divisor: Divisor | None = None) -> Metrics:
+    def _step(
+        self, batch: Batch, loss_fn: LossFn, head: Head, divisor: Divisor | None = None, taught: Taught | None = None
+    ) -> Metrics:
         if self.optimizer is None:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
         self.require(*PARTS)
         batch = self.form.rows(batch)
+        if taught is not None:
+            assert isinstance(head, LogProbs), "a policy is taught"
+            head = SoftTargets(head, batch[taught.field], taught.floor)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

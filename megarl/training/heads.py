@@ -65,15 +65,7 @@ class LogProbs:
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
         """(log-probs [n],) or (log-probs [n], entropies [n])."""
-        if model.config.sequence_parallel:
-            rows = gather_from_sequence_parallel_region(hidden)[micro.rows]
-        else:
-            rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
-        start, stop = model.vocab_range
-        weight = model.lm_head_weight
-        if self.columns is not None:  # they may lie on some of the ranks only
-            first, last = (min(max(column, start), stop) for column in self.columns)
-            start, weight = first, weight[first - start : last - start]
+        rows, weight, start = head_rows(hidden, model, micro, self.columns)
         both = linear_logprob(
             rows,
             weight,
@@ -85,6 +77,25 @@ class LogProbs:
             group=self.group,
         )
         return both if self.entropy else both[:1]
+
+
+def head_rows(
+    hidden: Tensor, model: PolicyModel, micro: MicroBatch, columns: tuple[int, int] | None
+) -> tuple[Tensor, Tensor, int]:
+    """Hidden states [n, h] of the rows, this rank's rows of the output embedding, and the token of the first of these.
+
+    `columns`: first and one past the last token that the softmax is over; None: all.
+    """
+    if model.config.sequence_parallel:
+        rows = gather_from_sequence_parallel_region(hidden)[micro.rows]
+    else:
+        rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
+    start, stop = model.vocab_range
+    weight = model.lm_head_weight
+    if columns is not None:  # they may lie on some of the ranks only
+        first, last = (min(max(column, start), stop) for column in columns)
+        start, weight = first, weight[first - start : last - start]
+    return rows, weight, start
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,13 @@ def estimator(name: str) -> list[str]:
             ["> 51.2"],
         ),
         (["algorithm.advantage.name=opo", "rollout.sampling.n=1"], "rollout.sampling.n", ["opo compares"]),
+        (["algorithm.kl={use: loss, estimator: forward_kl_topk}"], "algorithm.kl.estimator", ["distributions"]),
+        (["algorithm.distillation.task_loss=false"], "algorithm.distillation.task_loss", ["nothing is trained"]),
+        (
+            ["algorithm.distillation={coef: 1, through: policy}", "algorithm.loss.name=kl_cov", "teacher.path=."],
+            "algorithm.distillation.through",
+            ["kl_cov chooses tokens"],
+        ),
         (["algorithm.advantage.lone_score=true"], "algorithm.advantage.lone_score", ["allow_singleton=true"]),
         (
             ["algorithm.advantage={name: optimal_token_baseline, is_weighted: true}"],
@@ -90,6 +97,11 @@ def test_the_ppo_pipeline_has_no_filter(failures):
         (["algorithm.loss.name=gpg", *DAPO], "algorithm.dynamic_sampling.surplus"),
         (["teacher.path=."], "teacher.path"),
         (["actor.shuffle=true"], "actor.shuffle"),
+        (["algorithm.distillation={coef: 1, estimator: k1}"], "algorithm.distillation.estimator"),
+        (
+            ["algorithm.distillation={coef: 1, estimator: forward_kl_topk, through: policy}"],
+            "algorithm.distillation.through",
+        ),
     ],
 )
 def test_what_is_doubtful_is_said(warned, overrides, key):

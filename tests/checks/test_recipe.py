@@ -404,6 +404,12 @@ def test_reward_file_with_a_syntax_error_names_the_line(write, failures):
     assert "rewards.py:2: the file is not valid Python" in only(failures("reward.name=rewards.py:score")).message
 
 
+def test_truncated_sampling_is_fine_where_its_log_probs_are_kept_and_corrected(warned):
+    top_p = ("rollout.sampling.top_p=0.9", "rollout.sampling.logprobs=processed")
+    assert [check.key for check in warned(*top_p)] == ["rollout.sampling.top_p"]
+    assert warned(*top_p, "rollout_correction.preset=decoupled_token_is") == []
+
+
 def test_user_module_in_the_current_folder_is_found(write, failures):
     write("from megarl.recipes.grpo import build_graph as build", "my_pipelines.py")
     assert failures("algorithm.pipeline=my_pipelines:build") == []

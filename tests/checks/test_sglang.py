@@ -221,6 +221,7 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["rollout.sglang.extra_args=[--custom-weight-loader,a.b]"], "rollout.sglang.extra_args"),
         (["cluster.nproc=2", "cluster.timeout_s=200", "reward.timeout_s=10"], "rollout.sglang.start_timeout_s"),
         (["rollout.sampling.min_new_tokens=2"], "rollout.sampling.min_new_tokens"),
+        (["rollout.sampling.logprobs=processed"], "rollout.sampling.logprobs"),
         (["validation.sampling.min_new_tokens=2"], "validation.sampling.min_new_tokens"),
         (["rollout.stale_steps=1"], "rollout.stale_steps"),
         (["rollout.sglang.host=0.0.0.0"], "rollout.sglang.host"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -83,6 +85,26 @@ def test_top_p_keeps_the_smallest_set_with_that_mass(top_p):
     expected = torch.zeros(30, dtype=torch.float64)
     expected[order[:size]] = probs[:size]
     assert chi_square_p(counts, expected) > 1e-3
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.7, "temperature": 0.6}])
+def test_log_probs_of_the_distribution_that_tokens_are_sampled_from(filters):
+    """A softmax over what the filters leave, by loops; the tokens are the same with either kind of log-prob."""
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(4)).double()
+    seeds, index = torch.arange(500), torch.zeros(500, dtype=torch.int64)
+    plain = make(30, **filters)(logits.expand(500, -1), seeds, index)
+    tokens, logp = make(30, logprobs="processed", **filters)(logits.expand(500, -1), seeds, index)
+    assert torch.equal(tokens, plain[0])
+    z = (logits / filters.get("temperature", 1.0)).tolist()
+    ranked = sorted(range(30), key=lambda v: -z[v])[: filters.get("top_k", 30)]
+    mass, kept = sum(math.exp(z[v]) for v in ranked), []
+    for v in ranked:
+        if sum(math.exp(z[u]) for u in kept) / mass < filters.get("top_p", 1.0):
+            kept.append(v)
+    total = math.log(sum(math.exp(z[v]) for v in kept))
+    assert set(tokens.tolist()) == set(kept)
+    assert logp.tolist() == pytest.approx([z[v] - total for v in tokens.tolist()], abs=1e-5)
+    assert bool((logp > plain[1]).all()), "what is left out makes the rest likelier"
 
 
 def test_top_p_counts_the_mass_after_top_k():

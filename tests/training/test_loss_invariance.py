@@ -186,7 +186,27 @@ FURTHER = {
     "resampled": ({"aggregation": "seq-mean-token-mean"}, {}, True),
     "resampled, bypass, rejecting": ({}, {"correction": PG | {"rs": RULES}}, True),
 }  # fmt: skip
+TOP = {"coef": 0.5, "estimator": "forward_kl_topk", "topk": 4}
+FURTHER |= {
+    "taught": ({}, {"distillation": TOP}, False),
+    "taught, with bounds": ({}, {"distillation": TOP | {"log_prob_min_clamp": -4.5, "loss_max_clamp": 0.4}}, False),
+    "taught, alone": ({"entropy_coef": 0.0}, {"kl": ALONE["kl"], "distillation": TOP | {"task_loss": False}}, False),
+    "taught through the policy loss": (
+        {"name": "gspo", "aggregation": "seq-mean-token-mean"},
+        {"distillation": {"coef": 2.0, "estimator": "k1", "through": "policy", "loss_max_clamp": 0.5}},
+        True,
+    ),
+}
 COPIES_OF = [0, 2, 1, 0, 3, 1, 1, 0]
+
+
+def _taught(batch: Batch):
+    """A teacher's four likeliest tokens at every place, with most of its probability."""
+    g, responses = torch.Generator().manual_seed(7), batch["response_ids"]
+    n = len(responses.values)
+    ids = torch.rand(n, cases.VOCAB, generator=g).argsort(1)[:, :4]
+    logp = torch.log_softmax(2 * torch.randn(n, 5, generator=g), 1)[:, :4]
+    return responses.like(torch.stack([ids.float(), logp], 2))
 
 
 def _further_steps() -> dict[str, list[dict]]:
@@ -194,6 +214,8 @@ def _further_steps() -> dict[str, list[dict]]:
     engine, found = _engine(), {}
     rank, size = engine.layout.dp_rank, engine.layout.dp_size
     whole = _samples(engine, "holes")
+    whole.set("teacher_logp", whole["ref_logp"])
+    whole.set("teacher_topk", _taught(whole))
     for name, (loss, sections, copied) in FURTHER.items():
         batch = whole.copy()
         if copied:

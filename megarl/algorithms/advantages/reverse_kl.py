@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pydantic import Field, PositiveFloat
+
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
 from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.registry import Settings
 from megarl.algorithms.rows import at_least_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ADVANTAGES.register("reverse_kl")
+class ReverseKLSettings(Settings):
+    """How much one token may count."""
+
+    loss_max_clamp: PositiveFloat | None = Field(
+        None, description="largest absolute value of an advantage; null: no bound"
+    )
+
+
+@ADVANTAGES.register("reverse_kl", settings=ReverseKLSettings)
 @no_grad
-def reverse_kl(old_logp: Tensor, teacher_logp: Tensor, mask: Tensor) -> Estimate:
+def reverse_kl(
+    old_logp: Tensor, teacher_logp: Tensor, mask: Tensor, *, loss_max_clamp: float | None = None
+) -> Estimate:
     """A_t = log teacher - log pi of the sampled token: minus an unbiased estimate of KL(pi || teacher).
 
     Each token answers for its own divergence only, not for what follows it.
@@ -23,6 +36,8 @@ def reverse_kl(old_logp: Tensor, teacher_logp: Tensor, mask: Tensor) -> Estimate
         old_logp: float [N] or [B, T], the policy that sampled.
         teacher_logp: same shape.
         mask: bool, same shape.
+        loss_max_clamp: largest absolute value of an advantage: a token that the teacher finds all but impossible is
+            worth -20 and more otherwise.
 
     Source: on-policy distillation (arXiv 2306.13649) with the reverse KL of MiniLLM (arXiv 2306.08543).
 
@@ -31,4 +46,6 @@ def reverse_kl(old_logp: Tensor, teacher_logp: Tensor, mask: Tensor) -> Estimate
     tensor([[-0.6931,  0.6931]])
     """
     advantages = torch.where(mask, at_least_float32(teacher_logp) - at_least_float32(old_logp), 0)
+    if loss_max_clamp is not None:
+        advantages = advantages.clamp(-loss_max_clamp, loss_max_clamp)
     return Estimate(advantages, advantages)

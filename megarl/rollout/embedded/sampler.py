@@ -1,4 +1,4 @@
-"""Drawing tokens: counter-based noise, exact filters, log-probs of the full distribution, on vocabulary shards.
+"""Drawing tokens: counter-based noise, exact filters, log-probs of the full or filtered distribution, on shards.
 
 A token is the winner of an exponential race: with E_v ~ Exp(1) independent, argmax_v(z_v - log E_v) is distributed as
 softmax(z) (the Gumbel-max trick). E_v is a hash of (seed, token number, v), so a draw depends on nothing but its own
@@ -64,7 +64,7 @@ class Sampler:
         self._stops = torch.tensor(local, dtype=torch.int64, device=device) if sampling.min_new_tokens else None
 
     def __call__(self, logits: Tensor, seeds: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [n] and log-probs float32 [n], the same on every rank of the axis.
+        """Tokens int64 [n] and log-probs float32 [n] (`SamplingConfig.logprobs`), the same on every rank of the axis.
 
         Args:
             logits: [n, V / tp] or narrower, any float dtype.
@@ -76,8 +76,8 @@ class Sampler:
             z = z * self._inv_temperature
         if z.shape[1] < len(self._ids):  # vocabulary padding has no logits
             z = F.pad(z, (0, len(self._ids) - z.shape[1]), value=-torch.inf)
-        total = torch.logsumexp(z, dim=-1)
         allowed = self._filter(z, index)
+        total = torch.logsumexp(allowed if self._cfg.logprobs == "processed" else z, dim=-1)
         times = None if self._greedy else race(seeds, index, self._ids)
         score = allowed if times is None else allowed - times
         best, column = score.max(dim=-1)

@@ -125,3 +125,23 @@ def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Bat
     """Score the responses with the frozen teacher."""
     samples.set("teacher_logp", teacher.log_probs(samples))
     return samples
+
+
+@stage(
+    reads=["prompt_ids", "response_ids"],
+    needs=call_fields,
+    writes=["teacher_topk"],
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.TEACHER,
+)
+def teacher_topk(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
+    """The tokens that the frozen teacher finds likeliest in the place of every response token.
+
+    float32 [tokens, k, 2]: ids and log-probs.
+    """
+    from megarl.algorithms.topk import topk_settings
+
+    settings = topk_settings(c.config.algorithm.distillation)
+    assert settings is not None, "the node is in the graph only for such an estimator"
+    samples.set("teacher_topk", teacher.top_tokens(samples, settings.topk))
+    return samples

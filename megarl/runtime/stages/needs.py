@@ -48,10 +48,9 @@ def update_fields(config: RunConfig) -> list[str]:
     wanted = {
         "old_logp": config.rollout_correction.resolved().bypass or needs_old_logp(config),
         "ref_logp": algorithm.kl.use == "loss",
-        "teacher_logp": algorithm.distillation.coef > 0,
     }
-    read = needs.loss_fields(algorithm)
-    found = [*read, *(name for name, needed in wanted.items() if needed and name not in read)]
+    read, taught = needs.loss_fields(algorithm), needs.distillation_fields(algorithm)
+    found = list(dict.fromkeys([*read, *(name for name, needed in wanted.items() if needed), *taught]))
     return found + call_fields(config)
 
 

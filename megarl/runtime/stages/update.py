@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megarl.algorithms.objective import TokenInputs
+    from megarl.algorithms.objective import Objective, TokenInputs
     from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import ActorRole
+    from megarl.training.engine import Taught
 
 
 @stage(
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         DRAWN_LOGP,
         "ref_logp",
         "teacher_logp",
+        "teacher_topk",
         "rollout_logp",
         *VERSION_FIELDS,
         "loss_mask",
@@ -131,15 +133,24 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
             own[name] = f"prepared_{name}"
             mini.set(own[name], mask.like(values))
 
-    def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
-        return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens)
+    def loss(logp: Tensor, entropy: Tensor, *more: Any) -> tuple[Tensor, Metrics]:
+        *taught, micro = more
+        return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens, *taught)
 
-    metrics = actor.train_step(mini, loss, objective.divisor if objective.divides_late(inputs) else None)
+    divisor = objective.divisor if objective.divides_late(inputs) else None
+    metrics = actor.train_step(mini, loss, divisor, _taught(objective))
     objective.settle(metrics, inputs)
     if objective.measures(inputs):
         metrics.merge(c.layout.dp_group.reduce_metrics(ages(c, mini)))
         finish(metrics)
     return metrics
+
+
+def _taught(objective: Objective) -> Taught | None:
+    from megarl.training.engine import Taught
+
+    settings = objective.taught()
+    return None if settings is None else Taught("teacher_topk", settings.log_prob_min_clamp)
 
 
 def trained_mask(samples: Batch) -> Jagged:
@@ -193,6 +204,7 @@ _INPUTS = {
     "rollout_logp": "rollout_logp",
     "ref_logp": "ref_logp",
     "teacher_logp": "teacher_logp",
+    "teacher_topk": "teacher_topk",
     "is_weights": "is_weights",
     "copies": COPIES,
 }

@@ -1,0 +1,73 @@
+"""The term of an update that moves the policy to a teacher, on the policy's own samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from megarl.algorithms.kl import KL, chosen_estimator, kl_tokens
+from megarl.algorithms.lazy import torch
+from megarl.algorithms.topk import teacher_terms
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.config.algorithm import DistillationConfig
+    from megarl.metrics import Metrics
+
+#: Log-probs of a teacher; or its likeliest tokens, and what the policy says of them: cross entropy and mass.
+Teacher: TypeAlias = "Tensor | Sequence[Tensor | None] | None"
+
+
+def teacher_term(
+    settings: DistillationConfig,
+    logp: Tensor,
+    teacher: Teacher,
+    mask: Tensor,
+    policy_loss: Callable[[Tensor], Tensor],
+    metrics: Metrics,
+) -> tuple[Tensor, Tensor]:
+    """Loss of every token, and the estimate of the KL that it is made of, without gradient; both zero where masked.
+
+    `through: loss` minimises the estimate itself. `through: policy` gives minus the estimate as the advantage of the
+    token to the policy loss, with the ratio, clip and importance weights of the task's own: the estimate is a number.
+
+    Args:
+        settings: `algorithm.distillation`.
+        logp: float [N] or [B, T], differentiable.
+        teacher: its log-probs, same shape; or [N, K, 2], with cross entropy and mass [N] (`megarl.algorithms.topk`).
+        mask: bool, in the shape of `logp`.
+        policy_loss: advantages to token losses.
+        metrics: gets the extremes of the estimate, before the clamp, and what both models give to the top k.
+
+    Raises:
+        ValueError: the teacher has not said what the estimator reads.
+
+    Source: generalised distillation on the student's samples (arXiv 2306.13649); as an advantage: MiniLLM (arXiv
+    2306.08543).
+    """
+    estimate = _estimate(settings, logp, teacher, mask, metrics)
+    seen = estimate.detach()[mask]
+    if seen.numel():
+        metrics.min("actor/distillation_loss_min", float(seen.min()))
+        metrics.max("actor/distillation_loss_max", float(seen.max()))
+    if settings.loss_max_clamp is not None:
+        estimate = estimate.clamp(-settings.loss_max_clamp, settings.loss_max_clamp)
+    term = estimate if settings.through == "loss" else policy_loss(-estimate.detach())
+    return term, estimate.detach()
+
+
+def _estimate(settings: DistillationConfig, logp: Tensor, teacher: Any, mask: Tensor, metrics: Metrics) -> Tensor:
+    chosen = KL.choose(settings, "algorithm.distillation")
+    if teacher is None:
+        raise ValueError("a distillation term needs the log-probs of its model")
+    if not chosen.spec.distributions:
+        return kl_tokens(chosen_estimator(settings), logp, teacher, mask)
+    top, cross, mass = teacher
+    own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
+    count = float(mask.sum())
+    if count:
+        given = teacher_terms(top, None)[1].sum(1)
+        metrics.mean("actor/distillation_teacher_mass", float(given[mask].double().sum()), count)
+        metrics.mean("actor/distillation_student_mass", float(mass[mask].double().sum()), count)
+    return torch.where(mask, chosen.function(top, torch.where(mask, cross, 0), **own), 0)
