@@ -228,6 +228,10 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> int:
     config = _read_recipe(arguments)
+    if arguments.command == "train" and config.trainer.epochs is not None:
+        from megarl.checks.epochs import with_steps
+
+        config = with_steps(config)
     if arguments.dry_run:
         return _dry_run(config, arguments)
     from megarl.checks.hub import check_hub

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -24,6 +25,11 @@ class TrainerConfig(Section):
     """The loop around the graph."""
 
     steps: PositiveInt = Field(100, description="training steps")
+    epochs: PositiveFloat | None = Field(
+        None,
+        description="passes over the training prompts, in place of steps, which are then computed from them; the last "
+        "batch is filled from the next pass. null: steps",
+    )
     seed: int = Field(0, description="seed of everything that is drawn")
     save_every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only at the end")
     keep_last: PositiveInt = Field(2, description="checkpoints kept in addition to the best")
@@ -38,6 +44,11 @@ class TrainerConfig(Section):
         "of this run folder that are not continued move to checkpoints.old-K",
     )
     export_hf: bool = Field(True, description="write the final model in Hugging Face form")
+
+    def steps_of(self, prompts: int, batch_size: int) -> int:
+        """Training steps in which `epochs` passes over so many prompts are met."""
+        assert self.epochs is not None, "asked of recipes that name them"
+        return max(1, math.ceil(self.epochs * prompts / batch_size - 1e-9))
 
 
 class ClusterConfig(Section):

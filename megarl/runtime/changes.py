@@ -106,6 +106,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "teacher": None,
     "sft": COLD_START,
     "trainer.steps": None,
+    "trainer.epochs": None,
     "trainer.seed": f"used for what is drawn from now on; {ORDER}",
     "trainer.save_every": None,
     "trainer.keep_last": None,

@@ -317,7 +317,27 @@ def _prompts(
     return data
 
 
+def check_epochs(config: RunConfig, prompts: int) -> None:
+    """Whether `trainer.steps` are the epochs that the recipe asks for, now that all prompts are known.
+
+    Raises:
+        ConfigError: they are not: tools that an environment announces make more prompts overlong, for instance.
+    """
+    steps = config.trainer.steps_of(prompts, config.data.batch_size)
+    if steps != config.trainer.steps:
+        raise ConfigError(
+            f"{config.trainer.epochs:g} epochs of {prompts} prompts are {steps} steps, and the run was started with "
+            f"{config.trainer.steps}",
+            where="trainer.epochs",
+            found=config.trainer.epochs,
+            allowed="null, or epochs of prompts that are the same for the command and its workers",
+            fix=f"set trainer.epochs=null and trainer.steps={steps}",
+        )
+
+
 def _loader(config: RunConfig, data: PromptDataset | Trials, layout: Layout) -> PromptLoader:
+    if config.trainer.epochs is not None:
+        check_epochs(config, len(data))
     if layout.rank == 0:
         print(data.describe(), flush=True)
         warn_if_repeated("data.batch_size", config.data.batch_size, len(data))

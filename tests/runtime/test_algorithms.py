@@ -76,8 +76,8 @@ RECIPES = {
     ],
     "distillation": DISTILLATION,
     "distillation from the likeliest tokens, alone": [
-        "algorithm.distillation={estimator: forward_kl_topk, topk: 5, log_prob_min_clamp: -8, coef: 1, task_loss: no}",
-        *("teacher.path=TEACHER", "actor.mini_batch_size=2"),
+        "algorithm.distillation={estimator: forward_kl_topk, topk: 5, log_prob_min_clamp: -8, coef: 1.0}",
+        *("teacher.path=TEACHER", "actor.mini_batch_size=2", "algorithm.distillation.task_loss=false"),
     ],
     "distillation through the policy loss": [
         "algorithm.distillation={coef: 0.5, estimator: k1, through: policy, loss_max_clamp: 2.0}",

@@ -1,0 +1,43 @@
+"""How many training steps the epochs of a recipe are: what `trainer.epochs` makes of the training prompts."""
+
+from __future__ import annotations
+
+from megarl.config.run import RunConfig
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import ConfigError, count
+
+
+def with_steps(config: RunConfig) -> RunConfig:
+    """The recipe with `trainer.steps` for its `trainer.epochs`, which is said; as it is without them.
+
+    Prompts are read, rendered and tokenised as the workers do it, since `data.overlong` may drop some.
+
+    Raises:
+        ConfigError: an epoch is not a number of steps: dynamic sampling, or the trials of a simulator.
+        DataError: as of `PromptDataset`.
+    """
+    epochs = config.trainer.epochs
+    if epochs is None:
+        return config
+    if config.algorithm.dynamic_sampling.enabled or config.robot is not None:
+        what = "robot" if config.robot is not None else "algorithm.dynamic_sampling.enabled"
+        reasons = {
+            "robot": "the trials of a simulator are known only when it runs",
+            "algorithm.dynamic_sampling.enabled": "with dynamic sampling a step takes as many prompts as it needs",
+        }
+        raise ConfigError(
+            f"epochs do not say how many steps there are: {reasons[what]}",
+            where="trainer.epochs",
+            found=epochs,
+            allowed="null",
+            fix="set trainer.steps, and trainer.epochs=null",
+        )
+    prompts = len(PromptDataset(config.data, load_tokenizer(config.model), "train", whole=config.whole_conversations))
+    steps = config.trainer.steps_of(prompts, config.data.batch_size)
+    print(
+        f"trainer.epochs={epochs:g} of {count(prompts, 'prompt')} in batches of {config.data.batch_size}: "
+        f"trainer.steps={steps}",
+        flush=True,
+    )
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})

@@ -1,0 +1,61 @@
+"""Epochs become steps of the prompts that are trained on, and what has no epochs is refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.checks.epochs import with_steps
+from megarl.errors import ConfigError
+from megarl.runtime.setup import check_epochs
+
+
+@pytest.fixture
+def recipe(config_of, write):
+    """recipe(...) -> a recipe of ten prompts, three of which are overlong."""
+    write(
+        "".join(json.dumps({"prompt": "1+1=" * (1 + 9 * (i < 3)), "answer": "2"}) + "\n" for i in range(10)), "t.jsonl"
+    )
+    return lambda *overrides: config_of("data.train_files=[t.jsonl]", "data.batch_size=4", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["trainer.epochs=1"], 2),  # seven prompts in batches of four: the second one is filled from the next pass
+        (["trainer.epochs=4"], 7),
+        (["trainer.epochs=0.5"], 1),
+        (["trainer.epochs=3", "data.max_prompt_tokens=64"], 8),  # 30 prompts
+        ([], 100),
+    ],
+)
+def test_epochs_are_steps_of_the_prompts_that_are_short_enough(recipe, overrides, steps, capsys):
+    config = with_steps(recipe(*overrides))
+    assert config.trainer.steps == steps
+    assert (f"trainer.steps={steps}" in capsys.readouterr().out) == bool(overrides)
+    if overrides:
+        assert with_steps(config) == config, "of a run folder's recipe, too"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [(["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"], "as many prompts as it needs")],
+)
+def test_what_has_no_epochs_is_refused(recipe, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        with_steps(recipe("trainer.epochs=2", *overrides))
+
+
+def test_a_robots_trials_are_no_epoch(recipe):
+    config = recipe("trainer.epochs=2")
+    with pytest.raises(ConfigError, match="the trials of a simulator"):
+        with_steps(config.model_copy(update={"robot": SimpleNamespace()}))
+
+
+def test_workers_that_find_other_prompts_say_so(recipe):
+    config = with_steps(recipe("trainer.epochs=4"))
+    check_epochs(config, 7)
+    with pytest.raises(ConfigError, match="10 prompts are 10 steps, and the run was started with 7"):
+        check_epochs(config, 10)
