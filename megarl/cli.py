@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from megarl import __version__, cluster
 from megarl.benchmarks import algorithms, checkpoint, envs, plan_truth, throughput
 from megarl.benchmarks.sync import measure as sync_bench
+from megarl.checks import epochs
 from megarl.checks import plan_command as planning
 from megarl.credentials import mask
 from megarl.errors import ConfigError, MegarlError, UserError
@@ -228,10 +229,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> int:
     config = _read_recipe(arguments)
-    if arguments.command == "train" and config.trainer.epochs is not None:
-        from megarl.checks.epochs import with_steps
-
-        config = with_steps(config)
+    config = epochs.with_steps(config) if arguments.command == "train" else config
     if arguments.dry_run:
         return _dry_run(config, arguments)
     from megarl.checks.hub import check_hub

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.distillation import teacher_term
@@ -292,35 +293,25 @@ def actor_loss(
 ) -> tuple[Tensor, Metrics]:
     """sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w distillation).
 
-    The last term is that of `megarl.algorithms.distillation`. The first is left out where only the teacher is to teach
-    (`distillation.task_loss: false`).
+    The first term is left out where only the teacher is to teach (`distillation.task_loss: false`).
 
     Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp, advantages: same shape.
-        mask: bool, same shape.
+        logp: float [N] or [B, T], differentiable; old_logp, advantages, ref_logp, entropy and bool mask have its shape.
         weights: same shape, from `aggregation_weights`.
         cfg: `algorithm.loss`: the policy loss, its settings, and entropy_coef.
         tokens: valid tokens of the whole mini-batch over all ranks; the metrics need it.
         offsets: int64 [B + 1] for the packed form.
-        entropy: same shape, differentiable when it is to be a bonus; None: none.
-        ref_logp: same shape; needed when `kl` is given.
-        kl: estimator and coefficient of the KL term; None: no KL in the loss.
-        teacher: log-probs of the teacher, same shape; or its likeliest tokens [N, K, 2], and what the policy says of
-            them: `cross` and `mass` of `Objective.loss`. Needed when `distillation` is given.
-        distillation: estimator, coefficient and form of the term; None: none.
+        entropy: differentiable when it is to be a bonus; None: none.
+        kl, distillation: estimator, coefficient and form of these terms; None: none.
+        teacher: log-probs of the teacher, same shape; or what `Objective.taught` asks for.
         fields: this part of what the loss reads in addition, and of what its `prepare` made of the mini-batch.
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
 
     Returns:
-        Scalar, this part's share of the mini-batch's loss, and metrics. An empty or fully masked part gives zero, with
-        zero gradients.
+        This part's share of the mini-batch's loss, zero (and its gradients) where nothing is valid, and metrics.
     """
-    chosen = POLICY_LOSSES.choose(cfg)
-    inputs = (logp, old_logp, advantages, mask, chosen.settings)
-    token_loss, metrics = chosen.function(*inputs, offsets=offsets, **(fields or {}))
-    if is_weights is not None:
-        token_loss = is_weights.detach() * token_loss
+    policy_loss = partial(_policy_loss, cfg, logp, old_logp, mask, offsets, fields or {}, is_weights)
+    token_loss, metrics = policy_loss(advantages)
     loss = (weights * token_loss).sum()
     sums = {"count": mask.sum(), "policy": loss.detach()}  # the count first
     if distillation is not None and not distillation.task_loss:
@@ -330,23 +321,35 @@ def actor_loss(
         sums["entropy"] = entropy.detach().double().sum()
         if cfg.entropy_coef:
             loss = loss - cfg.entropy_coef * (weights * entropy).sum()
-    coefs = {}
+    terms: dict[str, tuple[float, Tensor, Tensor]] = {}
     if kl is not None:
         distance = _distance(kl, logp, ref_logp, mask)
-        sums["kl"], coefs["kl"] = distance.detach().double().sum(), kl.coef
-        loss = loss + kl.coef * (weights * distance).sum()
+        terms["kl"] = kl.coef, distance, distance
     if distillation is not None:
-
-        def policy_loss(advantages: Tensor) -> Tensor:
-            own = (logp, old_logp, advantages, mask, chosen.settings)
-            taught = chosen.function(*own, offsets=offsets, **(fields or {}))[0]
-            return taught if is_weights is None else is_weights.detach() * taught
-
-        term, distance = teacher_term(distillation, logp, teacher, mask, policy_loss, metrics)
-        sums["distillation"], coefs["distillation"] = distance.double().sum(), distillation.coef
-        loss = loss + distillation.coef * (weights * term).sum()
-    _record(metrics, sums, coefs, tokens)
+        taught = teacher_term(distillation, logp, teacher, mask, lambda a: policy_loss(a)[0], metrics)
+        terms["distillation"] = (distillation.coef, *taught)
+    for name, (coef, term, distance) in terms.items():
+        sums[name] = distance.detach().double().sum()
+        loss = loss + coef * (weights * term).sum()
+    _record(metrics, sums, {name: coef for name, (coef, *_) in terms.items()}, tokens)
     return loss, metrics
+
+
+def _policy_loss(
+    cfg: PolicyLossConfig,
+    logp: Tensor,
+    old_logp: Tensor,
+    mask: Tensor,
+    offsets: Tensor | None,
+    fields: Mapping[str, Any],
+    is_weights: Tensor | None,
+    advantages: Tensor,
+) -> tuple[Tensor, Metrics]:
+    """c times the policy loss of every token, and its metrics."""
+    chosen = POLICY_LOSSES.choose(cfg)
+    inputs = (logp, old_logp, advantages, mask, chosen.settings)
+    token_loss, metrics = chosen.function(*inputs, offsets=offsets, **fields)
+    return token_loss if is_weights is None else is_weights.detach() * token_loss, metrics
 
 
 def _distance(settings: KLConfig, logp: Tensor, ref_logp: Tensor | None, mask: Tensor) -> Tensor:

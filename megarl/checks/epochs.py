@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.config.run import RunConfig
-from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from typing import TYPE_CHECKING
+
 from megarl.errors import ConfigError, count
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
 
 
 def with_steps(config: RunConfig) -> RunConfig:
@@ -33,7 +35,11 @@ def with_steps(config: RunConfig) -> RunConfig:
             allowed="null",
             fix="set trainer.steps, and trainer.epochs=null",
         )
-    prompts = len(PromptDataset(config.data, load_tokenizer(config.model), "train", whole=config.whole_conversations))
+    from megarl.data.prompts import PromptDataset
+    from megarl.data.tokenizer import load_tokenizer
+
+    tokenizer, whole = load_tokenizer(config.model), config.whole_conversations
+    prompts = len(PromptDataset(config.data, tokenizer, "train", whole=whole, answered=False))
     steps = config.trainer.steps_of(prompts, config.data.batch_size)
     print(
         f"trainer.epochs={epochs:g} of {count(prompts, 'prompt')} in batches of {config.data.batch_size}: "

@@ -75,7 +75,7 @@ RECIPES = {
         "algorithm.filter={name: 'FOLDER/my_filters.py:long_enough', shortest: 2}",
     ],
     "distillation": DISTILLATION,
-    "distillation from the likeliest tokens, alone": [
+    "distillation from the likeliest tokens, without rewards": [
         "algorithm.distillation={estimator: forward_kl_topk, topk: 5, log_prob_min_clamp: -8, coef: 1.0}",
         *("teacher.path=TEACHER", "actor.mini_batch_size=2", "algorithm.distillation.task_loss=false"),
     ],

@@ -190,7 +190,11 @@ TOP = {"coef": 0.5, "estimator": "forward_kl_topk", "topk": 4}
 FURTHER |= {
     "taught": ({}, {"distillation": TOP}, False),
     "taught, with bounds": ({}, {"distillation": TOP | {"log_prob_min_clamp": -4.5, "loss_max_clamp": 0.4}}, False),
-    "taught, alone": ({"entropy_coef": 0.0}, {"kl": ALONE["kl"], "distillation": TOP | {"task_loss": False}}, False),
+    "taught, without rewards": (
+        {"entropy_coef": 0.0},
+        {"kl": ALONE["kl"], "distillation": TOP | {"task_loss": False}},
+        False,
+    ),
     "taught through the policy loss": (
         {"name": "gspo", "aggregation": "seq-mean-token-mean"},
         {"distillation": {"coef": 2.0, "estimator": "k1", "through": "policy", "loss_max_clamp": 0.5}},
