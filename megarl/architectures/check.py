@@ -82,7 +82,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     _check_heads(values, found, refuse)
     _check_experts(values, found, refuse)
     _check_windows(raw, values, refuse)
-    _check_rope(values, refuse)
+    _check_rope(raw, values, refuse)
     for refusal in found.refusals:
         refusal(raw, values, refuse)
     return values
@@ -144,7 +144,7 @@ def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refus
         )
 
 
-def _check_rope(values: dict[str, Any], refuse: Refuse) -> None:
+def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refuse) -> None:
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     if values[key] is not None and not isinstance(values[key], Mapping):
         refuse(key, values[key], "a mapping, or null")
@@ -159,6 +159,9 @@ def _check_rope(values: dict[str, Any], refuse: Refuse) -> None:
         refuse("rope_theta", theta, f"number > {least}")
     if kind == "default":
         return
+    beside = "original_max_position_embeddings"
+    if kind in ("llama3", "yarn") and beside in raw and raw[beside] is None:
+        refuse(beside, None, "integer > 0, or no such key", "transformers puts it in the place of RoPE's own number")
     if scaling["partial_rotary_factor"] not in (None, 1):
         refuse("partial_rotary_factor", scaling["partial_rotary_factor"], "1", "this variant is not supported")
     if not _whole(scaling["original_max_position_embeddings"]) or scaling["original_max_position_embeddings"] < 1:

@@ -52,6 +52,8 @@ class ModelFacts:
     experts_per_token: int = 0
     dense_layers: int = 0
     """Layers without experts in a mixture of experts."""
+    sparse: tuple[bool, ...] = ()
+    """Whether each layer has experts, in a mixture of experts; no entries: all have."""
     only_in_training: tuple[tuple[str, object], ...] = ()
     """Keys and values that transformers obeys in training only, and this trainer does not."""
     labels: int | None = None
@@ -161,6 +163,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         experts=experts,
         experts_per_token=values["num_experts_per_tok"] if experts else 0,
         dense_layers=sparse.count(False) if experts else 0,
+        sparse=tuple(sparse) if experts else (),
         only_in_training=tuple(only_in_training(values).items()),
         labels=_labels(raw),
         windows=layer_windows(values),

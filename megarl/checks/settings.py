@@ -245,6 +245,14 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
             fix="set rollout.sampling.top_p=1 and top_k=0, or rollout.sampling.logprobs=processed and a preset of "
             "rollout_correction, for example decoupled_token_is",
         )
+    if training.min_new_tokens > 0:
+        checks.warn(
+            "sampling",
+            "rollout.sampling.min_new_tokens",
+            "tokens are drawn without end tokens at first and scored with them, which is off-policy",
+            found=training.min_new_tokens,
+            fix="set rollout.sampling.min_new_tokens=0",
+        )
     held_out = config.validation_sampling
     if held_out.temperature == 0 and held_out.n > 1:
         checks.warn(

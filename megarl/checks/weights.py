@@ -7,7 +7,7 @@ and place of every tensor. Reading the headers of a model of 100 files takes a f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     policy = raw.get("model_type") == ROBOT_POLICY
     prefix = LANGUAGE_MODEL if policy else ""
     read: set[str] = {VALUE_HEAD.sources[0].name, VALUE_BIAS.sources[0].name} if value_head else set()
+    _refuse_other_kind(folder, facts, place)
     for alternatives in expected_tensors(facts, value_head=value_head):
         forms = [{prefix + name: shape for name, shape in form.items()} for form in alternatives]
         _check_tensors(folder, forms, place, block)
@@ -105,22 +106,49 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator[list[Shapes]]:
     """Groups of tensors that the weights must hold: of the forms in each list, one."""
-    table, sizes = ARCHITECTURES[facts.model_type].tensors, _sizes(facts)
-
-    def shapes(parts: tuple[str, ...], layer: int = 0) -> Shapes:
-        rules = [rule for rule in table if rule.part in parts]
-        return {name: shape for rule in rules for name, shape in _shapes(rule, layer, facts.experts, sizes)}
-
     head: Shapes = {HEAD: (facts.vocab, facts.hidden)}
-    yield [shapes(("embedding",)), head] if facts.tied else [shapes(("embedding",))]
-    yield [shapes(("final",))]
+    embedding = _of_parts(facts, ("embedding",))
+    yield [embedding, head] if facts.tied else [embedding]
+    yield [_of_parts(facts, ("final",))]
     if not facts.tied and not value_head:
         yield [head]
     for layer in range(facts.layers):
-        yield [shapes(("layer",), layer)]
-        dense, sparse = shapes(("dense",), layer), shapes(("moe", "expert"), layer)
-        # In a mixture of experts some layers may be dense.
-        yield [form for form in ([sparse, dense] if facts.is_moe else [dense]) if form]
+        yield [_of_parts(facts, ("layer",), layer)]
+        yield [_feed_forward(facts, layer, _is_sparse(facts, layer))]
+
+
+def _of_parts(facts: ModelFacts, parts: tuple[str, ...], layer: int = 0) -> Shapes:
+    rules = [rule for rule in ARCHITECTURES[facts.model_type].tensors if rule.part in parts]
+    sizes = _sizes(facts)
+    return {name: shape for rule in rules for name, shape in _shapes(rule, layer, facts.experts, sizes)}
+
+
+def _is_sparse(facts: ModelFacts, layer: int) -> bool:
+    return facts.is_moe and (not facts.sparse or facts.sparse[layer])
+
+
+def _feed_forward(facts: ModelFacts, layer: int, sparse: bool) -> Shapes:
+    """A layer's router and experts, or its dense feed-forward part."""
+    return _of_parts(facts, ("moe", "expert") if sparse else ("dense",), layer)
+
+
+def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stored]) -> None:
+    """Name the layers that have experts by config.json and none in the files, or the other way round."""
+    wrong: dict[bool, list[int]] = {True: [], False: []}
+    for layer in range(facts.layers) if facts.is_moe else ():
+        sparse = _is_sparse(facts, layer)
+        told, other = (_feed_forward(facts, layer, kind) for kind in (sparse, not sparse))
+        if other and not told.keys() & place.keys() and other.keys() & place.keys():
+            wrong[sparse].append(layer)
+    for sparse, layers in wrong.items():
+        if layers:
+            kinds = ("mixtures of experts", "dense")
+            raise ConfigError(
+                "layers are {} by config.json, and {} in the files".format(*(kinds if sparse else kinds[::-1])),
+                where=str(folder / "config.json"),
+                found=f"layers {', '.join(map(str, layers))}",
+                fix="correct mlp_only_layers and decoder_sparse_step, or take the config.json of these files",
+            )
 
 
 def _sizes(facts: ModelFacts) -> dict[str, int]:

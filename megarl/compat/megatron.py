@@ -18,6 +18,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -221,6 +222,35 @@ def _no_jit_fuser(module: types.ModuleType) -> None:
     module.disable_jit_fuser()
 
 
+def _uneven_splits(module: types.ModuleType) -> None:
+    """Parts of different lengths travel as parts of the longest one's, by the even form of the same functions."""
+    gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def padded(part: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
+
+    def gather_parts(
+        part: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or len(set(output_split_sizes)) == 1 or group.size() == 1:
+            return gather(part, group, output_split_sizes, use_global_buffer)
+        longest = max(output_split_sizes)
+        parts = gather(padded(part, longest), group).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_parts(
+        whole: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
+        longest = max(input_split_sizes)
+        parts = [padded(part, longest) for part in whole.split(input_split_sizes)]
+        return reduce_scatter(torch.cat(parts), group)[: input_split_sizes[group.rank()]]
+
+    module._gather_along_first_dim = gather_parts  # type: ignore[attr-defined]
+    module._reduce_scatter_along_first_dim = reduce_scatter_parts  # type: ignore[attr-defined]
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "rng-state",
@@ -236,6 +266,13 @@ PATCHES: tuple[Patch, ...] = (
         lambda source: "if te_general_gemm is not None" in source and not re.search(r"te_general_gemm\s*=", source),
         "the router tests a name that is only imported with Transformer Engine: NameError in every MoE forward",
         cpu_only=False,
+    ),
+    Patch(
+        "uneven-splits",
+        "megatron.core.tensor_parallel.mappings",
+        _uneven_splits,
+        lambda source: "all_gather(output_tensor_list, input_" in source,
+        "ranks that share an expert bring different numbers of tokens, and gloo gathers equal parts only",
     ),
     Patch(
         "jit-fuser",

@@ -121,8 +121,13 @@ def gap(rows):
         "ratio_std": statistics.pstdev(ratios),
         "ess": sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios)),
         "logp_diff_max": max(abs(n - o) for n, o in tokens),
-        "prob_corr": statistics.correlation(p, q) if min(statistics.pvariance(p), statistics.pvariance(q)) else None,
+        "prob_corr": _correlation(p, q),
     }
+
+
+def _correlation(p, q):
+    """None where one of them is constant, as far as float64 tells."""
+    return statistics.correlation(p, q) if min(statistics.pvariance(p), statistics.pvariance(q)) > 1e-12 else None
 
 
 def weight_metrics(items, truncated):

@@ -214,6 +214,7 @@ def test_one_mistake_gives_one_failure(failures, config_of, overrides, key, word
     ("overrides", "key"),
     [
         (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p"),
+        (["rollout.sampling.min_new_tokens=2"], "rollout.sampling.min_new_tokens"),
         (["rollout.sampling.top_k=5"], "rollout.sampling.top_k"),
         (["validation.sampling.n=4"], "validation.sampling.n"),
         (["rollout.dtype=bf16", "model.dtype=fp32"], "rollout.dtype"),

@@ -55,13 +55,18 @@ def test_a_whole_model_passes(tmp_path: Path) -> None:
     assert read_header(tmp_path / "model.safetensors") == {name: ("F32", shape) for name, shape in shapes.items()}
 
 
-def test_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
-    facts = facts_of("qwen3_moe", mlp_only_layers=[0])
-    groups = list(expected_tensors(facts))
-    shapes = {name: shape for forms in groups for name, shape in forms[0].items() if "layers.0.mlp" not in name}
-    shapes |= next(forms[1] for forms in groups if len(forms) > 1)
+def test_layers_of_a_mixture_may_be_dense_and_are_those_of_config_json(tmp_path: Path) -> None:
+    facts, other = facts_of("qwen3_moe", mlp_only_layers=[0]), facts_of("qwen3_moe", mlp_only_layers=[1])
+    shapes = {name: shape for forms in expected_tensors(facts) for name, shape in forms[0].items()}
+    assert {"model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.gate.weight"} <= shapes.keys()
     write(tmp_path / "model.safetensors", shapes)
     check_weights(tmp_path, facts)
+    with pytest.raises(ConfigError, match=r"layers are mixtures of experts by config.json, and dense in the files"):
+        check_weights(tmp_path, other)
+    sparse = facts_of("qwen3_moe")
+    write(tmp_path / "model.safetensors", {n: s for forms in expected_tensors(sparse) for n, s in forms[0].items()})
+    with pytest.raises(ConfigError, match=r"layers are dense by config.json, and mixtures[\s\S]*layers 0"):
+        check_weights(tmp_path, facts)
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,11 @@ REFUSED = [
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}),
     ("llama", {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}),
     ("llama", {"per_layer_config": {"0": {"intermediate_size": 8}}}),
+    *(
+        (kind, {"rope_scaling": {**scaling, "factor": 4.0}, "original_max_position_embeddings": None})
+        for kind in ("llama", "qwen3")
+        for scaling in ({"rope_type": "yarn"}, {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0})
+    ),
     ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}),
     ("mistral", {"sliding_window": 0}),
     ("mixtral", {"num_experts": 0}),

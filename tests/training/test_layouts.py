@@ -53,6 +53,8 @@ FOUR = [
     ("moe", {"tp": 2, "cp": 2, "sp": True}, {}),
     ("moe", {"pp": 2, "ep": 2}, {"overlap_grad_reduce": True}),
     ("moe", {"ep": 2}, {}),
+    ("moe", {"tp": 2, "sp": True, "ep": 2, "etp": 2}, {}),
+    ("moe", {"ep": 2, "etp": 2}, {"recompute": "full"}),
     ("tied", {}, {"overlap_grad_reduce": True}),
     ("tied", {"pp": 2, "vpp": 2}, {}),
     ("critic", {"tp": 2, "cp": 2, "sp": True}, {}),

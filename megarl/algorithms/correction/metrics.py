@@ -26,7 +26,7 @@ def finish(metrics: Metrics) -> Metrics:
     | ratio_min, ratio_mean, ratio_max, ratio_std | of rho |
     | ess | (sum rho)^2 / (n sum rho^2), 1 is best |
     | logp_diff_max | max of abs(log pi - log pi_rollout), not clamped |
-    | prob_corr | Pearson correlation of pi and pi_rollout |
+    | prob_corr | Pearson correlation of pi and pi_rollout; left out where one of them is the same at all tokens |
     | is_weight_min, _mean, _max, _std, is_ess, is_truncated | weights of what is trained on, before normalisation |
     | is_batch_norm | the factor that weights were divided by |
     | rejected, rejected_seqs | share of tokens; of sequences that lost every token |
@@ -65,8 +65,9 @@ def _gap(metrics: Metrics, total: dict[str, float], low: dict[str, float], high:
         "ratio_mean": 1 + mean,
         "ratio_std": math.sqrt(max(square - mean * mean, 0.0)),
         "ess": (1 + mean) ** 2 / second if second else 0.0,
-        "prob_corr": _correlation(total, n),
     }
+    if (correlation := _correlation(total, n)) is not None:
+        numbers["prob_corr"] = correlation
     for name, value in numbers.items():
         metrics.mean(NAME + name, value, 1)
     metrics.min(NAME + "ratio_min", 1 + low["excess"])
@@ -76,8 +77,8 @@ def _gap(metrics: Metrics, total: dict[str, float], low: dict[str, float], high:
     metrics.max(NAME + "log_ppl_diff_max", -low["row_log"])
 
 
-def _correlation(total: dict[str, float], n: float) -> float:
-    """Pearson correlation from E[p^2], E[q^2], E[(p - q)^2]; 1 where both are constant.
+def _correlation(total: dict[str, float], n: float) -> float | None:
+    """Pearson correlation from E[p^2], E[q^2], E[(p - q)^2]; None where p or q is constant and there is none.
 
     cov(p, q) = (var p + var q - var(p - q)) / 2: rounding in the variances enters in second order only, so that
     1 - 1e-6 can be told from 1.
@@ -86,7 +87,7 @@ def _correlation(total: dict[str, float], n: float) -> float:
     var_p, var_q = max(total["p2"] / n - p * p, 0.0), max(total["q2"] / n - q * q, 0.0)
     var_diff = max(total["pq2"] / n - (p - q) ** 2, 0.0)
     if min(var_p, var_q) <= 1e-12:
-        return 1.0 if var_diff <= 1e-12 else 0.0
+        return None
     return min(1.0, (var_p + var_q - var_diff) / (2 * math.sqrt(var_p * var_q)))
 
 
