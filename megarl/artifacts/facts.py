@@ -24,6 +24,7 @@ from megarl.architectures.values import (
 )
 from megarl.architectures.vision import VisionShape
 from megarl.artifacts.checkpoint_files import quantized_block
+from megarl.artifacts.other_folders import no_model
 from megarl.artifacts.robot_policy import ROBOT_POLICY, whole_config
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError, close_matches
@@ -289,12 +290,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(
-            "the model folder has no config.json",
-            where="model.path",
-            found=str(file.parent),
-            fix="name the folder that save_pretrained or a hub download wrote",
-        ) from error
+        raise no_model(file.parent, "model.path") from error
     except (OSError, ValueError) as error:
         raise ConfigError("the model's config cannot be read", where=str(file), found=str(error), fix=_AGAIN) from error
     if not isinstance(raw, dict):

@@ -10,6 +10,7 @@ from megarl.algorithms.needs import estimator_fields
 from megarl.architectures.known_keys import ignored_keys, unknown_keys
 from megarl.architectures.values import training_problems
 from megarl.artifacts.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
+from megarl.artifacts.tokenizer_files import check_tokenizer_files
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
@@ -114,13 +115,15 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
                 allowed="a folder, a hub name, chars:<alphabet>, or words:<word> ...",
                 fix="set model.tokenizer, for example to 'chars:0123456789+='",
             )
+        elif (folder := Path(model.path).expanduser()).is_dir():
+            _check_tokenizer_files(folder, "model.path", checks)
         return
     if name.startswith(CHARACTERS):
         _check_alphabet(name.removeprefix(CHARACTERS), facts, checks)
     elif name.startswith(WORDS):
         _check_words(name.removeprefix(WORDS), facts, checks)
     elif Path(name).expanduser().is_dir():
-        checks.ok("tokenizer", name)
+        _check_tokenizer_files(Path(name).expanduser(), "model.tokenizer", checks)
     elif not is_hub_name(name):
         checks.fail(
             "tokenizer",
@@ -132,6 +135,17 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
         )
     elif hub_cache_folder(name) is None:
         checks.skip("tokenizer", f"{name} is a hub name that is not in the local cache")
+
+
+def _check_tokenizer_files(folder: Path, key: str, checks: Checklist) -> None:
+    if checks.failed(key):  # the folder is not a model's either
+        return
+    try:
+        check_tokenizer_files(folder, key)
+    except ConfigError as error:
+        checks.from_error("tokenizer", error)
+    else:
+        checks.ok("tokenizer", str(folder))
 
 
 def _check_alphabet(alphabet: str, facts: ModelFacts | None, checks: Checklist) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.artifacts.tokenizer_files import check_tokenizer_files
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 
@@ -33,6 +35,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         return character_tokenizer(name.removeprefix(CHARS))
     if name.startswith(WORDS):
         return word_tokenizer(name.removeprefix(WORDS))
+    key = "model.tokenizer" if model.tokenizer else "model.path"
+    if Path(name).expanduser().is_dir():
+        check_tokenizer_files(Path(name).expanduser(), key)
     from transformers import AutoTokenizer
 
     try:
@@ -42,7 +47,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
         raise ConfigError(
             f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}",
-            where="model.tokenizer" if model.tokenizer else "model.path",
+            where=key,
             found=name,
             fix=advice("models", name, "name a folder or hub repository that holds tokenizer.json"),
         ) from error

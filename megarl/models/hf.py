@@ -13,6 +13,7 @@ from megarl.architectures import ARCHITECTURES, values
 from megarl.architectures.generic import MEANINGS
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
+from megarl.artifacts.other_folders import no_model
 from megarl.artifacts.robot_policy import ROBOT_POLICY
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
@@ -193,6 +194,8 @@ def _keys(hf: PretrainedConfig) -> dict[str, Any]:
 def _check_folder(path: str, where: str) -> None:
     folder = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise no_model(folder, where)
     if (folder.exists() or looks_local) and not (folder / "config.json").is_file():
         raise ConfigError(
             "no config.json here",

@@ -21,16 +21,12 @@ from megarl.architectures.values import read_keys
 from megarl.artifacts.action_statistics import FILE, write_statistics
 from megarl.artifacts.facts import hub_snapshot, is_hub_name
 from megarl.artifacts.robot_policy import PREPROCESSOR
+from megarl.artifacts.tokenizer_files import TOKENIZER_FILES
 from megarl.models.hf import value_bias
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-#: Names of the files that a tokenizer may be made of.
-_TOKENIZER_FILES = (
-    *("tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "*.model", "tekken.json", "tokenization*.py"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*.jinja"),
-)
 _TOKENIZER_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 
 
@@ -69,7 +65,7 @@ def copy_tokenizer(source: Path | None, folder: Path) -> bool:
     """Copy the files of the tokenizer in `source` to `folder`; False: there is none."""
     if source is None or not any((source / name).is_file() for name in ("tokenizer.json", _TOKENIZER_CONFIG)):
         return False
-    for pattern in _TOKENIZER_FILES:
+    for pattern in TOKENIZER_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 target = folder / file.relative_to(source)

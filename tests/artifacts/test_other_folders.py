@@ -1,0 +1,56 @@
+"""Folders that users name as a model, and that are something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.artifacts.facts import model_facts
+from megarl.config.model import ModelConfig
+from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("files", "what", "fix"),
+    [
+        (
+            {"adapter_config.json": json.dumps({"base_model_name_or_path": "org/base"})},
+            "an adapter of org/base",
+            "merge",
+        ),
+        ({"adapter_config.json": "{"}, "holds an adapter, and", "merge"),
+        ({"config.yaml": "", "hf/config.json": "{}"}, "is the folder of a run", "model that the run has left: HERE/hf"),
+        ({"config.yaml": "", "hf/config.json": "", "hf_best/config.json": ""}, "the folder of a run", "HERE/hf_best"),
+        (
+            {"config.yaml": "", "checkpoints/step_2/meta.json": "", "checkpoints/step_10/meta.json": ""},
+            "is the folder of a run",
+            "megarl convert HERE/checkpoints/step_10 TARGET",
+        ),
+        ({"config.yaml": ""}, "is the folder of a run", "it has left no model yet"),
+        ({"meta.json": ""}, "is a checkpoint of a run", "megarl convert HERE TARGET"),
+        ({"step_3/meta.json": "", "step_x/meta.json": ""}, "holds the checkpoints of a run", "HERE/step_3 TARGET"),
+        ({"model-q4.gguf": ""}, "holds weights in GGUF", "convert them"),
+        ({"sub/config.json": ""}, "has a model inside", "did you mean HERE/sub?"),
+        ({}, "has no config.json", "name the folder that save_pretrained"),
+    ],
+)
+def test_a_folder_without_a_model_is_named_by_what_it_is(
+    tmp_path: Path, files: dict[str, str], what: str, fix: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        model_facts(ModelConfig(path=str(tmp_path)))
+    assert what in caught.value.what
+    assert fix.replace("HERE", str(tmp_path)) in str(caught.value.fix)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_and_not_given_another(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    for model in (ModelConfig(path=str(tmp_path)), ModelConfig(path="org/other", tokenizer=str(tmp_path))):
+        with pytest.raises(ConfigError, match=r"model\.(path|tokenizer): there are no files of a tokenizer"):
+            load_tokenizer(model)
