@@ -238,7 +238,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
         checks.ok("data", f"{key}: {source}")
     elif is_module_reference(source):
         check_function("data", source, key, checks)
-    elif path.suffix.lower() in SUFFIXES or not HUB_DATA.fullmatch(source):
+    elif path.suffix.lower() in SUFFIXES or not HUB_DATA.fullmatch(source) or any(map(Path.is_file, path.parents)):
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         close = close_files(path.name, siblings)
         checks.fail(

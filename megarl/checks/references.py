@@ -31,13 +31,14 @@ def check_reference(text: str, key: str) -> ast.Module | None:
     if file is None:
         return None
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
-    except SyntaxError as error:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, as in UTF-16
+        line, what = (error.lineno, error.msg) if isinstance(error, SyntaxError) else (1, str(error))
         raise ConfigError(
-            f"{file}:{error.lineno}: the file is not valid Python ({error.msg})",
+            f"{file}:{line}: the file is not valid Python ({what})",
             where=key,
             found=text,
-            fix="correct the file",
+            fix="correct the file; it has to be text in UTF-8",
         ) from error
     names = _top_level_names(tree)
     top = function.partition(".")[0]
