@@ -29,8 +29,12 @@ def check_environment(config: RunConfig, limit_s: float = _LIMIT_S) -> ConfigErr
     Raises:
         ConfigError: what a worker would raise.
     """
+    from megarl.envs.registry import check_longest, load_environment
+
     if config.has_turns:
-        scores = ask(__name__, dict(config.env), limit_s, where="env.name")
+        told = ask(__name__, dict(config.env), limit_s, where="env.name")
+        scores, longest_s = told if isinstance(told, list) else (None, None)
+        check_longest(longest_s, config.cluster.timeout_s / 2)
         default = type(config.reward)().model_dump()
         given = {key: value for key, value in config.reward.model_dump().items() if value != default[key]}
         if scores and given:
@@ -43,8 +47,6 @@ def check_environment(config: RunConfig, limit_s: float = _LIMIT_S) -> ConfigErr
                 "reward function to score",
             )
     elif set(config.env) - {"name"}:
-        from megarl.envs.registry import load_environment
-
         load_environment(config.env)
     return None
 
@@ -73,7 +75,7 @@ def main() -> None:
             return list(environment_class(env["name"]).Settings.model_fields)
         kind, settings = load_environment(env)
         kind.check(settings)
-        return kind.scores
+        return kind.scores, settings.longest_s
 
     answer(work)
 

@@ -22,6 +22,11 @@ Observation = str | list[dict[str, Any]] | list[int]
 class EnvSettings(Section):
     """An environment's own keys, in addition to `name` and `on_error`. Give every field a description."""
 
+    @property
+    def longest_s(self) -> float | None:
+        """Seconds within which the environment answers in any case; None: it keeps no deadline of its own."""
+        return None
+
 
 @dataclass(frozen=True)
 class Action:

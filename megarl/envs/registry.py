@@ -71,6 +71,26 @@ def environment_class(name: Any) -> type[Environment]:
     return kind
 
 
+def check_longest(longest_s: float | None, answer_s: float) -> None:
+    """Refuse a deadline of an environment's own that is beyond the run's.
+
+    Args:
+        longest_s: see `EnvSettings`.
+        answer_s: what a run waits for an answer, half of `cluster.timeout_s`.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if longest_s is not None and longest_s > answer_s:
+        raise ConfigError(
+            f"a turn of the environment may take {longest_s:g} s, and the run waits {answer_s:g} s for it",
+            where="cluster.timeout_s",
+            found=2 * answer_s,
+            allowed=f"at least {2 * longest_s:g}",
+            fix="raise it, or lower the deadlines in the section env",
+        )
+
+
 def import_source(source: str, key: str) -> Any:
     """The module `pkg.mod`, or that of a file `path/to/file.py`.
 

@@ -12,7 +12,7 @@ from megarl.data.rows import Row
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.data.turns import Turns
 from megarl.envs.host import Host
-from megarl.envs.registry import load_environment
+from megarl.envs.registry import check_longest, load_environment
 from megarl.rollout.driver import Driver, EpisodeLimits, Start
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def build_episodes(
     if not config.has_turns:
         return None
     kind, settings = load_environment(config.env)
+    answer_s = config.cluster.timeout_s / 2
+    check_longest(settings.longest_s, answer_s)
     # One rank of all loads the tools: they may be programs to start, and all prompts must announce the same.
     tools = layout.world.broadcast_json(kind.tools(settings) if layout.world.rank == 0 else None)
     data = config.data
@@ -71,7 +73,7 @@ def build_episodes(
     if written is not None:
         render = lambda messages: written(messages, Row({}, "messages of the environment", 0))  # noqa: E731
     turns = Turns(tokenizer, render, [*eos_ids, *config.rollout.sampling.stop_token_ids])
-    host = Host(kind, settings, config.cluster.timeout_s / 2) if layout.is_lead else None
+    host = Host(kind, settings, answer_s) if layout.is_lead else None
     return Episodes(kind.scores, tools, turns, host)
 
 

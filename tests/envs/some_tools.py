@@ -47,6 +47,12 @@ def misbehave(how: str) -> str:
     raise KeyError(how)
 
 
+def nap(seconds: float) -> str:
+    """Sleep."""
+    time.sleep(seconds)
+    return "rested"
+
+
 def untyped(a) -> int:  # type: ignore[no-untyped-def]
     """An argument without a type."""
     return int(a)

@@ -122,8 +122,8 @@ def test_what_a_model_calls_may_be_functions_and_servers_together():
     shared = Tools.open(settings)
     try:
         assert shared.names == ["shift", "sums", "multiply"]
-        assert shared.call("multiply", {"a": 2, "b": 3}) == ("6", False)
-        assert shared.call("sums", {"numbers": [1, 2]}) == ('{"sum": 3.0}', False)
+        assert shared.begin("multiply", {"a": 2, "b": 3}, time.monotonic() + 60).result(60) == ("6", False)
+        assert shared.begin("sums", {"numbers": [1, 2]}, time.monotonic() + 60).result(60) == ('{"sum": 3.0}', False)
     finally:
         Tools.close(shared)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,14 +203,78 @@ def test_what_goes_wrong_is_told_to_the_model_and_the_next_call_works(answer, as
 
 
 def test_text_that_no_process_or_tokenizer_takes_is_answered():
-    shared = SimpleNamespace(names=["echo"], call=lambda name, arguments: (arguments["text"], False))
+    shared = SimpleNamespace(names=["echo"], begin=lambda name, arguments, deadline: _done(arguments["text"]))
     mine = Tools(ToolSettings(tools=["a.py:echo"]), shared)
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
-    assert mine._run(Call("echo", {"a": deep})) == ("error: the arguments are nested more than 100 levels deep", True)
+    assert mine._run([Call("echo", {"a": deep})]) == [
+        ("error: the arguments are nested more than 100 levels deep", True)
+    ]
     half = '<tool_call>{"name": "echo", "arguments": {"text": "a\\ud800b"}}</tool_call>'
     assert mine.step(Action(half, half, [1], "stop", 0)).observation == [{"role": "tool", "content": "a?b"}]
+
+
+def _done(text: str) -> Future[tuple[str, bool]]:
+    future: Future[tuple[str, bool]] = Future()
+    future.set_result((text, False))
+    return future
+
+
+def test_calls_of_a_turn_run_side_by_side_and_no_more_than_max_calls():
+    kind, settings = load_environment({"name": "tools", "tools": [f"{FILE}:nap"], "workers": 3, "max_calls": 3})
+    shared = kind.open(settings)
+    try:
+        began = time.monotonic()
+        text = "".join(f"<tool_call>{json.dumps(call('nap', seconds=1.0))}</tool_call>" for _ in range(1000))
+        step = kind(settings, shared).step(Action(text, text, [1], "stop", 0))
+        assert time.monotonic() - began < 2.9
+    finally:
+        kind.close(shared)
+    said = [message["content"] for message in step.observation]
+    assert said == ["rested"] * 3 + ["error: a turn has at most 3 calls; 997 more were not made"]
+    assert step.info == {"tool_calls": 1000.0, "tool_errors": 997.0}
+
+
+def test_what_a_turn_asks_for_never_takes_longer_than_its_deadline():
+    kind, settings = load_environment({"name": "tools", "tools": ALL, "turn_timeout_s": 1.0, "timeout_s": 1.5})
+    shared = kind.open(settings)
+    try:
+        began = time.monotonic()
+        calls = [call("misbehave", how="sleep")] * 4 + [call("shift", text="a")]
+        text = "".join(f"<tool_call>{json.dumps(one)}</tool_call>" for one in calls)
+        step = kind(settings, shared).step(Action(text, text, [1], "stop", 0))
+        assert time.monotonic() - began < settings.longest_s
+        said = [message["content"] for message in step.observation]
+        assert "error: no result before the turn's deadline" in said
+        assert "error: no process was free to run the tool before the turn's deadline" in said
+        again = f"<tool_call>{json.dumps(call('shift', text='a'))}</tool_call>"
+        while kind(settings, shared).step(Action(again, again, [1], "stop", 0)).observation[0]["content"] != "b":
+            assert time.monotonic() - began < 60, "its process starts again"
+    finally:
+        kind.close(shared)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("qwen", "<tool_call>" * 100_000),
+        ("qwen", '<tool_call>{"name": "a"}</tool_call>' * 50_000),
+        ("llama3", '{"name": "a"};' * 50_000),
+    ],
+)
+def test_parsers_read_any_text_in_linear_time(parser, text):
+    began = time.process_time()
+    PARSERS[parser](text[: len(text) // 10])
+    tenth, began = time.process_time() - began, time.process_time()
+    PARSERS[parser](text)
+    assert time.process_time() - began < 60 * tenth + 1.0  # quadratic: a hundred times, tens of seconds
+
+
+def test_a_turn_that_may_take_longer_than_the_run_waits_is_refused():
+    config = RunConfig(name="r", env={"name": "tools", "tools": ALL}, cluster={"timeout_s": 200})
+    with pytest.raises(ConfigError, match=r"cluster.timeout_s: a turn of the environment may take 130 s(?s:.*)260"):
+        check_environment(config, limit_s=60.0)
 
 
 def test_a_missing_tool_is_found_before_the_run():

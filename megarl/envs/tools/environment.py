@@ -8,7 +8,10 @@ assistant: 3995                      --> scored by the recipe's reward function
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -18,10 +21,12 @@ from megarl.envs.protocol import Action, Environment, EnvSettings, Step
 from megarl.envs.tools.functions import Functions, load_tools
 from megarl.envs.tools.mcp_servers import McpServer, McpServers, check_servers
 from megarl.envs.tools.parsers import PARSERS, Call
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 from megarl.simulators.plain import nested_deeper
 
 _DEPTH = 100
+_THREADS = 64  # calls that are under way at the same time, those included that wait for a process
+_GIVE_UP_S = 10.0  # beyond the deadline of a turn, for a process that is ended
 
 
 class ToolSettings(EnvSettings):
@@ -34,8 +39,19 @@ class ToolSettings(EnvSettings):
     parser: Literal["qwen", "qwen25", "llama3"] = Field("qwen", description="how the model writes a call")
     workers: PositiveInt = Field(1, description="processes per replica that run tools")
     timeout_s: PositiveFloat = Field(10.0, description="deadline of a call; a later one is answered with an error")
+    max_calls: PositiveInt = Field(
+        16, description="calls of a turn that are made; the others are answered with an error"
+    )
+    turn_timeout_s: PositiveFloat = Field(
+        120.0, description="deadline of all calls of a turn, with their wait for a free process; later: an error"
+    )
     memory_mb: PositiveInt = Field(2048, description="address space of a process that runs tools")
     max_chars: PositiveInt = Field(8192, le=1_000_000, description="characters of a result that the model is shown")
+
+    @property
+    def longest_s(self) -> float:
+        """A turn's deadline, and what it may take to give up a process."""
+        return self.turn_timeout_s + _GIVE_UP_S
 
 
 class Tools(Environment):
@@ -97,31 +113,56 @@ class Tools(Environment):
         calls = PARSERS[self.settings.parser](action.raw)
         if not calls:
             return Step(done=True)
-        answers = [self._run(call) for call in calls]
+        made, rest = calls[: self.settings.max_calls], len(calls) - self.settings.max_calls
+        answers = self._run(made)
+        if rest > 0:
+            answers.append((f"error: a turn has at most {count(len(made), 'call')}; {rest} more were not made", True))
         messages = [{"role": "tool", "content": _encodable(text[: self.settings.max_chars])} for text, _ in answers]
-        failed = sum(bad for _, bad in answers)
+        failed = sum(bad for _, bad in answers) + max(0, rest - 1)
         return Step(messages, info={"tool_calls": float(len(calls)), "tool_errors": float(failed)})
 
-    def _run(self, call: Call) -> tuple[str, bool]:
+    def _run(self, calls: Sequence[Call]) -> list[tuple[str, bool]]:
+        """Answers to calls that are made side by side, in their order."""
+        deadline = time.monotonic() + self.settings.turn_timeout_s
+        work = [self._wrong_with(call) or self.shared.begin(call.name, call.arguments, deadline) for call in calls]
+        answers = []
+        for one in work:
+            if isinstance(one, Future):
+                try:
+                    answers.append(one.result(max(0.0, deadline + _GIVE_UP_S - time.monotonic())))
+                except FutureTimeout:
+                    one.cancel()
+                    answers.append((f"error: no result within {self.settings.turn_timeout_s:g} s", True))
+            else:
+                answers.append((one, True))
+        return answers
+
+    def _wrong_with(self, call: Call) -> str:
+        """Why a call cannot be made, as the model is told; empty: it can."""
         if call.error:
-            return f"error: {call.error}", True
+            return f"error: {call.error}"
         if call.name not in self.shared.names:
-            return f"error: there is no tool {call.name!r}; there are {', '.join(self.shared.names)}", True
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self.shared.names)}"
         if nested_deeper(call.arguments, _DEPTH):
-            return f"error: the arguments are nested more than {_DEPTH} levels deep", True
-        result: tuple[str, bool] = self.shared.call(call.name, call.arguments)
-        return result
+            return f"error: the arguments are nested more than {_DEPTH} levels deep"
+        return ""
 
 
 class Caller(Protocol):
-    """What runs tools: `names` of them, `call(name, arguments) -> (text, failed)` from any thread."""
+    """What runs tools: `names` of them, `call(name, arguments, deadline) -> (text, failed)` from any thread."""
 
     @property
     def names(self) -> list[str]:
         """What the tools are called."""
 
-    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """What the tool said, or its error as the model is told it, and whether it failed."""
+    def call(self, name: str, arguments: dict[str, Any], deadline: float) -> tuple[str, bool]:
+        """What the tool said, or its error as the model is told it, and whether it failed.
+
+        Args:
+            name: of the tool.
+            arguments: plain JSON.
+            deadline: of the monotonic clock, after which nobody waits for the answer.
+        """
 
     def close(self) -> None:
         """End what runs them."""
@@ -133,6 +174,7 @@ class Callers:
     def __init__(self) -> None:
         self._all: list[Caller] = []
         self._by_name: dict[str, Caller] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, "tools")
 
     @property
     def names(self) -> list[str]:
@@ -144,13 +186,14 @@ class Callers:
         self._all.append(caller)
         self._by_name |= dict.fromkeys(caller.names, caller)
 
-    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """As `Caller.call`."""
-        return self._by_name[name].call(name, arguments)
+    def begin(self, name: str, arguments: dict[str, Any], deadline: float) -> Future[tuple[str, bool]]:
+        """As `Caller.call`, in a thread."""
+        return self._threads.submit(self._by_name[name].call, name, arguments, deadline)
 
     def close(self) -> None:
         """End everything, whatever one of them raises."""
         with ExitStack() as stack:
+            stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
             for caller in self._all:
                 stack.callback(caller.close)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import queue
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,16 +93,23 @@ class Functions:
         for pool in self._pools:
             self._free.put(pool)
 
-    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """What a tool returned, or its error as the model is told it, and whether it failed."""
-        pool = self._free.get()
+    def call(self, name: str, arguments: dict[str, Any], deadline: float) -> tuple[str, bool]:
+        """See `megarl.envs.tools.environment.Caller`."""
+        try:
+            pool = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return "error: no process was free to run the tool before the turn's deadline", True
+        left = deadline - time.monotonic()
         try:
             # The pool's own deadline is for a process that starts again; a call is bounded by `timeout_s`.
-            outcome = pool.score([{"name": name, "arguments": arguments}], self._timeout_s + 60.0, False)[0]
+            outcome = pool.score([{"name": name, "arguments": arguments}], max(0.0, left), False)[0]
         finally:
             self._free.put(pool)
         if isinstance(outcome, ScoringFailure):
-            return f"error: the tool {outcome.reason}", True
+            late = time.monotonic() >= deadline
+            return (
+                "error: no result before the turn's deadline" if late else f"error: the tool {outcome.reason}"
+            ), True
         return outcome["text"], outcome["failed"]
 
     def close(self) -> None:

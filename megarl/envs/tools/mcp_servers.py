@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import sys
@@ -109,8 +110,8 @@ class McpServers:
         """What the tools are called."""
         return list(self._holder)
 
-    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """What a tool returned, or its error as the model is told it, and whether it failed.
+    def call(self, name: str, arguments: dict[str, Any], deadline: float = math.inf) -> tuple[str, bool]:
+        """See `megarl.envs.tools.environment.Caller`.
 
         A server whose connection has ended is started or reached again first.
 
@@ -120,6 +121,7 @@ class McpServers:
         connection = self._holder[name]
         # The package's deadline is for the call itself; a server that starts again has its own before that.
         limit = self._timeout_s + connection.server.start_s + _END_S + _CHECK_S + _GRACE_S
+        limit = max(0.0, min(limit, deadline - time.monotonic()))
         try:
             return self._wait(connection.call(name, arguments, self._timeout_s), limit)
         except TimeoutError:

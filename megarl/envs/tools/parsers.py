@@ -18,6 +18,7 @@ _TAG = "<|python_tag|>"
 _PART = re.compile(r"</?think>|<tool_call>")
 #: What text of a policy can make Python's parsers raise: wrong, nested too deep, too large, unhashable keys.
 _UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError)
+_BETWEEN = re.compile(r"\s*;?\s*")
 _INTEGER_BITS = 1024  # Python writes no integer of any size as digits, and 0xff... is one
 _SPECIAL = re.compile(r"<\|(?!python_tag)[^|<>]*\|>")
 
@@ -38,23 +39,34 @@ def parse_qwen(text: str) -> list[Call]:
     [Call(name='add', arguments={'a': 1}, error='')]
     """
     calls: list[Call] = []
-    place = 0
+    place = end = other = 0
     while part := _PART.search(text, place):
         place = part.end()
         if part[0] == "<think>":
-            end = text.find("</think>", place)
-            place = len(text) if end < 0 else end + len("</think>")
+            over = text.find("</think>", place)
+            place = len(text) if over < 0 else over + len("</think>")
         elif part[0] == "</think>":  # of a thought that the prompt began
             calls.clear()
         else:
-            end, other = text.find("</tool_call>", place), text.find("<tool_call>", place)
-            if end < 0 or 0 <= other < end:
+            end, other = _next(text, "</tool_call>", place, end), _next(text, "<tool_call>", place, other)
+            if other < end or end == len(text):
                 calls.append(Call(error="a <tool_call> has no </tool_call>"))
-                place = other if other >= 0 else len(text)
+                place = other
             else:
                 calls.append(_from_json(text[place:end], "arguments"))
                 place = end + len("</tool_call>")
     return calls
+
+
+def _next(text: str, tag: str, place: int, last: int) -> int:
+    """Where `tag` stands first from `place` on, or the text's length. `last`: what an earlier place was answered.
+
+    Without that every tag of a text without ends would look through all of it.
+    """
+    if last >= place:
+        return last
+    found = text.find(tag, place)
+    return len(text) if found < 0 else found
 
 
 def parse_llama3(text: str) -> list[Call]:
@@ -70,14 +82,15 @@ def parse_llama3(text: str) -> list[Call]:
     if not body.startswith("{"):
         return [_from_python(body)]
     calls: list[Call] = []
-    decoder = json.JSONDecoder()
-    while body:
+    decoder, place = json.JSONDecoder(), 0
+    while place < len(body):
         try:
-            value, end = decoder.raw_decode(body)
+            value, place = decoder.raw_decode(body, place)
         except _UNREADABLE as error:
             return [*calls, Call(error=f"the call is not valid JSON ({error})")]
         calls.append(_checked(value, "parameters"))
-        body = body[end:].lstrip().removeprefix(";").lstrip()
+        between = _BETWEEN.match(body, place)
+        place = place if between is None else between.end()
     return calls
 
 
