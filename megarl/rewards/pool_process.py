@@ -112,6 +112,9 @@ class PoolProcess:
     def kill(self) -> None:
         """End the process and what it started, whatever they do."""
         self._socket.close()
+        self.process.terminate()  # its guardian, which finds what has left the group (megarl.simulators.reaper)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_EXIT_S)
         with contextlib.suppress(OSError):  # nothing of its group is left
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()

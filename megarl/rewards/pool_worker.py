@@ -9,7 +9,6 @@ It loads the reward function itself, so a user's file never runs in a training p
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -19,10 +18,10 @@ from functools import partial
 from typing import Any
 
 from megarl.simulators.plain import PlainInbox, pack
+from megarl.simulators.reaper import guarded
 
 #: Samples, and whether to stop at the first failure, to (index, outcome) of each.
 Work = Callable[[list[Any], bool], Iterable[tuple[int, Any]]]
-_PR_SET_PDEATHSIG = 1
 _ANY = (1 << 32) - 1  # bytes: the parent is trusted
 
 
@@ -33,10 +32,10 @@ def main() -> None:
 
 def run(load: Callable[[dict[str, Any]], Work]) -> None:
     """Serve until the parent closes the connection, with what `load` makes of the parent's setup."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    handle = int(sys.argv[1])
+    guarded(handle)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
-    with socket.socket(fileno=int(sys.argv[1])) as parent, contextlib.suppress(OSError):
+    with socket.socket(fileno=handle) as parent, contextlib.suppress(OSError):
         serve(parent, load)
     sys.stdout.flush()
     os._exit(0)  # the parent is gone, and nobody waits for a clean interpreter shutdown

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.config.data import RewardConfig
@@ -62,6 +63,28 @@ def hang(sample):
 
 def child(sample):
     print(subprocess.Popen(["sleep", "60"]).pid, os.getpid(), file=open(sample["response"], "w"), flush=True)
+    time.sleep(60)
+
+ESCAPE = '''
+import os, subprocess, sys, time
+first = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        with open(sys.argv[1] + "~", "w") as note:
+            note.write(f"{first} {os.getpid()}")
+        os.rename(note.name, sys.argv[1])
+        time.sleep(600)
+    os._exit(0)
+'''
+
+def escape(sample):
+    note, then = sample["response"].split()
+    subprocess.run([sys.executable, "-c", ESCAPE, note])
+    while not os.path.exists(note):
+        time.sleep(0.01)
+    if then == "leave":
+        os._exit(0)
     time.sleep(60)
 
 def hold(sample):
@@ -427,6 +450,31 @@ def test_what_a_function_started_ends_with_its_process(file, tmp_path):
     pool.score(samples(str(note)), 60, True)
     pool.close()
     assert _await_end([int(pid) for pid in note.read_text().split()])
+
+
+@pytest.mark.parametrize("then", ["leave", "stay"])
+def test_what_left_the_group_and_session_of_its_process_ends_too(file, tmp_path, then):
+    note = tmp_path / "pids"
+    pool = ScorerPool(f"{file}:escape", "sequential", {}, 1, sample_limit_s=3)
+    try:
+        pool.score(samples(f"{note} {then}"), 60, True)
+        assert _await_end([int(pid) for pid in note.read_text().split()])
+    finally:
+        pool.close()
+
+
+def test_a_process_that_is_stopped_costs_its_batch_the_deadline_only(file):
+    pool = ScorerPool(f"{file}:length", "batch", {}, 1)
+    try:
+        for child in psutil.Process(pool._workers[0].process.pid).children():
+            child.suspend()
+        started = time.monotonic()
+        outcomes = pool.score(samples("x" * 10_000_000, "b"), 1.0, True)  # more than a socket takes
+        assert time.monotonic() - started < 15
+        assert outcomes[0].reason == "was still being scored when reward.timeout_s = 1 passed"
+        assert pool.score(samples("a"), 60, True)[0]["overall"] == 1.0
+    finally:
+        pool.close()
 
 
 def test_processes_end_with_their_parent(file):
