@@ -57,6 +57,7 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     if policy:
         own = projector_file(folder)
         place |= {} if own is None else _in_its_file(own)
+        files = files if own is None else [*files, own]
         sight = VisionShape.from_config(whole_config(raw, folder), facts.hidden, where)
         _check_tensors(folder, [dict(sight.tensors.values())], place, block)
         read |= dict(sight.tensors.values()).keys()
