@@ -20,12 +20,13 @@ from megarl.algorithms.group_filter import (
 )
 from megarl.algorithms.overlong import overlong_penalty
 from megarl.config.run import RunConfig
+from megarl.dag.pipeline import Pipeline
 from megarl.data.batch import Batch, Jagged
 from megarl.errors import UserError
 from megarl.metrics import Metrics
 from megarl.runtime.episodes import record_episodes
 from megarl.runtime.stages.sampling import dynamic_sampling, signal
-from megarl.runtime.stages.shaping import filter_samples, overlong
+from megarl.runtime.stages.shaping import filter_samples, overlong, own_filter
 
 
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 40), st.floats(0.1, 3))
@@ -208,6 +209,25 @@ def test_what_a_users_filter_returns_is_whether_each_sample_is_kept(tmp_path, re
         return
     with pytest.raises(UserError, match=rf"{name}(?s:.*)found: +'{found}'(?s:.*)allowed: +torch\.bool \[2\]"):
         filter_samples(c, batch)
+
+
+def test_a_node_may_have_a_filter_of_its_own(tmp_path):
+    """Two of them in one pipeline, which has no section `algorithm.filter`; each reads what its filter does."""
+    (tmp_path / "short.py").write_text("def short(score, uid, *, offsets):\n    return offsets.diff() < 3\n")
+    length, score = {"name": f"{tmp_path / 'short.py'}:short"}, {"name": "bounds", "high": 0.9}
+    p = Pipeline("filtered", "", RunConfig(name="filtered"))
+    p.add(filter_samples, "by_length", **own_filter(length)).add(filter_samples, "by_score", **own_filter(score))
+    graph = p.build(["score", "uid", "response_mask", "finish_reason"])
+    assert "finish_reason" in graph["by_score"].reads
+    assert "finish_reason" not in graph["by_length"].reads
+    batch = Batch({"response_mask": jagged([1], [1, 1], [1, 1, 1]), "score": torch.tensor([1.0, 0.0, 0.0])})
+    batch.set("uid", ["a", "b", "c"])
+    batch.set("finish_reason", ["stop"] * 3)
+    c = case()
+    for node in ("by_length", "by_score"):
+        batch = filter_samples(c, batch, **graph[node].config)
+    assert batch["response_mask"].values.tolist() == [False, True, True, False, False, False]
+    assert c.metrics.result() == {"filter/short/kept": 2 / 3, "filter/bounds/kept": 2 / 3}
 
 
 def test_episodes_whose_last_turn_was_cut_count_as_cut():

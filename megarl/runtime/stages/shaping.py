@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from megarl.dag.stage import Role, stage
+from megarl.dag.stage import Role, contract_of, stage
 from megarl.runtime.stages.needs import filter_fields
 
 if TYPE_CHECKING:
@@ -37,19 +39,45 @@ def overlong(c: StepContext, samples: Batch) -> Batch:
 
 
 @stage(reads=["score", "uid", "response_mask"], needs=filter_fields, writes=["response_mask"], role=Role.ADVANTAGE)
-def filter_samples(c: StepContext, samples: Batch) -> Batch:
-    """Mask out the samples that `algorithm.filter` leaves out: they take no part in baselines, loss and its divisor."""
-    from megarl.algorithms.group_filter import kept_samples, live_rows
+def filter_samples(c: StepContext, samples: Batch, *, own: Mapping[str, Any] | None = None) -> Batch:
+    """Mask out the samples that a filter leaves out: they take no part in baselines, loss and its divisor.
+
+    Args:
+        own: the filter of this node, as the section `algorithm.filter` has it; None: that section. See `own_filter`.
+    """
+    from megarl.algorithms.group_filter import FILTERS, kept_samples, live_rows
     from megarl.algorithms.rows import Rows
+    from megarl.config.algorithm import FilterConfig
     from megarl.data.batch import Jagged
 
-    mask = samples["response_mask"]
-    read = {name: samples[name] for name in filter_fields(c.config)}
+    mask, section = samples["response_mask"], c.config.algorithm.filter if own is None else FilterConfig(**own)
+    fields_read = filter_fields(c.config) if own is None else FILTERS.spec(section.name).reads
+    read = {name: samples[name] for name in fields_read}
     fields = {name: value.values if isinstance(value, Jagged) else value for name, value in read.items()}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
     fields["live"] = live_rows(mask.values, mask.offsets) if c.config.has_episodes else None
-    keep = kept_samples(c.config.algorithm.filter, samples["score"], samples["uid"], fields)
+    keep = kept_samples(section, samples["score"], samples["uid"], fields)
     rows = Rows.of(mask.values, mask.offsets)
     samples.set("response_mask", mask.like(mask.values & rows.expand(keep)))
-    c.metrics.mean("filter/kept", float(keep.sum()), len(samples))
+    metric = "filter/kept" if own is None else f"filter/{section.name.rpartition(':')[2]}/kept"
+    c.metrics.mean(metric, float(keep.sum()), len(samples))
     return samples
+
+
+def own_filter(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Pipeline.add` for a node with a filter of its own, as many of them and wherever a pipeline wants.
+
+    Args:
+        section: name and settings, as `algorithm.filter` has them.
+
+    Raises:
+        UserError: there is no such filter.
+
+    >>> own_filter({"name": "bounds", "high": 0.9})["contract"].reads
+    ('score', 'uid', 'response_mask', 'finish_reason')
+    """
+    from megarl.algorithms.group_filter import FILTERS
+
+    declared = contract_of(filter_samples)
+    reads = tuple(dict.fromkeys([*declared.reads, *FILTERS.spec(section["name"]).reads]))
+    return {"config": {"own": dict(section)}, "contract": replace(declared, reads=reads, needs=None)}
