@@ -215,7 +215,7 @@ def doubtful(job: Submission) -> list[str]:
             found.append(f"{key}={cpus} are less than one for each of {count(workers, 'worker')}")
     if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
         found.append(f"launch.slurm.python={slurm.python} is not on this machine; nodes have to see it")
-    found += [*_doubtful_gpus(job.config, parts), *_crowded(job.config, parts)]
+    found += [*_doubtful_gpus(job.config, parts), *_idle_gpus(job.config, parts), *_crowded(job.config, parts)]
     found += _unmounted(job)
     for folder in (job.run_dir, job.workdir):
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
@@ -241,6 +241,30 @@ def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
         found.append(
             f"{section}: nodes are asked for no GPU: set {keys}; nothing to do for a run on CPUs "
             f"({section}.gpus_per_node=0 says so)"
+        )
+    return found
+
+
+def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
+    """GPUs that nodes are asked for and that nothing of the run is on."""
+    found, named = [], config.cluster.device_memory_gb is not None
+    for part in parts:
+        asked, section = _asked_gpus(config, part), _section(part)
+        if asked <= part.gpus:
+            continue
+        workers = count(part.workers // part.nodes, "worker")
+        idle = f"{section} asks for {count(asked, 'GPU')} of a node"
+        if not named:
+            found.append(
+                f"{idle}, and the recipe names none (cluster.device_memory_gb): a run on CPUs of {workers} leaves them "
+                f"idle: {section}.gpus_per_node=0"
+            )
+            continue
+        whole = config.cluster.nproc // config.cluster.nnodes * asked // part.gpus * config.cluster.nnodes
+        more = "" if len(parts) > 1 else f"cluster.nproc={whole}, fewer nodes, or "
+        found.append(
+            f"{idle}, and the run has something on {part.gpus} of them, for {workers}: {asked - part.gpus} stay idle: "
+            f"{more}{section}.gpus_per_node={part.gpus}"
         )
     return found
 
@@ -296,6 +320,17 @@ def _early_warning(job: Submission) -> list[str]:
         f"{max(0, before - _EARLY_S):g} to {before:g} s to test its nodes, start and make steps; then it writes a "
         "checkpoint, and the next one goes on"
     ]
+
+
+def unset_limit(job: Submission) -> str | None:
+    """That nobody says when the job ends; None: somebody does."""
+    slurm = job.slurm
+    if slurm.time is not None or any(option_parts(option)[0] in ("--time", "-t") for option in slurm.options):
+        return None
+    return (
+        "launch.slurm.time is not set: the job gets the partition's own limit, which may be minutes or days "
+        "(sinfo --format '%P %L %l'): launch.slurm.time=24:00:00, say"
+    )
 
 
 def _unmounted(job: Submission) -> list[str]:

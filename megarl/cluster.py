@@ -76,18 +76,19 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
     from megarl.launchers.common import make_run_dir
     from megarl.launchers.preflight import check_run_folder
     from megarl.launchers.slurm import Submission, job_script, node_script, plan
-    from megarl.launchers.slurm_settings import check_settings, doubtful, memory_bytes
+    from megarl.launchers.slurm_settings import check_settings, doubtful, memory_bytes, unset_limit
     from megarl.launchers.submit import check_cluster, excluded, submit, write_scripts
 
     launcher = _launcher(arguments.launcher or config.launch.launcher, config)
     slurm = config.launch.slurm
     memory = ("launch.slurm.memory", memory_bytes(slurm.memory))
-    _check(config, launcher, arguments.job, image=slurm.image is not None, memory=memory)
+    image, show = slurm.image is not None, arguments.dry_run
+    _check(config, launcher, arguments.job, image=image, memory=memory, show=show)
     parent = Path(config.tracking.dir) / config.name
     run_dir = (arguments.run_dir or parent / "STAMP").resolve()
     job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
     check_settings(job)
-    for doubt in doubtful(job):
+    for doubt in filter(None, [unset_limit(job), *doubtful(job)]):
         _warn(doubt)
     if arguments.dry_run:
         files = {"job.sh": job_script(job), "node.sh": node_script(job), "plan.json": json.dumps(plan(job), indent=1)}
@@ -122,7 +123,8 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
     job = make_job(config, arguments.job, arguments.launcher, run_dir, time.strftime("%Y%m%d-%H%M%S"))
     given = job.settings.memory
     memory = ("launch.kubernetes.memory", None if given is None else quantity(given))
-    placement = _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory)
+    show = arguments.dry_run
+    placement = _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory, show=show)
     for doubt in doubtful(config, arguments.job, placement):
         _warn(doubt)
     if arguments.dry_run:
@@ -137,13 +139,14 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _check(
-    config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None]
+    config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None], show: bool
 ) -> Placement | None:
     """Refuse what cannot work, and show what is doubtful; this machine is none of the job's.
 
     Args:
         image: nodes run an image, whose servers' interpreter is not known here.
         memory: key and bytes of a node's memory; None: it is not said.
+        show: the estimate of memory and all checks, on stderr.
 
     Returns:
         The teams of the job; None: they are not known.
@@ -155,6 +158,10 @@ def _check(
 
     checked = check_config(config, launcher=launcher, job=job, here=False)
     checks = [check for check in checked.items if not (image and check.key == "rollout.sglang.python")]
+    if show:
+        from megarl.checks.plan import memory_and_checks
+
+        print(f"{memory_and_checks(config, checked, checks, job)}.\n", file=sys.stderr)
     raise_problems([check.problem() for check in checks if check.status == "fail"])
     for check in checks:
         if check.status == "warn":

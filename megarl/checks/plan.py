@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.checks.checklist import Check
@@ -55,13 +55,32 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
     if checked.placement is not None and checked.placement.separate:
         sections["Teams"] = _teams_text(config, checked, checked.placement, machine)
     sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config, checked.placement)
-    if job == "train":
-        sections["Memory per rank (estimate)"] = _memory_text(config, checked, machine)
-    sections["Checks"] = "\n".join(_check_lines(check) for check in checks)
+    found = memory_and_checks(config, checked, checks, job, machine)
     failed = [check for check in checks if check.status == "fail"]
+    text = _as_text(sections)
+    return RunPlan(f"{text}\n\n{found}. Nothing was started.", [check.problem() for check in failed])
+
+
+def memory_and_checks(
+    config: RunConfig, checked: Checked, checks: Sequence[Check], job: str, machine: Machine | None = None
+) -> str:
+    """The sections of a plan about memory and checks, and how many of these there are.
+
+    Args:
+        checked: the recipe.
+        checks: that are shown.
+        machine: None: this one.
+    """
+    sections = {}
+    if job == "train":
+        sections["Memory per rank (estimate)"] = _memory_text(config, checked, machine or this_machine())
+    sections["Checks"] = "\n".join(_check_lines(check) for check in checks)
     counts = ", ".join(f"{sum(c.status == s for c in checks)} {s}" for s in ("ok", "warn", "fail", "skip"))
-    text = "\n\n".join(f"== {title} ==\n{body.rstrip()}" for title, body in sections.items())
-    return RunPlan(f"{text}\n\n{counts}. Nothing was started.", [check.problem() for check in failed])
+    return f"{_as_text(sections)}\n\n{counts}"
+
+
+def _as_text(sections: Mapping[str, str]) -> str:
+    return "\n\n".join(f"== {title} ==\n{body.rstrip()}" for title, body in sections.items())
 
 
 def _job_lines(config: RunConfig, job: str) -> list[str]:

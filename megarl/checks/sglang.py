@@ -217,6 +217,15 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
     if not checks.divides(_NAME, key, servers.servers, nnodes, "the number", "cluster.nnodes"):
         return
     needed = servers.servers // nnodes * servers.ranks
+    here = config.cluster.nproc // nnodes
+    if servers.colocated and config.cluster.device_memory_gb is not None and needed < here:
+        checks.warn(
+            _NAME,
+            key,
+            f"{here - needed} of the {count(here, 'GPU')} of a machine have no server, and wait while others generate",
+            found=servers.servers,
+            fix=f"set rollout.sglang.servers={config.cluster.nproc // servers.ranks}",
+        )
     if servers.gpus is not None and len(servers.gpus) != needed:
         checks.fail(
             _NAME,

@@ -10,7 +10,9 @@ import pytest
 
 from megarl.checks import server_places
 from megarl.checks import sglang as server_checks
+from megarl.checks.recipe import check_config
 from megarl.compat import sglang
+from megarl.config.load import load_config
 from megarl.config.rollout import RolloutConfig
 from megarl.config.sync import SyncConfig
 from megarl.device import DTYPES
@@ -187,6 +189,14 @@ def test_a_machine_with_too_few_gpus_for_the_servers_is_refused(failures, on, mo
 
 
 @pytest.mark.parametrize("verify", ["first", "every"])
+@pytest.mark.parametrize(("servers", "told"), [(8, "4 of the 8 GPUs of a machine have no server"), (16, "")])
+def test_gpus_that_wait_while_servers_on_others_generate_are_told(servers, told) -> None:
+    keys = ["cluster.nnodes=2", "cluster.nproc=16", f"rollout.sglang.servers={servers}"]
+    checked = check_config(load_config("grpo_qwen3_8b_8gpu", keys), here=False)
+    found = [check.message for check in checked.items if "have no server" in check.message]
+    assert [told in message for message in found] == ([True] if told else [])
+
+
 def test_fp8_is_told_to_leave_out_checksums(warned, verify) -> None:
     (check,) = warned("rollout.engine=sglang", URLS, "sync.fp8=true", f"sync.verify={verify}")
     assert check.key == "sync.verify"

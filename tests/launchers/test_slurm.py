@@ -289,6 +289,8 @@ def test_what_is_doubtful_is_shown_beside_the_scripts(capsys):
     assert f"megarl: warning: {key}" in shown.err
     assert "megarl: warning: rollout.sglang.memory_fraction: generation may take" in shown.err
     assert "warning" not in shown.out
+    assert "host memory of a machine (8 ranks)" in shown.err
+    assert "[  ok] estimator: grpo" in shown.err
     assert cli.main(["launch", recipe, "--slurm", "--dry-run", f"{key}=96"]) == 0
     assert key not in capsys.readouterr().err
 
