@@ -83,7 +83,7 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
     slurm = config.launch.slurm
     memory = ("launch.slurm.memory", memory_bytes(slurm.memory))
     image, show = slurm.image is not None, arguments.dry_run
-    _check(config, launcher, arguments.job, image=image, memory=memory, show=show)
+    _, found = _check(config, launcher, arguments.job, image=image, memory=memory, show=show)
     parent = Path(config.tracking.dir) / config.name
     run_dir = (arguments.run_dir or parent / "STAMP").resolve()
     job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
@@ -94,7 +94,8 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
         files = {"job.sh": job_script(job), "node.sh": node_script(job), "plan.json": json.dumps(plan(job), indent=1)}
         for name, text in files.items():
             print(f"== launch/{name} ==\n{text}")
-        print("\nNothing was submitted.")
+        print("\nNothing was submitted.", flush=True)
+        print(found, file=sys.stderr)  # not in what is handed on as it is
         return 0
     check_cluster(job)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.job)
@@ -124,11 +125,12 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
     given = job.settings.memory
     memory = ("launch.kubernetes.memory", None if given is None else quantity(given))
     show = arguments.dry_run
-    placement = _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory, show=show)
+    placement, found = _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory, show=show)
     for doubt in doubtful(config, arguments.job, placement):
         _warn(doubt)
     if arguments.dry_run:
-        print(as_yaml(manifests(job)) + "# Nothing was submitted.")
+        print(as_yaml(manifests(job)) + "# Nothing was submitted.", flush=True)
+        print(found, file=sys.stderr)
         return 0
     print(create(job))
     space = "" if job.settings.namespace is None else f" --namespace {job.settings.namespace}"
@@ -140,42 +142,40 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 def _check(
     config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None], show: bool
-) -> Placement | None:
+) -> tuple[Placement | None, str]:
     """Refuse what cannot work, and show what is doubtful; this machine is none of the job's.
 
     Args:
         image: nodes run an image, whose servers' interpreter is not known here.
         memory: key and bytes of a node's memory; None: it is not said.
-        show: the estimate of memory and all checks, on stderr.
+        show: the estimate of memory and all checks are asked for.
 
     Returns:
-        The teams of the job; None: they are not known.
+        The teams of the job; None: they are not known. And what is asked for, as text.
     """
     from megarl.checks.host import host_memory
+    from megarl.checks.plan import memory_and_checks
     from megarl.checks.recipe import check_config
     from megarl.config.base import raise_problems
     from megarl.dag.stage import Role
 
     checked = check_config(config, launcher=launcher, job=job, here=False)
     checks = [check for check in checked.items if not (image and check.key == "rollout.sglang.python")]
-    if show:
-        from megarl.checks.plan import memory_and_checks
-
-        print(f"{memory_and_checks(config, checked, checks, job)}.\n", file=sys.stderr)
+    shown = memory_and_checks(config, checked, checks, job) if show else ""
     raise_problems([check.problem() for check in checks if check.status == "fail"])
     for check in checks:
         if check.status == "warn":
             _warn(str(check.problem()))
     (key, size), placement = memory, checked.placement
     if size is None or placement is None or checked.sizes[Role.ACTOR] is None:
-        return placement
+        return placement, shown
     gpu = config.cluster.device_memory_gb is not None
     needed = host_memory(config, checked.sizes, placement, gpu=gpu, job=job).needed
     if needed.least > size:
         _warn(
             f"{key}: {size / 1e9:,.3g} GB, and the processes of a node hold {needed.least / 1e9:,.3g} GB or more there"
         )
-    return placement
+    return placement, shown
 
 
 def _warn(text: str) -> None:

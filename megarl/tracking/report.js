@@ -55,15 +55,23 @@ function tickTexts(values) {
   while (digits < 12 && values.some((v) => Math.abs(Number(write(v, digits)) * scale - v) > step * 1e-3)) digits++;
   return values.map((v) => (v === 0 ? "0" : write(v, digits) + unit));
 }
-function ema(y, weight) {
-  // Debiased, so that the first points are not pulled to zero; gaps stay gaps.
-  let total = 0, norm = 0;
-  return y.map((v) => {
+// A running mean whose weights fall with the distance in steps, so that a point counts as much in a long run, of which
+// fewer points are kept, as in a short one beside it. `unit`: steps that take one factor of `weight`. Gaps stay gaps.
+function ema(x, y, weight, unit) {
+  let total = 0, norm = 0, last = null;
+  return y.map((v, i) => {
     if (v === null) return null;
-    total = total * weight + v * (1 - weight);
-    norm = norm * weight + (1 - weight);
+    const fade = last === null ? 0 : Math.pow(weight, (x[i] - last) / unit);
+    last = x[i];
+    total = total * fade + v;
+    norm = norm * fade + 1;
     return total / norm;
   });
+}
+// Where the middle of a text of an axis is, so that it ends inside of the drawing.
+function inside(center, text, width) {
+  const half = 3.4 * text.length + 1;
+  return Math.max(half, Math.min(center, width - half));
 }
 function nearest(x, value) {
   let best = 0;
@@ -131,7 +139,7 @@ function axes(root, width, height, xs, ys, box) {
   });
   for (const t of ticks(xs[0], xs[1], Math.max(2, Math.floor(width / 70)))) {
     if (!Number.isInteger(t)) continue;
-    root.append(svg("text", { x: sx(t), y: height - 5, "text-anchor": "middle" }, String(t)));
+    root.append(svg("text", { x: inside(sx(t), String(t), width), y: height - 5, "text-anchor": "middle" }, String(t)));
   }
   root.append(svg("line", { class: "axis", x1: box.l, x2: width - box.r, y1: height - box.b, y2: height - box.b }));
   const unscale = (px) => xs[0] + ((px - box.l) / (width - box.l - box.r)) * (xs[1] - xs[0]);
@@ -154,14 +162,15 @@ function lineCard(spec) {
       const down = b.x.map((v, i) => `${frame.sx(v).toFixed(1)},${frame.sy(b.lo[i] ?? b.hi[i] ?? ys[0]).toFixed(1)}`).reverse();
       plot.root.append(svg("polygon", { points: up.concat(down).join(" "), fill: spec.lines[0].color, opacity: 0.1 }));
     }
+    const many = spec.lines.some((s) => s.y.length >= 30), weight = spec.exact ? 0 : state.smooth;
+    const unit = Math.max(1, (xs[1] - xs[0]) / 300);
     for (const s of spec.lines) {
-      const many = s.y.length >= 30, weight = spec.exact ? 0 : state.smooth;
       const style = { fill: "none", stroke: s.color, "stroke-linejoin": "round", "stroke-linecap": "round" };
       if (s.dash) style["stroke-dasharray"] = s.dash;
       if (many && weight > 0) {
         plot.root.append(svg("path", { ...style, d: path(s.x, s.y, frame.sx, frame.sy), "stroke-width": 1, opacity: 0.28 }));
       }
-      s.shown = many ? ema(s.y, weight) : s.y;
+      s.shown = many && weight > 0 ? ema(s.x, s.y, weight, unit) : s.y;
       plot.root.append(svg("path", { ...style, d: path(s.x, s.shown, frame.sx, frame.sy), "stroke-width": 1.9 }));
       if (!many) s.x.forEach((v, i) => s.y[i] !== null &&
         plot.root.append(svg("circle", { cx: frame.sx(v), cy: frame.sy(s.y[i]), r: s.y.length > 15 ? 2 : 3, fill: s.color })));
@@ -251,7 +260,8 @@ function waitsCard(spec) {
     const marks = ticks(0, top, 6);
     tickTexts(marks).forEach((text, i) => {
       plot.root.append(svg("line", { class: "gridline", x1: sx(marks[i]), x2: sx(marks[i]), y1: box.t, y2: height - box.b }));
-      plot.root.append(svg("text", { x: sx(marks[i]), y: height - 5, "text-anchor": "middle" }, `${text} s`));
+      const shown = `${text} s`;
+      plot.root.append(svg("text", { x: inside(sx(marks[i]), shown, width), y: height - 5, "text-anchor": "middle" }, shown));
     });
     teams.forEach((team, i) => {
       const y = box.t + i * row + 5, label = svg("text", { x: box.l - 8, y: y + 16, "text-anchor": "end", class: "name" }, team.name);
@@ -284,7 +294,7 @@ function sparkline(series) {
   const root = svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" });
   const y = series.y.filter((v) => v !== null);
   if (y.length < 2) return root;
-  const smooth = y.length >= 30 ? ema(y, 0.8) : y;
+  const smooth = y.length >= 30 ? ema(y.map((_, i) => i), y, 0.8, 1) : y;
   const lo = Math.min(...smooth), hi = Math.max(...smooth);
   const sx = (i) => (i / (smooth.length - 1)) * 100, sy = (v) => 27 - ((v - lo) / (hi - lo || 1)) * 23;
   const d = path(smooth.map((_, i) => i), smooth, sx, sy);

@@ -22,7 +22,7 @@ MAX_SAMPLE_STEPS = 12
 _FILM_BYTES = 8 << 20  # of all films in a report; the others are in the run folder
 MAX_SAMPLES_PER_STEP = 40
 MAX_TEXT = 4000
-_EXACT = ("actor/lr", "sft/lr", "perf/max_memory_gb")  # nothing to smooth
+_EXACT = ("actor/lr", "sft/lr", "perf/max_memory_gb")  # nothing to smooth, as in val/...: each round stands by itself
 _HERO = ("critic/score/mean", "val/acc")  # drawn large
 _NOT_METRICS = ("step", "stage", "time")
 
@@ -244,7 +244,7 @@ def _line_chart(runs: list[Run], stage: str, row: _Chart, used: set[str]) -> dic
         "lines": lines,
         "range": _range(runs, stage),
     }
-    chart["exact"] = wanted[0][0] in _EXACT
+    chart["exact"] = wanted[0][0] in _EXACT or wanted[0][0].startswith("val/")
     if stage == "train" and wanted[0][0] in _HERO:
         chart |= {"hero": True, "height": 260}
     have = runs[0].series.get(stage, {})

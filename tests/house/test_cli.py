@@ -123,7 +123,7 @@ def test_a_command_ends_quietly_when_nobody_reads_its_output(
     os.close(writer)
     swallowed = unbuffered and command == ("--help",)  # by argparse
     assert done.returncode == (0 if swallowed else 141)
-    assert all(line.startswith(("megarl: warning: ", "  ")) for line in (done.stderr or "").splitlines())
+    assert all(line.startswith(("megarl: warning: ", "  ")) for line in (done.stderr or "").splitlines()), done.stderr
 
 
 def test_another_pipe_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,6 +206,45 @@ def test_marks_of_an_axis_differ(values, texts):
     assert json.loads(done.stdout) == texts
 
 
+def evaluate(names, expression):
+    """The value of an expression of functions of the page's script."""
+    script = (files("megarl.tracking") / "report.js").read_text()
+    functions = [re.search(rf"^function {name}\(.*?^}}", script, re.S | re.M)[0] for name in names]
+    program = "\n".join([*functions, f"console.log(JSON.stringify({expression}))"])
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs a JavaScript engine")
+def test_runs_of_which_fewer_points_are_kept_are_smoothed_alike():
+    every, fourth = [*range(401)], [*range(0, 401, 4)]
+    whole, thin = (
+        evaluate(["ema"], f"ema({steps}, {[step / 400 for step in steps]}, 0.6, 8)") for steps in (every, fourth)
+    )
+    assert max(abs(whole[step] - one) for step, one in zip(fourth[5:], thin[5:], strict=True)) < 0.01
+    assert evaluate(["ema"], "ema([1, 2, 3], [1, null, 3], 0.5, 1)") == [1, None, pytest.approx(2.6)]
+    debiased = [1, pytest.approx(5 / 3), pytest.approx(17 / 7)]
+    assert evaluate(["ema"], "ema([1, 2, 3], [1, 2, 3], 0.5, 1)") == debiased
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs a JavaScript engine")
+def test_the_last_mark_of_an_axis_ends_inside_of_the_drawing():
+    right = evaluate(["inside"], '["5", "10000"].map((text) => inside(290, text, 300) + 3.4 * text.length)')
+    assert right == [pytest.approx(293.4), pytest.approx(299)]
+    assert evaluate(["inside"], 'inside(150, "10000", 300)') == 150
+
+
+def test_validation_is_never_smoothed(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", durable=False)
+    for step in range(60):
+        writer.write({"step": step, "stage": "sft", "val/acc": step / 60, "sft/loss": 1.0})
+    charts = {
+        c["title"]: c["exact"] for g in page_data(write_report(tmp_path).read_text())["groups"] for c in g["charts"]
+    }
+    assert charts["Validation accuracy"]
+    assert not charts["Loss"]
+
+
 def test_a_folder_without_metrics_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no metrics\.jsonl"):
         write_report(tmp_path)
