@@ -217,15 +217,7 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
     if not checks.divides(_NAME, key, servers.servers, nnodes, "the number", "cluster.nnodes"):
         return
     needed = servers.servers // nnodes * servers.ranks
-    here = config.cluster.nproc // nnodes
-    if servers.colocated and config.cluster.device_memory_gb is not None and needed < here:
-        checks.warn(
-            _NAME,
-            key,
-            f"{here - needed} of the {count(here, 'GPU')} of a machine have no server, and wait while others generate",
-            found=servers.servers,
-            fix=f"set rollout.sglang.servers={config.cluster.nproc // servers.ranks}",
-        )
+    _check_waiting(config, needed, checks)
     if servers.gpus is not None and len(servers.gpus) != needed:
         checks.fail(
             _NAME,
@@ -235,6 +227,19 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
             found=servers.gpus,
             allowed=f"a list of {count(needed, 'device')}",
             fix="name one device per rank, or none",
+        )
+
+
+def _check_waiting(config: RunConfig, needed: int, checks: Checklist) -> None:
+    """GPUs of a team without servers while those of others generate. `needed`: GPUs of a machine that have one."""
+    servers, here = config.rollout.sglang, config.cluster.nproc // config.cluster.nnodes
+    if servers.colocated and config.cluster.device_memory_gb is not None and needed < here:
+        checks.warn(
+            _NAME,
+            "rollout.sglang.servers",
+            f"{here - needed} of the {count(here, 'GPU')} of a machine have no server, and wait while others generate",
+            found=servers.servers,
+            fix=f"set rollout.sglang.servers={config.cluster.nproc // servers.ranks}",
         )
 
 
