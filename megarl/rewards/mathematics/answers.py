@@ -69,6 +69,8 @@ def equal(reference: str, answer: str) -> bool:
     """
     if len(reference) > _MAX_LENGTH or len(answer) > _MAX_LENGTH:
         return reference.split() == answer.split()
+    if reference.split() == answer.split():
+        return True
     first, second = clean(reference), clean(answer)
     if not first or not second:
         return False

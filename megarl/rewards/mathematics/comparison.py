@@ -150,8 +150,10 @@ def _expressions(a: Node, b: Node) -> bool:
     except (UnreadError, OutsideError):
         pass
     if isinstance(a, Apply) and isinstance(b, Apply) and a.name == b.name and len(a.args) == len(b.args):
-        if a.name in ("cup", "cap", "\\"):
-            return _in_any_order(a.args, b.args) if a.name != "\\" else all(map(_same, a.args, b.args))
+        if a.name in ("cup", "cap", "gcd", "lcm", "max", "min"):
+            return _in_any_order(a.args, b.args)
+        if a.name == "\\":
+            return all(map(_same, a.args, b.args))
         structured = any(isinstance(found, Group) for node in (a, b) for found in walk(node))
         return structured and all(map(_same, a.args, b.args))
     return False
@@ -282,12 +284,11 @@ def _converted(a: Node, b: Node) -> bool:
 
 def _values_of_one_name(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
     """The values of `x = 1 or x = 2`."""
-    values = []
-    for item in items:
-        if not isinstance(item, Relation) or item.ops != ("=",) or item.sides[0] != items[0].sides[0]:  # type: ignore[union-attr]
-            return None
-        values.append(item.sides[1])
-    return tuple(values) if _is_name(items[0].sides[0]) else None  # type: ignore[union-attr]
+    equations = [item for item in items if isinstance(item, Relation) and item.ops == ("=",)]
+    names = {equation.sides[0] for equation in equations}
+    if len(equations) < len(items) or len(names) != 1 or not _is_name(names.pop()):
+        return None
+    return tuple(equation.sides[1] for equation in equations)
 
 
 def _named_values(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
@@ -319,7 +320,8 @@ def _is_name(node: Node) -> bool:
     if isinstance(node, Symbol):
         return node.kind in ("variable", "word", "set")
     if isinstance(node, Apply) and node.name in ("abs", "norm", "det"):
-        return _is_name(node.args[0])
+        inner = node.args[0]  # |AB| and |\\vec{a}| are lengths, |x| = 3 says that x is 3 or -3
+        return isinstance(inner, Symbol) and (inner.kind == "word" or not inner.name.islower() or " " in inner.name)
     return (
         isinstance(node, Group)
         and node.kind == "tuple"

@@ -256,6 +256,13 @@ class ExpressionReader(TokenReader):
         return None
 
     def _called(self, node: Symbol) -> Node:
+        if (
+            node.name in _CALLED
+            and self.next_is("(", ahead=5)
+            and canonical(self.tokens[self.at : self.at + 5]) == "^{-1}"
+        ):
+            self.at += 5
+            node = Symbol(f"{node.name}^-1")
         called = node.name[0] in _CALLED or (self.next_is(")", ahead=2) and self.next_is("=", ahead=3))  # y(x) = ...
         if called and node.kind == "variable" and self.next_is("("):
             start = self.at

@@ -126,6 +126,8 @@ class AnswerReader(ExpressionReader):
             if not self.take("\\\\") and not self._at_end(token.text):
                 raise UnreadError("a row does not end")
         self.bars, self.in_set, self.depth = bars, in_set, self.depth - 4
+        if not rows:
+            raise UnreadError("an empty environment")
         if token.text in words.LINES:
             return _joined(rows, [","] * (len(rows) - 1)) if len(rows) > 1 else rows[0]
         return Group("rows", tuple(rows), token.text.removesuffix("*"))

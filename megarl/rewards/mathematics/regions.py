@@ -93,6 +93,8 @@ def _end(node: Node) -> Endpoint:
     value = Evaluation({}, real=True, log_base=None).value(node) if not _free(node) else None
     if value is None:
         raise UnreadError("an end with variables")
+    if isinstance(value, context().mpc):
+        raise UnreadError("an end that is not real")
     return Endpoint(node, rational, value)
 
 

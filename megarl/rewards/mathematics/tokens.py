@@ -74,6 +74,7 @@ _ABBREVIATED = re.compile(r"\b(sq|cu|ft|in|yd|hr|min|sec|lb|oz)\.(?!\d)")
 _SAID = re.compile(
     r"(?:\\text\s*\{\s*)?(?:the\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:)\s*\}?(?=[^}]*$|[^{}]*\{)", re.IGNORECASE
 )
+_BOLD_SET = re.compile(r"\{\s*[RZ]\s*\}|[RZ](?![A-Za-z])")  # real numbers and integers
 _PROSE = frozenset({".", ",", "-", "'", "or", "and"})
 _CHOSEN = frozenset({"yes", "no", "true", "false"})
 
@@ -238,6 +239,8 @@ class _Scanner:
         name = match.group()[1:]
         if name in ("left", "right", "middle") and self.text[start : start + 1] == ".":
             return start + 1
+        if name == "mathbf" and _BOLD_SET.match(self.text, start):
+            self.add("command", "\\mathbb")
         if self.text[start : start + 1] == "{" and name not in ("left", "right"):
             self.braces.append("look")
             return start + 1
