@@ -105,8 +105,8 @@ def _of_generation_config(path: str | None) -> list[int]:
     folder = local_folder(path)
     if folder is not None and (folder / FILE).is_file():
         return end_token_ids(folder)
-    if not is_hub_name(path):
-        return []
+    if not is_hub_name(path) or (folder is not None and any(folder.glob("*.safetensors"))):
+        return []  # what comes with the weights brings this file, too, where the model has one
     from huggingface_hub import hf_hub_download
 
     try:

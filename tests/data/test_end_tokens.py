@@ -96,3 +96,25 @@ def test_a_supervised_answer_ends_as_the_template_ends_a_turn(tmp_path: Path) ->
     for chat, end in ((True, TURN), (False, EOS)):
         data = SFTDataset(DataConfig(train_files=[str(rows)], chat_template=chat), load_tokenizer(model))
         assert data.batch([0])["response_ids"].values.tolist()[-1] == end
+
+
+def test_a_hub_model_is_asked_for_its_file_unless_all_of_it_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    from megarl.data import end_tokens as module
+
+    asked: list[str] = []
+
+    def download(path: str, name: str) -> str:
+        asked.append(f"{path} {name}")
+        return str(folder_of(tmp_path / "fetched", None, eos_token_id=[EOS, LETTER]) / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(module, "local_folder", lambda path: None)
+    assert module._of_generation_config("org/name") == [EOS, LETTER]
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(module, "local_folder", lambda path: tmp_path)
+    assert module._of_generation_config("org/name") == []
+    assert asked == ["org/name generation_config.json"]
