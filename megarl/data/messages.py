@@ -49,7 +49,7 @@ def without_weight(messages: list[Message]) -> list[Message]:
 
 def extra_keys(message: Message) -> list[str]:
     """Keys that a chat template has to write, in addition to the content."""
-    known = ("role", "content", WEIGHT, *(_OF_CALLS if message["role"] == "tool" else ()))
+    known = ("role", "content", WEIGHT, *(_OF_CALLS if message.get("role") == "tool" else ()))
     return [key for key in message if key not in known]
 
 
@@ -153,6 +153,15 @@ def response_messages(value: Any, key: str, row: Row, prompt: list[Message] | No
             where=row.where,
             found=value,
             allowed="text, an integer, or chat messages that begin and end with the assistant's",
+        )
+    roles = [message["role"] for message in messages]
+    twice = next((i for i in range(1, len(roles)) if roles[i - 1 : i + 1] == [ASSISTANT, ASSISTANT]), None)
+    if twice is not None:
+        raise DataError(
+            f"two messages of the assistant follow each other in column {key!r}, and a model says one at a time",
+            where=row.where,
+            found=[_short(message["content"], 60) for message in messages[twice - 1 : twice + 1]],
+            fix="join them into one message, or take the row out",
         )
     if not any(is_learnt(message) for message in messages if message["role"] == ASSISTANT):
         raise DataError(

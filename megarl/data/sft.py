@@ -181,7 +181,9 @@ def without_end(tokens: list[int], ends: Sequence[int], row: Row) -> list[int]:
     Raises:
         DataError: the text has an end token before its end, where a model would stop.
     """
-    own = tokens[:-1] if tokens[-1:] and tokens[-1] in ends else tokens
+    own = tokens[:-1] if tokens[-1] in ends else tokens
+    if not own:
+        raise DataError("the response is nothing but an end token", where=row.where, fix="take the row out")
     inside = next((place for place, token in enumerate(own) if token in ends), None)
     if inside is not None:
         raise DataError(

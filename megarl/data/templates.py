@@ -236,7 +236,7 @@ class ChatTemplate:
         """Refuse a message that holds more than role and content, and of which the template leaves something out."""
         for place in places:
             message, keys = messages[place], extra_keys(messages[place])
-            for key in [*keys, *(["content"] if keys and message["content"].strip() else [])]:
+            for key in [*keys, *(["content"] if keys and str(message.get("content") or "").strip() else [])]:
                 without = {name: value for name, value in message.items() if name != key}
                 others = [*messages[:place], {"content": "", **without}, *messages[place + 1 :]]
                 try:
@@ -245,7 +245,7 @@ class ChatTemplate:
                     continue  # the template needs it
                 if written == text:
                     raise DataError(
-                        f"the chat template leaves out {key!r} of message {place + 1}, the {message['role']}'s",
+                        f"the chat template leaves out {key!r} of message {place + 1}, the {message.get('role')}'s",
                         where=row.where,
                         found=message[key],
                         allowed="keys of a message that the template writes",

@@ -210,6 +210,14 @@ def test_the_end_token_is_learnt_once(examples):
         examples({"prompt": "1", "answer": "2<eos>[user]1"})
 
 
+def test_a_response_says_something_and_the_assistant_one_message_at_a_time(examples):
+    with pytest.raises(DataError, match=r"d.jsonl:1: the response is nothing but an end token"):
+        examples({"prompt": "1", "answer": "<eos>"})
+    said = {"role": "assistant", "content": "2"}
+    with pytest.raises(DataError, match=r"d.jsonl:1: two messages of the assistant follow each other in column 'talk'"):
+        examples({"talk": [USER, said, said]}, "talk", prompt_key="talk")
+
+
 def test_thinking_that_the_prompt_opens_is_opened_once(examples):
     thinking = {"override_chat_template": "{{ messages[0].content }}<think>", "format_prompt": None}
     assert examples({"prompt": "1", "answer": "<think>hm</think>2"}, **thinking) == "hm</think>2<eos>"
