@@ -325,7 +325,9 @@ def _signals_raise() -> Iterator[_Ignore]:
         for number in CAUGHT:
             signal.signal(number, signal.SIG_IGN)
 
-    before = {number: signal.signal(number, stop) for number in CAUGHT}
+    # A signal of a terminal that hangs up stays ignored where it was (nohup): the run outlives the terminal.
+    caught = [one for one in CAUGHT if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in caught}
     try:
         yield ignore
     finally:

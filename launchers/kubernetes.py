@@ -365,6 +365,7 @@ def _ray_job(job: KubernetesJob) -> Manifest:
     sizes = {"replicas": others, "minReplicas": others, "maxReplicas": others}
     cluster: Manifest = {
         "rayVersion": ray.__version__,
+        "authOptions": {"mode": "token"},  # the dashboard listens where the cluster's network reaches it
         "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": head},
     }
     if others:

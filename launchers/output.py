@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _LONGEST_LINE = 1 << 16
+_CHUNK = 512  # what a terminal or a pipe that takes more has room for
+#: Seconds for a console to take more.
+CONSOLE_S = 5.0
+_silent: set[int] = set()  # files of consoles that took nothing for so long
 
 
 class OutputLog:
@@ -36,24 +41,31 @@ class OutputLog:
         with self._lock:
             *lines, rest = (self._pending.get(rank, b"") + data).split(b"\n")
             self._pending[rank] = rest[-_LONGEST_LINE:]
-            self._file.write(b"".join(self._as_line(rank, line) for line in lines))
+            self._keep(b"".join(self._as_line(rank, line) for line in lines))
 
     def say(self, text: str) -> None:
         """A message of the launcher itself: to stderr and to the file."""
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            if _takes(sys.stderr):
+                print(text, file=sys.stderr, flush=True)
         self.record("launcher", text)
 
     def record(self, source: str, text: str) -> None:
         """Add `text` to the file only, marked as coming from `source`."""
         with self._lock:
-            self._file.write("".join(f"[{source}] {line}\n" for line in text.splitlines()).encode())
+            self._keep("".join(f"[{source}] {line}\n" for line in text.splitlines()).encode("utf-8", "replace"))
 
     def close(self) -> None:
         """Write what is left without a line end."""
         with self._lock:
-            self._file.write(b"".join(self._as_line(rank, rest) for rank, rest in self._pending.items() if rest))
+            self._keep(b"".join(self._as_line(rank, rest) for rank, rest in self._pending.items() if rest))
             self._pending.clear()
             self._file.close()
+
+    def _keep(self, lines: bytes) -> None:
+        """Add lines to the file; those that a full disk does not take are lost, and nothing else is."""
+        with contextlib.suppress(OSError):
+            self._file.write(lines)
 
     def _as_line(self, rank: int, raw: bytes) -> bytes:
         """One line of the file. Of a progress bar, which redraws its line, only the last drawing counts."""
@@ -62,9 +74,30 @@ class OutputLog:
 
 
 def _to_console(data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ValueError):
+    """Write to standard output, as long as somebody reads it: a terminal that is gone or stopped holds up no run."""
+    with contextlib.suppress(OSError, ValueError):
+        if not _takes(sys.stdout):
+            return
         sys.stdout.flush()
-        os.write(sys.stdout.fileno(), data)
+        handle = sys.stdout.fileno()
+        for start in range(0, len(data), _CHUNK):
+            if not _takes(sys.stdout):
+                return
+            os.write(handle, data[start : start + _CHUNK])
+
+
+def _takes(stream: TextIO) -> bool:
+    """Whether a stream takes more, at once or within `CONSOLE_S`; after a wait for nothing: whether it does at once.
+
+    What is not taken is dropped, and in the file of the log.
+    """
+    try:
+        handle = stream.fileno()
+    except (OSError, ValueError):  # no file: it takes everything
+        return True
+    taken = bool(select.select([], [handle], [], 0 if handle in _silent else CONSOLE_S)[1])
+    (_silent.discard if taken else _silent.add)(handle)
+    return taken
 
 
 def pump(pipe: IO[bytes], rank: int, log: OutputLog) -> threading.Thread:

@@ -1,0 +1,79 @@
+"""A console that nobody reads, a terminal that is gone, and a disk that is full hold up no run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from megarl.launchers import output
+from megarl.launchers.common import Stopped, _signals_raise
+from megarl.launchers.output import OutputLog
+
+
+class Stream:
+    """Standard output on a file of its own."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def fileno(self) -> int:
+        return self._handle
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "CONSOLE_S", 0.2)
+    return OutputLog(tmp_path / "log.txt")
+
+
+def test_a_console_that_is_not_read_is_waited_for_once(log, tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stdout", Stream(writer))
+    begun = time.monotonic()
+    for _ in range(50):
+        log.write(0, b"x" * 9999 + b"\n")
+    assert time.monotonic() - begun < 20, "not a wait for each"
+    assert (tmp_path / "log.txt").read_bytes().count(b"\n") == 50
+    while os.read(reader, 1 << 20) and len(output._silent):
+        log.write(0, b"y\n")  # somebody reads again
+    assert output._silent == set()
+    os.close(reader)
+    log.write(0, b"z\n")
+    os.close(writer)
+    log.write(0, b"z\n")
+    assert (tmp_path / "log.txt").read_bytes().endswith(b"z\n")
+
+
+def test_a_full_disk_ends_neither_the_output_nor_the_launcher(log, monkeypatch, capsys):
+    class Full:
+        def write(self, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    log._file.close()
+    monkeypatch.setattr(log, "_file", Full())
+    log.write(1, b"line\n")
+    log.say("ended")
+    log.close()
+    assert "ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_terminal_that_hangs_up_ends_no_run_that_nohup_started(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with pytest.raises(Stopped) if not ignored else contextlib.nullcontext(), _signals_raise():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
