@@ -208,12 +208,33 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
             allowed="files, folders, hub names org/name@split, or pkg.mod:fn",
             fix=f"set data.{needed}, for example to [{needed.partition('_')[0]}.jsonl]",
         )
+    _check_held_out(config, checks)
     found = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     if trains_supervised(config, job):
         found["sft.train_files"] = examples
     for key, sources in found.items():
         for source in sources:
             _check_source(source, key, checks)
+
+
+def _check_held_out(config: RunConfig, checks: Checklist) -> None:
+    """Whether held-out prompts are trained on; functions are told which split they make."""
+    data = config.data
+    trained = {_same(source) for source in [*data.train_files, *(config.sft.train_files or [])]}
+    both = [source for source in data.val_files if _same(source) in trained and not is_module_reference(source)]
+    if both and config.robot is None:
+        checks.warn(
+            "data",
+            "data.val_files",
+            "these are trained on, too, so that validation does not tell what the model has learnt",
+            found=both,
+            fix="hold rows out, and name them here",
+        )
+
+
+def _same(source: str) -> str:
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
 
 
 def trains_supervised(config: RunConfig, job: str) -> bool:

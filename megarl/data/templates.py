@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.data.messages import Message, extra_keys
+from megarl.data.messages import ASSISTANT, Message, extra_keys
 from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError, encoding_fix
 
@@ -145,6 +145,8 @@ class ChatTemplate:
         more: Mapping[str, Any],
     ) -> None:
         self._tokenizer, self._tools, self._more = tokenizer, list(tools), dict(more)
+        self._roles = {ASSISTANT}  # those whose content the template was seen to write; Turns looks at this one
+        self._special = sorted(set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._templates = {"default": template} if isinstance(template, str) else dict(template)
         if "default" not in self._templates:
             raise no_chat_template()
@@ -167,9 +169,23 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the messages, or leaves out what one of them holds; the row is named.
         """
+        self._refuse_special(messages, row)
         text = self._write(messages, row)
         self._refuse_dropped(messages, range(len(messages)), row, text)
         return text
+
+    def _refuse_special(self, messages: list[Message], row: Row) -> None:
+        """Refuse text that would be read as the begin or the end of a turn."""
+        for place, message in enumerate(messages, 1):
+            held = next((token for token in self._special if token in _content(message)), None)
+            if held is not None and message["role"] != ASSISTANT:
+                raise DataError(
+                    f"message {place}, the {message['role']}'s, holds {held!r}, a token of the model's own",
+                    where=row.where,
+                    found=_content(message)[:200],
+                    fix="if the text is the whole prompt already, with its turns, set data.chat_template: false; else "
+                    "take the token, or the row, out",
+                )
 
     def answer(self, before: list[Message], message: Message, row: Row) -> str:
         """What the template writes for the assistant's `message` after the prompt of `before`, its end included.
@@ -236,7 +252,9 @@ class ChatTemplate:
         """Refuse a message that holds more than role and content, and of which the template leaves something out."""
         for place in places:
             message, keys = messages[place], extra_keys(messages[place])
-            for key in [*keys, *(["content"] if keys and str(message.get("content") or "").strip() else [])]:
+            once = message["role"] not in self._roles  # a template may write messages of some roles only
+            self._roles.add(message["role"])
+            for key in [*keys, *(["content"] if (keys or once) and _content(message).strip() else [])]:
                 without = {name: value for name, value in message.items() if name != key}
                 others = [*messages[:place], {"content": "", **without}, *messages[place + 1 :]]
                 try:
@@ -251,6 +269,10 @@ class ChatTemplate:
                         allowed="keys of a message that the template writes",
                         fix=f"take the key out of the row, or set {_OVERRIDE} to a template that writes it",
                     )
+
+
+def _content(message: Message) -> str:
+    return str(message.get("content") or "")
 
 
 def row_tools(row: Row) -> list[dict[str, Any]]:

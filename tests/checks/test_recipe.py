@@ -56,6 +56,16 @@ def test_templates_of_transformers_parse(failures):
     assert failures(f"data.override_chat_template={text}") == []
 
 
+def test_held_out_rows_that_are_trained_on_are_a_warning(warned, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    files = ["data.train_files=[a.jsonl]", f"data.val_files=[{tmp_path}/../{tmp_path.name}/a.jsonl,b.jsonl]"]
+    [check] = warned(*files)
+    assert (check.key, len(check.found)) == ("data.val_files", 1)
+    assert warned("data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]") == []
+    assert warned("data.val_files=['megarl.recipes.arithmetic:make_rows']") == []  # it is told the split
+
+
 def only(failures):
     assert len(failures) == 1, failures
     return failures[0]

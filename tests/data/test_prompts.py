@@ -243,6 +243,31 @@ def test_a_tokenizer_may_have_several_chat_templates(tmp_path, tokenizer):
     assert dataset(tmp_path, tokenizer, [{"prompt": "hi", "answer": ""}]).texts == ["[user]hi[assistant]"]
 
 
+def test_a_role_that_the_template_does_not_write_is_refused(tmp_path, tokenizer):
+    template = CHAT.replace("{% for m in messages %}", "{% for m in messages if m.role in ('system', 'user') %}")
+    good = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert dataset(tmp_path, tokenizer, [{"prompt": good, "answer": ""}], override_chat_template=template).texts
+    bad = [{"role": "usr", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(
+        DataError, match=r"train.jsonl:2: the chat template leaves out 'content' of message 1, the usr's"
+    ):
+        dataset(
+            tmp_path,
+            tokenizer,
+            [{"prompt": good, "answer": ""}, {"prompt": bad, "answer": ""}],
+            override_chat_template=template,
+        )
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_text_that_holds_a_token_of_the_model_is_refused(tmp_path, tokenizer, role):
+    prompt = [{"role": role, "content": "a<eos>b"}, {"role": "user", "content": "b"}]
+    with pytest.raises(
+        DataError, match=rf"train.jsonl:1: message 1, the {role}'s, holds '<eos>'(?s:.*)chat_template: false"
+    ):
+        dataset(tmp_path, tokenizer, [{"prompt": prompt, "answer": ""}], override_chat_template=CHAT)
+
+
 def test_messages_without_a_chat_template_in_use(tmp_path, tokenizer):
     rows = [{"prompt": [{"role": "user", "content": "a"}], "answer": ""}]
     with pytest.raises(DataError, match=r"chat messages(?s:.*)set data.override_chat_template"):
