@@ -50,7 +50,7 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     from torch.distributed import TCPStore
 
     from megarl.launchers.preflight import node_name
-    from megarl.rendezvous import gloo_interface
+    from megarl.rendezvous import gloo_interface, listen
 
     node, nodes, each = int(os.environ["NODE_RANK"]), int(os.environ["MEGARL_NODES"]), max(1, gpus)
     others = [_process(number) for number in range(1, each)] if local == 0 else []
@@ -61,7 +61,9 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     first = node == 0 and local == 0
     limit = datetime.timedelta(seconds=limit_s)
-    store: Store = TCPStore(host, port, None, first, limit, wait_for_workers=False)
+    # On the address that the nodes are given, as the store of a run; TCPStore by itself listens on every interface.
+    own: dict[str, Any] = {"master_listen_fd": listen(host, port, one_machine=nodes == 1).detach()} if first else {}
+    store: Store = TCPStore(host, port, None, first, limit, wait_for_workers=False, **own)
     if local == 0:
         store.set(f"name/{node}", node_name())
     if first:

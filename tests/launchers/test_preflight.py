@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed
 from torch.distributed import HashStore
 
 from megarl.launchers.preflight import (
@@ -121,7 +125,17 @@ def test_a_wait_of_nccl_that_takes_too_long_raises(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("NODE_RANK", "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    listens = []
+
+    def store_on(*given: Any, **more: Any) -> Any:
+        with socket.socket(fileno=os.dup(more["master_listen_fd"])) as listener:
+            listens.append(listener.getsockname()[0])
+        return made(*given, **more)
+
+    made = torch.distributed.TCPStore
+    monkeypatch.setattr(torch.distributed, "TCPStore", store_on)
     assert measure(tmp_path, 0, 10.0, 0) == 0
+    assert listens == ["127.0.0.1"], "on the address that it was given, and no other"
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"  # torch's own switch for that
 
 
