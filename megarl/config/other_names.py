@@ -47,6 +47,9 @@ KEYS: dict[str, str] = {
     "truncation": "data.overlong (filter or error; nothing is cut)",
     "shuffle_dataset": "data.shuffle",
     "system_prompt": "data.format_prompt, or messages with the role system in data.prompt_key",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
+    "enable_thinking": "data.chat_template_kwargs, as {enable_thinking: false}",
+    "messages_key": "data.prompt_key and sft.response_key, both of them",
     # Generation.
     "max_response_length": "rollout.sampling.max_new_tokens",
     "max_completion_length": "rollout.sampling.max_new_tokens",
