@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_a_worker_that_is_started_by_hand_forgets_what_a_killed_launcher_left(
     for name in ("of the run", "of a killed start"):
         propose(tmp_path, dump_config(RunConfig(name=name)))
     names: list[str] = []
-    monkeypatch.setattr(worker, "Heartbeat", lambda run_dir, rank: None)
+    monkeypatch.setattr(worker, "Heartbeat", lambda run_dir, rank: mock.Mock())
     monkeypatch.setattr(worker, "raise_descriptor_limit", lambda: None)
     monkeypatch.setattr(
         worker, "import_callable", lambda entry, where: lambda config, run_dir: names.append(config.name)
