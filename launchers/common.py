@@ -32,7 +32,7 @@ from megarl.artifacts import resolved, start
 from megarl.artifacts.records import read_run
 from megarl.artifacts.repair import repair
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
-from megarl.errors import ConfigError, MegarlError, UserError, count
+from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
 from megarl.launchers.output import OutputLog
 from megarl.leftovers import remove_leftovers
 from megarl.machine import available_cores
@@ -69,6 +69,9 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+
+
+_LEAST_ROOM = 1 << 20  # bytes: logs, records and the report of a short run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,23 +172,25 @@ def make_run_dir(config: RunConfig, run_dir: Path | None = None, job: str = "tra
     parent = run_dir or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=parent):  # full or read-only disks are found now
-            pass
+        with tempfile.TemporaryFile(dir=parent) as file:  # full or read-only disks are found now
+            file.write(bytes(_LEAST_ROOM))
     except (FileExistsError, NotADirectoryError) as error:
-        file = next(path for path in (parent, *parent.parents) if path.exists())
+        there = next(path for path in (parent, *parent.parents) if path.exists())
         raise ConfigError(
             "this is a file, and a run needs a folder",
             where="tracking.dir" if run_dir is None else "--run-dir",
-            found=str(file),
+            found=str(there),
             allowed="a folder, or a place where none is yet",
-            fix="name another" if run_dir is None else f"name another, or the folder that it is in: {file.parent}",
+            fix="name another" if run_dir is None else f"name another, or the folder that it is in: {there.parent}",
         ) from error
     except OSError as error:
         raise ConfigError(
             f"the run folder cannot be written ({error.strerror or error})",
             where="tracking.dir" if run_dir is None else "--run-dir",
             found=str(parent),
-            fix="name a folder that you may write to",
+            fix=f"make room there, {_LEAST_ROOM >> 20} MB at least, or name a folder on another disk"
+            if is_full(error)
+            else "name a folder that you may write to",
         ) from error
     if run_dir is not None:
         return run_dir.resolve()
@@ -245,6 +250,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 log.say(f"megarl: {error}")
                 return error.exit_code
             except Exception as error:
+                if is_full(error):
+                    raise no_room(run_dir) from error
                 log.say(
                     f"{traceback.format_exc()}megarl: {launcher} launcher failed: {error}; see {run_dir / 'log.txt'}"
                 )

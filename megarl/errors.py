@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -93,6 +96,22 @@ class ServerError(MegarlError):
     def __init__(self, server: str, url: str, phase: str, reason: str, *, status: int | None = None) -> None:
         self.server, self.url, self.phase, self.reason, self.status = server, url, phase, reason, status
         super().__init__(mask(f"{server}{f' at {url}' if url else ''}: {phase}: {reason}"))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says only that a disk, or a user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def no_room(run_dir: Path) -> UserError:
+    """What a user is told of it."""
+    free = {folder: shutil.disk_usage(folder).free / 1e9 for folder in (run_dir, Path(tempfile.gettempdir()))}
+    return UserError(
+        "no room is left on a disk that the run writes to",
+        where=str(run_dir),
+        found=", ".join(f"{size:.3g} GB free in {folder}" for folder, size in free.items()),
+        fix="make room, then start the same command with this --run-dir: it goes on from its newest checkpoint",
+    )
 
 
 def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float = 0.75) -> list[str]:

@@ -31,7 +31,7 @@ from pathlib import Path
 from megarl import phase
 from megarl.artifacts.records import Needs, read_record
 from megarl.credentials import mask
-from megarl.errors import MegarlError, UserError
+from megarl.errors import MegarlError, UserError, is_full, no_room
 from megarl.processes import write_atomically
 from megarl.rendezvous import ranks_text
 
@@ -175,7 +175,8 @@ def write_error(run_dir: Path, failure: RankFailure) -> None:
             run_dir / "errors" / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure), indent=2)
         )
     except OSError as error:
-        print(f"{failure.traceback}\nRUN_DIR/errors cannot be written: {error}", file=sys.stderr, flush=True)
+        said = failure.message if failure.explained else failure.traceback
+        print(f"{said}\nRUN_DIR/errors cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 _reported: tuple[BaseException, RankFailure] | None = None
@@ -185,7 +186,13 @@ def report(run_dir: Path, error: BaseException, rank: int) -> RankFailure:
     """Leave `error` for the launcher, once: whoever meets it again on its way out gets the first description."""
     global _reported
     if _reported is None or _reported[0] is not error:
-        _reported = (error, failure_of(error, rank))
+        failure = failure_of(error, rank)
+        if is_full(error):
+            said = no_room(run_dir)
+            failure = dataclasses.replace(
+                failure, message=str(said), exit_code=said.exit_code, user_error=True, explained=True, repeats=True
+            )
+        _reported = (error, failure)
         write_error(run_dir, _reported[1])
     return _reported[1]
 

@@ -54,6 +54,12 @@ def test_a_file_is_no_run_folder(tmp_path: Path, name: str) -> None:
         make_run_dir(config(tmp_path), tmp_path / name)
 
 
+def test_a_full_disk_is_found_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("wb"))  # noqa: SIM115
+    with pytest.raises(ConfigError, match=r"No space left on device(?s:.*)make room there, 1 MB at least"):
+        make_run_dir(config(tmp_path))
+
+
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(common, "available_cores", lambda: 8)

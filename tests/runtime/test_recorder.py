@@ -1,5 +1,6 @@
 """What a rank leaves when its run fails, and what every step ends with."""
 
+import errno
 import threading
 from types import SimpleNamespace
 
@@ -66,6 +67,23 @@ def test_the_error_is_on_disk_before_the_run_is_closed_and_is_not_replaced(make,
     assert seen == [("failed", "the first")]
     assert c.progress is no_progress
     assert health.report(tmp_path, caught.value, 0).time == health.read_errors(tmp_path)[0].time
+
+
+def test_a_full_disk_is_said_without_a_traceback(tmp_path, capsys, monkeypatch):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    found = health.report(tmp_path, error, 0)
+    assert found == health.read_errors(tmp_path)[0]
+    assert (found.exit_code, found.explained, found.repeats) == (2, True, True)
+    assert "no room is left on a disk that the run writes to" in found.message
+
+    def full(*given):
+        raise error
+
+    monkeypatch.setattr(health, "write_atomically", full)
+    health.write_error(tmp_path, found)
+    said = capsys.readouterr().err
+    assert "make room" in said
+    assert "Traceback" not in said
 
 
 def test_a_slow_end_does_not_hold_a_failed_run(make, monkeypatch):
