@@ -194,6 +194,8 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
     if not isinstance(role, str) or not isinstance(content, str):
         raise _wrong_type(value, row, column)
     _check_weight(more, role, number, row, column)
+    if role != ASSISTANT:
+        more.pop(WEIGHT, None)
     return {"role": role, "content": content, **more}
 
 
@@ -218,12 +220,12 @@ def _joined(parts: list[Any], number: int, row: Row, column: str) -> str | None:
 def _check_weight(more: Message, role: str, number: int, row: Row, column: str) -> None:
     if WEIGHT not in more:
         return
-    if role != ASSISTANT or more[WEIGHT] not in (0, 1):
+    if more[WEIGHT] not in ((0, 1) if role == ASSISTANT else (0,)):
         raise DataError(
             f"message {number} in column {column!r} has a weight that says nothing",
             where=row.where,
             found=f"weight {more[WEIGHT]!r} of role {role!r}",
-            allowed="0 or 1, of the assistant's messages",
+            allowed="0 or 1 of the assistant's messages, and 0 of others, which are not learnt",
             fix="take the weight out",
         )
 

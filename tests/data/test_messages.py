@@ -94,6 +94,13 @@ def test_what_is_no_message_of_text_is_named(prompts, message, words):
         prompts([message])
 
 
+def test_messages_that_are_not_learnt_may_say_so(examples):
+    talk = [{**USER, "weight": 0}, {"role": "assistant", "content": "2", "weight": 1}]
+    more = [{"from": "human", "value": "3", "weight": 0.0}, {"from": "gpt", "value": "4", "weight": 1.0}]
+    learnt = examples({"messages": [*talk, *more]}, "messages", prompt_key="messages")
+    assert learnt == "2<eos>_[_u_s_e_r_]_3_<eos>_[_a_s_s_i_s_t_a_n_t_]4<eos>"
+
+
 def test_a_final_message_of_the_assistant_is_no_prompt(prompts):
     with pytest.raises(
         DataError, match=r"d.jsonl:1: (?s:.*)the prompt holds the response(?s:.*)'2'(?s:.*)sft.response_key"
