@@ -90,7 +90,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int 
         return None, None
     if text is None:
         return None, None
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    # Llama 2's template writes a blank before the end token.
+    ids: list[int] = tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"]
     return (ids[0] if ids and _is_special(tokenizer, ids[0]) else None), text
 
 

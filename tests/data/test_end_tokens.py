@@ -50,6 +50,12 @@ def test_a_template_that_is_not_in_use_ends_nothing(tmp_path: Path) -> None:
     assert end_tokens(load_tokenizer(model), model, DataConfig(chat_template=False)).ids == [EOS]
 
 
+def test_a_blank_may_stand_before_the_token_that_ends_a_turn(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(folder_of(tmp_path, TEMPLATE.replace("<|turn|>", " <|turn|>"))))
+    found = end_tokens(load_tokenizer(model), model, DataConfig())
+    assert (found.ids, found.notes) == ([EOS, TURN], ())
+
+
 def test_a_turn_that_no_special_token_ends_is_said(tmp_path: Path) -> None:
     model = ModelConfig(path=str(folder_of(tmp_path, TEMPLATE.replace("<|turn|>", "9+"))))
     found = end_tokens(load_tokenizer(model), model, DataConfig())
