@@ -6,11 +6,13 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megarl.data.messages import ASSISTANT, Message, extra_keys
 from megarl.data.rows import Row
+from megarl.data.turns import after_turn
 from megarl.errors import ConfigError, DataError, encoding_fix
 
 _OVERRIDE = "data.override_chat_template"
@@ -146,7 +148,6 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer, self._tools, self._more = tokenizer, list(tools), dict(more)
         self._roles = {ASSISTANT}  # those whose content the template was seen to write; Turns looks at this one
-        self._special = sorted(set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._templates = {"default": template} if isinstance(template, str) else dict(template)
         if "default" not in self._templates:
             raise no_chat_template()
@@ -170,14 +171,38 @@ class ChatTemplate:
             DataError: the template refuses the messages, or leaves out what one of them holds; the row is named.
         """
         self._refuse_special(messages, row)
+        return self.observed(messages, row)
+
+    def observed(self, messages: list[Message], row: Row) -> str:
+        """The same for messages of an environment. They may hold tokens of the model's own: a tool that quotes what it
+        was given, or a page of the web, would end the run.
+
+        Raises:
+            DataError: as a call, but for these tokens.
+        """
         text = self._write(messages, row)
         self._refuse_dropped(messages, range(len(messages)), row, text)
         return text
 
+    @cached_property
+    def _delimiters(self) -> list[str]:
+        """Special tokens that begin or end a text, or a turn as the template writes it; the longest first.
+
+        Others may be what a prompt is about, as `<filename>`, or a form that it asks for, as `[THINK]`.
+        """
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        try:
+            turn = after_turn(lambda messages: self._write(messages, Row({}, "an example", 0))) or ""
+        except DataError:  # a template for one question only
+            turn = ""
+        ends = (self._tokenizer.bos_token, self._tokenizer.eos_token)
+        return sorted((token for token in special if token in turn or token in ends), key=len, reverse=True)
+
     def _refuse_special(self, messages: list[Message], row: Row) -> None:
         """Refuse text that would be read as the begin or the end of a turn."""
         for place, message in enumerate(messages, 1):
-            held = next((token for token in self._special if token in _content(message)), None)
+            held = next((token for token in self._delimiters if token in _content(message)), None)
             if held is not None and message["role"] != ASSISTANT:
                 raise DataError(
                     f"message {place}, the {message['role']}'s, holds {held!r}, a token of the model's own",

@@ -71,7 +71,7 @@ def build_episodes(
     render = None
     written = chat_of(data, tokenizer, tools)
     if written is not None:
-        render = lambda messages: written(messages, Row({}, "messages of the environment", 0))  # noqa: E731
+        render = lambda messages: written.observed(messages, Row({}, "messages of the environment", 0))  # noqa: E731
     turns = Turns(tokenizer, render, [*eos_ids, *config.rollout.sampling.stop_token_ids])
     host = Host(kind, settings, answer_s) if layout.is_lead else None
     return Episodes(kind.scores, tools, turns, host)

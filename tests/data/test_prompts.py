@@ -7,7 +7,7 @@ import pytest
 from megarl.config.data import DataConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.rows import Row
-from megarl.data.templates import prompt_formatter
+from megarl.data.templates import chat_renderer, prompt_formatter
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import ConfigError, DataError
 
@@ -266,6 +266,28 @@ def test_text_that_holds_a_token_of_the_model_is_refused(tmp_path, tokenizer, ro
         DataError, match=rf"train.jsonl:1: message 1, the {role}'s, holds '<eos>'(?s:.*)chat_template: false"
     ):
         dataset(tmp_path, tokenizer, [{"prompt": prompt, "answer": ""}], override_chat_template=CHAT)
+
+
+def test_text_may_hold_special_tokens_that_are_no_end_of_a_turn(tmp_path, tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<file>"]})
+    template = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
+    made = lambda text: dataset(  # noqa: E731
+        tmp_path,
+        tokenizer,
+        [{"prompt": [{"role": "user", "content": text}], "answer": ""}],
+        override_chat_template=template,
+    )
+    assert made("a<file>").texts == ["a<file><|turn|>"]
+    with pytest.raises(DataError, match=r"holds '<\|turn\|>', a token of the model's own"):
+        made("a<|turn|>")
+
+
+def test_an_environment_may_quote_the_tokens_of_the_model(tmp_path, tokenizer):
+    chat = chat_renderer(tokenizer, CHAT)
+    messages, row = [{"role": "user", "content": "a<eos>b"}], Row({}, "messages of the environment", 0)
+    with pytest.raises(DataError, match="a token of the model's own"):
+        chat(messages, row)
+    assert "a<eos>b" in chat.observed(messages, row)
 
 
 def test_messages_without_a_chat_template_in_use(tmp_path, tokenizer):
