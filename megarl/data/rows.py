@@ -124,11 +124,11 @@ def reference_of(row: Row, key: str | None, *, demanded: bool) -> Any:
     """
     if key is None:
         return None
-    try:
+    if demanded:
         return row.column(key, "data.answer_key")
-    except DataError:
-        if demanded:
-            raise
+    try:
+        return _inside(row, key.split("."), "")
+    except _Missing:
         return None
 
 
