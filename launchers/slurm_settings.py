@@ -324,8 +324,7 @@ def _early_warning(job: Submission) -> list[str]:
 
 def unset_limit(job: Submission) -> str | None:
     """That nobody says when the job ends; None: somebody does."""
-    slurm = job.slurm
-    if slurm.time is not None or any(option_parts(option)[0] in ("--time", "-t") for option in slurm.options):
+    if job.slurm.time is not None:
         return None
     return (
         "launch.slurm.time is not set: the job gets the partition's own limit, which may be minutes or days "

@@ -223,29 +223,34 @@ def _no_jit_fuser(module: types.ModuleType) -> None:
 
 
 def _uneven_splits(module: types.ModuleType) -> None:
-    """Parts of different lengths travel as parts of the longest one's, by the even form of the same functions."""
+    """Parts of different lengths travel one rank after the other, into and out of their places: nothing is padded."""
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
-
-    def padded(part: torch.Tensor, length: int) -> torch.Tensor:
-        return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
 
     def gather_parts(
         part: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
         if output_split_sizes is None or len(set(output_split_sizes)) == 1 or group.size() == 1:
             return gather(part, group, output_split_sizes, use_global_buffer)
-        longest = max(output_split_sizes)
-        parts = gather(padded(part, longest), group).split(longest)
-        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+        whole = part.new_empty(sum(output_split_sizes), *part.shape[1:])
+        for rank, place in enumerate(whole.split(output_split_sizes)):
+            if rank == group.rank():
+                place.copy_(part)
+            if len(place):
+                torch.distributed.broadcast(place, group=group, group_src=rank)
+        return whole
 
     def reduce_scatter_parts(
         whole: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
-        longest = max(input_split_sizes)
-        parts = [padded(part, longest) for part in whole.split(input_split_sizes)]
-        return reduce_scatter(torch.cat(parts), group)[: input_split_sizes[group.rank()]]
+        for rank, part in enumerate(whole.split(input_split_sizes)):
+            mine = part.clone()
+            if len(part):
+                torch.distributed.reduce(mine, group=group, group_dst=rank)
+            if rank == group.rank():
+                kept = mine
+        return kept
 
     module._gather_along_first_dim = gather_parts  # type: ignore[attr-defined]
     module._reduce_scatter_along_first_dim = reduce_scatter_parts  # type: ignore[attr-defined]

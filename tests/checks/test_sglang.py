@@ -188,7 +188,6 @@ def test_a_machine_with_too_few_gpus_for_the_servers_is_refused(failures, on, mo
     assert check.fix.endswith(fix)
 
 
-@pytest.mark.parametrize("verify", ["first", "every"])
 @pytest.mark.parametrize(("servers", "told"), [(8, "4 of the 8 GPUs of a machine have no server"), (16, "")])
 def test_gpus_that_wait_while_servers_on_others_generate_are_told(servers, told) -> None:
     keys = ["cluster.nnodes=2", "cluster.nproc=16", f"rollout.sglang.servers={servers}"]
@@ -197,6 +196,7 @@ def test_gpus_that_wait_while_servers_on_others_generate_are_told(servers, told)
     assert [told in message for message in found] == ([True] if told else [])
 
 
+@pytest.mark.parametrize("verify", ["first", "every"])
 def test_fp8_is_told_to_leave_out_checksums(warned, verify) -> None:
     (check,) = warned("rollout.engine=sglang", URLS, "sync.fp8=true", f"sync.verify={verify}")
     assert check.key == "sync.verify"
