@@ -257,6 +257,7 @@ class Objective:
             is_normalize_over=knobs.is_normalize_over,
             rules=rules_of(knobs) if knobs.bypass else [],
             veto=knobs.veto_threshold if knobs.bypass else 0.0,
+            copies=inputs.copies,
         )
 
     def _weights(self, mask: Tensor, counts: Tensor, inputs: TokenInputs) -> Tensor:

@@ -141,8 +141,10 @@ class MegatronEngine:
         """The k likeliest tokens below id `limit` at the place of every response token, likeliest first.
 
         Returns:
-            float32 [tokens, k, 2] over response tokens, ids and log-probs, on every rank of the replica.
+            float32 [tokens, K, 2] over response tokens, ids and log-probs, on every rank of the replica; K is the
+            smaller one of `k` and `limit`.
         """
+        k = min(k, limit)
         found = self._of_samples(batch, TopTokens(k, limit, self._log_probs(temperature, entropy=False)))
         columns = torch.stack([row.values for row in found], 1)
         return found[0].like(torch.stack([columns[:, :k], columns[:, k:]], 2))

@@ -185,6 +185,14 @@ FURTHER = {
     ),
     "resampled": ({"aggregation": "seq-mean-token-mean"}, {}, True),
     "resampled, bypass, rejecting": ({}, {"correction": PG | {"rs": RULES}}, True),
+    "resampled, bypass, divided": (
+        {**ALONE["loss"]}, {"kl": ALONE["kl"], "correction": PG | {"rs": RULES, "is_batch_normalize": True}}, True,
+    ),
+    "resampled, bypass, divided by sequence": (
+        {**ALONE["loss"]},
+        {"kl": ALONE["kl"], "correction": PG | {"is_level": "sequence", "is_batch_normalize": True}},
+        True,
+    ),
 }  # fmt: skip
 TOP = {"coef": 0.5, "estimator": "forward_kl_topk", "topk": 4}
 FURTHER |= {
@@ -231,9 +239,10 @@ def _further_steps() -> dict[str, list[dict]]:
             found.setdefault(name, []).append({"grads": grads, "metrics": metrics, "micro_batches": count})
     if size == 1:  # written out: every sample as often as it is drawn
         again = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(COPIES_OF))
-        loss, sections, _ = FURTHER["resampled"]
-        grads, _, _ = step(engine, whole.select(again), loss, BUDGETS[1], **sections)
-        found["written out"] = [{"grads": grads}]
+        for name in filter(lambda name: name.startswith("resampled"), FURTHER):
+            loss, sections, _ = FURTHER[name]
+            grads, _, _ = step(engine, whole.select(again), loss, BUDGETS[1], **sections)
+            found[f"written out: {name}"] = [{"grads": grads}]
     return found
 
 
@@ -241,7 +250,7 @@ def _further_steps() -> dict[str, list[dict]]:
 def test_gradients_of_further_updates_do_not_depend_on_the_split():
     (one,) = run_distributed(_further_steps, 1, 300)
     two = run_distributed(_further_steps, 2, 300)
-    written = one.pop("written out")[0]["grads"]
+    written = {name.partition(": ")[2]: one.pop(name)[0]["grads"] for name in list(one) if name.startswith("written")}
     for name, (want, *more) in one.items():
         scale = want["grads"].abs().max()
         assert scale > 1e-4, name
@@ -249,8 +258,9 @@ def test_gradients_of_further_updates_do_not_depend_on_the_split():
             assert (split["grads"] - want["grads"]).abs().max() < 1e-5 * scale, name
             for key, value in want["metrics"].items():
                 assert split["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, key)
-    resampled = one["resampled"][0]["grads"]
-    assert (resampled - written).abs().max() < 1e-5 * resampled.abs().max(), "two copies count as two samples"
+    for name, expected in written.items():
+        difference = (one[name][0]["grads"] - expected).abs().max()
+        assert difference < 1e-5 * expected.abs().max(), f"{name}: two copies count as two samples"
     for plain, divided in (
         ("bypass", "bypass, divided by the mean weight"),
         ("bypass, rejecting", "bypass, rejecting, divided by that of all"),

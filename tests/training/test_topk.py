@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from megarl.algorithms.topk import forward_kl_topk
 from megarl.training.heads import LogProbs
 from megarl.training.topk import TopTokens, soft_logprob
 from tests.dist import run_distributed, world
+from tests.training import cases
 
 N, H, V, K = 23, 16, 53, 5
 
@@ -92,6 +94,23 @@ def _sharded() -> dict[str, float]:
         assert torch.equal(best[:, :K].long(), order)
         assert (best[:, K:] - values).abs().max() < 1e-5
     return errors
+
+
+def _of_an_engine() -> torch.Tensor:
+    batch, engine = cases.make_batch(3, longest=9), cases.make_engine(frozen=True)
+    return engine.top_tokens(batch, cases.VOCAB + 7, cases.VOCAB - 2).values
+
+
+@pytest.mark.procs
+def test_more_tokens_than_the_policy_has_are_all_of_them():
+    (found,) = run_distributed(_of_an_engine, 1, 120)
+    assert found.shape[1] == cases.VOCAB - 2
+    assert torch.equal(found[:, :, 0].sort(1).values, torch.arange(cases.VOCAB - 2.0).expand(len(found), -1))
+    logp = found[:, :, 1].double()
+    assert (logp.diff(dim=1) <= 0).all()
+    assert logp.exp().sum(1).max() < 1
+    same = forward_kl_topk(found, (logp.exp() * logp).sum(1), topk=9, log_prob_min_clamp=None)
+    assert same.max() < 1e-6
 
 
 @pytest.mark.procs

@@ -51,6 +51,7 @@ def correct(
     is_normalize_over: str = "trained",
     rules: Sequence[Rule] = (),
     veto: float = 0.0,
+    copies: Tensor | None = None,
     all_sum: AllSum = one_rank,
 ) -> Correction:
     """Importance weights, rejection and metrics for rho = exp(clamp(logp - rollout_logp, -20, 20)), without gradient.
@@ -66,6 +67,7 @@ def correct(
         is_normalize_over: which of them: `trained` (without what was rejected) or `all`, as verl does.
         rules: a token is trained on if all of them accept it.
         veto: reject sequences with a ratio, not clamped, below this; 0: none.
+        copies: int64 [B], how often each sequence counts in that mean; None: once.
         all_sum: adds over ranks; called once, by every rank, when weights are normalised.
 
     Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al.
@@ -90,7 +92,11 @@ def correct(
             every = ratios.mask if is_level == "token" else ratios.live
             # A ratio that is not a number has no weight; where it is not rejected the loss says so.
             counted = (where if is_normalize_over == "trained" else every) & ~items.isnan()
-            normaliser += torch.stack([items.masked_fill(~counted, 0).sum().double(), counted.sum().double()])
+            times = counted.to(items.dtype)
+            if copies is not None:
+                drawn = copies[first:last].to(items)
+                times = times * (block.expand(drawn) if is_level == "token" else drawn)
+            normaliser += torch.stack([(items.masked_fill(~counted, 0) * times).sum().double(), times.sum().double()])
             weights[tokens] = items if is_level == "token" else block.expand(items)
     bag = moments.bag()
     if is_level != "none" and is_batch_normalize:
