@@ -176,7 +176,10 @@ class _Source:
         prompts = partial(_prompts, config, tokenizer, tools)
         loader, val_data = None, None
         if trainable and config.data.train_files:
-            loader = _loader(config, prompts("train", scored="train" in scored), layout)
+            data = prompts("train", scored="train" in scored)
+            if "train" in scored and config.trainer.epochs is not None:  # supervised runs have steps of their own
+                check_epochs(config, len(data))
+            loader = _loader(config, data, layout)
         if config.data.val_files:
             val_data = prompts("val", scored="val" in scored)
         reward = build_reward(config.reward) if scored and layout.is_lead else None
@@ -336,8 +339,6 @@ def check_epochs(config: RunConfig, prompts: int) -> None:
 
 
 def _loader(config: RunConfig, data: PromptDataset | Trials, layout: Layout) -> PromptLoader:
-    if config.trainer.epochs is not None:
-        check_epochs(config, len(data))
     if layout.rank == 0:
         print(data.describe(), flush=True)
         warn_if_repeated("data.batch_size", config.data.batch_size, len(data))

@@ -42,6 +42,7 @@ def tuned(folder: Path) -> Path:
     """The run folder of `megarl sft` on two ranks."""
     settings = ["sft.steps=6", "sft.eval_every=3", "trainer.save_every=3", "sft.optim.lr=3e-2"]
     settings += ["tracking.report=true", "trainer.best_metric=sft/loss"]  # larger is better: that of step 3
+    settings += ["trainer.epochs=2"]  # which are of RL only
     megarl(folder, "sft", "tiny.yaml", *settings, "--run-dir", folder / "sft")
     return folder / "sft"
 
