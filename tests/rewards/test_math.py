@@ -89,8 +89,45 @@ NOT_THE_SAME = [
     ("0.3", "1/3"),
     ("50", r"50\text{ thousand}"),
     (r"\$1,250", "1250000"),
+    ("x > 2", r"\lfloor x \rfloor > 2"),
+    ("x > 2", "|x|+1 > 3"),
+    ("x > -1", r"\max(x,0) > -1"),
+    ("100", "twenty five"),
+    ("15", r"\text{twenty-five}"),
+    ("2000", "one hundred twenty"),
+    ("100", "five twenty"),
+    ("0", r"\ln 2/2"),
+    ("x=1, y=2", "2, 1"),
+    ("x=1, y=2", r"\{1,2\}"),
+    (r"\begin{cases} x=1 \\ y=2 \end{cases}", r"x=1 \text{ or } y=2"),
+    ("(1,2)", "(y,x)=(1,2)"),
+    (r"p \land q", r"p \lor q"),
+    ("A, C", "A or C and D"),
+    (r"\text{A and C}", "A or C"),
+    (r"\frac13", r"\frac13 \approx 0.5"),
+    ("5", r"5 \approx 6"),
+    ("P(A)+P(B)", "P(A+B)"),
+    (r"\frac{d}{d+1}", r"\frac{d}{d-1}"),
 ]
 RIGHT = [
+    (r"\text{No}", "No"),
+    (r"\text{Yes}", r"\text{Yes.}"),
+    (r"\frac{d}{d+1}", r"1-\frac{1}{d+1}"),
+    (r"\frac14\ln 3", r"\ln 3/4"),
+    (r"\frac{\lg 3}{\lg 2}", r"\lg 3/\lg 2"),
+    ("25", r"\text{twenty-five}"),
+    ("1250000", "one million two hundred and fifty thousand"),
+    ("P(1+r)^t", "(r+1)^t P"),
+    (r"\frac{(a+b)h}{2}", "h(a+b)/2"),
+    (r"\frac13", r"x = \frac13 \approx 0.333"),
+    ("3.14", r"\approx 3.14"),
+    ("3.14", r"x \approx 3.14"),
+    ("72", "= 72"),
+    ("x=1, y=2", "1, 2"),
+    ("10", "10_{10}"),
+    ("B", "The correct answer is (B)"),
+    (r"\begin{pmatrix} 0 \\ 1 \end{pmatrix}", r"\begin{pmatrix} 0 \\[4pt] 1 \end{pmatrix}"),
+    (r"\begin{pmatrix} 0 & 1 \end{pmatrix}", r"A^{-1} = \begin{pmatrix} 0 & 1 \end{pmatrix}"),
     (r"1-\frac{1}{e}", r"1-\frac{1}{\mathrm{e}}"),
     (r"1-\frac{1}{\mathrm{e}}", r"\frac{e-1}{e}"),
     (r"\emptyset", r"\varnothing"),
@@ -251,3 +288,14 @@ def test_hostile_answers_are_bounded(text):
     for reference, box in ((text, "1/2"), ("1/2", text), (text + "+1", text), (text, text)):
         equal(reference, box)
     assert time.process_time() - start < 5.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["2\\frac{" * 30 + "1" + "}{7}" * 30, r"\cosh(10^{300000})", r"\tanh(10^{3000000})"],
+    ids=["nested", "cosh", "tanh"],
+)
+def test_no_form_takes_long(answer):
+    began = time.process_time()
+    assert not equal("5", answer)
+    assert time.process_time() - began < 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from megarl.rewards.mathematics import words
-from megarl.rewards.mathematics.equality import equal_expressions, proportional
+from megarl.rewards.mathematics.equality import equal_expressions, proportional, rounds_to
 from megarl.rewards.mathematics.regions import region
 from megarl.rewards.mathematics.tree import Apply, Group, Node, Relation, Symbol, UnreadError, symbols, walk
 from megarl.rewards.mathematics.values import OutsideError, exact
@@ -38,6 +38,9 @@ def normal(node: Node) -> Node:
             return Group(node.kind, tuple(_spread(node, items)), node.marks)
         made: Node = Group(node.kind, tuple(items), node.marks)
     elif isinstance(node, Relation):
+        shorter = _without_decimal(node)
+        if shorter != node:
+            return normal(shorter)
         if (
             len(node.ops) > 1
             and set(node.ops) == {"="}
@@ -52,6 +55,19 @@ def normal(node: Node) -> Node:
     if isinstance(made, Group) and made.kind == "builder":
         return made
     return _both_signs(made) if _has_signs(made) else made
+
+
+def _without_decimal(node: Relation) -> Node:
+    """`\\frac13 \\approx 0.333` is a third, where the decimal is right."""
+    if node.ops[-1:] != ("\\approx",) or node.modulus is not None or (len(node.sides) == 2 and _is_name(node.sides[0])):
+        return node
+    try:
+        right = rounds_to(node.sides[-2], node.sides[-1])
+    except (UnreadError, OutsideError):
+        return node
+    if not right:
+        return node
+    return Relation(node.sides[:-1], node.ops[:-1]) if len(node.sides) > 2 else node.sides[0]
 
 
 def _scaled(node: Node) -> Node:
@@ -164,9 +180,11 @@ def _groups(a: Group, b: Group) -> bool:
     if kinds == {"list"}:
         if _has_dots(a) or _has_dots(b):
             return len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
-        relations = any(isinstance(item, Relation) for item in (*a.items, *b.items))
-        if relations and {a.marks, b.marks} == {"and", "or"}:
+        if a.marks != b.marks and not _may_be_marked(a, b):
             return False
+        named, others = (a, b) if _names_many(a) else (b, a)
+        if _names_many(named) and not any(isinstance(item, Relation) for item in others.items):
+            return len(a.items) == len(b.items) and all(map(_same, a.items, b.items))  # x = 1, y = 2 is not 2, 1
         return _in_any_order(a.items, b.items)
     if kinds == {"set"}:
         return (
@@ -175,7 +193,13 @@ def _groups(a: Group, b: Group) -> bool:
             else (len(a.items) == len(b.items) and all(map(_same, a.items, b.items)))
         )
     if kinds == {"list", "set"}:
-        return not _has_dots(a) and not _has_dots(b) and _in_any_order(_distinct(a.items), _distinct(b.items))
+        return (
+            not _names_many(a)
+            and not _names_many(b)
+            and not _has_dots(a)
+            and not _has_dots(b)
+            and _in_any_order(_distinct(a.items), _distinct(b.items))
+        )
     if kinds == {"tuple"}:
         return a.marks == b.marks and len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
     if kinds == {"builder"}:
@@ -187,6 +211,26 @@ def _groups(a: Group, b: Group) -> bool:
             return False
         return _in_any_order(a.items, b.items) if a.marks == "cases" else all(map(_same, a.items, b.items))
     return kinds == {"row"} and len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
+
+
+def _may_be_marked(a: Group, b: Group) -> bool:
+    """Whether lists with a comma, `and`, `or` between their items may be the same: `2 and 5` and `2 or 5` are."""
+    if "or" in (a.marks, b.marks) and (_names_many(a) or _names_many(b)):
+        return False
+    if {a.marks, b.marks} != {"and", "or"}:
+        return True
+    return not any(isinstance(item, Relation | Symbol) for item in (*a.items, *b.items))
+
+
+def _names_many(group: Group) -> bool:
+    """Whether these are equations for several names."""
+    sides = [item.sides[0] for item in group.items if isinstance(item, Relation) and item.ops == ("=",)]
+    return len(sides) == len(group.items) > 1 and len(set(sides)) > 1 and not _is_numbered(sides)
+
+
+def _is_numbered(sides: list[Node]) -> bool:
+    """`x_1` and `x_2` are two solutions for x."""
+    return len({side.name.partition("_")[0] if isinstance(side, Symbol) else "" for side in sides}) == 1
 
 
 def _matrix_kind(node: Group) -> str:
@@ -326,7 +370,14 @@ def _is_name(node: Node) -> bool:
         isinstance(node, Group)
         and node.kind == "tuple"
         and all(isinstance(item, Symbol) and _is_name(item) for item in node.items)
+        and not _is_turned(node)
     )
+
+
+def _is_turned(names: Group) -> bool:
+    """`(y, x)`: another order than that of the values."""
+    letters = [item.name for item in names.items if isinstance(item, Symbol)]
+    return all(len(name) == 1 for name in letters) and letters != sorted(letters)
 
 
 def _same_name(a: Node, b: Node) -> bool:
@@ -339,12 +390,15 @@ def _same_name(a: Node, b: Node) -> bool:
 
 def _is_value_of(relation: Relation, value: Node) -> bool:
     """`x = 5` and 5, `x \\in (1, 2)` and (1, 2): every side but the name is that value."""
-    if relation.modulus is not None or (set(relation.ops) != {"="} and relation.ops != ("\\in",)):
+    if relation.modulus is not None or not (set(relation.ops) <= {"=", "\\approx"} or relation.ops == ("\\in",)):
         return False
     sides = relation.sides
     if not _is_name(sides[0]) and _is_name(sides[-1]) and len(sides) == 2 and relation.ops == ("=",):
         sides = (sides[1], sides[0])
-    rest = sides[1:] if _is_name(sides[0]) and not _is_named_tuple(sides[1]) else sides
+    named = _is_name(sides[0]) or (
+        isinstance(value, Group) and value.kind == "rows" and not isinstance(sides[0], Group)
+    )
+    rest = sides[1:] if named and not _is_named_tuple(sides[1]) else sides
     if rest == sides and (len(sides) < 2 or any(symbols(side, "variable") for side in sides)):
         return False
     return all(_same(side, value) for side in rest)

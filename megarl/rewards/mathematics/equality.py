@@ -169,6 +169,19 @@ def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
     return distance < step and distance <= _RELATIVE * max(abs(reference), abs(answer))
 
 
+def rounds_to(value: Node, decimal: Node) -> bool:
+    """Whether a decimal is the value of an expression without variables, up to its last place.
+
+    Raises:
+        UnreadError, OutsideError: one of them has no value.
+    """
+    step = _step(decimal)
+    if step is None or unknowns(value, decimal):
+        return False
+    left, right, digits = evaluate((value, decimal), {}, True, None)
+    return not context(digits).isinf(left) and abs(_fraction(left) - _fraction(right)) <= step
+
+
 def _constants_equal(reference: Node, answer: Node, steps: list[Fraction], base: float | None) -> bool:
     try:
         left, right, digits = evaluate((reference, answer), {}, False, base)

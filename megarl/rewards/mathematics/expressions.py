@@ -22,6 +22,7 @@ _MAX_DEPTH = 40
 _MAX_PHRASE = 4  # words of a unit: `miles per square hour`
 _CLOSING = {"(": ")", "[": "]"}
 _CALLED = frozenset("fghFGHP")  # `f(x)` is a value of a function, `x(y+1)` a product
+_LOGARITHMS = frozenset({"ln", "log", "lg"})
 _SUPERSCRIPTS = frozenset({"\\circ", "\\degrees"})
 _PAIRS = {"\\lfloor": ("\\rfloor", "floor"), "\\lceil": ("\\rceil", "ceil")}
 _OPENING = frozenset({"(", "[", "{", "\\{", "\\langle", "\\|", *_PAIRS})
@@ -227,6 +228,8 @@ class ExpressionReader(TokenReader):
 
     def _number(self, token: Token) -> Node:
         number = Number(token.value, token.places)
+        if self._numeral_follows():
+            raise UnreadError("a number in words after a number")
         if token.places is not None or token.value.denominator != 1:
             return number
         part = self._proper_fraction()
@@ -235,16 +238,17 @@ class ExpressionReader(TokenReader):
     def _proper_fraction(self) -> Fraction | None:
         """`\\frac{1}{2}` or ` 1/2` right after a whole number."""
         if self.next_is("\\frac"):
-            start = self.at
-            self.at += 1
-            try:
-                top, bottom = self.argument(), self.argument()
-            except UnreadError:
-                top = bottom = ZERO
-            if isinstance(top, Number) and isinstance(bottom, Number) and is_proper(top, bottom):
-                return top.value / bottom.value
-            self.at = start
-            return None
+            top, at = self._plain(1)
+            if at == 2 and len(top) == 2:
+                top, bottom = top[0], top[1]
+            else:
+                middle, (bottom, at) = at, self._plain(at)
+                if (middle == 2 and len(top) > 1) or (at == middle + 1 and len(bottom) > 1):
+                    return None  # of digits without braces only the first belongs to it
+            if not top or not bottom or not is_proper(Number(Fraction(top)), Number(Fraction(bottom))):
+                return None
+            self.at += at
+            return Fraction(int(top), int(bottom))
         top_token, bottom_token = self.peek(), self.peek(2)
         if top_token is None or bottom_token is None or not self.next_is("/", ahead=1):
             return None
@@ -255,6 +259,16 @@ class ExpressionReader(TokenReader):
                 return top.value / bottom.value
         return None
 
+    def _plain(self, ahead: int) -> tuple[str, int]:
+        """Digits in braces or without, and where they end; no digits: something else stands there."""
+        braced = self.next_is("{", ahead=ahead)
+        token = self.peek(ahead + braced)
+        if token is None or token.kind != "number" or not token.text.isdigit():
+            return "", ahead
+        if braced:
+            return (token.text, ahead + 3) if self.next_is("}", ahead=ahead + 2) else ("", ahead)
+        return token.text, ahead + 1
+
     def _called(self, node: Symbol) -> Node:
         if (
             node.name in _CALLED
@@ -263,12 +277,28 @@ class ExpressionReader(TokenReader):
         ):
             self.at += 5
             node = Symbol(f"{node.name}^-1")
-        called = node.name[0] in _CALLED or (self.next_is(")", ahead=2) and self.next_is("=", ahead=3))  # y(x) = ...
+        called = (node.name[0] in _CALLED and not self._multiplies(node.name)) or (
+            self.next_is(")", ahead=2) and self.next_is("=", ahead=3)
+        )  # y(x) = ...
         if called and node.kind == "variable" and self.next_is("("):
             start = self.at
             self._bracket("(")
             return self._after_call(Symbol(node.name + canonical(self.tokens[start : self.at])))
         return node
+
+    def _multiplies(self, name: str) -> bool:
+        """Whether the bracket after h, H or P is a factor: a height times a sum, `P(1+r)^t`."""
+        if name not in ("h", "H", "P") or not self.next_is("("):
+            return False
+        depth, at, sum_ = 0, 0, False
+        while (token := self.peek(at)) is not None:
+            depth += (token.text == "(") - (token.text == ")")
+            sum_ = sum_ or (depth == 1 and token.text in ("+", "-") and at > 1)
+            if depth == 0:
+                break
+            at += 1
+        powered = self.next_is("^", ahead=at + 1)
+        return sum_ and (powered if name == "P" else not self.next_is("=", ahead=at + 1))
 
     def _after_call(self, node: Symbol) -> Node:
         return node
@@ -283,6 +313,8 @@ class ExpressionReader(TokenReader):
             )
             if node is not None:
                 self.at = start + len(run)
+                if isinstance(node, Number) and self._numeral_follows():
+                    raise UnreadError("a number in words that is none")
                 return node
         while (more := self.peek()) is not None and more.kind == "word":
             self.at += 1
@@ -290,6 +322,10 @@ class ExpressionReader(TokenReader):
         if len(run) == 1 and len(token.text) == 1 and token.text.isascii():
             return letter(token.text)
         return Symbol(canonical(run), "word")
+
+    def _numeral_follows(self) -> bool:
+        token = self.peek(1 if self.next_is("-") else 0)
+        return token is not None and token.kind == "word" and token.text.lower() in words.NUMERALS
 
     def _command(self, text: str) -> Node:
         name = text[1:]
@@ -434,12 +470,13 @@ class ExpressionReader(TokenReader):
         if base is not None and name != "log":
             raise UnreadError("a function with a subscript")
         inverse = f"arc{name}" if power == Apply("neg", (ONE,)) and f"arc{name}" in words.FUNCTIONS else None
-        node = Apply(inverse or name, self._function_arguments())
+        node = Apply(inverse or name, self._function_arguments(divided=name not in _LOGARITHMS))
         if base is not None:
             node = Apply("log", (*node.args, base))
         return node if power is None or inverse else Apply("^", (node, power))
 
-    def _function_arguments(self) -> tuple[Node, ...]:
+    def _function_arguments(self, divided: bool) -> tuple[Node, ...]:
+        """What a function is of; `divided`: `\\sin x/2` is that of a half, `\\ln x/2` is a half of one."""
         if self.next_is("(", "[", "{", "\\{"):
             token = self.peek()
             assert token is not None
@@ -450,7 +487,7 @@ class ExpressionReader(TokenReader):
             return (inner,)
         signs = self._signs()
         factors = [self._factor()]
-        while self._starts_factor() or self.next_is("/"):
+        while self._starts_factor() or (divided and self.next_is("/")):
             token = self.peek()
             assert token is not None
             if (

@@ -91,4 +91,6 @@ def is_proper(top: Number, bottom: Number) -> bool:
 def is_differential(tokens: list[Token]) -> bool:
     """Whether a part of a fraction is that of a derivative: `dy`, `d^2y`, `\\partial x`."""
     kept = [token for token in tokens if token.text not in ("{", "}")]
-    return bool(kept) and kept[0].text in ("d", "\\partial") and kept[0].kind in ("letter", "command") and len(kept) < 8
+    if len(kept) > 7 or not kept or kept[0].text not in ("d", "\\partial") or kept[0].kind not in ("letter", "command"):
+        return False
+    return all(token.kind in ("letter", "number") or token.text == "^" or token.text[0] == "\\" for token in kept)

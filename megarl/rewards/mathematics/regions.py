@@ -13,6 +13,8 @@ from megarl.rewards.mathematics.values import Evaluation, OutsideError, context,
 _MAX_PARTS = 64
 _REALS = frozenset({"bbR"})
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+#: Where a side is evaluated to find whether it is linear: of both signs and no integers, for |x| and floors.
+_TRIED = (Fraction(1), Fraction(2), Fraction(7, 3), Fraction(-5, 2), Fraction(-100003, 7))
 INFINITY = Symbol("infty", "constant")
 
 
@@ -177,15 +179,17 @@ def _inequality(left: Node, op: str, right: Node) -> Region:
     if isinstance(left, Symbol) and not _free(right):
         return _half(_end(right), op, name)
     difference = Apply("+", (left, Apply("neg", (right,))))
-    at = [_exact_at(difference, name, x) for x in (0, 1, 2, 5)]
-    slope = at[1] - at[0]
-    if slope == 0 or at[2] != at[0] + 2 * slope or at[3] != at[0] + 5 * slope:
-        raise UnreadError("no linear inequality")
-    return _half(_end(Number(-at[0] / slope)), op if slope > 0 else _FLIPPED[op], name)
+    start, slope = _exact_at(difference, name, Fraction(0)), Fraction(0)
+    for x in _TRIED:
+        found = (_exact_at(difference, name, x) - start) / x
+        if found == 0 or slope not in (0, found):
+            raise UnreadError("no linear inequality")
+        slope = found
+    return _half(_end(Number(-start / slope)), op if slope > 0 else _FLIPPED[op], name)
 
 
-def _exact_at(node: Node, name: str, x: int) -> Fraction:
-    value = exact(_replaced(node, name, Number(Fraction(x))))
+def _exact_at(node: Node, name: str, x: Fraction) -> Fraction:
+    value = exact(_replaced(node, name, Number(x)))
     if value is None:
         raise UnreadError("no rational value")
     return value

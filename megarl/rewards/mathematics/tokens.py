@@ -72,17 +72,36 @@ _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eig
 _DAYTIME = re.compile(r"\b([AaPp])\.?\s?[Mm]\b\.?")
 _ABBREVIATED = re.compile(r"\b(sq|cu|ft|in|yd|hr|min|sec|lb|oz)\.(?!\d)")
 _SAID = re.compile(
-    r"(?:\\text\s*\{\s*)?(?:the\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:)\s*\}?(?=[^}]*$|[^{}]*\{)", re.IGNORECASE
+    r"(?:\\text\s*\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:is\b\s*:?|:)\s*\}?(?=[^}]*$|[^{}]*\{)",
+    re.IGNORECASE,
 )
 _BOLD_SET = re.compile(r"\{\s*[RZ]\s*\}|[RZ](?![A-Za-z])")  # real numbers and integers
 _PROSE = frozenset({".", ",", "-", "'", "or", "and"})
 _CHOSEN = frozenset({"yes", "no", "true", "false"})
 
 
+_LINE_END = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
+_TENS = "(?:twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)"
+_BELOW_TEN = "(?:one|two|three|four|five|six|seven|eight|nine)"
+_BELOW_HUNDRED = (
+    rf"(?:{_TENS}(?:[\s-]+{_BELOW_TEN})?|{_BELOW_TEN}|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen)"
+)
+_BELOW_THOUSAND = rf"(?:{_BELOW_TEN}\s+hundred(?:\s+(?:and\s+)?{_BELOW_HUNDRED})?|{_BELOW_HUNDRED})"
+_NUMERALS = re.compile(
+    rf"(?<![\w-])(?:{_BELOW_THOUSAND}\s+million\b(?:\s+(?=[a-z]))?)?"
+    rf"(?:{_BELOW_THOUSAND}\s+thousand\b(?:\s+(?:and\s+)?(?=[a-z]))?)?"
+    rf"(?:{_BELOW_THOUSAND})?(?<=[a-z])(?![\w-])",
+    re.IGNORECASE,
+)
+_STOP_IN_TEXT = re.compile(r"(?<=[A-Za-z]{2})\.\s*\}\Z")
+_ABOUT = re.compile(r"(?:\\approx(?![A-Za-z])|=)\s*(?=\S)")
+
+
 def clean(text: str) -> str:
     """An answer in ASCII LaTeX, without what stands around it (dollars, asterisks, a full stop)."""
     if "\\right" in text and _BRACE_OF_ROWS.search(text):
         text = _END_OF_ROWS.sub(r"\\end{cases}", _BRACE_OF_ROWS.sub(r"\\begin{cases}", text))
+    text = _LINE_END.sub(r"\\\\", text)
     text = _RAISED.sub(lambda found: "^{" + found.group().translate(words.RAISED) + "}", text)
     text = _LOWERED.sub(lambda found: "_{" + found.group().translate(words.LOWERED) + "}", text)
     text = unicodedata.normalize("NFKC", text.translate(words.CHARACTERS)).translate(words.CHARACTERS).strip()
@@ -94,13 +113,33 @@ def clean(text: str) -> str:
     text = _dollars(text)
     if "\\right" in text and _BRACE_OF_ROWS.search(text):
         text = _END_OF_ROWS.sub(r"\\end{cases}", _BRACE_OF_ROWS.sub(r"\\begin{cases}", text))
+    text = _NUMERALS.sub(_numerals, text)
     text = _DAYTIME.sub(lambda found: found.group(1).lower() + "m", _ABBREVIATED.sub(r"\1", text))
     return _REVERSED.sub(_interval, text)
+
+
+def _numerals(found: re.Match[str]) -> str:
+    """`twenty-five` is 25."""
+    total = value = 0
+    spelled = re.split(r"[\s-]+", found.group().lower())
+    if len(spelled) == 1:
+        return found.group()
+    for word in spelled:
+        scale = words.MULTIPLIERS.get(word, 0)
+        if scale == 100:
+            value *= scale
+        elif scale:
+            total, value = total + value * scale, 0
+        else:
+            value += words.NUMERALS.get(word, 0)
+    return str(total + value)
 
 
 def _unwrapped(text: str) -> str:
     said = _SAID.match(text)
     text = text[said.end() :].strip() if said is not None else text.strip()
+    about = _ABOUT.match(text)
+    text = text[about.end() :] if about is not None else text
     for left, right in (
         ("**", "**"),
         ("__", "__"),
@@ -116,7 +155,7 @@ def _unwrapped(text: str) -> str:
             return inner.strip()
     if text.endswith((".", "\\.")) and not text.endswith(("..", "\\ldots.")):
         return text[:-1].removesuffix("\\").rstrip()
-    return text.rstrip(",;")
+    return _STOP_IN_TEXT.sub("}", text.rstrip(",;"))
 
 
 def _dollars(text: str) -> str:
@@ -254,6 +293,9 @@ class _Scanner:
             assert again is not None
             (self._number if again.group()[0].isdigit() else self._run)(again.group())
             return again.end()
+        if base == 10:
+            self.add("number", digits, Fraction(digits))
+            return None
         self.add("based", f"{digits}_{base}", Fraction(int(digits, base)), base=base)
         return None
 
@@ -334,6 +376,8 @@ class _Scanner:
             return True
         if len(run) == 1:
             return False
+        if run.lower() == "no" and self.only_words:
+            return True
         if self.made and self.made[-1].kind == "word" and self.spaced and run.islower():
             return True
         capital = run.isupper() or (len(run) > 2 and run.istitle())
@@ -448,5 +492,6 @@ def _spelled(token: Token, prose: bool) -> str:
         return token.text if padded or token.value.denominator != 1 else str(token.value)
     if token.kind == "word":
         short = len(token.text) <= 4 and token.text.isupper() and token.text.lower() not in _CHOSEN
-        return token.text if short or (not prose and len(token.text) < 3) else token.text.lower()
+        kept = short or (not prose and len(token.text) < 3 and token.text.lower() not in _CHOSEN)
+        return token.text if kept else token.text.lower()
     return token.text

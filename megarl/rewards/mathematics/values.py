@@ -27,6 +27,8 @@ _POINTS = 6
 _SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # of the variables at each point
 _FIRST_MIXED = 4  # from this point on, variables have signs of their own
 _WIDE = (57.0, 1234.0, 311.0, 98765.0)  # further points where values are whole numbers nearly everywhere
+#: Functions of which large arguments take long.
+_GROWING = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "cis", "exp", "sinh", "cosh", "tanh", "coth"])
 
 
 class OutsideError(Exception):
@@ -196,11 +198,7 @@ class Evaluation:
         function = self._function(name)
         if function is None or (len(args) != 1 and name not in ("max", "min")):
             raise UnreadError(f"no function: {name}")
-        if (
-            name in ("sin", "cos", "tan", "cot", "sec", "csc", "cis", "exp")
-            and not ctx.isinf(first)
-            and ctx.mag(first) > 64
-        ):
+        if name in _GROWING and not ctx.isinf(first) and ctx.mag(first) > 64:
             raise UnreadError("an argument too large")
         value = function(*args)
         if name in ("floor", "ceil", "max", "min", "abs", "norm"):

@@ -122,7 +122,9 @@ _NUMERALS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty"
 )
-NUMERALS = {word: value for value, word in enumerate(_NUMERALS.split())}
+NUMERALS = {word: value for value, word in enumerate(_NUMERALS.split())} | {
+    "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90,
+}  # fmt: skip
 NO_SOLUTION = frozenset({"no solution", "no solutions", "no real solution", "no real solutions", "empty set"})
 ALL_REALS = frozenset({"all real numbers", "all reals", "the real numbers", "real numbers"})
 
