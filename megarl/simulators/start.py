@@ -33,4 +33,6 @@ def load(folder: Path) -> None:
 
 if __name__ == "__main__":
     load(Path(__file__).resolve().parent)
-    importlib.import_module(f"{PACKAGE}.worker").serve(*map(int, sys.argv[1:]))
+    given = list(map(int, sys.argv[1:]))
+    importlib.import_module(f"{PACKAGE}.reaper").guarded(*given[:2])  # before NumPy starts its threads
+    importlib.import_module(f"{PACKAGE}.worker").serve(*given)

@@ -256,7 +256,7 @@ def _like(default: Any) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """Kill this process, and what it started, within a second of its trainer's death, whatever it is doing.
+    """Kill this process within a second of its trainer's death, whatever it is doing; its guardian ends the rest.
 
     A zombie that nobody waits for still takes signals, but is no longer a parent; with a script in place of the
     interpreter the trainer is not this process's parent.
@@ -268,7 +268,7 @@ def _end_with(parent: int) -> None:
             while os.getppid() == above:
                 os.kill(parent, 0)
                 time.sleep(1.0)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 

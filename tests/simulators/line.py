@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -82,6 +83,10 @@ class Line(Simulator):
         if self._now("write"):
             hostile = runpy.run_path(str(Path(__file__).parents[1] / "hostile.py"))
             hostile["attack"](self._settings["marker"], self._settings["writes"])
+        if self._now("escape"):
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL)
+            Path(self._settings["marker"]).write_text(str(child.pid))
+            time.sleep(600)
         if self._now("shrink"):
             _shorten_memory()
         if self._now("raise"):

@@ -175,6 +175,8 @@ class SimulatorProcess:
         """End the process and what it started, whatever they do. Returns the last lines that they wrote."""
         if self._said is None:
             self.socket.close()
+            self.process.terminate()  # its guardian, which finds what has left the group (megarl.simulators.reaper)
+            self.wait(_EXIT_S)
             with contextlib.suppress(OSError):  # nothing of its group is left
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()

@@ -310,6 +310,22 @@ def test_a_simulator_that_hangs_ends_with_a_trainer_that_is_killed() -> None:
         time.sleep(0.1)
 
 
+ESCAPED = KILLED.replace('wrong="hang"', 'wrong="escape", marker=sys.argv[2]').replace(
+    "time.sleep(0.5)", "time.sleep(2)"
+)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_leaves_the_group_of_a_simulator_ends_with_it(killed: bool, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = ESCAPED if killed else ESCAPED.replace("os.kill(os.getpid(), signal.SIGKILL)", "pool.close()")
+    subprocess.run([sys.executable, "-c", code, LINE, str(note)], capture_output=True, check=False, timeout=60)
+    deadline = time.monotonic() + 20
+    while runs(int(note.read_text())):
+        assert time.monotonic() < deadline, "what the simulator started still runs after 20 s"
+        time.sleep(0.1)
+
+
 def runs(pid: int) -> bool:
     """Whether a process is there and not a zombie that nobody has waited for."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
