@@ -238,17 +238,17 @@ class ExpressionReader(TokenReader):
     def _proper_fraction(self) -> Fraction | None:
         """`\\frac{1}{2}` or ` 1/2` right after a whole number."""
         if self.next_is("\\frac"):
-            top, at = self._plain(1)
-            if at == 2 and len(top) == 2:
-                top, bottom = top[0], top[1]
+            over, at = self._plain(1)
+            if at == 2 and len(over) == 2:
+                over, under = over[0], over[1]
             else:
-                middle, (bottom, at) = at, self._plain(at)
-                if (middle == 2 and len(top) > 1) or (at == middle + 1 and len(bottom) > 1):
+                middle, (under, at) = at, self._plain(at)
+                if (middle == 2 and len(over) > 1) or (at == middle + 1 and len(under) > 1):
                     return None  # of digits without braces only the first belongs to it
-            if not top or not bottom or not is_proper(Number(Fraction(top)), Number(Fraction(bottom))):
+            if not over or not under or not is_proper(Number(Fraction(over)), Number(Fraction(under))):
                 return None
             self.at += at
-            return Fraction(int(top), int(bottom))
+            return Fraction(int(over), int(under))
         top_token, bottom_token = self.peek(), self.peek(2)
         if top_token is None or bottom_token is None or not self.next_is("/", ahead=1):
             return None
