@@ -50,6 +50,10 @@ def messages(marker: str) -> dict[str, bytes]:
         "long text": framed(
             b'{"kind": "scored", "index": 0, "result": {"overall": 1, "extracted": "' + b"x" * 5000 + b'"}}'
         ),
+        "itself": framed(b'{"kind": "scored", "index": 0, "result": {"overall": 1}}'),
+        "itself and the next": b"".join(
+            framed(b'{"kind": "scored", "index": %d, "result": {"overall": 1}}' % index) for index in range(2)
+        ),
         "another sample": framed(b'{"kind": "scored", "index": 7, "result": {"overall": 1}}'),
         "other types": framed(b'{"kind": ["scored"], "index": {}, "call": 5, "error": {}, "arrays": {}}'),
         "ready again": framed(b'{"kind": "ready"}'),

@@ -148,6 +148,9 @@ class ScorerPool:
         if kind == "scored" and worker.chunk:
             index = whole(message.get("index"), range(len(worker.chunk)), "an answer for the sample")
             position = worker.chunk[index]
+            if position in worker.done and self._mode == "sequential":
+                self._take_back(worker, index, outcomes)
+                raise Malformed(f"a second answer for sample {index} of its {len(worker.chunk)}")
             if position in worker.done or (self._mode == "sequential" and position != worker.left[0]):
                 raise Malformed(f"an answer for sample {index} of its {len(worker.chunk)}, which is not in work")
             outcomes[position] = outcome_of(message, self._read)
@@ -161,6 +164,12 @@ class ScorerPool:
             raise ConfigError(cut(str(message.get("text")), _REFUSAL))
         else:
             raise Malformed(f"a message {short(kind)} where none is due")
+
+    def _take_back(self, worker: PoolProcess, index: int, outcomes: dict[int, Outcome]) -> None:
+        """Forget the answers from sample `index` on: what runs in it has answered in the name of its process."""
+        for position in worker.chunk[index:]:
+            outcomes.pop(position, None)
+            worker.done.discard(position)
 
     def _stopped(self, worker: PoolProcess, outcomes: dict[int, Outcome]) -> bool:
         return worker.stops and any(isinstance(outcomes[i], ScoringFailure) for i in worker.done)

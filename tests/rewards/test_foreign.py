@@ -56,6 +56,12 @@ def test_what_is_no_message_fails_its_sample_and_executes_nothing(file, marker):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("kind", ["itself", "itself and the next"])
+def test_a_sample_that_answers_for_its_process_is_the_one_to_blame(file, marker, kind):
+    results = score(file, ["fine"] * 4 + [kind, "fine", "fine", "fine"], on_error=-1)  # chunks of two samples
+    assert [r["overall"] for r in results] == [1.0] * 4 + [-1.0, 1.0, 1.0, 1.0]
+
+
 def test_the_error_names_the_sample_and_what_was_written(file, marker):
     with pytest.raises(RewardError) as caught:
         score(file, ["fine", "oversized", "fine"])
@@ -83,7 +89,10 @@ def read(data):
         yield outcome_of(message[0], read_reward)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("truncated", "text", "another sample")])
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in KINDS if kind not in ("truncated", "text", "another sample", "itself", "itself and the next")],
+)
 def test_each_kind_is_refused_by_whoever_reads_it(kind, marker):
     with pytest.raises(Malformed):
         list(read(messages(str(marker))[kind]))
