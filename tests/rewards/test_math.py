@@ -103,6 +103,7 @@ NOT_THE_SAME = [
     ("(1,2)", "(y,x)=(1,2)"),
     (r"p \land q", r"p \lor q"),
     ("A, C", "A or C and D"),
+    ("x>1, x<3", r"x>1 \text{ or } x<3"),
     (r"\text{A and C}", "A or C"),
     (r"\frac13", r"\frac13 \approx 0.5"),
     ("5", r"5 \approx 6"),

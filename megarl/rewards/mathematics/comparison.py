@@ -215,11 +215,16 @@ def _groups(a: Group, b: Group) -> bool:
 
 def _may_be_marked(a: Group, b: Group) -> bool:
     """Whether lists with a comma, `and`, `or` between their items may be the same: `2 and 5` and `2 or 5` are."""
-    if "or" in (a.marks, b.marks) and (_names_many(a) or _names_many(b)):
+    if "or" in (a.marks, b.marks) and any(_names_many(one) or _is_bounded(one) for one in (a, b)):
         return False
     if {a.marks, b.marks} != {"and", "or"}:
         return True
     return not any(isinstance(item, Relation | Symbol) for item in (*a.items, *b.items))
+
+
+def _is_bounded(group: Group) -> bool:
+    """Whether inequalities are among these; `region` knows what they come to together."""
+    return any(isinstance(item, Relation) and item.ops != ("=",) for item in group.items)
 
 
 def _names_many(group: Group) -> bool:

@@ -228,7 +228,7 @@ class ExpressionReader(TokenReader):
 
     def _number(self, token: Token) -> Node:
         number = Number(token.value, token.places)
-        if self._numeral_follows():
+        if self.numeral_follows():
             raise UnreadError("a number in words after a number")
         if token.places is not None or token.value.denominator != 1:
             return number
@@ -238,11 +238,11 @@ class ExpressionReader(TokenReader):
     def _proper_fraction(self) -> Fraction | None:
         """`\\frac{1}{2}` or ` 1/2` right after a whole number."""
         if self.next_is("\\frac"):
-            over, at = self._plain(1)
+            over, at = self.digits(1)
             if at == 2 and len(over) == 2:
                 over, under = over[0], over[1]
             else:
-                middle, (under, at) = at, self._plain(at)
+                middle, (under, at) = at, self.digits(at)
                 if (middle == 2 and len(over) > 1) or (at == middle + 1 and len(under) > 1):
                     return None  # of digits without braces only the first belongs to it
             if not over or not under or not is_proper(Number(Fraction(over)), Number(Fraction(under))):
@@ -259,16 +259,6 @@ class ExpressionReader(TokenReader):
                 return top.value / bottom.value
         return None
 
-    def _plain(self, ahead: int) -> tuple[str, int]:
-        """Digits in braces or without, and where they end; no digits: something else stands there."""
-        braced = self.next_is("{", ahead=ahead)
-        token = self.peek(ahead + braced)
-        if token is None or token.kind != "number" or not token.text.isdigit():
-            return "", ahead
-        if braced:
-            return (token.text, ahead + 3) if self.next_is("}", ahead=ahead + 2) else ("", ahead)
-        return token.text, ahead + 1
-
     def _called(self, node: Symbol) -> Node:
         if (
             node.name in _CALLED
@@ -277,7 +267,7 @@ class ExpressionReader(TokenReader):
         ):
             self.at += 5
             node = Symbol(f"{node.name}^-1")
-        called = (node.name[0] in _CALLED and not self._multiplies(node.name)) or (
+        called = (node.name[0] in _CALLED and not self.multiplies(node.name)) or (
             self.next_is(")", ahead=2) and self.next_is("=", ahead=3)
         )  # y(x) = ...
         if called and node.kind == "variable" and self.next_is("("):
@@ -285,20 +275,6 @@ class ExpressionReader(TokenReader):
             self._bracket("(")
             return self._after_call(Symbol(node.name + canonical(self.tokens[start : self.at])))
         return node
-
-    def _multiplies(self, name: str) -> bool:
-        """Whether the bracket after h, H or P is a factor: a height times a sum, `P(1+r)^t`."""
-        if name not in ("h", "H", "P") or not self.next_is("("):
-            return False
-        depth, at, sum_ = 0, 0, False
-        while (token := self.peek(at)) is not None:
-            depth += (token.text == "(") - (token.text == ")")
-            sum_ = sum_ or (depth == 1 and token.text in ("+", "-") and at > 1)
-            if depth == 0:
-                break
-            at += 1
-        powered = self.next_is("^", ahead=at + 1)
-        return sum_ and (powered if name == "P" else not self.next_is("=", ahead=at + 1))
 
     def _after_call(self, node: Symbol) -> Node:
         return node
@@ -313,7 +289,7 @@ class ExpressionReader(TokenReader):
             )
             if node is not None:
                 self.at = start + len(run)
-                if isinstance(node, Number) and self._numeral_follows():
+                if isinstance(node, Number) and self.numeral_follows():
                     raise UnreadError("a number in words that is none")
                 return node
         while (more := self.peek()) is not None and more.kind == "word":
@@ -322,10 +298,6 @@ class ExpressionReader(TokenReader):
         if len(run) == 1 and len(token.text) == 1 and token.text.isascii():
             return letter(token.text)
         return Symbol(canonical(run), "word")
-
-    def _numeral_follows(self) -> bool:
-        token = self.peek(1 if self.next_is("-") else 0)
-        return token is not None and token.kind == "word" and token.text.lower() in words.NUMERALS
 
     def _command(self, text: str) -> Node:
         name = text[1:]

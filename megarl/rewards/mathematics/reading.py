@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.tokens import Token
 from megarl.rewards.mathematics.tree import UnreadError
 
@@ -58,3 +59,32 @@ class TokenReader:
             if depth == 0:
                 return
         raise UnreadError("a brace without its other")
+
+    def digits(self, ahead: int) -> tuple[str, int]:
+        """Digits in braces or without, and where they end; no digits: something else stands there."""
+        braced = self.next_is("{", ahead=ahead)
+        token = self.peek(ahead + braced)
+        if token is None or token.kind != "number" or not token.text.isdigit():
+            return "", ahead
+        if braced:
+            return (token.text, ahead + 3) if self.next_is("}", ahead=ahead + 2) else ("", ahead)
+        return token.text, ahead + 1
+
+    def multiplies(self, name: str) -> bool:
+        """Whether the bracket after h, H or P is a factor: a height times a sum, `P(1+r)^t`."""
+        if name not in ("h", "H", "P") or not self.next_is("("):
+            return False
+        depth, at, sum_ = 0, 0, False
+        while (token := self.peek(at)) is not None:
+            depth += (token.text == "(") - (token.text == ")")
+            sum_ = sum_ or (depth == 1 and token.text in ("+", "-") and at > 1)
+            if depth == 0:
+                break
+            at += 1
+        powered = self.next_is("^", ahead=at + 1)
+        return sum_ and (powered if name == "P" else not self.next_is("=", ahead=at + 1))
+
+    def numeral_follows(self) -> bool:
+        """Whether the next token is a number in words, after a hyphen or not."""
+        token = self.peek(1 if self.next_is("-") else 0)
+        return token is not None and token.kind == "word" and token.text.lower() in words.NUMERALS
