@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from megarl.config.components import settings_at
+from megarl.config.embedding import EmbeddingSettings
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+
 #: Before each policy call, and after the last one of the episode.
 FRAMES, END_FRAMES = "frames/", "end_frames/"
 #: Of the whole episode, as the simulator rendered it: for rewards that look at videos, never for the policy.
@@ -9,3 +17,18 @@ CLIP = "clip/"
 
 #: In the place of files of data: start states of the simulator that the section `robot` names.
 SIMULATOR = "simulator"
+
+
+def compared_fields(config: RunConfig) -> list[str]:
+    """What of episodes is compared; nothing where success is all that counts."""
+    robot = config.robot
+    if robot is None or robot.reward.name == "success":
+        return []
+    wanted = settings_at("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings)
+    prefixes = (CLIP,) if wanted.by_steps else (FRAMES, END_FRAMES)
+    return ["states", "end_state", *(prefix + camera for prefix in prefixes for camera in robot.cameras)]
+
+
+def clip_fields(config: RunConfig) -> list[str]:
+    """Fields that only a score reads: clips of episodes, which take as much memory as all else that is seen."""
+    return [name for name in compared_fields(config) if name.startswith(CLIP)]

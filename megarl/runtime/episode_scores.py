@@ -15,7 +15,6 @@ from megarl.algorithms.srpo import ProgressScorer
 from megarl.config.components import settings_at
 from megarl.config.embedding import EmbeddingSettings
 from megarl.data.batch import Batch
-from megarl.data.frames import CLIP, END_FRAMES, FRAMES
 from megarl.device import device
 from megarl.errors import ConfigError
 from megarl.phase import phase
@@ -33,21 +32,6 @@ if TYPE_CHECKING:
 
 FILE = "episode_scores.safetensors"
 _BINS = 10
-
-
-def compared_fields(config: RunConfig) -> list[str]:
-    """What of episodes is compared; nothing where success is all that counts."""
-    robot = config.robot
-    if robot is None or robot.reward.name == "success":
-        return []
-    wanted = settings_at("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings)
-    prefixes = (CLIP,) if wanted.by_steps else (FRAMES, END_FRAMES)
-    return ["states", "end_state", *(prefix + camera for prefix in prefixes for camera in robot.cameras)]
-
-
-def clip_fields(config: RunConfig) -> list[str]:
-    """Fields that only a score reads: clips of episodes, which take as much memory as all else that is seen."""
-    return [name for name in compared_fields(config) if name.startswith(CLIP)]
 
 
 class EpisodeScores:

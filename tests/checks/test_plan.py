@@ -239,10 +239,11 @@ def test_shipped_recipe_passes_its_dry_run(name, tmp_path):
     assert " 0 warn" in plan.text
 
 
-def test_dry_run_is_quick_and_needs_no_torch():
+@pytest.mark.parametrize("name", ["grpo_quickstart", "srpo_libero_openvla_oft_8gpu"])
+def test_dry_run_is_quick_and_needs_no_torch(name):
     code = (
         "import sys; from megarl.config.load import load_config; from megarl.checks.plan import make_plan;"
-        "make_plan(load_config('grpo_quickstart'), 'local');"
+        f"make_plan(load_config('{name}'), 'local');"
         "print([m for m in ('torch', 'ray', 'transformers', 'megatron', 'mlflow') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ})

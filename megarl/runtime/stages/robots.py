@@ -5,22 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role, stage
+from megarl.data.frames import clip_fields, compared_fields
 
 if TYPE_CHECKING:
-    from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
     from megarl.runtime.context import StepContext
 
 
-def _compared(config: RunConfig) -> list[str]:
-    from megarl.runtime.episode_scores import compared_fields
-
-    return compared_fields(config)
-
-
 @stage(
     reads=["uid", "response_ids", "response_mask", "success", "progress", "task", "env_error"],
-    needs=_compared,
+    needs=compared_fields,
     writes=["score", "token_rewards"],
     role=Role.REWARD,
 )
@@ -31,7 +25,6 @@ def episode_reward(c: StepContext, samples: Batch) -> Batch:
     """
     import torch
 
-    from megarl.runtime.episode_scores import clip_fields
     from megarl.runtime.stages.reward import record_scores
 
     assert c.scores is not None, "a run with the section `robot` has it"

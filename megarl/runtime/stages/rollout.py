@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.frames import END_FRAMES, FRAMES
+from megarl.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.data.versions import VERSION_FIELDS
 from megarl.errors import MegarlError
 from megarl.runtime.stages.needs import needed_fields
@@ -54,8 +54,6 @@ def _of_prompts(config: RunConfig) -> list[str]:
 def _of_episodes(config: RunConfig) -> list[str]:
     """What samples of several turns have in addition."""
     if config.robot is not None:
-        from megarl.runtime.episode_scores import clip_fields
-
         pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in config.robot.cameras]
         return [*EPISODE_FIELDS, *pictures, *clip_fields(config)]
     return [*TURN_FIELDS, *_data_prompt(config), "prompt_ids", "prompt_text"] if config.has_turns else []
