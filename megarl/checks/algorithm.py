@@ -15,7 +15,7 @@ from megarl.checks.components import check_component, check_signature
 from megarl.config.algorithm import DistillationConfig, KLConfig
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UserError
 
 
 def check_algorithm(config: RunConfig, roles: Roles, checks: Checklist) -> None:
@@ -156,7 +156,7 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
             found=section.estimator,
             fix="set algorithm.distillation.estimator=k1+, or algorithm.distillation.through=policy",
         )
-    if section.through == "policy" and loss in POLICY_LOSSES.names() and POLICY_LOSSES.spec(loss).prepare is not None:
+    if section.through == "policy" and _chooses_before(loss):
         checks.fail(
             "distillation",
             "algorithm.distillation.through",
@@ -165,6 +165,14 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
             allowed="loss, or policy with another policy loss",
             fix="set algorithm.distillation.through=loss, or algorithm.loss.name=ppo",
         )
+
+
+def _chooses_before(loss: str) -> bool:
+    """Whether the policy loss makes something of the whole mini-batch's advantages before it is cut."""
+    try:
+        return POLICY_LOSSES.spec(loss).prepare is not None
+    except UserError:
+        return False  # the check of the loss refuses it
 
 
 def _check_filter(config: RunConfig, checks: Checklist) -> None:

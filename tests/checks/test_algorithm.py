@@ -83,6 +83,18 @@ def test_what_cannot_work_is_refused(failures, overrides, key, words):
     assert found[0].fix
 
 
+def test_a_loss_of_a_file_that_chooses_tokens_before_the_teacher_speaks_is_refused_too(failures, tmp_path):
+    (tmp_path / "choosing.py").write_text(
+        "from megarl.algorithms.losses import POLICY_LOSSES\n"
+        "def look(old_logp, advantages, mask, cfg):\n    return {'chosen': advantages > 0}\n"
+        "@POLICY_LOSSES.register(prepare=look)\n"
+        "def choosing(logp, old_logp, advantages, mask, cfg, *, offsets, chosen):\n    return -advantages * logp, {}\n"
+    )
+    through = ("algorithm.distillation={coef: 1, through: policy}", "teacher.path=.")
+    found = failures(f"algorithm.loss.name={tmp_path / 'choosing.py'}:choosing", *through)
+    assert "algorithm.distillation.through" in [check.key for check in found]
+
+
 def test_the_ppo_pipeline_has_no_filter(failures):
     ppo = ("algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "algorithm.filter.truncated=true")
     assert "algorithm.filter" in [check.key for check in failures(*ppo)]

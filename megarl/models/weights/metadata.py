@@ -118,7 +118,8 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
 
 
 def _write_generation_config(folder: Path, hf_config: PretrainedConfig, source: str | Path | None) -> None:
-    """That of the source, which an engine goes by; of a model without one, what transformers makes of its config."""
+    """That of the source, which an engine goes by, and none where it has none; without a source what transformers makes
+    of the config."""
     from transformers import GenerationConfig
 
     kept = _folder_of(source)
