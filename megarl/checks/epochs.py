@@ -40,10 +40,12 @@ def with_steps(config: RunConfig) -> RunConfig:
 
     tokenizer, whole = load_tokenizer(config.model), config.whole_conversations
     prompts = len(PromptDataset(config.data, tokenizer, "train", whole=whole, answered=False))
-    steps = config.trainer.steps_of(prompts, config.data.batch_size)
+    trainer = config.trainer
+    steps = trainer.steps_of(prompts, config.data.batch_size)
+    named = trainer.steps not in (steps, type(trainer).model_fields["steps"].default)
     print(
         f"trainer.epochs={epochs:g} of {count(prompts, 'prompt')} in batches of {config.data.batch_size}: "
-        f"trainer.steps={steps}",
+        f"trainer.steps={steps}{f' (not {trainer.steps}, which trainer.epochs=null would use)' if named else ''}",
         flush=True,
     )
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
+    return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})

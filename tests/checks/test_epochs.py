@@ -39,6 +39,14 @@ def test_epochs_are_steps_of_the_prompts_that_are_short_enough(recipe, overrides
         assert with_steps(config) == config, "of a run folder's recipe, too"
 
 
+def test_steps_that_are_set_beside_epochs_are_said_to_be_left_out(recipe, capsys):
+    with_steps(recipe("trainer.epochs=1", "trainer.steps=9"))
+    assert "trainer.steps=2 (not 9, which trainer.epochs=null would use)" in capsys.readouterr().out
+    with_steps(recipe("trainer.epochs=1", "trainer.steps=2"))
+    with_steps(recipe("trainer.epochs=1"))
+    assert "not" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [(["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"], "as many prompts as it needs")],
