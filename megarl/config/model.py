@@ -32,7 +32,8 @@ class ModelConfig(Section):
     @property
     def named_base(self) -> bool:
         """Whether the model's own name says that it was not trained to chat: `base` is a word of it."""
-        name = Path(self.path).name if self.path is not None else ""
+        path = Path(self.path or "")
+        name = next((part for part in path.parts if part.startswith("models--")), path.name)  # of the hub's cache
         return "base" in re.split(r"[-_.]", name.lower())
 
 

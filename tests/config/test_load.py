@@ -56,6 +56,7 @@ def test_a_resolved_recipe_keeps_what_validation_inherits(write):
     [
         ("Qwen/Qwen3-8B", "auto"),
         ("Qwen/Qwen3-8B-Base", False),
+        ("/hub/models--Qwen--Qwen3-8B-Base/snapshots/0d1f", False),
         ("models/mistral_base.v1", False),
         ("database/qwen", "auto"),
         ("base/Qwen3-8B", "auto"),
