@@ -197,7 +197,8 @@ class ChatTemplate:
         except DataError:  # a template for one question only
             turn = ""
         ends = (self._tokenizer.bos_token, self._tokenizer.eos_token)
-        return sorted((token for token in special if token in turn or token in ends), key=len, reverse=True)
+        found = (token for token in special if token.strip() and (token in turn or token in ends))  # not a line break
+        return sorted(found, key=len, reverse=True)
 
     def _refuse_special(self, messages: list[Message], row: Row) -> None:
         """Refuse text that would be read as the begin or the end of a turn."""

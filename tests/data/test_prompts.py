@@ -269,15 +269,15 @@ def test_text_that_holds_a_token_of_the_model_is_refused(tmp_path, tokenizer, ro
 
 
 def test_text_may_hold_special_tokens_that_are_no_end_of_a_turn(tmp_path, tokenizer):
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<file>"]})
-    template = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<file>", "\n"]})
+    template = "{% for m in messages %}{{ m.content }}<|turn|>\n{% endfor %}"
     made = lambda text: dataset(  # noqa: E731
         tmp_path,
         tokenizer,
         [{"prompt": [{"role": "user", "content": text}], "answer": ""}],
         override_chat_template=template,
     )
-    assert made("a<file>").texts == ["a<file><|turn|>"]
+    assert made("a\n<file>").texts == ["a\n<file><|turn|>\n"]
     with pytest.raises(DataError, match=r"holds '<\|turn\|>', a token of the model's own"):
         made("a<|turn|>")
 
