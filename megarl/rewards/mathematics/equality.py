@@ -92,6 +92,9 @@ def _without_units(node: Node) -> Node | None:
     if isinstance(node, Apply) and node.name == "neg":
         inner = _without_units(node.args[0])
         return None if inner is None else Apply("neg", (inner,))
+    if isinstance(node, Apply) and node.name == "+" and not any(map(_has_units, node.args[:-1])):
+        inner = _without_units(node.args[-1])  # \frac{\pi}{4} - \frac12 cm^2
+        return None if inner is None else Apply("+", (*node.args[:-1], inner))
     if not isinstance(node, Apply) or node.name != "*":
         return None
     kept: list[Node] = []
@@ -106,8 +109,8 @@ def _without_units(node: Node) -> Node | None:
 
 
 def _only_units(node: Node) -> Node:
-    if isinstance(node, Apply) and node.name == "neg":
-        return _only_units(node.args[0])
+    if isinstance(node, Apply) and node.name in ("neg", "+"):
+        return _only_units(node.args[-1])
     assert isinstance(node, Apply)
     kept = [arg if _is_pure_unit(arg) else _only_units(arg) for arg in node.args if _has_units(arg)]
     return Apply("*", tuple(kept))

@@ -93,6 +93,7 @@ _NUMERALS = re.compile(
     rf"(?:{_BELOW_THOUSAND})?(?<=[a-z])(?![\w-])",
     re.IGNORECASE,
 )
+_TRAILING = re.compile(r"(?<![\\,;])[,;]+\Z")
 _STOP_IN_TEXT = re.compile(r"(?<=[A-Za-z]{2})\.\s*\}\Z")
 _ABOUT = re.compile(r"(?:\\approx(?![A-Za-z])|=)\s*(?=\S)")
 
@@ -155,7 +156,7 @@ def _unwrapped(text: str) -> str:
             return inner.strip()
     if text.endswith((".", "\\.")) and not text.endswith(("..", "\\ldots.")):
         return text[:-1].removesuffix("\\").rstrip()
-    return _STOP_IN_TEXT.sub("}", text.rstrip(",;"))
+    return _STOP_IN_TEXT.sub("}", _TRAILING.sub("", text))
 
 
 def _dollars(text: str) -> str:

@@ -157,6 +157,7 @@ TEXT_COMMANDS = _words(
 LOOKS = _words(
     "mathbf boldsymbol bm bf pmb displaystyle textstyle scriptstyle limits nolimits left right big Big bigg Bigg bigl "
     "bigr Bigl Bigr biggl biggr Biggl Biggr middle boxed fbox mathstrut strut it mathnormal ensuremath "
+    "large Large LARGE huge Huge small"
 )
 SPACES = frozenset(
     ["\\,", "\\;", "\\:", "\\!", "\\ ", "\\quad", "\\qquad", "\\thinspace", "\\enspace", "\\hfill", "\\>"]
