@@ -52,13 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
     from megarl.checks.planned import refuse_lengths, refuse_plan
     from megarl.components import COMPONENTS
     from megarl.config.load import load_config
-    from megarl.planning.assumptions import CPU, PlanAssumptions, assume, pairs
+    from megarl.planning.assumptions import CPU, OF_ZERO, PlanAssumptions, assume, pairs
     from megarl.recipes.build import build_task_graph
 
     if arguments.assumptions:
         print(f"{'':<18}{'GPU':>8}{'CPU':>8}")
         for one in fields(PlanAssumptions):
-            print(f"{one.name:<18}{one.default:>8g}{getattr(CPU, one.name):>8g}")
+            row = f"{one.name:<18}{one.default:>8g}{getattr(CPU, one.name):>8g}"
+            print(f"{row}  {OF_ZERO.get(one.name, '')}".rstrip())
         return 0
     if arguments.top is not None and not arguments.search:
         raise UserError("only a search has a table to cut", where="--top", found=arguments.top, fix="add --search")
@@ -149,7 +150,7 @@ def _plan(
         print(json.dumps(as_json(arguments.recipe, plan, rest), indent=1))
     else:
         console = Console(highlight=False)
-        for part in tables(arguments.recipe, plan, rest):
+        for part in tables(config, arguments.recipe, plan, rest):
             console.print(part)
         for hint in hints(config, plan):
             console.print(f"hint: {hint}")

@@ -13,6 +13,7 @@ from megarl.planning.memory import Moment, Term
 from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan
 from megarl.planning.search import FoundPlan, SearchResult, describe_layout
 from megarl.planning.shards import Sizes
+from megarl.planning.workload import Workload
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,9 +87,19 @@ def hints(config: RunConfig, plan: StepPlan) -> list[str]:
     return found
 
 
-def tables(recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]:
+def assumed_lengths(config: RunConfig, plan: StepPlan) -> str:
+    """The tokens that most of a plan goes by, and how to say them."""
+    work = Workload.of(config, plan.given)
+    tokens = f"{_short(work.prompt)} prompt and {_short(work.lengths.mean)} response tokens on average"
+    return f"assumes {tokens} (--assume prompt_tokens=, mean_tokens=)"
+
+
+def tables(config: RunConfig, recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]:
     """A plan as tables, and whether it fits."""
-    shown: list[Table | str] = [_phases(recipe, plan), _numbers([*figures(plan), *rest]), _memory(plan)]
+    title = f"{recipe} on {plan.hardware.describe()}: {plan.step_s:.3g} s a step, by formulas"
+    title += ", if it fitted" if misfits(plan) else ""
+    phases = _phases(f"{title}\n{assumed_lengths(config, plan)}", plan)
+    shown: list[Table | str] = [phases, _numbers([*figures(plan), *rest]), _memory(plan)]
     shown.append(f"hardware: {plan.hardware.source}")
     found = [f"does not fit: {one}" for one in misfits(plan)]
     found = found or [f"may not fit: {one}" for one in doubts(plan)]
@@ -155,9 +166,7 @@ def _table(title: str, *columns: str) -> Table:
     return made
 
 
-def _phases(recipe: str, plan: StepPlan) -> Table:
-    title = f"{recipe} on {plan.hardware.describe()}: {plan.step_s:.3g} s a step, by formulas"
-    title += ", if it fitted" if misfits(plan) else ""
+def _phases(title: str, plan: StepPlan) -> Table:
     several = plan.placement.separate
     made = _table(title, "phase", *(["team"] if several else []), "s", "share", "GB moved", "by", "what")
     for phase in plan.phases:

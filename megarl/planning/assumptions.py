@@ -31,6 +31,12 @@ _SHARES = frozenset(
 )
 _DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "link_times"))
 
+#: By name, where 0 stands for what follows from the recipe.
+OF_ZERO = {
+    "prompt_tokens": "0: half of data.max_prompt_tokens",
+    "mean_tokens": "0: a quarter of the longest response, or all of it with rollout.sampling.ignore_eos",
+}
+
 
 def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
     """A dataclass of numbers with some of them replaced by name.

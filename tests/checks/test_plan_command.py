@@ -37,6 +37,20 @@ def test_tables_name_phases_memory_and_hardware(capsys):
     assert "does not fit" not in shown
 
 
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        ([], "256 prompt and 256 response"),
+        (["rollout.sampling.ignore_eos=true"], "256 prompt and 1,024 response"),
+        (["--assume", "mean_tokens=600", "--assume", "prompt_tokens=90.5"], "90.5 prompt and 600 response"),
+    ],
+)
+def test_the_lengths_that_a_plan_goes_by_stand_under_its_title(arguments, tokens, capsys):
+    _, shown, _ = run(capsys, BIG, *arguments)
+    said = f"assumes {tokens} tokens on average (--assume prompt_tokens=, mean_tokens=)"
+    assert said in " ".join(shown.partition("rollout")[0].split())
+
+
 def test_what_does_not_fit_is_said(capsys):
     code, shown, _ = run(capsys, BIG, "actor.engine.micro_batch_tokens=262144", "actor.engine.offload=false")
     assert code == 2
@@ -108,6 +122,8 @@ def test_assumptions_are_listed_and_documented(capsys):
     _, shown, _ = run(capsys, BIG, "--assumptions")
     names = [line.split()[0] for line in shown.splitlines()[1:]]
     assert "gemm_share" in names
+    assert re.search(r"^prompt_tokens +0 +0  0: half of data.max_prompt_tokens$", shown, re.MULTILINE)
+    assert re.search(r"^mean_tokens +0 +0  0: a quarter of the longest response, or", shown, re.MULTILINE)
     text = DOCS.read_text()
     assert [name for name in names if f"`{name}`" not in text] == []
 
