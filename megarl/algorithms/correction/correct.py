@@ -90,19 +90,25 @@ def correct(
             items, where, truncated = _weighing(ratios, trained, is_level, is_threshold)
             add_weights(moments, items, where, truncated)
             every = ratios.mask if is_level == "token" else ratios.live
-            # A ratio that is not a number has no weight; where it is not rejected the loss says so.
-            counted = (where if is_normalize_over == "trained" else every) & ~items.isnan()
-            times = counted.to(items.dtype)
-            if copies is not None:
-                drawn = copies[first:last].to(items)
-                times = times * (block.expand(drawn) if is_level == "token" else drawn)
-            normaliser += torch.stack([(items.masked_fill(~counted, 0) * times).sum().double(), times.sum().double()])
+            chosen = where if is_normalize_over == "trained" else every
+            drawn = None if copies is None else copies[first:last].to(items)
+            normaliser += _total(items, chosen, drawn if drawn is None or is_level != "token" else block.expand(drawn))
             weights[tokens] = items if is_level == "token" else block.expand(items)
     bag = moments.bag()
     if is_level != "none" and is_batch_normalize:
         weights.div_(_factor(bag, normaliser, all_sum))
     weights.masked_fill_(~accepted, 0)  # no product: what was rejected may be NaN
     return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag, normaliser)
+
+
+def _total(items: Tensor, chosen: Tensor, copies: Tensor | None) -> Tensor:
+    """Sum of the chosen weights, each as often as it is copied, and how many they are; float64 [2]."""
+    # A ratio that is not a number has no weight; where it is not rejected the loss says so.
+    counted = chosen & ~items.isnan()
+    times = counted.to(items.dtype)
+    if copies is not None:
+        times = times * copies
+    return torch.stack([(items.masked_fill(~counted, 0) * times).sum().double(), times.sum().double()])
 
 
 def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, Tensor]:
