@@ -1,6 +1,7 @@
 """What settings of TRL, verl and EasyR1 are called here, and which of them are not here, so that a message can say it.
 
-A name is looked up by its last parts, the longest first: `trainer.total_epochs`, then `total_epochs`.
+A name is looked up by its last parts, the longest first: `trainer.total_epochs`, then `total_epochs`; then by parts on
+the way to it, as `ray_init` of `ray_init.num_cpus`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.config.fields import fields_of, find_key, nearest_keys
+from megarl.config.fields import fields_of, find_key, iter_keys, nearest_keys
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, close_matches
 
@@ -27,6 +28,7 @@ KEYS: dict[str, str] = {
     "model_name": "model.path",
     "model_name_or_path": "model.path",
     "model.model_path": "model.path",
+    "model.name": "model.path",
     "tokenizer_name": "model.tokenizer",
     "tokenizer_name_or_path": "model.tokenizer",
     "tokenizer_path": "model.tokenizer",
@@ -54,6 +56,7 @@ KEYS: dict[str, str] = {
     "max_response_length": "rollout.sampling.max_new_tokens",
     "max_completion_length": "rollout.sampling.max_new_tokens",
     "response_length": "rollout.sampling.max_new_tokens",
+    "max_new_tokens": "rollout.sampling.max_new_tokens",
     "num_generations": "rollout.sampling.n",
     "rollout.n": "rollout.sampling.n",
     "num_generations_eval": "validation.sampling.n",
@@ -63,7 +66,9 @@ KEYS: dict[str, str] = {
     "rollout.top_p": "rollout.sampling.top_p",
     "rollout.top_k": "rollout.sampling.top_k",
     "use_vllm": "rollout.engine=sglang (servers are SGLang's; vLLM is not there)",
-    "rollout.name": "rollout.engine",
+    "rollout.name": "rollout.engine (embedded or sglang; vLLM is not there)",
+    "rollout.mode": "rollout.engine (embedded or sglang); generation during training is async.max_staleness",
+    "hybrid_engine": "rollout.engine=embedded, or rollout.sglang.colocated: both share the devices of training",
     "vllm_gpu_memory_utilization": "rollout.sglang.memory_fraction",
     "gpu_memory_utilization": "rollout.sglang.memory_fraction",
     "vllm_tensor_parallel_size": "rollout.sglang.tp_size",
@@ -82,6 +87,7 @@ KEYS: dict[str, str] = {
     # Rewards.
     "reward_funcs": "reward.name; several functions are one that returns parts",
     "reward_function": "reward.name",
+    "reward.function": "reward.name",
     "reward_function_kwargs": "reward.kwargs",
     "reward_weights": "algorithm.advantage.parts, with algorithm.advantage.name=gdpo; or weigh in the function",
     "custom_reward_function": "reward.name and reward.kwargs",
@@ -92,7 +98,8 @@ KEYS: dict[str, str] = {
     "algorithm.lam": "algorithm.advantage.lam",
     "scale_rewards": "algorithm.advantage.norm_by_std",
     "norm_adv_by_std_in_grpo": "algorithm.advantage.norm_by_std",
-    "loss_type": "algorithm.loss.aggregation and algorithm.loss.name",
+    "loss_type": "algorithm.loss.aggregation (token-mean for dapo and bnpo, seq-mean-token-mean for grpo, "
+    "seq-mean-token-sum-norm for dr_grpo) and algorithm.loss.name (ppo, but for cispo)",
     "policy_loss": "algorithm.loss.name",
     "loss_mode": "algorithm.loss.name",
     "loss_agg_mode": "algorithm.loss.aggregation",
@@ -260,6 +267,9 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(
         ("push_to_hub", "hub_model_id", "hub_strategy"), "nothing is uploaded here; the model is hf/ in RUN_DIR"
     ),
+    "return_raw_chat": "prompts are taken as they are in the rows here, messages or text (data.prompt_key)",
+    "strategy": "the engine is always Megatron-Core's here (actor.parallel has its layout)",
+    "ray_init": "Ray is started with launch.launcher=ray here, without settings; threads are cluster.threads",
     "attn_implementation": "the attention kernel is chosen by what is installed here",
     "use_liger_kernel": "there are no Liger kernels here",
     "use_liger_loss": "there are no Liger kernels here; actor.engine.logits_chunk_tokens bounds the logits",
@@ -295,19 +305,42 @@ METHODS: dict[str, str] = {
 }
 
 
+#: Sections of verl and EasyR1 around those of this project, and what is in them by another name than here.
+_AROUND = ("actor_rollout_ref", "worker")
+_INSIDE = {"ref": "reference"}
+#: Names of sections of this project, such as optim, whatever holds them.
+_SECTIONS = {key.path.rpartition(".")[2] for key in iter_keys() if key.section is not None}
+
+
 def meaning_of(path: tuple[str, ...]) -> str | None:
     """What to do in place of giving a key that another project has; None when no such name is known.
 
     >>> meaning_of(("trainer", "save_steps"))
     'here this is trainer.save_every'
     """
-    for start in range(len(path)):
-        name = ".".join(path[start:]).lower()
+    ends = [path[start:] for start in range(len(path))]
+    middles = [path[start:end] for end in range(len(path) - 1, 0, -1) for start in range(end)]
+    here = _unwrapped(path)
+    key = find_key(here)
+    if key is not None and key.path == ".".join(here):
+        return f"here this is {key.path}"
+    for parts in [*ends, *(part for part in middles if part[-1] not in _SECTIONS)]:
+        name = ".".join(parts).lower()
         if name in KEYS:
             return f"here this is {KEYS[name]}"
         if name in ABSENT:
             return ABSENT[name]
     return None
+
+
+def _unwrapped(path: tuple[str, ...]) -> tuple[str, ...]:
+    """`path` without the section of verl or EasyR1 around one of this project."""
+    return (_INSIDE.get(path[1], path[1]), *path[2:]) if len(path) > 1 and path[0] in _AROUND else path
+
+
+def _keys_ending(path: tuple[str, ...]) -> list[str]:
+    """Keys of this project that end with `path`, as actor.optim.lr does with optim.lr; none for a single name."""
+    return [key.path for key in iter_keys() if len(path) > 1 and key.path.endswith(f".{'.'.join(path)}")][:4]
 
 
 def option_meaning(options: Sequence[str]) -> str:
@@ -334,28 +367,36 @@ def unknown_keys(path: tuple[str, ...], value: Any, where: Callable[[tuple[str, 
         value: what was given for it.
         where: says where a path was given.
     """
-    unknown = next(path[:depth] for depth in range(1, len(path) + 1) if find_key(path[:depth]) is None)
     leaves = list(_leaves(path, value))
-    if not any(meaning_of(leaf) is not None for leaf in leaves):
-        return [_unknown_key(unknown, unknown, where(path))]
-    return [_unknown_key(leaf, unknown, where(leaf)) for leaf in leaves]
+    if path[0] in _AROUND or any(meaning_of(leaf) or _keys_ending(leaf) for leaf in leaves):
+        return [_unknown_key(leaf, where(leaf)) for leaf in leaves]
+    unknown = _unknown_part(path)
+    # A section that is none of another project's is one problem, whatever is in it.
+    return [_unknown_key(unknown, where(path))]
+
+
+def _unknown_part(path: tuple[str, ...]) -> tuple[str, ...]:
+    """`path` up to its first part that is unknown; all of it where each part is known."""
+    return next((path[:depth] for depth in range(1, len(path) + 1) if find_key(path[:depth]) is None), path)
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
     """Paths of the settings in a section that is unknown here; a section that has a meaning as a whole is one."""
-    if not isinstance(value, Mapping) or not value or meaning_of(path) is not None:
+    if not isinstance(value, Mapping) or not value or (path[-1] not in _SECTIONS and meaning_of(path) is not None):
         yield path
         return
     for name, inner in value.items():
         yield from _leaves((*path, str(name)), inner)
 
 
-def _unknown_key(path: tuple[str, ...], unknown: tuple[str, ...], where: str) -> ConfigError:
-    """The error for `path`, of which the part `unknown` is so."""
-    near = nearest_keys(unknown)
-    parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
-    allowed = list(fields_of(parent)) if parent else []
+def _unknown_key(path: tuple[str, ...], where: str) -> ConfigError:
+    """The error for a `path` that is unknown from some part on."""
+    unknown = _unknown_part(_unwrapped(path))
+    near = _keys_ending(path) or nearest_keys(unknown)
     begun = any(key.startswith(".".join(path)) for key in near)  # as beta1 is by beta
+    meant = None if begun else meaning_of(path)
+    parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
+    # All sections are too many to read, beside the one that is meant.
+    allowed = list(fields_of(parent)) if parent and (parent is not RunConfig or not (near or meant)) else None
     spelt = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above"
-    fix = (None if begun else meaning_of(path)) or spelt
-    return ConfigError(f"unknown key {'.'.join(path)}", where=where, allowed=allowed, fix=fix)
+    return ConfigError(f"unknown key {'.'.join(path)}", where=where, allowed=allowed, fix=meant or spelt)

@@ -47,6 +47,23 @@ def test_no_key_of_this_project_is_taken_for_one_of_another():
         ("data.train_batch_size=5", "here this is data.batch_size"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "here this is actor.mini_batch_size"),
         ("actor_rollout_ref.rollout.n=5", "here this is rollout.sampling.n"),
+        ("actor_rollout_ref.model.path=Q", "here this is model.path"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "here this is actor.optim.lr"),
+        ("actor_rollout_ref.actor.optim.lrr=1e-6", "did you mean actor.optim.lr?"),
+        ("actor_rollout_ref.ref.path=Q", "here this is reference.path"),
+        ("actor_rollout_ref.actor.strategy=megatron", "the engine is always Megatron-Core's here"),
+        ("actor_rollout_ref.hybrid_engine=true", "here this is rollout.engine=embedded"),
+        ("actor_rollout_ref.rollout.mode=async", "here this is rollout.engine"),
+        ("actor_rollout_ref.mine=1", "remove it"),
+        ("data.return_raw_chat=true", "prompts are taken as they are"),
+        ("ray_init.num_cpus=8", "Ray is started with launch.launcher=ray"),
+        ("algorithm.filter_groups.enable=true", "here this is algorithm.dynamic_sampling.enabled"),
+        ("rollout.max_new_tokens=9", "here this is rollout.sampling.max_new_tokens"),
+        ("rollout.name=vllm", "here this is rollout.engine (embedded or sglang; vLLM is not there)"),
+        ("loss_type=dr_grpo", "here this is algorithm.loss.aggregation (token-mean for dapo"),
+        ("model.name=x", "here this is model.path"),
+        ("reward.function=f", "here this is reward.name"),
+        ("optim.lr=1", "did you mean actor.optim.lr or "),
         ("worker.actor.global_batch_size=5", "here this is actor.mini_batch_size"),
         ("model.use_lora=true", "there are no adapters"),
         ("report_to=wandb", "here this is tracking.mlflow and tracking.mlflow_uri; there is no W&B"),
@@ -85,6 +102,19 @@ def test_each_setting_in_a_section_of_another_project_is_explained_at_its_line(w
 def test_a_method_of_another_project_leads_to_what_to_set(failures, key, name, words):
     [failed] = [check for check in failures(f"{key}={name}") if check.key == key]
     assert words in failed.fix
+
+
+def test_a_section_of_another_project_leads_to_the_keys_in_the_one_here(write):
+    text = message(write, text="actor_rollout_ref:\n  actor: {optim: {lr: 1e-6, optim: adamw}}\n  model: {path: Q}\n")
+    for key in ("actor.optim.lr", "model.path"):
+        assert f"unknown key actor_rollout_ref.{key}\n" in text
+        assert f"fix:     here this is {key}\n" in text + "\n"
+    assert "the optimizer is AdamW here" in text, "TRL's optim is a value, not a section"
+
+
+@pytest.mark.parametrize(("override", "listed"), [("save_steps=1", False), ("actr.x=1", False), ("zzz=1", True)])
+def test_all_sections_are_listed_only_where_the_fix_names_none(write, override, listed):
+    assert ("rollout_correction" in message(write, override)) == listed
 
 
 def test_options_of_other_commands_are_explained(capsys):
