@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import types
@@ -20,6 +21,10 @@ from megarl.errors import ConfigError, close_matches
 
 #: An integer as text.
 INTEGER = re.compile(r"[-+]?[0-9]+")
+#: Text that a YAML list or mapping on one line may hold without quotes.
+_BARE = re.compile(r"[\w./~@+-][\w./~@+:-]*(?<!:)")
+#: The key of a section that one value in its place is for, the first that it has.
+_MAIN_KEYS = ("name", "path", "train_files")
 _SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {
     annotated_types.Gt: (">", "gt"),
@@ -198,7 +203,7 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
             what, allowed = f"{path} cannot be read", f"{allowed}: {form}"
         if typing.get_origin(info.annotation) is Literal and isinstance(value, str):
             what = f"{path} has an unknown value"
-        fix = _suggest(value, info)
+        fix = _suggest(value, info) or _other_form(path, value, info)
     # `found=None` would be left out of the message.
     found = "null" if value is None else value
     return ConfigError(what, where=where, found=found, allowed=allowed, fix=fix)
@@ -232,3 +237,20 @@ def _suggest(value: Any, info: FieldInfo) -> str | None:
     ]
     close = close_matches(str(value), values)
     return f"did you mean {close[0]}?" if close else None
+
+
+def _other_form(path: str, value: Any, info: FieldInfo) -> str | None:
+    """How to write one value that stands where a list or a section belongs; None where it fits neither."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    written = value if not isinstance(value, str) or _BARE.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+    for kind in alternatives(info.annotation):
+        if typing.get_origin(kind) is list and type(value) in alternatives(typing.get_args(kind)[0]):
+            return f"write [{written}]"
+    section = section_of(info)
+    inside = fields_of(section) if section is not None else info.get_default(call_default_factory=True)
+    main = next((key for key in _MAIN_KEYS if isinstance(inside, dict) and key in inside), None)
+    if main is None or not isinstance(value, str):
+        return None
+    written = f"[{written}]" if main == "train_files" else written
+    return f"write {path.rpartition('.')[2]}: {{{main}: {written}}}, on the command line {path}.{main}={value}"
