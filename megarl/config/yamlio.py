@@ -95,7 +95,10 @@ def read_yaml(path: Path) -> Document:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError("this is not valid YAML", where=where, found=problem, fix="fix the line named") from error
+        written = text[: mark.index + 1].rstrip("\r\n").rpartition("\n")[2] if mark else ""
+        tab = "\t" in written[: len(written) - len(written.lstrip())]
+        fix = "indent with spaces; YAML takes no tabs there" if tab else "fix the line named"
+        raise ConfigError("this is not valid YAML", where=where, found=problem, fix=fix) from error
     finally:
         if loader is not None:
             loader.dispose()
@@ -127,7 +130,7 @@ def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document,
             raise ConfigError(
                 f"the key {'.'.join(here)} is given twice",
                 where=f"{file}:{line}",
-                found=f"first given on line {seen[key]}",
+                found="both on this line" if seen[key] == line else f"first given on line {seen[key]}",
                 fix="keep one of the two",
             )
         seen[key] = line
