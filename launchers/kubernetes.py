@@ -84,6 +84,12 @@ class KubernetesJob:
         return self.config.model_copy(update={"cluster": cluster.model_copy(update={"max_restarts": 0})})
 
 
+_NEEDED = (
+    ("image", "an image with megarl", "the name of one", " (docs/launching.md says how to get one)"),
+    ("claim", "a volume for the run folder", "the name of a PersistentVolumeClaim, ReadWriteMany", ""),
+)
+
+
 def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str | None, stamp: str) -> KubernetesJob:
     """What a recipe asks for.
 
@@ -98,10 +104,10 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
                 f"pods need {what}",
                 where=f"launch.kubernetes.{key}",
                 found=None,
-                allowed="the name of one",
-                fix=f"set launch.kubernetes.{key}=NAME (docs/launching.md says how to get one)",
+                allowed=allowed,
+                fix=f"set launch.kubernetes.{key}=NAME{hint}",
             )
-            for key, what in (("image", "an image with megarl"), ("claim", "a volume for the run folder"))
+            for key, what, allowed, hint in _NEEDED
             if getattr(settings, key) is None
         ]
     )

@@ -94,8 +94,7 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
         files = {"job.sh": job_script(job), "node.sh": node_script(job), "plan.json": json.dumps(plan(job), indent=1)}
         for name, text in files.items():
             print(f"== launch/{name} ==\n{text}")
-        print("\nNothing was submitted.", flush=True)
-        print(found, file=sys.stderr)  # not in what is handed on as it is
+        _close(found)
         return 0
     check_cluster(job)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.job)
@@ -129,8 +128,8 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
     for doubt in doubtful(config, arguments.job, placement):
         _warn(doubt)
     if arguments.dry_run:
-        print(as_yaml(manifests(job)) + "# Nothing was submitted.", flush=True)
-        print(found, file=sys.stderr)
+        print(as_yaml(manifests(job)), end="")
+        _close(found)
         return 0
     print(create(job))
     space = "" if job.settings.namespace is None else f" --namespace {job.settings.namespace}"
@@ -176,6 +175,12 @@ def _check(
             f"{key}: {size / 1e9:,.3g} GB, and the processes of a node hold {needed.least / 1e9:,.3g} GB or more there"
         )
     return placement, shown
+
+
+def _close(found: str) -> None:
+    """Memory and checks below what --dry-run has printed, which is handed on as it is."""
+    sys.stdout.flush()
+    print(f"{found}. Nothing was submitted.", file=sys.stderr)
 
 
 def _warn(text: str) -> None:

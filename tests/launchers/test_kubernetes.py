@@ -355,7 +355,7 @@ def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
     ("overrides", "more", "said"),
     [
         ((), {}, r"launch\.kubernetes\.image(?s:.*)launch\.kubernetes\.claim"),
-        (NEEDED[:1], {}, "launch.kubernetes.claim"),
+        (NEEDED[:1], {}, r"launch\.kubernetes\.claim(?s:.*)a PersistentVolumeClaim, ReadWriteMany"),
         ((*NEEDED, "launch.kubernetes.memory=512"), {}, "name its unit, as 512Gi"),
         ((*NEEDED, "launch.spares=1"), {}, "launch.spares"),
         ((*NEEDED, "launch.kubernetes.resources={cpu: 4}"), {}, "launch.kubernetes.cpus_per_node"),
@@ -407,7 +407,8 @@ def test_the_command_prints_them(tmp_path):
     keys = [*NEEDED, "launch.kubernetes.gpus_per_node=0"]
     done = run(["launch", "grpo_quickstart", "--kubernetes", "--dry-run", *keys], tmp_path)
     assert done.code == 0, done.output
-    printed, _, told = done.output.partition("# Nothing was submitted.")
+    printed, _, told = done.output.partition("== Memory per rank")
     assert "[  ok] estimator: grpo" in told  # on stderr
+    assert told.endswith(" skip. Nothing was submitted.\n")
     found = [one for one in yaml.safe_load_all(printed) if one]
     assert [one["kind"] for one in found] == ["ConfigMap", "JobSet"]

@@ -346,7 +346,9 @@ def test_a_run_is_submitted_followed_and_ended(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
     arguments = ["launch", "grpo_quickstart", "--slurm", "launch.slurm.partition=gpu", "--run-dir", str(run_dir)]
     assert cli.main([*arguments, "--dry-run"]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert "Nothing was" not in shown
+    assert told.endswith(" skip. Nothing was submitted.\n")
     assert "#SBATCH --partition=gpu" in shown
     assert '"restarts": 3' in shown  # of plan.json
     assert not run_dir.exists()
