@@ -120,13 +120,13 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
         if special and begin is not None and tokens[:2] == [begin, begin]:
             del tokens[0]  # the text already began with the begin token, as prompts made elsewhere often do
         if not tokens:
-            raise DataError("the text has no tokens", where=row.where, found=text, fix="take the row out")
+            raise DataError("the text has no tokens", where=row.where, found=text, fix=row.way_out)
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
             raise DataError(
                 f"the tokenizer has no token for {_unknown(tokenizer, text)!r}",
                 where=row.where,
                 found=text[:200],
-                fix="add it to the tokenizer (model.tokenizer 'chars:...'), or take the row out",
+                fix=f"add it to the tokenizer (model.tokenizer 'chars:...'), or {row.way_out}",
             )
     return ids
 

@@ -18,12 +18,17 @@ SAMPLE_KEYS = frozenset(
 _TRUTH = "ground_truth"  # the answer in verl's `reward_model`
 
 
+PROMPT = "prompt"
+"""`Row.unit` of a prompt that stands in the recipe or on the command line: there is no row to take out."""
+
+
 class Row(dict):
     """One data row: column -> plain JSON value, plus where it was read.
 
     Attributes:
         source: file, hub name, or function.
         number: line of the file (jsonl, csv) or row counted from 1 (`unit` says which).
+        unit: line, row, or PROMPT for a source that is the prompt itself.
     """
 
     __slots__ = ("number", "source", "unit")
@@ -34,8 +39,15 @@ class Row(dict):
 
     @property
     def where(self) -> str:
-        """`train.jsonl:17` for a line, `train.parquet row 17` for a row without a line."""
+        """`train.jsonl:17` for a line, `train.parquet row 17` for a row without a line, `the prompt '1+1='`."""
+        if self.unit == PROMPT:
+            return f"the prompt {self.source.partition(':')[2]!r}"
         return f"{self.source}:{self.number}" if self.unit == "line" else f"{self.source} row {self.number}"
+
+    @property
+    def way_out(self) -> str:
+        """What a user does who can do without it, for fixes."""
+        return "write the prompt in another way" if self.unit == PROMPT else "take the row out"
 
     def column(self, name: str, key: str) -> Any:
         """Value of column `name`, which configuration key `key` asks for.

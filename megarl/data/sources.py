@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.data import DataConfig
-from megarl.data.rows import MAX_DEPTH, Row, make_row
+from megarl.data.rows import MAX_DEPTH, PROMPT, Row, make_row
 from megarl.errors import ConfigError, DataError, UserError, close_files, close_matches, encoding_fix
 from megarl.imports import import_module
 
@@ -45,7 +45,7 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
     """
     if source.startswith(TEXT):
         named = source[:80].encode("utf-8", "backslashreplace").decode()  # bytes that are no text come as surrogates
-        return [make_row({"prompt": source.removeprefix(TEXT), "data_source": "text"}, named, 1, "row")]
+        return [make_row({"prompt": source.removeprefix(TEXT), "data_source": "text"}, named, 1, PROMPT)]
     path = Path(source).expanduser()
     folder, _, split = source.rpartition("@")
     if path.is_dir():

@@ -7,6 +7,7 @@ import pytest
 from megarl.config.data import DataConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.rows import Row
+from megarl.data.sources import as_prompts
 from megarl.data.templates import chat_renderer, prompt_formatter
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -301,6 +302,13 @@ def test_messages_without_a_chat_template_in_use(tmp_path, tokenizer):
 def test_a_character_without_a_token_is_named(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"train.jsonl:2: the tokenizer has no token for 'ß'"):
         dataset(tmp_path, tokenizer, [{"prompt": "a", "answer": ""}, {"prompt": "aß", "answer": ""}])
+
+
+def test_a_prompt_of_the_command_line_is_no_row(tokenizer):
+    data = as_prompts(DataConfig(), ["aß"])
+    said = r"the prompt 'aß': the tokenizer has no token for 'ß'(?s:.*), or write the prompt in another way"
+    with pytest.raises(DataError, match=said):
+        PromptDataset(data, tokenizer, "val")
 
 
 def test_an_empty_prompt_is_named(tmp_path, tokenizer):

@@ -316,7 +316,7 @@ def test_a_function_may_not_return_what_no_file_could_hold(row_maker, tmp_path):
 
 
 def test_a_prompt_on_the_command_line_is_checked_as_well():
-    with pytest.raises(DataError, match=r"row 1: column 'prompt' holds half of a surrogate pair") as error:
+    with pytest.raises(DataError, match=r"column 'prompt' holds half of a surrogate pair") as error:
         load_rows("text:caf\udce9")  # how Python reads an argument that is not UTF-8
     str(error.value).encode()
 
@@ -358,4 +358,4 @@ def test_a_prompt_can_stand_in_the_recipe():
     rows = [row for source in data.val_files for row in load_rows(source)]
     assert [row.column(data.prompt_key, "") for row in rows] == ["1+1=", "a:b"]
     assert (data.answer_key, data.max_val_samples) == (None, None)
-    assert rows[1].where == "text:a:b row 1"
+    assert rows[1].where == "the prompt 'a:b'"
