@@ -236,11 +236,11 @@ def at_the_same_time(recipe: str, run_dir: str, overrides: list[str], teams: lis
     folder, last = Path(run_dir), 4
     generate = rollout.generate
 
-    def drawing(c: Any, *arguments: Any) -> Any:
+    def drawing(c: Any, *arguments: Any, **named: Any) -> Any:
         (folder / f"began-drawing-{c.step}").touch()
         if c.step > 1:
             wait_for(folder / f"began-training-{c.step - 1}")
-        return generate(c, *arguments)
+        return generate(c, *arguments, **named)
 
     def training(c: Any, samples: Any) -> None:
         note_versions(folder, c.step, samples)
@@ -273,11 +273,11 @@ def killed_when_it_draws_step_5(recipe: str, run_dir: str, overrides: list[str],
 
     generate = rollout.generate
 
-    def drawing(c: Any, *arguments: Any) -> Any:
+    def drawing(c: Any, *arguments: Any, **named: Any) -> Any:
         if c.step == 5:
             wait_for(Path(run_dir) / "checkpoints" / "step_2" / "meta.json")
             os.kill(os.getpid(), signal.SIGKILL)
-        return generate(c, *arguments)
+        return generate(c, *arguments, **named)
 
     rollout.generate = drawing
     harness.work_of_rank(recipe, run_dir, overrides, teams)
@@ -305,10 +305,10 @@ def draw_by_chance(run_dir: Path) -> None:
 
     generate = rollout.generate
 
-    def drawing(c: Any, *arguments: Any) -> Any:
+    def drawing(c: Any, *arguments: Any, **named: Any) -> Any:
         with (run_dir / "by-chance").open("a") as file:
             file.write(f"{c.step} {torch.rand(()).item()} {numpy.random.rand()}\n")
-        return generate(c, *arguments)
+        return generate(c, *arguments, **named)
 
     rollout.generate = drawing
 
