@@ -20,6 +20,7 @@ from megarl.config.model import ModelConfig
 from megarl.config.other_names import method_fix
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
+from megarl.data.formats import unknown_form_fix
 from megarl.data.hub import HUB_DATA
 from megarl.data.sources import SUFFIXES, TEXT
 from megarl.errors import ConfigError, close_files, count
@@ -248,9 +249,8 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
         return
     path = Path(source).expanduser()
     if path.is_file() and path.suffix.lower() not in SUFFIXES:
-        checks.fail(
-            "data", key, "the file's form is not known", found=source, allowed=SUFFIXES, fix="convert it, or rename it"
-        )
+        fix = unknown_form_fix(path)
+        checks.fail("data", key, "the file's form is not known", found=source, allowed=SUFFIXES, fix=fix)
     elif path.is_dir() and not any(file.suffix.lower() in SUFFIXES for file in path.rglob("*")):
         checks.fail(
             "data", key, "the folder holds no data file", found=source, allowed=SUFFIXES, fix="check the folder's name"

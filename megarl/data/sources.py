@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.data import DataConfig
+from megarl.data.formats import foreign_kind, unknown_form_fix
 from megarl.data.rows import MAX_DEPTH, PROMPT, Row, make_row
 from megarl.errors import ConfigError, DataError, UserError, close_files, close_matches, encoding_fix
 from megarl.imports import import_module
@@ -126,8 +127,17 @@ def _read_file(path: Path) -> list[Row]:
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise DataError("unknown kind of data file", where=str(path), found=path.suffix, allowed=SUFFIXES)
+        raise DataError(
+            "unknown kind of data file",
+            where=str(path),
+            found=path.suffix,
+            allowed=SUFFIXES,
+            fix=unknown_form_fix(path),
+        )
     try:
+        kind = None if reader is _read_parquet else foreign_kind(path)
+        if kind is not None:
+            raise DataError(f"this is {kind[0]}, not text", where=str(path), fix=kind[1])
         return list(reader(path))
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror or error}", where=str(path)) from error
@@ -300,7 +310,13 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             )
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"not a readable parquet file: {error}", where=str(path)) from error
+        kind = foreign_kind(path)
+        raise DataError(
+            f"not a readable parquet file: {error}",
+            where=str(path),
+            found=None if kind is None else kind[0],
+            fix="write the file again; text belongs into a .jsonl, .json or .csv file" if kind is None else kind[1],
+        ) from error
     try:
         values = table.to_pylist()
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # text that is not UTF-8, dates before year 1

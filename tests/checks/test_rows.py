@@ -138,6 +138,11 @@ def test_held_out_prompts_only_count_for_their_jobs(check):
         check([{"prompt": "1-1=", "answer": "0"}], "data.val_files=[train.jsonl]", job="eval")
 
 
+def test_a_prompt_of_the_command_line_is_no_row(check):
+    with pytest.raises(DataError, match=r"^text:1\?1=: the tokenizer has no token for '\?'(?s:.*)write another prompt"):
+        check([GOOD], "data.val_files=['text:1?1=']", job="generate")
+
+
 def test_tokens_are_counted_for_two_seconds_at_most(check):
     rows = [GOOD] * 600 + [{"prompt": "1-1=", "answer": "0"}]
     with pytest.raises(DataError, match=r"train.jsonl:601"):
