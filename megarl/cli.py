@@ -210,7 +210,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
     from megarl.checks.checklist import Checklist
     from megarl.checks.hub import check_hub
     from megarl.checks.plan import make_plan
-    from megarl.config.base import ConfigErrors, raise_problems
+    from megarl.config.base import raise_problems
 
     rows = Checklist()
     try:
@@ -219,8 +219,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
         else:
             rows.skip("rows", "these sources are read when the run starts")
     except UserError as error:
-        for problem in error.problems if isinstance(error, ConfigErrors) else [error]:
-            rows.from_error("rows", problem)
+        rows.from_error("rows", error)
     plan = make_plan(config, arguments.launcher or config.launch.launcher, arguments.command, rows.items)
     print(plan.text, flush=True)
     raise_problems(plan.problems)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megarl.config.base import ConfigErrors
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, UserError
 
@@ -58,8 +59,9 @@ class Checklist:
         return any(check.status == "fail" and check.key == key for check in self.items)
 
     def from_error(self, name: str, error: UserError) -> None:
-        """Note a problem that was raised as an error."""
-        self.items.append(Check("fail", name, error.what, error.where, error.found, error.allowed, error.fix))
+        """Note a problem that was raised as an error, or each of several."""
+        for one in error.problems if isinstance(error, ConfigErrors) else [error]:
+            self.items.append(Check("fail", name, one.what, one.where, one.found, one.allowed, one.fix))
 
     def divides(
         self,

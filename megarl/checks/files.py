@@ -15,7 +15,6 @@ from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
 from megarl.checks.weights import check_weights
-from megarl.config.base import ConfigErrors
 from megarl.config.model import ModelConfig
 from megarl.config.other_names import method_fix
 from megarl.config.run import RunConfig
@@ -286,9 +285,6 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
                 tree = check_reference(name, "reward.name")
                 if tree is not None:
                     check_reward_kwargs(tree, name, config.reward.kwargs)
-        except ConfigErrors as errors:
-            for problem in errors.problems:
-                checks.from_error("reward", problem)
         except ConfigError as error:
             checks.from_error("reward", error)
         else:

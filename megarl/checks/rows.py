@@ -9,25 +9,29 @@ is looked at then, and whether there is a template.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.checks.files import trains_supervised
 from megarl.checks.recipe import ConfigWarning
 from megarl.checks.references import check_reference, signature_of
+from megarl.config.base import as_config_error, raise_problems
 from megarl.config.run import RunConfig
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
 from megarl.data.messages import Message, response_of
 from megarl.data.render import Chat, Split, render_prompts, tokenize, uses_chat, within_limit
-from megarl.data.rows import Row, hidden_columns, reference_of
+from megarl.data.rows import TRUTH, Row, hidden_columns, reference_of
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
 from megarl.data.templates import no_chat_template, prompt_formatter
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError, UserError, close_matches
 from megarl.rewards import REWARDS
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
+from megarl.rewards.registry import KWARGS
 from megarl.rewards.signatures import OWN, columns_of, form_of
 
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
@@ -44,6 +48,7 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     Raises:
         DataError: a broken file, no rows, a missing column, a prompt without tokens, or none that is short enough; file
             and line are named.
+        ConfigErrors: several of these; of each file one of a kind.
         ConfigError: a chat template is asked for, and the tokenizer has none; data.format_prompt does not parse.
     """
     data = config.data
@@ -59,45 +64,87 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     chat = _contents if chats else None
     deadline = clock() + _TOKENIZE_S
     rows = _Rows(config, tokenizer, chat, lambda: clock() < deadline)
-    read = rows.check("val", data.val_files, scored=job != "generate")
-    if job in ("eval", "generate"):
-        return read
-    supervised, examples = trains_supervised(config, job), config.sft.train_files
-    response = config.sft.response_key if supervised else None
-    read |= rows.check("train", data.train_files, None if examples else response, scored=job == "train")
-    if supervised and examples:
-        read |= rows.check("train", examples, response)
+    read = rows.check("val", data.val_files, scored=job != "generate", needless=job == "sft")
+    if job not in ("eval", "generate"):
+        supervised, examples = trains_supervised(config, job), config.sft.train_files
+        response = config.sft.response_key if supervised else None
+        read |= rows.check("train", data.train_files, None if examples else response, scored=job == "train")
+        if supervised and examples:
+            read |= rows.check("train", examples, response)
+    rows.raise_all()
     return read
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Looks at rows until the time is over. `tokenizer`: None where no text is certain."""
+    """Looks at rows until the time is over, and notes problems. `tokenizer`: None where no text is certain."""
 
     config: RunConfig
     tokenizer: LightTokenizer | None
     chat: Chat | None
     in_time: Callable[[], bool]
+    problems: list[UserError] = field(default_factory=list)
 
-    def check(self, split: Split, sources: list[str], response: str | None = None, *, scored: bool = False) -> bool:
-        """The rows of a split, and whether any was read.
+    def check(
+        self,
+        split: Split,
+        sources: list[str],
+        response: str | None = None,
+        *,
+        scored: bool = False,
+        needless: bool = False,
+    ) -> bool:
+        """Note what is wrong with the rows of a split; returns whether any was read.
 
         Args:
             response: the column that supervised examples learn.
             scored: samples of them get a score.
+            needless: the job can do without the split.
         """
-        data, whole = self.config.data, self.config.whole_conversations
-        known = [row for source in sources if _is_readable_here(source) for row in load_rows(source)]
-        for row in known:
-            row.column(data.prompt_key, "data.prompt_key")
+        known: list[Row] = []
+        before = len(self.problems)
+        for source in filter(_is_readable_here, sources):
+            with self._noted():
+                rows = load_rows(source)
+                known += rows
+                with self._noted():
+                    for row in rows:
+                        row.column(self.config.data.prompt_key, "data.prompt_key")
+                if scored:
+                    with self._noted():
+                        self._check_answers(rows, needless)
+                    with self._noted():
+                        self._check_parameters(rows)
         if scored:
-            self._check_answers(known)
-            self._check_columns(known)
+            self._warn_of_names(known)
+        if len(self.problems) == before:
+            with self._noted():
+                self._check_texts(split, sources, known, response)
+        self.problems[:] = self.problems[before:] + self.problems[:before]  # the rows that are trained on come first
+        return bool(known)
+
+    def raise_all(self) -> None:
+        """Raise what was noted, if anything was."""
+        each = {str(problem): problem for problem in self.problems}  # a file may be named twice
+        if len(each) == 1:
+            raise next(iter(each.values()))
+        raise_problems([as_config_error(problem) for problem in each.values()])
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            self.problems.append(error)
+
+    def _check_texts(self, split: Split, sources: list[str], known: list[Row], response: str | None) -> None:
+        """Render and tokenise, as long as there is time."""
+        data, whole = self.config.data, self.config.whole_conversations
         answers = [self._response(row, response) for row in known if response]
         ids: list[list[int]] = []
         for start in range(0, len(known), _AT_ONCE):
             if not self.in_time():
-                return True
+                return
             rows = known[start : start + _AT_ONCE]
             texts = render_prompts(data, self.chat, rows, whole=whole)
             if self.tokenizer is None:
@@ -107,42 +154,103 @@ class _Rows:
             tokenize(self.tokenizer, [answers[i] for i in learnt], [known[i] for i in learnt], special=False)
         if len(ids) == len(known) and all(_is_readable_here(source) for source in sources) and known:
             within_limit(data, split, known, ids)
-        return bool(known)
 
-    def _check_answers(self, rows: Sequence[Row]) -> None:
-        key = self.config.data.answer_key
+    def _check_answers(self, rows: Sequence[Row], needless: bool) -> None:
+        key, reward = self.config.data.answer_key, self.config.reward.name
         if not reads_answers(self.config):
             return
-        answers = [(row, reference_of(row, key, demanded=True)) for row in rows]
-        if uses_reward(self.config):
-            check_answers(self.config.reward, key, answers)
-
-    def _check_columns(self, rows: Sequence[Row]) -> None:
-        """What a user's reward function reads: columns that it takes as parameters, and those that samples hide."""
-        config, name = self.config, self.config.reward.name
-        if name in REWARDS.names() or not uses_reward(config):
+        answers = []
+        for row in rows:
+            try:
+                answers.append((row, reference_of(row, key, demanded=True)))
+            except DataError as error:
+                if not needless:
+                    raise
+                instead = f"; held-out rows are scored by {reward}: without, leave data.val_files out"
+                raise DataError(
+                    error.what, where=error.where, found=error.found, allowed=error.allowed, fix=f"{error.fix}{instead}"
+                ) from error
+        if not uses_reward(self.config):
             return
+        check_answers(self.config.reward, key, answers)
+        objects = [value for _, value in answers if isinstance(value, dict) and TRUTH in value]
+        if objects and reward not in REWARDS.names():
+            what = f"the reference answers are objects, which {reward} gets whole"
+            _warn(
+                what, "data.answer_key", str(objects[0])[:100], f"set data.answer_key={key}.{TRUTH} for what is in them"
+            )
+
+    def _signature(self) -> inspect.Signature | None:
+        """What a user's reward function takes; None: not known, or an included reward."""
+        name = self.config.reward.name
+        if name in REWARDS.names() or not uses_reward(self.config):
+            return None
         tree = check_reference(name, REWARDS.key)
-        signature = None if tree is None else signature_of(tree, name)
-        wanted = [] if signature is None else columns_of(signature, config.reward.kwargs)
-        hidden: dict[str, None] = {}
+        return None if tree is None else signature_of(tree, name)
+
+    def _check_parameters(self, rows: Sequence[Row]) -> None:
+        """Columns that a user's reward function takes as parameters have to be there."""
+        signature, name = self._signature(), self.config.reward.name
+        wanted = [] if signature is None else columns_of(signature, self.config.reward.kwargs)
         for row in rows:
             for column in wanted:
-                if column not in ("answer", "data_source"):
-                    row.column(column, f"the parameter {column} of {name}")
+                if column not in row and column not in ("answer", "data_source"):
+                    raise _no_parameter(row, column, name, self.config.data.answer_key)
+
+    def _warn_of_names(self, rows: Sequence[Row]) -> None:
+        """Columns that samples hide from a user's reward function, and settings that were meant to be columns."""
+        signature, config = self._signature(), self.config
+        if signature is None:
+            return
+        name = config.reward.name
+        if form_of(signature) is not OWN:
+            for key, value in config.reward.kwargs.items():
+                if isinstance(value, str) and rows and rows[0].has(value):
+                    what = f"this is the name of a column, and {name} gets the text itself, not what is in the column"
+                    fix = _rename_fix(key, value, name)
+                    _warn(what, f"{KWARGS}.{key}", value, fix)
+            return
+        hidden: dict[str, None] = {}
+        for row in rows:
             hidden |= dict.fromkeys(hidden_columns(row, config.data.prompt_key, config.data.answer_key))
-        if hidden and signature is not None and form_of(signature) is OWN:
-            problem = ConfigError(
+        if hidden:
+            what = (
                 "samples have values of their own under these names, so that a reward finds the columns in "
-                f"sample['row'] only: {', '.join(hidden)}",
-                where=name,
-                fix="read them there, or rename the columns",
+                f"sample['row'] only: {', '.join(hidden)}"
             )
-            warnings.warn(str(problem), ConfigWarning, stacklevel=2)
+            _warn(what, name, None, "read them there, or rename the columns")
 
     def _response(self, row: Row, key: str) -> str:
         """A response to learn, as text: all that is said in it."""
         return "".join(message["content"] for message in response_of(row, self.config.data.prompt_key, key))
+
+
+def _no_parameter(row: Row, column: str, name: str, answer_key: str | None) -> DataError:
+    """The error for a row without a column that a user's reward function takes as a parameter."""
+    near = next(iter(close_matches(column, row)), None)
+    holder = f"{near!r}" if near else "the column that holds it"
+    answer = f"; for the reference answer, call the parameter answer: data.answer_key ({answer_key}) leads to it"
+    return DataError(
+        f"no column {column!r}",
+        where=row.where,
+        found=f"the parameter {column} of {name}",
+        allowed=f"columns here: {', '.join(row)}",
+        fix=f"rename the parameter to {holder}, or the column to {column!r}{answer}",
+    )
+
+
+def _rename_fix(key: str, value: str, name: str) -> str:
+    """What to do where a setting has the name of a column."""
+    top = value.partition(".")[0]
+    inner = f", and read {value} in it" if top != value else ""
+    return (
+        f"call the parameter {key} of {name} {top}{inner}, and remove this; or, for the reference answer, call it "
+        f"answer and set data.answer_key={value}"
+    )
+
+
+def _warn(what: str, where: str, found: object, fix: str) -> None:
+    warnings.warn(str(ConfigError(what, where=where, found=found, fix=fix)), ConfigWarning, stacklevel=3)
 
 
 def _contents(messages: Sequence[Message], row: Row) -> str:
@@ -151,13 +259,13 @@ def _contents(messages: Sequence[Message], row: Row) -> str:
 
 
 def _is_readable_here(source: str) -> bool:
-    """True for a file, or a folder of files, that is read quickly."""
+    """True for a file, or a folder of files, that is read quickly; what is none has been refused already."""
     if source.startswith(TEXT):
         return True
     path = Path(source).expanduser()
     if path.is_file():
-        return path.stat().st_size <= _READ_BYTES
+        return path.suffix.lower() in SUFFIXES and path.stat().st_size <= _READ_BYTES
     if not path.is_dir() or (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return False
     files = [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES]
-    return sum(file.stat().st_size for file in files) <= _READ_BYTES
+    return bool(files) and sum(file.stat().st_size for file in files) <= _READ_BYTES

@@ -9,7 +9,7 @@ import annotated_types
 from pydantic import BaseModel, ConfigDict, field_validator
 from pydantic_core import PydanticCustomError
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UserError
 
 #: Largest integer of a recipe: beyond it JSON and floating-point numbers lose digits, and no count is as large.
 LARGEST = 2**53
@@ -67,6 +67,11 @@ class ConfigErrors(ConfigError):
         self.problems = list(problems)
         numbered = [f"{number}. {problem}" for number, problem in enumerate(problems, 1)]
         super().__init__("\n".join([f"{len(problems)} problems in the configuration", *numbered]))
+
+
+def as_config_error(error: UserError) -> ConfigError:
+    """The same problem, to be listed among others."""
+    return ConfigError(error.what, where=error.where, found=error.found, allowed=error.allowed, fix=error.fix)
 
 
 def raise_problems(problems: Sequence[ConfigError]) -> None:

@@ -15,7 +15,8 @@ MAX_DEPTH = 64  # lists and objects inside one another; rows are walked recursiv
 SAMPLE_KEYS = frozenset(
     {"uid", "prompt", "response", "answer", "finish_reason", "response_length", "transcript", "messages", "row"}
 )
-_TRUTH = "ground_truth"  # the answer in verl's `reward_model`
+#: The answer in verl's `reward_model`.
+TRUTH = "ground_truth"
 
 
 PROMPT = "prompt"
@@ -63,6 +64,14 @@ class Row(dict):
             return _inside(self, name.split("."), "")
         except _Missing as missing:
             raise self._no_column(name, key, missing) from None
+
+    def has(self, name: str) -> bool:
+        """Whether `column` finds this one."""
+        try:
+            _inside(self, name.split("."), "")
+        except _Missing:
+            return False
+        return True
 
     def _no_column(self, name: str, key: str, missing: _Missing) -> DataError:
         within = f" in {missing.before!r}" if missing.before else ""
@@ -121,7 +130,7 @@ def _hint(row: Row, key: str) -> str:
             "(megarl sft with sft.response_key: chosen), and RL needs prompts and a reward"
         )
     if key == "data.answer_key":
-        inner = [f"{name}.{_TRUTH}" for name, value in row.items() if isinstance(value, dict) and _TRUTH in value]
+        inner = [f"{name}.{TRUTH}" for name, value in row.items() if isinstance(value, dict) and TRUTH in value]
         return f", such as {inner[0]!r}" if inner else ""
     talks = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     talks = [name for name in talks if {"role", "from"} & row[name][0].keys()]

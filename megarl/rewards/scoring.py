@@ -111,7 +111,9 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
     except _Refused as error:
         return ScoringFailure(str(error))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: where functions run no signal raises it
-        return ScoringFailure(f"raised {type(error).__name__}: {error}".rstrip(": "), location(error, scorer.file))
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        reason = f"raised {type(error).__name__}: {error}".rstrip(": ")
+        return ScoringFailure(f"{reason}{notes}", location(error, scorer.file))
 
 
 def _checked(value: Any) -> Result:

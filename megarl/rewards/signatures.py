@@ -95,9 +95,22 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
         return one if mode == "sequential" else lambda samples, **kwargs: [one(sample, **kwargs) for sample in samples]
 
     def call(samples: list[Sample], **kwargs: Any) -> Any:
-        return _awaited(function(**_arguments(form, signature, samples, kwargs)))
+        arguments = _arguments(form, signature, samples, kwargs)
+        try:
+            return _awaited(function(**arguments))
+        except (AttributeError, TypeError) as error:
+            if any(kind in str(error) for kind in ("'list'", "'dict'", "list indices", "string ind", "'str'")):
+                error.add_note(_completions_are(samples))
+            raise
 
     return call if mode == "batch" else lambda sample, **kwargs: call([sample], **kwargs)[0]
+
+
+def _completions_are(samples: Sequence[Sample]) -> str:
+    """The form of TRL's completions, for a function that fails as one that expects the other form does."""
+    if any(sample.get("messages") is not None for sample in samples):
+        return 'prompts are messages here, so that each completion is a list of messages: c[0]["content"] is its text'
+    return "prompts are text here, so that each completion is text, not a list of messages"
 
 
 def _arguments(

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import tokenizers
 from megarl.checks.arguments import check_arguments
 from megarl.checks.recipe import ConfigWarning
 from megarl.checks.rows import check_rows
+from megarl.config.base import ConfigErrors
 from megarl.config.load import load_config
 from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer
 from megarl.data.tokenizer import character_tokenizer
@@ -117,10 +119,62 @@ def test_columns_that_a_reward_reads_are_looked_for(check, tmp_path):
     )
     with pytest.raises(DataError, match=r"train.jsonl:2: no column 'solution'(?s:.*)the parameter solution of rewards"):
         check([{**GOOD, "solution": "2"}, GOOD], "reward.name=rewards.py:trl")
+    with pytest.raises(
+        DataError, match=r"rename the parameter to the column(?s:.*)call the parameter answer: data.ans"
+    ):
+        check([{"prompt": chat("1+1="), "answer": "2"}], "reward.name=rewards.py:trl")
     check([GOOD], "reward={name: rewards.py:trl, kwargs: {solution: 2}}")
+    with pytest.warns(
+        ConfigWarning, match=r"reward.kwargs.solution: this is the name of a column(?s:.*)call the param"
+    ):
+        check([GOOD], "reward={name: rewards.py:trl, kwargs: {solution: answer}}")
+    nested = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+    with pytest.warns(
+        ConfigWarning, match=r"solution reward_model, and read reward_model.ground_truth in it|solution of"
+    ):
+        check([nested], "reward={name: rewards.py:trl, kwargs: {solution: reward_model.ground_truth}}")
     check([{"prompt": "1+1="}], "reward.name=rewards.py:own")  # which reads no answer
     with pytest.warns(ConfigWarning, match=r"rewards.py:own: samples have values of their own (?s:.*)uid, response"):
         check([{**GOOD, "uid": "x7", "response": "3"}], "reward.name=rewards.py:own")
+
+
+def test_an_answer_in_an_object_is_named_for_functions_of_users(check, tmp_path):
+    (tmp_path / "rewards.py").write_text("def verl(solution_str, ground_truth, **kwargs):\n    return 0.0\n")
+    rows = [{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}]
+    with pytest.warns(ConfigWarning, match=r"data.answer_key: (?s:.*)set data.answer_key=reward_model.ground_truth"):
+        check(rows, "reward.name=rewards.py:verl", "data.answer_key=reward_model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(rows, "reward.name=rewards.py:verl", "data.answer_key=reward_model.ground_truth")
+
+
+def test_held_out_rows_of_supervised_runs_may_be_left_out(check):
+    talk, keys = [{"prompt": "1+1=", "learn": "2"}], ["sft.response_key=learn", "data.val_files=[train.jsonl]"]
+    with pytest.raises(
+        DataError, match=r"no column 'answer'(?s:.*)scored by exact_match: without, leave data.val_files"
+    ):
+        check(talk, *keys, job="sft")
+    check(talk, *keys, "reward.name=format", job="sft")
+    with pytest.raises(DataError, match=r"no column 'answer'(?s:.*)holds it$"):
+        check(talk, *keys, job="eval")
+
+
+def test_problems_of_several_files_come_together(check, tmp_path):
+    (tmp_path / "val.jsonl").write_text(json.dumps({"question": "1+1="}) + "\n")
+    with pytest.raises(ConfigErrors) as caught:
+        check([{"prompt": "1+1="}, {}], "data.val_files=[val.jsonl, val.jsonl]")
+    assert [(problem.where, problem.what) for problem in caught.value.problems] == [
+        ("train.jsonl:2", "no column 'prompt'"),
+        ("train.jsonl:1", "no column 'answer'"),
+        ("val.jsonl:1", "no column 'prompt'"),
+        ("val.jsonl:1", "no column 'answer'"),
+    ]
+
+
+def test_files_that_the_recipes_checks_refuse_are_not_read(check, tmp_path):
+    (tmp_path / "rows.py").write_text("")
+    (tmp_path / "empty").mkdir()
+    check([GOOD], "data.val_files=[rows.py, empty]")
 
 
 def test_answers_are_those_that_the_reward_can_use(check):

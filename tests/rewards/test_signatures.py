@@ -44,6 +44,12 @@ REWARDS = """
         right = float(solution_str == ground_truth and data_source == "sums")
         return {"overall": right, "level": (extra_info or {}).get("index", 0)}
 
+    def strips(completions, **kwargs):
+        return [float(c.strip() == "2") for c in completions]
+
+    def reads(completions, **kwargs):
+        return [float(c[0]["content"] == "2") for c in completions]
+
     async def later(samples):
         return [float(s["response"] == s["answer"]) for s in samples]
 
@@ -75,6 +81,13 @@ def test_completions_of_plain_prompts_are_texts(mode):
 @pytest.mark.parametrize("mode", ["batch", "sequential"])
 def test_completions_of_messages_are_messages_and_columns_come_by_name(mode):
     assert scores("talks", TALK, {**TALK, "response": "x"}, mode=mode) == [{"overall": 4.0}, {"overall": 3.0}]
+
+
+def test_completions_of_the_other_form_are_told_in_the_failure():
+    talk, text = scores("strips", TALK)[0], scores("reads", PLAIN)[0]
+    assert "no attribute 'strip' (prompts are messages here" in talk
+    assert 'a list of messages: c[0]["content"] is its text' in talk
+    assert "(prompts are text here, so that each completion is text" in text
 
 
 def test_columns_are_the_rows_own_and_settings_are_those_of_the_recipe():
