@@ -20,6 +20,7 @@ from megarl.checks import epochs
 from megarl.checks import plan_command as planning
 from megarl.credentials import mask
 from megarl.errors import ConfigError, MegarlError, UserError
+from megarl.parser import Parser
 from megarl.simulation import command as simulation
 from megarl.unread import nobody_reads, run_quietly
 
@@ -45,26 +46,9 @@ Start here:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse's errors, but for a missing recipe, where a person needs to know which there are."""
-
-    def error(self, message: str) -> NoReturn:
-        if not message.endswith("required: RECIPE") and "required: RECIPE," not in message:
-            super().error(message)
-        from megarl.config.load import allowed_recipes
-
-        problem = UserError(
-            "no recipe is named",
-            where=self.prog,
-            allowed=allowed_recipes(takes_runs=self.prog.endswith((" eval", " generate"))),
-            fix=f"for example: {self.prog} grpo_quickstart",
-        )
-        self.exit(problem.exit_code, f"megarl: {problem}\n")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands and their arguments."""
-    parser = _Parser(
+    parser = Parser(
         prog="megarl",
         description="Large-scale post-training of language models on Megatron-Core.",
         epilog=START,
@@ -121,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_formulas(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_formulas(commands: argparse._SubParsersAction[Parser]) -> None:
     """Commands that say beforehand what a run would do."""
     plan = commands.add_parser(
         "plan",
@@ -141,7 +125,7 @@ def _add_formulas(commands: argparse._SubParsersAction[_Parser]) -> None:
     simulate.set_defaults(run=_simulate)
 
 
-def _add_parity(checks: argparse._SubParsersAction[_Parser]) -> None:
+def _add_parity(checks: argparse._SubParsersAction[Parser]) -> None:
     parity = checks.add_parser(
         "parity",
         help="find where transformers, the Megatron engine and an SGLang server part ways on the same tokens",

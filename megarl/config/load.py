@@ -31,6 +31,7 @@ from megarl.config.fields import (
     wrong_value,
 )
 from megarl.config.other_names import unknown_keys
+from megarl.config.overrides import FORM, take_apart
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
 from megarl.credentials import take_out
@@ -80,7 +81,7 @@ def load_config(
     defaults = Document(RunConfig(name="").model_dump())
     _merge(defaults, document)
     document = defaults
-    problems: list[ConfigError] = []
+    overrides, problems = take_apart(overrides)
     given: set[tuple[str, ...]] = set()
     for text in overrides:
         try:
@@ -293,7 +294,7 @@ def _apply_override(document: Document, text: str) -> set[tuple[str, ...]]:
     dotted = dotted.strip()
     where = f"override {text!r}"
     if not equals or not dotted:
-        raise ConfigError("an override has the form key.path=value", where=where, fix="for example actor.optim.lr=1e-6")
+        raise ConfigError(FORM, where=where, fix="for example actor.optim.lr=1e-6")
     path = tuple(dotted.split("."))
     key = find_key(path)
     if key is None:

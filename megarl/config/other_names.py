@@ -344,10 +344,22 @@ def _keys_ending(path: tuple[str, ...]) -> list[str]:
 
 
 def option_meaning(options: Sequence[str]) -> str:
-    """The same for the first option of a command line that another project has: `; ` and what to do, or nothing."""
-    names = (text.lstrip("-").partition("=")[0].replace("-", "_") for text in options if text.startswith("--"))
-    meant = next(filter(None, (meaning_of(tuple(name.split("."))) for name in names)), None)
-    return f"; {meant}" if meant is not None else ""
+    """The same for the first option of a command line that is a key here or in another project.
+
+    Returns:
+        `; ` and what to do, or nothing.
+    """
+    for text in options:
+        name, _, value = text.lstrip("-").partition("=")
+        path = tuple(name.replace("-", "_").split("."))
+        if not text.startswith("--"):
+            continue
+        if len(path) > 1 and find_key(path) is not None:
+            return f"; write {'.'.join(path)}={value or 'VALUE'}, without dashes"
+        meant = meaning_of(path)
+        if meant is not None:
+            return f"; {meant}"
+    return ""
 
 
 def method_fix(name: str, known: Sequence[str]) -> str | None:

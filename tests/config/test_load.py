@@ -214,6 +214,14 @@ def test_bad_override_is_quoted(write, override, parts):
         assert part in text
 
 
+@pytest.mark.parametrize("given", [["10"], ["=10"], ["=", "10"]])
+def test_a_key_and_its_value_as_two_arguments_are_told_how_to_join_them(write, given):
+    text = message(write("{}"), "trainer.seed=1", "trainer.steps", *given, "data.shuffle=true")
+    assert text.startswith("override 'trainer.steps': an override has the form key.path=value")
+    assert "fix:     write trainer.steps=10" in text
+    assert "problems" not in text
+
+
 @pytest.mark.parametrize(("encoding", "kind"), [("latin-1", "Latin-1"), ("utf-16", "UTF-16")])
 def test_a_recipe_in_another_encoding_says_which_and_how_to_convert_it(write, tmp_path, encoding, kind):
     (tmp_path / "odd.yaml").write_bytes("name: x\ntracking: {dir: l\xe4ufe}\n".encode(encoding))

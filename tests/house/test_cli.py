@@ -63,6 +63,12 @@ def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:
     ("command", "found", "fix"),
     [
         (["train", "r.yaml", "--bogus", "a=1"], "'--bogus'", "megarl train --help"),
+        (
+            ["train", "r.yaml", "--trainer.steps=10"],
+            "'--trainer.steps=10'",
+            "megarl train --help tells which it has; keys "
+            "of the recipe are written key.path=value; write trainer.steps=10, without dashes",
+        ),
         (["report", "run", "another", "--bogus"], "'another --bogus'", "megarl report --help"),
     ],
 )
@@ -74,6 +80,27 @@ def test_an_unknown_argument_is_named(
     assert f"megarl: megarl {command[0]}: this command has no such argument" in shown
     assert f"found:   {found}\n" in shown
     assert f"fix:     {fix}" in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["trian", "x"], ["megarl: unknown command\n", "found:   'trian'", "allowed: train, sft, ", "mean train?"]),
+        (["zzz"], ["megarl: unknown command\n", "fix:     megarl --help tells"]),
+        (["doctor", "parityy"], ["megarl doctor: unknown check\n", "did you mean parity?"]),
+        (["train", "r.yaml", "--launcher", "rey"], ["--launcher has an unknown value\n", "did you mean ray?"]),
+    ],
+)
+def test_a_misspelt_choice_is_told_the_near_one(
+    command: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(command)
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert "usage" not in shown
+    for word in words:
+        assert word in shown
 
 
 @pytest.mark.parametrize(

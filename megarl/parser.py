@@ -1,0 +1,44 @@
+"""How the command line is read: argparse, with errors that say what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import NoReturn
+
+from megarl.errors import UserError, close_matches
+
+_CHOICE = re.compile(r"(?s)argument (?P<what>.+?): invalid choice: (?P<found>.+) \(choose from (?P<allowed>.+)\)")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's errors; for a missing recipe or a misspelt choice those of this project, which say what there is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong with the arguments, and exit with 2."""
+        choice = _CHOICE.fullmatch(message)
+        if choice is not None:
+            self._refuse(self._misspelt(**choice.groupdict()))
+        if message.endswith("required: RECIPE") or "required: RECIPE," in message:
+            self._refuse(self._no_recipe())
+        super().error(message)
+
+    def _refuse(self, problem: UserError) -> NoReturn:
+        self.exit(problem.exit_code, f"megarl: {problem}\n")
+
+    def _misspelt(self, what: str, found: str, allowed: str) -> UserError:
+        word, names = found.strip("'"), [name.strip("'") for name in allowed.split(", ")]
+        near = close_matches(word, names, cutoff=0.6)
+        kind = f"unknown {what.lower()}" if what.isupper() else f"{what} has an unknown value"
+        fix = f"did you mean {near[0]}?" if near else f"{self.prog} --help tells what each does"
+        return UserError(kind, where=self.prog, found=word, allowed=names, fix=fix)
+
+    def _no_recipe(self) -> UserError:
+        from megarl.config.load import allowed_recipes
+
+        return UserError(
+            "no recipe is named",
+            where=self.prog,
+            allowed=allowed_recipes(takes_runs=self.prog.endswith((" eval", " generate"))),
+            fix=f"for example: {self.prog} grpo_quickstart",
+        )
