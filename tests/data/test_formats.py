@@ -15,7 +15,7 @@ from megarl.config.run import RunConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import DataError
+from megarl.errors import DataError, UserError
 from megarl.runtime.setup import _prompts
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?$+=[]<>|/{}\\-'\n"
@@ -149,7 +149,7 @@ def test_ultrafeedback_and_other_preferences(recipe, tokenizer):
     keys = ["data.prompt_key=instruction", "sft.response_key=completions.0.response"]
     assert examples(recipe([first], *keys), tokenizer).responses == ["4"]
     pair = {"chosen": "4", "rejected": "5"}  # the implicit and the explicit form, as text
-    with pytest.raises(DataError, match=r"no column 'prompt'(?s:.*)pair of preferences(?s:.*)sft.response_key: chosen"):
+    with pytest.raises(UserError, match=r"no column 'prompt'(?s:.*)pair of preferences(?s:.*)sft.response_key: chosen"):
         check_rows(recipe([pair]), "train")
     with pytest.raises(DataError, match=r"no column 'answer'(?s:.*)pair of preferences"):
         check_rows(recipe([{"prompt": "2+2", **pair}]), "train")
