@@ -120,10 +120,10 @@ def killed_in_step_4(recipe: str, run_dir: str, overrides: list[str], teams: lis
 
     generate = rollout.generate
 
-    def drawing(c: Any, *arguments: Any) -> Any:
+    def drawing(c: Any, *arguments: Any, **named: Any) -> Any:
         if c.step == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return generate(c, *arguments)
+        return generate(c, *arguments, **named)
 
     rollout.generate = drawing
     harness.work_of_rank(recipe, run_dir, overrides, teams)
