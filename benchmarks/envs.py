@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dict[str, Any]:
-    """What `steps` environment steps of every process come to; `record`: frames of a clip of each episode.
+    """Measure `steps` environment steps of every process; `record`: frames of a clip of each episode.
 
     Raises:
         WorkerError: a simulator failed.

@@ -1,4 +1,4 @@
-"""What the reward `math` pays for: answers with one wrong character, and right answers in other forms.
+"""Measure which answers the reward `math` accepts: answers with one wrong character, and right answers in other forms.
 
     python -m megarl.benchmarks.mutations
     python -m megarl.benchmarks.mutations --json benchmarks/results

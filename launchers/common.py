@@ -157,7 +157,7 @@ class Workers(Protocol):
 
 
 def code_of(run_dir: Path, rank: int, code: int) -> int:
-    """What `Workers.poll` says of a process on this machine that ended with `code`."""
+    """The code that `Workers.poll` gives for a process on this machine that ended with `code`."""
     if code:
         return code
     beat = read_beat(run_dir, rank)
@@ -260,15 +260,20 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 ignore_signals()
                 attempts.stop()
                 if node_rank() == 0:  # whose lock on the folder says that no other launcher's token is there
-                    if ended == "finished":
-                        resolved.take_up(run_dir)
-                    clear(run_dir)
-                    if attempts.started and ended != "finished":
-                        close_run(run_dir, ended)
-                    if attempts.started and placement is not None and placement.separate:
-                        complete_trace(run_dir)
+                    _leave_folder(run_dir, ended, attempts.started, placement)
                 with contextlib.suppress(OSError):
                     remove_leftovers()  # of workers that had to be killed
+
+
+def _leave_folder(run_dir: Path, ended: Status, started: bool, placement: Placement | None) -> None:
+    """Complete the records of a run that has ended, and remove the files that only workers need."""
+    if ended == "finished":
+        resolved.take_up(run_dir)
+    clear(run_dir)
+    if started and ended != "finished":
+        close_run(run_dir, ended)
+    if started and placement is not None and placement.separate:
+        complete_trace(run_dir)
 
 
 def prepare(job: Job) -> None:

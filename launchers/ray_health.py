@@ -57,7 +57,7 @@ class OwnRay:
             shutil.rmtree(self._session, ignore_errors=True)
 
     def lost(self) -> str | None:
-        """What has died, how, and what to do; None: it lives."""
+        """Say which part of Ray has died, how, and the fix; None: it lives."""
         if self._lost is None:
             dead = next((part for part in self._parts if not part.is_running() or _is_zombie(part)), None)
             logs = "" if self._session is None else f"\n  logs:    {self._session / 'logs'}, until the next start"

@@ -52,7 +52,7 @@ class Folder:
         self._told_alive = 0.0
 
     def _plan(self) -> dict[str, Any]:
-        """What `megarl launch` has written for the driver.
+        """Read the plan that `megarl launch` has written for the driver.
 
         Raises:
             SystemExit: it is gone or damaged.
@@ -87,7 +87,7 @@ class Folder:
             print(f"megarl: {file} cannot be written: {error}", flush=True)
 
     def state(self) -> dict[str, Any]:
-        """What the jobs of a run know of each other; without a readable file, what a first job knows."""
+        """Read the state that the jobs of a run share; without a readable file it is that of a first job."""
         return {
             "process": None,
             "failures": 0,
