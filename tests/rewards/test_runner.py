@@ -1,6 +1,4 @@
 import inspect
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -221,8 +219,10 @@ def test_dead_process_is_recognised_and_replaced(file):
 
 def test_process_killed_while_idle_is_replaced(file):
     with build_reward(config(f"{file}:one", workers=1)) as runner:
-        os.kill(runner._pool._workers[0].process.pid, signal.SIGKILL)
-        time.sleep(0.1)
+        process = psutil.Process(runner._pool._workers[0].process.pid)
+        children = process.children(recursive=True)
+        process.kill()
+        assert not psutil.wait_procs(children, timeout=20)[1], "the worker, a child, ends a moment after its guardian"
         assert runner.result(runner.submit(samples("abc"))) == [{"overall": 3.0}]
 
 
