@@ -7,6 +7,7 @@ and place of every tensor. Reading the headers of a model of 100 files takes a f
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,8 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     Raises:
         ConfigError: it is no such file, or it ends before its last tensor does.
     """
-    size = file.stat().st_size
     with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size  # of the open file: NFS may know an older size of a name
         length = int.from_bytes(opened.read(8), "little")
         if length > min(_LONGEST_HEADER, size - 8):
             raise ConfigError(

@@ -35,7 +35,7 @@ import megarl
 from megarl.artifacts.trained import best_step, steps_in
 from megarl.comm import WorkerGroup
 from megarl.training import old_format
-from megarl.training.intact import Seal, faults, few, seal_text
+from megarl.training.intact import Seal, faults, few, seal_text, size_at
 from megarl.training.rng import load_rng
 from megarl.training.saving import Saving, drop_seals, shard_name
 from megarl.training.sharded_state import load_engines, refuse_foreign, weight_boxes, world_of
@@ -120,7 +120,7 @@ def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, seal
     """All files are on disk: make the folder the checkpoint, and drop old ones."""
     root, step = folder.parent, meta["step"]
     for name, (size, _) in seals.items():  # as this machine sees the folder, which others have written into
-        if (folder / name).stat().st_size != size:
+        if size_at(folder / name) != size:
             raise OSError(errno.EIO, f"of other size than the {size:,} bytes that were written", str(folder / name))
     whole = {**meta, "files": seals}
     (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_seal(whole)}, indent=1))

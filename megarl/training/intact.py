@@ -6,9 +6,10 @@ file is what takes the time. It finds damage, not forgery.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import xxhash
 
@@ -20,15 +21,26 @@ Seal: TypeAlias = list[int | str]
 _CHUNK = 16 << 20
 
 
-def seal_of(path: Path) -> Seal:
-    """Size and checksum of a file, read once."""
+def seal_of(file: BinaryIO) -> Seal:
+    """Size and checksum of an open file, read once."""
     checksum, size = xxhash.xxh3_64(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            checksum.update(chunk)
-            size += len(chunk)
-            beat()
+    while chunk := file.read(_CHUNK):
+        checksum.update(chunk)
+        size += len(chunk)
+        beat()
     return [size, checksum.hexdigest()]
+
+
+def opened_size(file: BinaryIO) -> int:
+    """Bytes of an open file. What its name is told (`Path.stat`) may be of before: NFS keeps attributes of names for up
+    to a minute, and asks its server again when a file is opened."""
+    return os.fstat(file.fileno()).st_size
+
+
+def size_at(path: Path) -> int:
+    """`opened_size` the file that has this name now."""
+    with path.open("rb") as file:
+        return opened_size(file)
 
 
 def seal_text(text: str) -> str:
@@ -61,9 +73,10 @@ def few(lines: list[str], n: int = 4) -> str:
 def _fault(path: Path, seal: Seal, stranger: Callable[[Path], str | None]) -> str | None:
     size, checksum = seal
     try:
-        found = path.stat().st_size
-        if found == size and seal_of(path)[1] == checksum:
-            return None
+        with path.open("rb") as file:
+            found = opened_size(file)
+            if found == size and seal_of(file)[1] == checksum:
+                return None
         if why := stranger(path):
             return f"{path.name} {why}"
         if found != size:

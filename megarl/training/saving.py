@@ -26,7 +26,7 @@ from megarl.comm import WorkerGroup
 from megarl.errors import WorkerError
 from megarl.phase import beat, current, phase
 from megarl.processes import write_atomically
-from megarl.training.intact import Seal, few
+from megarl.training.intact import Seal, few, size_at
 from megarl.training.shards import CheckpointError, Snapshot, write_file
 
 _POLL_S = 0.05
@@ -155,7 +155,7 @@ class Saving:
         size = 0
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # a file that gets its name
-                size += 0 if path.name in own else path.stat().st_size
+                size += 0 if path.name in own else size_at(path)
         return size
 
     def _await_seals(self, team: str, workers: range) -> None:

@@ -22,7 +22,7 @@ from megarl.device import has_cuda, synchronize
 from megarl.errors import UserError
 from megarl.phase import beat
 from megarl.training.boxes import Box, Shape, overlap
-from megarl.training.intact import Seal
+from megarl.training.intact import Seal, opened_size, size_at
 
 #: dtypes as the format calls them
 NAMES = {
@@ -118,7 +118,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
+            if length > opened_size(file):
                 raise ValueError("its header is longer than the file")
             return json.loads(file.read(length)), 8 + length
     except (OSError, ValueError) as error:
@@ -183,7 +183,7 @@ def fill(boxes: Sequence[Box], index: Index, folder: Path) -> None:
                 continue
             if name not in files:  # mapped: only the pages that are read come into memory
                 path = folder / name
-                files[name] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+                files[name] = torch.from_file(str(path), size=size_at(path), dtype=torch.uint8)
             mine, theirs = common
             target = box.data[mine]
             target.copy_(_tensor(files[name], begin, _DTYPES[dtype], tuple(shape))[theirs])

@@ -133,6 +133,7 @@ def _names(file: Path) -> list[str]:
     with file.open("rb") as handle:
         size = int.from_bytes(handle.read(8), "little")
         table = json.loads(handle.read(size))
-    if file.stat().st_size < 8 + size + max(e["data_offsets"][1] for n, e in table.items() if n != "__metadata__"):
+        there = os.fstat(handle.fileno()).st_size  # of the open file: NFS may know an older size of a name
+    if there < 8 + size + max(e["data_offsets"][1] for n, e in table.items() if n != "__metadata__"):
         raise WorkerError(f"{file}: shorter than its header says")
     return [name for name in table if name != "__metadata__"]
