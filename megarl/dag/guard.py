@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.dag.node import Node
 from megarl.data.batch import Batch, Jagged
+from megarl.data.fields import known
 from megarl.errors import MegarlError
 
 
@@ -76,6 +77,14 @@ class GuardedBatch(Batch):
 
     def set(self, name: str, value: Tensor | Jagged | list) -> None:
         """As `Batch.set`; what the stage has set it may read."""
+        field = known(name)
+        if field is not None and (found := field.misfit(value)):
+            raise ContractError(
+                f"node {self._node.id!r} ({self._node.func_name}) sets {name!r} to a value of another form\n"
+                f"  found:   {found}\n"
+                f"  allowed: {field.form}: {field.meaning}\n"
+                "  fix:     convert it, or give a field of your own another name"
+            )
         super().set(name, value)
         self._carried -= {name}
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+from megarl.data.fields import known
+
 F = TypeVar("F", bound=Callable[..., Any])
 #: Field names that follow from the run's configuration.
 FromConfig = Callable[[Any], Sequence[str]]
@@ -96,7 +98,7 @@ def stage(
     undeclared read or write is an error.
 
     Args:
-        reads: fields that it needs.
+        reads: fields that it needs; those of megarl's own stages are in `megarl.data.fields`.
         writes: fields that it adds or replaces, always.
         optional: fields that it uses when an earlier stage writes them.
         may_write: fields that it adds or replaces in some steps only; later stages read them as `optional`.
@@ -112,26 +114,25 @@ def stage(
     ... def advantage(context, batch): ...
     >>> contract_of(advantage).reads, contract_of(advantage).writes
     (('score',), ('advantages',))
+
+    Raises:
+        ValueError: a stage of megarl's own declares a field that `megarl.data.fields` does not have.
     """
-    contract = Contract(
-        tuple(reads),
-        tuple(writes),
-        tuple(optional),
-        tuple(may_write),
-        tuple(consumes),
-        kind,
-        role,
-        resamples,
-        refills,
-        needs,
-        gives,
-    )
+    own, at_times = (tuple(reads), tuple(writes)), (tuple(optional), tuple(may_write), tuple(consumes))
+    contract = Contract(*own, *at_times, kind, role, resamples, refills, needs, gives)
 
     def declare(func: F) -> F:
+        _refuse_unknown(func, contract)
         func.__stage__ = contract  # type: ignore[attr-defined]
         return func
 
     return declare
+
+
+def _refuse_unknown(func: Callable[..., Any], contract: Contract) -> None:
+    unknown = [name for name in (*contract.uses, *contract.changes) if known(name) is None]
+    if unknown and func.__module__.partition(".")[0] == __package__.partition(".")[0]:
+        raise ValueError(f"{func.__module__}.{func.__qualname__}: no such field in megarl/data/fields.py: {unknown}")
 
 
 def contract_of(func: Callable[..., Any]) -> Contract:

@@ -1,0 +1,229 @@
+"""All fields that a batch may have in a run of megarl's own stages: form, writer and meaning of each, in one place.
+
+A stage of megarl's own that declares another field does not import, and a node that sets one of these to a value of
+another form fails. A stage of a user's own may add fields of other names. The table in docs/architecture.md is what
+`table` returns.
+
+    dtype     of a tensor (int64, float32, bool, uint8), or of the values of a column, a plain list (str, int, dict)
+    shape     [B] one entry per sample; [B, prompt], [B, response], [B, turns], [B, calls], [B, runs]: a Jagged, with as
+              many entries as the sample has tokens of the prompt or the response, turns, policy calls, runs of versions
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.data.jagged import Jagged
+
+_TENSORS = ("int64", "float32", "bool", "uint8")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field.
+
+    Attributes:
+        dtype, shape: see the module.
+        writer: the stages that write it, or what else does.
+        meaning: what its values say.
+        example: of one sample.
+    """
+
+    dtype: str
+    shape: str
+    writer: str
+    meaning: str
+    example: str
+
+    @property
+    def is_column(self) -> bool:
+        """It is a list of plain values."""
+        return self.dtype not in _TENSORS
+
+    @property
+    def is_jagged(self) -> bool:
+        """Samples have different numbers of entries."""
+        return self.shape[4:5].islower()
+
+    @property
+    def form(self) -> str:
+        """Dtype and shape, as messages and the table have them."""
+        return f"column of {self.dtype}" if self.is_column else f"{self.dtype} {self.shape}"
+
+    def misfit(self, value: Tensor | Jagged | list[Any]) -> str | None:
+        """The form of `value`, if it has another one than this field."""
+        if isinstance(value, list):
+            return None if self.is_column else "a column"
+        jagged = hasattr(value, "offsets")
+        dtype = str((value.values if jagged else value).dtype).removeprefix("torch.")  # type: ignore[union-attr]
+        if not self.is_column and dtype == self.dtype and jagged == self.is_jagged:
+            return None
+        return f"{dtype}, {'of different lengths' if jagged else list(value.shape)}"  # type: ignore[union-attr]
+
+
+#: All of them by name, in the order of a step. Names that end in "/" are the beginnings of one field per camera.
+FIELDS: dict[str, Field] = {
+    # -- what the loader gives every prompt
+    "prompt_ids": Field(
+        "int64", "[B, prompt]", "loader; rollout with an environment", "tokens of the prompt", "[5, 9, 11]"
+    ),
+    "uid": Field("str", "[B]", "loader", "the prompt's name in the run; samples of one uid are a group", '"0:17"'),
+    "prompt_text": Field("str", "[B]", "loader; rollout with an environment", "the prompt", '"47+85="'),
+    "answer": Field("any", "[B]", "loader", "the reference for the reward: column data.answer_key", '"132"'),
+    "data_source": Field("str", "[B]", "loader", "which data the row is of", '"gsm8k"'),
+    "row": Field("dict", "[B]", "loader", "the row's other columns", '{"level": 3}'),
+    # -- what generation adds
+    "response_ids": Field("int64", "[B, response]", "rollout", "all tokens after the prompt", "[21, 23, 2]"),
+    "response_mask": Field(
+        "bool",
+        "[B, response]",
+        "rollout, filter, greedy_rollout",
+        "tokens that are trained on: the policy's own, of samples that no filter leaves out",
+        "[1, 1, 1]",
+    ),
+    "rollout_logp": Field(
+        "float32", "[B, response]", "rollout", "the engine's log-prob of each token", "[-0.1, -0.7, 0.0]"
+    ),
+    "weight_versions": Field("int64", "[B, runs]", "rollout", "weights that generated each run of tokens", "[3, 4]"),
+    "version_tokens": Field("int64", "[B, runs]", "rollout", "length of each of these runs", "[2, 1]"),
+    "sample_id": Field("str", "[B]", "rollout", "the sample's name: uid and number", '"0:17#2"'),
+    "response_text": Field("str", "[B]", "rollout", "the response, or its last turn", '"132"'),
+    "finish_reason": Field("str", "[B]", "rollout", "stop, length or abort, of the last turn", '"stop"'),
+    "greedy_score": Field("float32", "[B]", "greedy_rollout", "score of the prompt's greedy response (ReMax)", "1.0"),
+    # -- what episodes have beside that
+    "turn_starts": Field(
+        "int64",
+        "[B, turns]",
+        "rollout",
+        "where each turn begins in response_ids; of robots: each call",
+        "[0, 7]",
+    ),
+    "turn_ends": Field("int64", "[B, turns]", "rollout", "where it ends", "[4, 9]"),
+    "turn_rewards": Field("float32", "[B, turns]", "rollout", "the environment's rewards", "[0.0, 1.0]"),
+    "ended_by": Field("str", "[B]", "rollout", "done, turns, tokens, seconds or error", '"done"'),
+    "env_info": Field("dict", "[B]", "rollout", "numbers of the environment, over all turns", '{"calls": 2}'),
+    "env_error": Field("str", "[B]", "rollout", "how the environment failed; empty: it did not", '""'),
+    "transcript": Field("str", "[B]", "rollout", "text of all turns and observations", '"<call>..."'),
+    "data_prompt_ids": Field(
+        "int64", "[B, prompt]", "rollout", "the data's prompt, before the first observation", "[5, 9]"
+    ),
+    "data_prompt_text": Field("str", "[B]", "rollout", "the same as text", '"47+85="'),
+    # -- what episodes of robots have
+    "task": Field("str", "[B]", "rollout", "task of the simulator", '"reach"'),
+    "trial": Field("int64", "[B]", "rollout", "its start state", "4"),
+    "success": Field("bool", "[B]", "rollout", "the task was done", "1"),
+    "finish_step": Field("int64", "[B]", "rollout", "environment steps that were executed", "118"),
+    "max_steps": Field("int64", "[B]", "rollout", "the task's limit of them", "400"),
+    "progress": Field("float32", "[B]", "rollout", "how far the task is done, 0 to 1", "0.8"),
+    "states": Field("float32", "[B, calls, D]", "rollout", "the robot's state before each policy call", "[[0.1]]"),
+    "end_state": Field("float32", "[B, D]", "rollout", "its state after the last one", "[0.3]"),
+    "frames/": Field("uint8", "[B, calls, H, W, 3]", "rollout", "a camera's pictures before each call", "..."),
+    "end_frames/": Field("uint8", "[B, H, W, 3]", "rollout", "its picture after the last call", "..."),
+    "clip/": Field(
+        "uint8",
+        "[B, frames, H, W, 3]",
+        "rollout",
+        "its pictures of every environment step as the simulator rendered them, for rewards; never for the policy",
+        "...",
+    ),
+    # -- rewards
+    "pending_reward": Field(
+        "handle", "[B]", "reward_submit", "scores that are being computed; of this process only", "..."
+    ),
+    "score": Field("float32", "[B]", "reward, episode_reward", "what the reward says of the sample", "1.0"),
+    "token_rewards": Field(
+        "float32",
+        "[B, response]",
+        "reward, episode_reward, overlong, kl_in_reward",
+        "the score on the last token (or each turn's reward on the turn's last one), and penalties",
+        "[0.0, 0.0, 1.0]",
+    ),
+    "reward_parts": Field("float32", "[B, K]", "reward", "algorithm.advantage.parts of it", "[1.0, 0.5]"),
+    # -- what models say of the samples
+    "old_logp": Field(
+        "float32",
+        "[B, response]",
+        "old_logp, rollout_as_old",
+        "log-probs before the update",
+        "[-0.1, -0.7, 0.0]",
+    ),
+    "drawn_logp": Field(
+        "float32",
+        "[B, response]",
+        "dynamic_sampling",
+        "log-probs of the policy of its own step, of a sample that waited for this one; NaN: a fresh sample",
+        "[nan, nan, nan]",
+    ),
+    "sum_pi_squared": Field(
+        "float32",
+        "[B, response]",
+        "sum_pi_squared",
+        "sum of pi(v)^2 over the vocabulary",
+        "[0.8, 0.4, 1]",
+    ),
+    "drawn_sum_pi_squared": Field(
+        "float32", "[B, response]", "dynamic_sampling", "the same, as drawn_logp", "[nan, nan, nan]"
+    ),
+    "ref_logp": Field("float32", "[B, response]", "ref_logp", "log-probs of the reference", "[-0.2, -0.9, 0.0]"),
+    "teacher_logp": Field("float32", "[B, response]", "teacher_logp", "log-probs of the teacher", "[-0.1, -0.2, 0.0]"),
+    "teacher_topk": Field(
+        "float32",
+        "[B, response, k, 2]",
+        "teacher_topk",
+        "ids and log-probs of the teacher's k likeliest tokens in the place of each token",
+        "[[[21, -0.1]], ...]",
+    ),
+    "values": Field("float32", "[B, response]", "value", "the critic's returns before the update", "[0.4, 0.5, 0.9]"),
+    # -- what the update is made of
+    "loss_mask": Field(
+        "bool", "[B, response]", "rollout_correction", "response_mask without rejected tokens", "[1, 1, 0]"
+    ),
+    "is_weights": Field(
+        "float32",
+        "[B, response]",
+        "rollout_correction",
+        "importance weights pi_old / pi_rollout",
+        "[1, 0.9, 1]",
+    ),
+    "keep": Field("bool", "[B]", "rollout_correction", "the sample counts in its group's baseline", "1"),
+    "advantages": Field("float32", "[B, response]", "advantage", "of each token", "[0.7, 0.7, 0.7]"),
+    "returns": Field("float32", "[B, response]", "advantage", "which the critic learns", "[1.0, 1.0, 1.0]"),
+    "ordinal": Field(
+        "int",
+        "[B]",
+        "exchange between replicas, dynamic_sampling, the store",
+        "number of the sample's group among those of the step; missing: group k of replica r of d is number k * d + r",
+        "12",
+    ),
+    "copies": Field("int64", "[B]", "resample", "how often the sample is trained on", "2"),
+    "loss_weights": Field(
+        "float32", "[B, response]", "actor_train", "of a mini-batch: each token's share", "[0.1, 0.1, 0.1]"
+    ),
+    "value_weights": Field(
+        "float32", "[B, response]", "critic_train", "the same for the value loss", "[0.1, 0.1, 0.1]"
+    ),
+}
+
+
+def known(name: str) -> Field | None:
+    """The field of that name, a camera's included; None: one of a user's own."""
+    return FIELDS.get(name) or FIELDS.get(name.partition("/")[0] + "/")
+
+
+def table() -> str:
+    """All fields as a table in Markdown."""
+    rows = [
+        f"| `{name}{'CAMERA' if name.endswith('/') else ''}` | {field.form} | {field.writer} | {field.meaning} | "
+        f"`{field.example}` |"
+        for name, field in FIELDS.items()
+    ]
+    head = ["| field | form | written by | meaning | of one sample |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows])
+
+
+if __name__ == "__main__":
+    print(table())
