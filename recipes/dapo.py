@@ -8,7 +8,8 @@ rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] ---> [kl_in
 
 [rollout_correction] comes after [filter] and [old_logp], and before advantage. A filter that reads what a model has to
 say about the samples comes after all these instead, and before [kl_in_reward]. Where samples come as they get ready
-(`async.order`), [overlong] comes before dynamic_sampling, which is given no group without signal then and asks nobody.
+(`async.order`), [overlong] and [filter] come before dynamic_sampling, which is given no group without signal then and
+asks nobody.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add(reward.reward_submit)
     p.add(reward.reward)
     apart = config.async_.order == "as_ready"  # what scores samples is elsewhere than what looks for signal
+    asks_models = filter_asks_models(config)
     if apart:
         add_overlong(p, config)
-    p.add(sampling.dynamic_sampling)
-    asks_models = filter_asks_models(config)
-    if not asks_models:
         add_filter(p, config)
+    p.add(sampling.dynamic_sampling)
     if not apart:
+        if not asks_models:
+            add_filter(p, config)
         add_overlong(p, config)
     add_logprobs(p, config)
     add_greedy(p, config)

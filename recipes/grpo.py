@@ -12,10 +12,12 @@ advantage.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
-from megarl.dag.stage import contract_of
+from megarl.dag.stage import Role, contract_of
+from megarl.errors import ConfigError
 from megarl.runtime.stages import advantage, correction, logprob, resampling, reward, rollout, shaping, update
 from megarl.runtime.stages.needs import filter_fields, needed_fields
 
@@ -75,17 +77,37 @@ def add_greedy(p: Pipeline, config: RunConfig) -> None:
 
 
 def add_filter(p: Pipeline, config: RunConfig) -> None:
-    """Mask out what `algorithm.filter` leaves out, when the recipe has one."""
-    if config.algorithm.filter.active:
-        p.add(shaping.filter_samples, "filter")
+    """Mask out what `algorithm.filter` leaves out, when the recipe has one.
+
+    Where it decides which groups are handed over, the team that draws walks it.
+
+    Raises:
+        ConfigError: the filter reads what these make of the samples.
+    """
+    if not config.algorithm.filter.active:
+        return
+    contract = contract_of(shaping.filter_samples)
+    if config.filter_admits:
+        if late := filter_asks_models(config):
+            raise ConfigError(
+                "with async.order=as_ready the filter decides which groups get into the store, when they are drawn and "
+                "scored, and this one reads what is computed after that",
+                where="algorithm.filter.name",
+                found=f"{config.algorithm.filter.name}, which reads {', '.join(late)}",
+                allowed="a filter of scores, tokens, texts and what else there is of a sample that is scored",
+                fix="set async.order=in_order async.max_staleness=1, or put the filter on a node of your own pipeline "
+                "(megarl.runtime.stages.shaping.own_filter), which masks samples of a step",
+            )
+        contract = replace(contract, role=Role.REWARD)
+    p.add(shaping.filter_samples, "filter", contract=contract)
 
 
-def filter_asks_models(config: RunConfig) -> bool:
-    """Whether the filter reads what `add_logprobs` and `add_greedy` write."""
+def filter_asks_models(config: RunConfig) -> list[str]:
+    """What the filter reads of that which `add_logprobs` and `add_greedy` write."""
     of_trainer = correction.rollout_correction, correction.rollout_as_old, logprob.old_logp, logprob.sum_pi_squared
     stages = *of_trainer, logprob.ref_logp, logprob.teacher_logp, logprob.teacher_topk, rollout.greedy_rollout
     written = {field for stage in stages for field in contract_of(stage).writes}
-    return not written.isdisjoint(filter_fields(config))
+    return [field for field in filter_fields(config) if field in written]
 
 
 def add_overlong(p: Pipeline, config: RunConfig) -> None:

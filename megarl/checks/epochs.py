@@ -16,20 +16,16 @@ def with_steps(config: RunConfig) -> RunConfig:
     Prompts are read, rendered and tokenised as the workers do it, since `data.overlong` may drop some.
 
     Raises:
-        ConfigError: an epoch is not a number of steps: dynamic sampling, or the trials of a simulator.
+        ConfigError: an epoch is not a number of steps: groups are replaced, or prompts are the trials of a simulator.
         DataError: as of `PromptDataset`.
     """
     epochs = config.trainer.epochs
     if epochs is None:
         return config
-    if config.algorithm.dynamic_sampling.enabled or config.robot is not None:
-        what = "robot" if config.robot is not None else "algorithm.dynamic_sampling.enabled"
-        reasons = {
-            "robot": "the trials of a simulator are known only when it runs",
-            "algorithm.dynamic_sampling.enabled": "with dynamic sampling a step takes as many prompts as it needs",
-        }
+    reason = _why_not(config)
+    if reason is not None:
         raise ConfigError(
-            f"epochs do not say how many steps there are: {reasons[what]}",
+            f"epochs do not say how many steps there are: {reason}",
             where="trainer.epochs",
             found=epochs,
             allowed="null",
@@ -49,3 +45,14 @@ def with_steps(config: RunConfig) -> RunConfig:
         flush=True,
     )
     return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
+
+
+def _why_not(config: RunConfig) -> str | None:
+    """Why epochs are not a number of steps; None: they are."""
+    if config.robot is not None:
+        return "the trials of a simulator are known only when it runs"
+    if config.algorithm.dynamic_sampling.enabled:
+        return "with dynamic sampling a step takes as many prompts as it needs"
+    if config.filter_admits:
+        return "with a filter and async.order=as_ready a step takes as many prompts as it needs"
+    return None

@@ -57,7 +57,11 @@ class DynamicSamplingConfig(Section):
     """DAPO: drop groups that carry no signal and generate until the batch is full."""
 
     enabled: bool = Field(False, description="turn the filter on")
-    max_rounds: PositiveInt = Field(10, description="generation rounds of a step; `short` says what comes then")
+    max_rounds: PositiveInt = Field(
+        10,
+        description="generation rounds of a step; `short` says what comes then. With async.order=as_ready a replica "
+        "ends the run when as many groups in a row as these rounds have were rejected, by algorithm.filter or here",
+    )
     short: Literal["fail", "fill"] = Field(
         "fail",
         description="where these rounds did not fill the batch: fail ends the run, fill takes groups of the last round "
@@ -92,7 +96,10 @@ class DynamicSamplingConfig(Section):
 
 
 class FilterConfig(ComponentSection):
-    """Samples that are masked out of baselines and loss, each filter with keys of its own; the batch keeps its size."""
+    """Samples that are masked out of baselines and loss, each filter with keys of its own.
+
+    The batch keeps its size; with async.order=as_ready a group of which nothing is left is replaced by another one.
+    """
 
     name: str = Field("bounds", description="registered filter, file.py:fn or pkg.mod:fn")
 

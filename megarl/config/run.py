@@ -148,6 +148,11 @@ class RunConfig(Section):
         return self.env.get("name", SINGLE_TURN) != SINGLE_TURN
 
     @property
+    def filter_admits(self) -> bool:
+        """Whether `algorithm.filter` chooses where samples are drawn: a group it leaves nothing of is replaced."""
+        return self.algorithm.filter.active and self.async_.order == "as_ready"
+
+    @property
     def has_episodes(self) -> bool:
         """Whether a sample is an episode, which an environment or a simulator may spoil."""
         return self.has_turns or self.robot is not None

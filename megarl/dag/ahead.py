@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
     from megarl.dag.node import Node
-    from megarl.dag.placement import Placement, TeamPlan
+    from megarl.dag.placement import Handover, Placement, TeamPlan
 
 KEY, ORDER, PARTIAL = "async.max_staleness", "async.order", "async.partial"
 #: A team may be k + 1 steps ahead of who reads its mail, which lasts for `megarl.store.core.KEPT` steps; where both
@@ -75,7 +75,10 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
         )
     back = placement.taken(team.name)
     if back:
-        what = "; ".join(f"{', '.join(one.fields)} of {one.node} in {one.giver}" for one in back)
+        what = "; ".join(
+            f"{', '.join(one.fields)} of {one.node} in {one.giver}, read by {_readers(graph, team, one)}"
+            for one in back
+        )
         raise ConfigError(
             f"the team {team.name} draws samples before other teams work on them, and takes from these what it needs "
             "in the same step",
@@ -87,6 +90,12 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
     if config.async_.order == "as_ready":
         _refuse_nodes(config, team, graph)
     _refuse_samples(config, placement, team)
+
+
+def _readers(graph: TaskGraph, team: TeamPlan, taken: Handover) -> str:
+    """The nodes of a team that use what it is handed."""
+    sources = {id: graph.inputs(id).sources for id in team.nodes}
+    return ", ".join(id for id in team.nodes if any(sources[id].get(name) == taken.node for name in taken.fields))
 
 
 def experts_problems(config: RunConfig) -> list[ConfigError]:

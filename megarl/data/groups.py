@@ -11,10 +11,12 @@ first samples:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
+
+T = TypeVar("T")
 
 #: Column: number of a sample's group among those of the step. Where it is missing, group k of replica r of d is number
 #: k * d + r, as the loader deals prompts.
@@ -39,3 +41,12 @@ def group_places(uid: Sequence[Hashable]) -> list[list[int]]:
     for place, name in enumerate(uid):
         places.setdefault(name, []).append(place)
     return list(places.values())
+
+
+def by_group(uid: Sequence[Hashable], values: Sequence[T]) -> list[list[T]]:
+    """Values of samples, group by group.
+
+    >>> by_group(["a", "b", "a"], [1, 2, 3])
+    [[1, 3], [2]]
+    """
+    return [[values[place] for place in places] for places in group_places(uid)]

@@ -123,7 +123,9 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
 }
 
 #: How samples are drawn and scored, which a rollout may have done already for the next step; by key or section.
-DRAWING = ("async", "data", "env", "reward", "robot", "rollout", "trainer.seed")
+DRAWING = ("algorithm.overlong", "async", "data", "env", "reward", "robot", "rollout", "trainer.seed")
+#: What chooses samples with what draws them, where they are handed over as they get ready.
+CHOOSING = ("algorithm.dynamic_sampling", "algorithm.filter")
 HELD_OUT = ("data.val_files", "data.val_batch_size", "data.max_val_samples")
 
 #: Used by a run that resumes from the end of its cold start.
@@ -208,7 +210,7 @@ def announcements(
                 fix=f"set {key}={old}; trainer.resume=never starts from the beginning",
             )
         notes = [effect] if effect else []
-        if drawn is not None and _is_of_drawing(key) and not (effect or "").startswith("not used"):
+        if drawn is not None and _is_of_drawing(key, now) and not (effect or "").startswith("not used"):
             notes += _late(key, now, drawn)
         lines.append(f"{key}: {old} -> {new}" + (f" ({'; '.join(notes)})" if notes else ""))
     return lines
@@ -223,8 +225,9 @@ def _late(key: str, now: Plain, drawn: int) -> list[str]:
     return ["not for the finished groups of the checkpoint, which are drawn and scored already"]
 
 
-def _is_of_drawing(key: str) -> bool:
-    return key not in HELD_OUT and any(key == entry or key.startswith(f"{entry}.") for entry in DRAWING)
+def _is_of_drawing(key: str, now: Plain) -> bool:
+    entries = (*DRAWING, *CHOOSING) if _at(now, AHEAD_ORDER) == "as_ready" else DRAWING
+    return key not in HELD_OUT and any(key == entry or key.startswith(f"{entry}.") for entry in entries)
 
 
 _MISSING = object()

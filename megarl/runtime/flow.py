@@ -135,7 +135,7 @@ class FlowSteps:
     _drafts: dict[int, list[Draft]] = field(default_factory=dict)  # of these
     _scoring: deque[Scoring] = field(default_factory=deque)  # in the order in which the rewards come
     _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
-    _silent: list[list[float]] = field(default_factory=list)  # scores of groups without signal, since the last with
+    _rejected: list[list[float]] = field(default_factory=list)  # scores of groups, since the last one that was not
     _pace: Pace = field(init=False)
     _over: int = 0  # groups that are finished, and that the store has not been told of
     _unsent: list[Ready] = field(default_factory=list)  # those of them that are of use, where this rank gives them
@@ -373,26 +373,26 @@ class FlowSteps:
             self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
 
     def _useless(self, numbers: Sequence[int], board: Batch) -> set[int]:
-        """With dynamic sampling the groups that carry no signal; equal on the ranks of a replica.
+        """The groups that dynamic sampling or the filter rejects; equal on the ranks of a replica.
 
         Raises:
-            NoSignalError: none has carried any for as many groups as `max_rounds` rounds of a step would be.
+            NoSignalError: they have rejected as many groups in a row as `max_rounds` rounds of a step would be.
         """
         from megarl.runtime.stages import sampling
 
-        settings, wanted = self.c.config.algorithm.dynamic_sampling, self.c.config.data.batch_size
-        if not settings.enabled:
+        config, seen = self.c.config, list[list[float]]()
+        asked = sampling.asked_of_groups(config)
+        if asked is None:
             return set()
-        seen: list[list[float]] = []
-        carry = sampling.signal(self.c.context, board, seen)
-        if any(carry):
-            self._silent = []
-        self._silent += [scores for scores, good in zip(seen, carry, strict=True) if not good]
-        if len(self._silent) >= settings.max_rounds * wanted:
-            found = f"none of its last {len(self._silent)} groups has {settings.kept_groups}"
-            what = f"replica {self.c.layout.dp_rank}: {found}"
-            raise sampling.no_signal(what, "these groups", self._silent)
-        return {number for number, good in zip(numbers, carry, strict=True) if not good}
+        good = sampling.admitted(self.c.context, board, seen)
+        if any(good):
+            self._rejected = []
+        self._rejected += [scores for scores, kept in zip(seen, good, strict=True) if not kept]
+        if len(self._rejected) >= config.algorithm.dynamic_sampling.max_rounds * config.data.batch_size:
+            what = f"replica {self.c.layout.dp_rank}: none of its last {len(self._rejected)} groups has {asked}"
+            others = "loosen algorithm.filter, " if config.filter_admits else ""
+            raise sampling.no_signal(what, "these groups", self._rejected, others)
+        return {number for number, kept in zip(numbers, good, strict=True) if not kept}
 
     # -- between two stretches ---------------------------------------------------------------------------------------
 

@@ -49,7 +49,10 @@ def test_steps_that_are_set_beside_epochs_are_said_to_be_left_out(recipe, capsys
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    [(["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"], "as many prompts as it needs")],
+    [
+        (["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"], "as many prompts as it needs"),
+        (["algorithm.filter.high=0.9", "async={max_staleness: 1, order: as_ready}"], "with a filter and async.order"),
+    ],
 )
 def test_what_has_no_epochs_is_refused(recipe, overrides, words):
     with pytest.raises(ConfigError, match=words):

@@ -122,6 +122,34 @@ def test_of_dapo_all_that_scores_is_where_samples_are_drawn():
     assert found.of_node("dynamic_sampling").name == "train"
 
 
+@pytest.mark.parametrize("recipe", ["grpo_quickstart", "dapo_quickstart"])
+@pytest.mark.parametrize("order", ["as_ready", "in_order"])
+def test_a_filter_is_asked_where_groups_are_drawn_if_they_come_one_by_one(recipe, order):
+    more = ("algorithm.filter.high=0.9", "rollout_correction.preset=decoupled_token_is", "algorithm.kl.use=reward")
+    lag = ("async.max_staleness=0",) if order == "in_order" and recipe == "dapo_quickstart" else ()
+    teams = {"train": [*APART["train"], "rollout"]} if lag else APART
+    found = placed(recipe, teams, f"async.order={order}", *more, *lag)
+    assert found.of_node("filter").name == ("draw" if order == "as_ready" else "train")
+    if order == "as_ready":
+        assert found["draw"].nodes[-1] == "filter"
+        assert "filter>train" in [one.key for one in found.handovers if "response_mask" in one.fields]
+
+
+@pytest.mark.parametrize("recipe", ["grpo_quickstart", "dapo_quickstart"])
+def test_a_filter_of_what_is_computed_later_cannot_choose_groups_one_by_one(tmp_path, recipe):
+    file = tmp_path / f"late_{recipe}.py"
+    file.write_text(
+        "from megarl.algorithms.group_filter import FILTERS\n"
+        "@FILTERS.register(reads=('old_logp', 'finish_reason'))\n"
+        "def sure(score, uid, *, old_logp, finish_reason): ...\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        placed(recipe, APART, READY, f"algorithm.filter.name={file}:sure")
+    assert error.value.where == "algorithm.filter.name"
+    for word in ("sure, which reads old_logp'", "async.order=in_order", "shaping.own_filter"):
+        assert word in str(error.value)
+
+
 def test_its_replicas_need_not_divide_the_groups_of_a_step():
     teams = "placement.teams.draw.devices=3", "cluster.nproc=4", "data.batch_size=32"
     assert placed("grpo_quickstart", APART, READY, *teams)["draw"].replicas == 3
@@ -155,7 +183,7 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
             {"train": ["actor", "reference"], "draw": ["rollout", "critic"]},
             (READY,),
             "async.max_staleness",
-            ["returns of advantage in train"],
+            ["returns of advantage in train, read by critic_train"],
         ),
         (
             "grpo_quickstart",

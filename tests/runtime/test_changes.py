@@ -140,6 +140,13 @@ def test_what_is_ready_stays_as_it_is_and_what_is_not_takes_new_settings():
     assert at_once == "async.partial: False -> True"
 
 
+@pytest.mark.parametrize(("of_async", "chosen"), [(READY, True), ({"max_staleness": 2}, False)])
+def test_what_is_ready_was_chosen_with_the_filter_of_then(of_async, chosen):
+    before, now = (config(**{"async": of_async}, algorithm={"filter": {"high": high}}) for high in (0.9, 0.8))
+    (line,) = announcements(before, now, "train", drawn=4)
+    assert ("not for the finished groups" in line) == chosen
+
+
 def test_less_staleness_draws_again_what_would_be_too_old():
     more, less = config(**{"async": READY}), config(**{"async": {**READY, "max_staleness": 1}})
     assert "drawn again" in announcements(more, less, "train", drawn=4)[0]

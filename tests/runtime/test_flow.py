@@ -35,6 +35,8 @@ AS_READY = (
     "rollout_correction.preset=decoupled_token_is",
 )
 PARTIAL = "async.partial=true"
+#: Scores of 0 and 1; a group of two often has no 1.
+BINARY = ("reward.name=reward.py:first_is_digit", "rollout.sampling.n=2", "validation.every=0")
 #: So that samples differ in length, and one that is interrupted has tokens left to draw.
 LONG = ("rollout.sampling.max_new_tokens=40", "actor.engine.micro_batch_tokens=256")
 #: Room for 8 of the 12 groups that may have begun: a ninth is in hand.
@@ -69,15 +71,24 @@ def test_an_interrupted_sample_keeps_the_versions_of_its_tokens(recipe, tmp_path
         assert sum(sample["tokens"]) == sample["length"]
 
 
-@pytest.mark.parametrize("overrides", [(), (PARTIAL, *LONG)])
-def test_a_killed_run_goes_on_with_what_was_begun(recipe, tmp_path, overrides):
-    with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
-        train(recipe, tmp_path, *overrides, work=killed_in_step_3)
-    forget_after(
-        tmp_path, max(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_?"))
-    )
-    train(recipe, tmp_path, *overrides)
+def test_a_killed_run_goes_on_with_what_was_begun(recipe, tmp_path):
+    killed_and_resumed(recipe, tmp_path, PARTIAL, *LONG)
     check(tmp_path, STEPS)
+
+
+def test_groups_that_the_filter_leaves_nothing_of_are_replaced_and_none_is_lost_in_a_kill(recipe, tmp_path):
+    numbers = killed_and_resumed(recipe, tmp_path, f"algorithm.filter.name={scored_ones(tmp_path)}", *BINARY)
+    assert {len(step) for step in trained(tmp_path).values()} == {4 * 2}
+    samples = [sample for step in trained(tmp_path).values() for sample in step]
+    assert any(sample["masked"] for sample in samples)
+    groups = {prompt_of(sample) for sample in samples if not sample["masked"]}
+    assert len(groups) == 4 * STEPS, "every group is another one, and has a sample that is trained on"
+    judged = [json.loads(line) for line in (tmp_path / "judged").read_text().splitlines()]
+    assert all(kept == (max(scores) > 0) for _, scores, kept in judged)
+    rejected = {prompt for prompt, _, kept in judged if not kept} - groups
+    assert sorted(groups | rejected) == sorted(first_prompts(tmp_path, 4 * STEPS + len(rejected)))
+    assert min(numbers[step]["filter/groups_kept"] for step in numbers if step) < 1
+    assert all(numbers[step]["filter/kept"] <= numbers[step]["filter/groups_kept"] for step in numbers if step)
 
 
 def test_with_dynamic_sampling_only_groups_with_a_signal_are_trained_on(recipe, tmp_path):
@@ -87,7 +98,7 @@ def test_with_dynamic_sampling_only_groups_with_a_signal_are_trained_on(recipe, 
     for samples in found.values():
         scores: dict[str, set[float]] = {}
         for sample in samples:
-            scores.setdefault(sample["id"].partition("#")[0], set()).add(sample["score"])
+            scores.setdefault(prompt_of(sample), set()).add(sample["score"])
         assert all(len(some) > 1 for some in scores.values())
     assert min(numbers[step]["sampling/kept"] for step in numbers if step) < 1
 
@@ -109,23 +120,42 @@ def train(recipe: Path, run_dir: Path, *overrides: str, work: Any = None) -> dic
     return harness.train(recipe, run_dir, *AS_READY, *overrides, work=work or noting)
 
 
+def killed_and_resumed(recipe: Path, run_dir: Path, *overrides: str) -> dict[int, dict[str, float]]:
+    """The run, whose actor is killed in step 3, and what was trained on until its last checkpoint and after it."""
+    with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
+        train(recipe, run_dir, *overrides, work=killed_in_step_3)
+    saved = [int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_?")]
+    forget_after(run_dir, max(saved))
+    return train(recipe, run_dir, *overrides)
+
+
+def scored_ones(folder: Path) -> str:
+    """A filter of a user's, which keeps the samples with a score."""
+    (folder / "scored.py").write_text("def scored(score, uid):\n    return score > 0\n")
+    return f"{folder / 'scored.py'}:scored"
+
+
+def prompt_of(sample: dict[str, Any]) -> str:
+    return sample["id"].partition("#")[0]
+
+
 def check(run_dir: Path, steps: int, n: int = 4) -> None:
     """Every step has its groups, all prompts until the last one are there once, and no token is too old."""
     found = trained(run_dir)
     assert sorted(found) == list(range(1, steps + 1))
     assert {len(samples) for samples in found.values()} == {4 * n}
     names = sorted(sample["id"] for samples in found.values() for sample in samples)
-    assert names == sorted(f"{uid}#{sample}" for uid in first_prompts(run_dir, steps) for sample in range(n))
+    assert names == sorted(f"{uid}#{sample}" for uid in first_prompts(run_dir, 4 * steps) for sample in range(n))
     ages = [step - 1 - min(sample["versions"]) for step, samples in found.items() for sample in samples]
     assert set(ages) <= {0, 1, 2}, ages
 
 
-def first_prompts(run_dir: Path, steps: int) -> list[str]:
-    """Names of the prompts of the first `steps` steps, by which there is a checkpoint, in the order of its loader."""
-    state = json.loads((run_dir / "checkpoints" / f"step_{steps}" / "state.json").read_text())["loader"]
+def first_prompts(run_dir: Path, count: int) -> list[str]:
+    """Names of the first `count` prompts, in the order of the last checkpoint's loader."""
+    state = json.loads((run_dir / "checkpoints" / f"step_{STEPS}" / "state.json").read_text())["loader"]
     rows = MagicMock(__len__=lambda self: state["samples"])
     rows.batch = lambda places, epoch: Batch({}, {"uid": [f"train-{epoch}-{place}" for place in places]})
-    return PromptLoader(rows, 4, seed=state["seed"]).at(range(4 * steps))["uid"]
+    return PromptLoader(rows, 4, seed=state["seed"]).at(range(count))["uid"]
 
 
 def check_time(numbers: dict[int, dict[str, float]]) -> None:
@@ -172,16 +202,34 @@ def note(run_dir: Path, step: int, samples: Any) -> None:
     versions, tokens = (samples[name].unbind() for name in ("weight_versions", "version_tokens"))
     lengths = samples["response_ids"].lengths.tolist()
     scores = samples["score"].tolist() if "score" in samples else [None] * len(samples)  # dynamic sampling reads it
-    columns = samples["sample_id"], versions, tokens, lengths, scores
+    masked = [not mask.any() for mask in samples["response_mask"].unbind()]
+    columns = samples["sample_id"], versions, tokens, lengths, scores, masked
     with (run_dir / "trained").open("a") as file:
-        for name, own, counts, length, score in zip(*columns, strict=True):
+        for name, own, counts, length, score, out in zip(*columns, strict=True):
             line = {"step": step, "id": name, "versions": own.tolist(), "tokens": counts.tolist(), "length": length}
-            file.write(json.dumps(line | {"score": score}) + "\n")
+            file.write(json.dumps(line | {"score": score, "masked": bool(out)}) + "\n")
+
+
+def note_judged(run_dir: Path) -> None:
+    """In a worker's process: prompts, the scores of their samples, and whether they are handed over."""
+    from megarl.runtime.stages import sampling
+
+    choose = sampling.admitted
+
+    def choosing(c: Any, samples: Any, seen: Any) -> list[bool]:
+        kept = choose(c, samples, seen)
+        with (run_dir / "judged").open("a") as file:
+            for told in zip(dict.fromkeys(samples["uid"]), seen, kept, strict=True):
+                file.write(json.dumps(told) + "\n")
+        return kept
+
+    sampling.admitted = choosing
 
 
 def noting(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
-    """The run; what each step is trained on is noted."""
+    """The run; what each step is trained on is noted, and what is not handed over."""
     before_training(lambda c, samples: note(Path(run_dir), c.step, samples))
+    note_judged(Path(run_dir))
     harness.work_of_rank(recipe, run_dir, overrides, teams)
 
 
@@ -195,4 +243,5 @@ def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: lis
             os.kill(os.getpid(), signal.SIGKILL)
 
     before_training(training)
+    note_judged(Path(run_dir))
     harness.work_of_rank(recipe, run_dir, overrides, teams)

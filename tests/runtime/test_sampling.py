@@ -19,9 +19,10 @@ from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
 from megarl.residency import Residency
+from megarl.runtime.flow import FlowSteps
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages import logprob
-from megarl.runtime.stages.sampling import NoSignalError, dynamic_sampling
+from megarl.runtime.stages.sampling import NoSignalError, admitted, asked_of_groups, dynamic_sampling
 from megarl.runtime.stages.update import token_inputs
 
 N, WANTED = 2, 2
@@ -154,6 +155,32 @@ def test_a_batch_that_no_round_fills_takes_groups_of_the_last_one_without_a_sign
     sampling.__dict__["short"] = "fail"
     with pytest.raises(NoSignalError, match="after 2 rounds of generation 1 of 2 groups"):
         dynamic_sampling(c, rounds[0], lambda: rounds[1], actor=c.actor)
+
+
+@pytest.mark.parametrize(("with_signal", "kept"), [(False, [True, False, True]), (True, [True, False, False])])
+def test_a_group_that_the_filter_leaves_nothing_of_is_not_handed_over(with_signal, kept):
+    c = worker(**{"async": {"order": "as_ready", "max_staleness": 1}})
+    c.config.algorithm.filter.__dict__["name"] = "mine.py:long_enough"
+    c.config.algorithm.dynamic_sampling.__dict__["enabled"] = with_signal
+    samples = drawn(["p0", "p1", "p2"])
+    samples.set("score", torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0]))
+    mask = Jagged.from_list([[True], [True] * 2, [False], [False] * 2, [False], [False, True]], dtype=torch.bool)
+    samples.set("response_mask", mask)
+    seen: list[list[float]] = []
+    assert admitted(c, samples, seen) == kept
+    assert seen == [[0, 1], [0, 1], [1, 1]]
+    assert c.metrics.result()["filter/groups_kept"] == pytest.approx(2 / 3)
+    assert asked_of_groups(c.config).endswith("a sample that the filter mine.py:long_enough keeps")
+    flow = SimpleNamespace(c=SimpleNamespace(config=c.config, layout=c.layout, context=c), _rejected=[[0.0]] * 18)
+    assert len(FlowSteps._useless(flow, [0, 1, 2], samples)) == 3 - sum(kept)
+    samples.set("response_mask", mask.like(mask.values & False))
+    flow._rejected = [[0.0]] * (10 * WANTED - 3)
+    with pytest.raises(
+        NoSignalError, match=rf"none of its last {10 * WANTED} groups has (?s:.*)loosen algorithm\.filter"
+    ):
+        FlowSteps._useless(flow, [0, 1, 2], samples)
+    c.config.async_.__dict__["order"] = "in_order"  # there it masks samples of a step, which keeps its size
+    assert asked_of_groups(c.config) == ("scores that differ" if with_signal else None)
 
 
 def test_one_update_of_all_samples_clips_those_that_waited():

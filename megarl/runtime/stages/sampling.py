@@ -94,7 +94,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
 def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
     """Which groups `algorithm.dynamic_sampling` keeps; adds the scores of this rank's groups to `seen`."""
     from megarl.algorithms.group_filter import informative_groups, live_rows, uncut_groups
-    from megarl.data.groups import group_places
+    from megarl.data.groups import by_group
 
     live = None
     if c.config.has_episodes:
@@ -105,24 +105,56 @@ def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool
     kept = informative_groups(metric, uid, low=settings.low, high=settings.high, live=live)
     if settings.drop_cut:
         kept &= uncut_groups(samples["finish_step"], samples["max_steps"], uid, live=live)
-    groups, scores, of_sample = group_places(uid), metric.tolist(), kept.tolist()
-    keep = [of_sample[group[0]] for group in groups]
+    keep = [of_samples[0] for of_samples in by_group(uid, kept.tolist())]
     c.metrics.mean("sampling/kept", sum(keep), len(keep))
-    seen += [[scores[place] for place in group] for group in groups]
+    seen += by_group(uid, metric.tolist())
     return keep
 
 
-def no_signal(what: str, groups: str, seen: list[list[float]]) -> NoSignalError:
+def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
+    """Which groups are handed over where they come as they get ready; adds their scores to `seen`.
+
+    Those that dynamic sampling keeps, and of which `algorithm.filter` left a sample: other prompts take the place of
+    the rest.
+    """
+    from megarl.algorithms.group_filter import live_rows
+    from megarl.data.groups import by_group
+
+    uid = samples["uid"]
+    if c.config.algorithm.dynamic_sampling.enabled:
+        keep = signal(c, samples, seen)
+    else:
+        scores = by_group(uid, samples["score"].tolist())
+        seen += scores
+        keep = [True] * len(scores)
+    if not c.config.filter_admits:
+        return keep
+    mask = samples["response_mask"]
+    left = [any(of_samples) for of_samples in by_group(uid, live_rows(mask.values, mask.offsets).tolist())]
+    c.metrics.mean("filter/groups_kept", sum(left), len(left))
+    return [one and other for one, other in zip(keep, left, strict=True)]
+
+
+def asked_of_groups(config: RunConfig) -> str | None:
+    """What `admitted` asks of a group, for messages; None: nothing."""
+    sampling, chosen = config.algorithm.dynamic_sampling, config.algorithm.filter
+    asked = [sampling.kept_groups] if sampling.enabled else []
+    asked += [f"a sample that the filter {chosen.name} keeps"] if config.filter_admits else []
+    return " and ".join(asked) or None
+
+
+def no_signal(what: str, groups: str, seen: list[list[float]], others: str = "") -> NoSignalError:
     """Too few groups carry a signal.
 
     Args:
         what: the trouble, as a sentence.
         groups: what to call those with the scores `seen`.
+        others: further ways out.
     """
     from megarl.algorithms.group_filter import score_histogram
 
     return NoSignalError(
         f"{what}\n  {groups} by the scores of their samples: {score_histogram(seen)}\n"
-        "  fix:     choose easier or harder prompts, raise rollout.sampling.n or the temperature, or raise "
+        f"  fix:     choose easier or harder prompts, raise rollout.sampling.n or the temperature, {others}or raise "
         "algorithm.dynamic_sampling.max_rounds"
     )
