@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.asynchrony import check_async
+from megarl.checks.best_metric import check_best_metric
 from megarl.checks.checklist import Check, Checklist
 from megarl.checks.correction import check_correction
 from megarl.checks.descriptors import check_descriptors
@@ -100,6 +101,7 @@ def check_config(
         check_only_in_training(facts, checks)
         check_batches(config, placement, checks)
         check_schedules(config, roles, checks)
+        check_best_metric(config, job, checks)
     if job == "train":
         check_objective(config, roles, checks)
         check_graph(config, built, checks)

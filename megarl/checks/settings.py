@@ -10,7 +10,7 @@ from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
 from megarl.checks.layout import divides_devices
 from megarl.config.algorithm import DistillationConfig, KLConfig, PolicyLossConfig
-from megarl.config.rollout import SamplingConfig
+from megarl.config.rollout import LimitsConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import CriticConfig, OptimConfig
 from megarl.dag.placement import Placement
@@ -216,6 +216,8 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
         if own.max_new_tokens is not None or own.min_new_tokens is not None:
             _check_lengths("validation.sampling", config.validation_sampling, config, facts, checks)
         _check_stop_tokens("validation.sampling", own.stop_token_ids, facts, checks)
+    if not config.has_turns:
+        _check_limits(config.rollout.limits, checks)
     if training.temperature == 0:
         checks.fail(
             "sampling",
@@ -296,6 +298,21 @@ def _check_lengths(
         )
     else:
         checks.ok("lengths", f"{key}: {prompt} + {new} tokens fit {facts.max_positions} positions")
+
+
+def _check_limits(limits: LimitsConfig, checks: Checklist) -> None:
+    """A sample without an environment has one turn, and no limit but that of its tokens."""
+    for key in limits.model_fields_set:
+        default, found = LimitsConfig.model_fields[key].default, getattr(limits, key)
+        if found != default:
+            checks.fail(
+                "limits",
+                f"rollout.limits.{key}",
+                "it limits episodes of several turns, and the recipe names no environment",
+                found=found,
+                allowed=f"{'null' if default is None else default}, or any with env.name",
+                fix="set rollout.sampling.max_new_tokens" if key == "tokens" else "remove it, or set env.name",
+            )
 
 
 def _check_stop_tokens(key: str, ids: list[int], facts: ModelFacts | None, checks: Checklist) -> None:

@@ -86,6 +86,12 @@ def _add_group(metrics: Metrics, where: str, group: Sequence[Scored]) -> None:
     metrics.mean(f"{where}/maj@{n}", majority(group), 1)
 
 
+def metric_names(n: int) -> list[str]:
+    """Last parts of the names of `validation_metrics`, for n samples per prompt."""
+    more = [f"{kind}@{k}" for kind in ("best", "worst", "pass") for k in subset_sizes(n)] + [f"maj@{n}"]
+    return ["acc", "prompts", "samples", *(more if n > 1 else [])]
+
+
 def subset_sizes(n: int) -> list[int]:
     """2, 4, 8, ... below n, and n itself.
 

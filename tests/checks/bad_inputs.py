@@ -124,6 +124,10 @@ rollout.max_running=99999999999999999999999
 rollout.max_prefill_tokens=99999999999999999999999
 rollout.stale_steps=99999999999999999999999
 rollout.limits.turns=99999999999999999999999
+rollout.limits.tokens=20
+rollout.limits.turns=3
+rollout.limits={seconds: 5} -> rollout.limits.seconds
+trainer.best_metric=val/ac & data.val_files=[good.jsonl]
 rollout.limits.seconds=-1
 algorithm.loss.clip_low=2
 algorithm.loss.clip_low=-0.1

@@ -14,6 +14,7 @@ from megarl.evaluation import (
     validation_metrics,
     worst_at_k,
 )
+from megarl.evaluation.metrics import metric_names
 
 
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7), st.data())
@@ -61,6 +62,12 @@ def group(*pairs):
 )
 def test_majority(samples, value):
     assert majority(samples) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("n", [1, 2, 6])
+def test_the_names_of_metrics_are_known_beforehand(n):
+    found = validation_metrics(Scored("a", 1.0, "1", "math") for _ in range(n)).result()
+    assert set(found) == {f"{where}/{name}" for where in ("val", "val/math") for name in metric_names(n)}
 
 
 def test_validation_metrics_by_source_and_overall():
