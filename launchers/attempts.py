@@ -87,10 +87,10 @@ class Attempts:
             show_end(self._job.run_dir)
         return end.exit_code
 
-    def save_first(self) -> None:
-        """Let the workers save what they would lose by `stop`, which a user asks for."""
+    def save_first(self, number: int) -> None:
+        """Let the workers save what they would lose by `stop`, which signal `number` asks for."""
         if self._workers is not None:
-            save_first(self._workers, self._job)
+            save_first(self._workers, self._job, number)
 
     def stop(self) -> None:
         """End all workers; may be called at any time."""

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import math
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megarl.artifacts import resolved, start
+from megarl.artifacts.batch import SAVE
 from megarl.artifacts.records import read_run
 from megarl.artifacts.repair import repair
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
@@ -52,8 +54,10 @@ Launcher = Literal["local", "torchrun", "ray"]
 LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
 #: From so many processes on, connections of gloo are made when they are first used.
 LAZY_FROM = 128
-#: Signals that stop a run.
-CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Signals that stop a run; one that would lose steps saves first (`megarl.launchers.interrupt`).
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+#: The same signal again within this time is the same request: `timeout` and others tell a process, and then its group.
+_REPEATED_S = 0.5
 #: What `Workers.poll` says of a rank that ended with exit code 0 before its work was done; no system has such a code.
 ENDED_EARLY = 256
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -240,8 +244,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 return code
             except Stopped as stopped:
                 ended = "stopped"
-                if stopped.number == signal.SIGINT:
-                    attempts.save_first()
+                with contextlib.suppress(Stopped):  # a second signal: at once
+                    attempts.save_first(stopped.number)
                 log.say(f"megarl: stopped by {signal.Signals(stopped.number).name}")
                 return 128 + stopped.number
             except UserError:
@@ -288,6 +292,7 @@ def prepare(job: Job) -> None:
 def clear(run_dir: Path) -> None:
     """Nothing stays of a start whose workers have ended but what the run has taken up."""
     forget_token(run_dir)
+    (run_dir / SAVE).unlink(missing_ok=True)
     resolved.withdraw(run_dir)
     start.drop(run_dir)
 
@@ -328,10 +333,14 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[_Ignore]:
-    """Turn SIGINT, SIGTERM and SIGHUP into `Stopped`, until the yielded function is called to ignore them."""
+    """Turn the signals of `CAUGHT` into `Stopped`, until the yielded function is called to ignore them."""
+    came: dict[int, float] = {}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
+        now = time.monotonic()
+        if now - came.get(number, -math.inf) > _REPEATED_S:
+            came[number] = now
+            raise Stopped(number)
 
     def ignore() -> None:
         for number in CAUGHT:

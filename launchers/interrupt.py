@@ -1,53 +1,93 @@
-"""Ctrl-C on a training run: the step under way is finished and saved before its workers end.
+"""A signal that stops a training run: the step under way is finished and saved before its workers end.
 
 launcher: steps would be lost? -> RUN_DIR/save    workers: a step is over, `save` is there -> checkpoint, `save` goes
-          `save` is gone, a worker has ended, none moves, or a second Ctrl-C -> all workers end
+          `save` is gone, a worker has ended, none moves, or a second signal  -> all workers end
+          SIGTERM, SIGHUP: also after cluster.grace_s, as who sends them kills soon after
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
+import signal
 import time
 
 from megarl.artifacts.batch import SAVE
 from megarl.artifacts.trained import steps_in
-from megarl.errors import count
-from megarl.launchers.common import Job, Stopped, Workers
+from megarl.errors import WorkerError, count
+from megarl.launchers.common import Job, Workers
 from megarl.runtime.health import Watch, read_beat
 
 _POLL_S = 0.1
 #: Phases of the loop of each command that saves; others (loading, a cold start, the export) lead to no checkpoint.
 _LOOPS = {"train": "step", "sft": "sft"}
+_BETWEEN_STEPS = ("checkpoint", "idle", "await_metrics")
+#: Somebody waits for the end, and has SIGKILL for who does not come to it.
+_LIMITED = (signal.SIGTERM, signal.SIGHUP)
 
 
-def save_first(workers: Workers, job: Job) -> None:
-    """Let a run write a checkpoint, where it would lose steps otherwise; returns when it has, or will not."""
-    unsaved = _unsaved(job)
+def save_first(workers: Workers, job: Job, number: int) -> None:
+    """Let a run write a checkpoint, where it would lose steps otherwise; returns when it has, or will not.
+
+    Args:
+        workers: that run.
+        job: what they work on.
+        number: the signal that came.
+
+    Raises:
+        Stopped: a second signal came.
+    """
+    saved, unsaved = _unsaved(job)
     if not unsaved:
         return
-    cluster, ranks = job.config.cluster, workers.ranks()
-    watch = Watch(job.run_dir, ranks, cluster.timeout_s, cluster.start_timeout_s, job.names)
+    name, grace_s = signal.Signals(number).name, job.config.cluster.grace_s
+    limited = number in _LIMITED
+    limit = f", within {grace_s:g} s (cluster.grace_s)" if limited else ""
+    lost = f"what it learnt in {count(unsaved, 'step')} is lost"
+    again = "Ctrl-C again" if number == signal.SIGINT else "A second signal"
     request = job.run_dir / SAVE
     request.touch()
     job.log.say(
-        "megarl: interrupted; the step under way is finished and saved first. Ctrl-C again ends the run at once: what "
-        f"it learnt in {count(unsaved, 'step')} is lost then"
+        f"megarl: {name}: the step under way is finished and saved first{limit}. {again} ends the run at once: "
+        f"{lost} then"
     )
     try:
-        with contextlib.suppress(Stopped):
-            while request.exists() and not workers.poll() and watch.check(ranks) is None:
-                time.sleep(_POLL_S)
+        why = _why_unsaved(workers, job, grace_s if limited else math.inf)
     finally:
         request.unlink(missing_ok=True)
+    if why is not None:
+        job.log.say(f"megarl: {lost}, and the run goes on from {saved}: {why}")
 
 
-def _unsaved(job: Job) -> int:
-    """Steps that are complete and in no checkpoint; 0 where the command saves none, or is not in its loop."""
+def _why_unsaved(workers: Workers, job: Job, limit_s: float) -> str | None:
+    """Wait until the run has saved; None: it has, else why it has not."""
+    cluster, ranks, request = job.config.cluster, workers.ranks(), job.run_dir / SAVE
+    watch = Watch(job.run_dir, ranks, cluster.timeout_s, cluster.start_timeout_s, job.names)
+    end = time.monotonic() + limit_s
+    while request.exists():
+        try:
+            if workers.poll():
+                return "a worker has ended before the step was saved"
+        except WorkerError as error:
+            return str(error)
+        if (hang := watch.check(ranks)) is not None:
+            return hang
+        if time.monotonic() > end:
+            return f"the step was not saved within cluster.grace_s = {limit_s:g} s"
+        time.sleep(_POLL_S)
+    return None
+
+
+def _unsaved(job: Job) -> tuple[str, int]:
+    """What the run would go on from, and the steps that are complete and in no checkpoint.
+
+    0 steps where the command saves none, or is not in its loop.
+    """
     loop, beat = _LOOPS.get(job.entry.rpartition(":")[2]), read_beat(job.run_dir, 0)
+    newest = max(steps_in(job.run_dir / "checkpoints"), default=0)
+    saved = f"the checkpoint of step {newest}" if newest else "the beginning"
     if loop is None or beat is None:
-        return 0
+        return saved, 0
     inside = beat.phase.partition("/")[0]
-    if inside not in (loop, "checkpoint", "idle"):
-        return 0
-    complete = beat.step - (inside == loop)
-    return max(0, complete - max(steps_in(job.run_dir / "checkpoints"), default=0))
+    if inside not in (loop, *_BETWEEN_STEPS):
+        return saved, 0
+    return saved, max(0, beat.step - (inside == loop) - newest)

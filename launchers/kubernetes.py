@@ -36,6 +36,7 @@ RECIPE = "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ANSWER_S = 60.0
+_ENDS_S = 10  # for a run that has saved to end its processes and close its record
 _IMAGE = re.compile(r"(?!.*//)[a-z0-9][a-z0-9._:/@-]*(?::[\w.-]+)?")
 _LEAST = 16 * 1024.0**2  # bytes of a pod
 _REFERENCE = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
@@ -417,6 +418,8 @@ def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
     pod: Manifest = {"containers": [container], "volumes": [*volumes, *(fields.pop("volumes", None) or [])], **fields}
     if name == "megarl":
         pod["restartPolicy"] = "Never"  # KubeRay has its own for Ray's pods
+        # By default SIGKILL comes 30 s after SIGTERM, which is for this program: others run below it.
+        pod.setdefault("terminationGracePeriodSeconds", math.ceil(job.config.cluster.grace_s) + _ENDS_S)
     if settings.service_account is not None:
         pod["serviceAccountName"] = settings.service_account
     if settings.image_pull_secret is not None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 
 from megarl.errors import ConfigError
@@ -16,8 +15,6 @@ from megarl.launchers.common import Job, Workers, code_of, layout_environment, p
 from megarl.launchers.output import pump
 from megarl.processes import LOOPBACK
 from megarl.rendezvous import LISTENER, listen
-
-GRACE_S = 3.0
 
 
 def start(job: Job) -> Workers:
@@ -92,14 +89,13 @@ class LocalWorkers:
         return None
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL, to every worker and to the processes it started."""
+        """SIGKILL to every worker, which leaves other signals to the launcher; SIGTERM and SIGKILL to its helpers."""
+        for process in self._processes:
+            process.kill()
         self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        while len(self.poll()) < len(self._processes) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self._signal(signal.SIGKILL)  # also reaches helpers of a worker that has ended
         for process in self._processes:
             process.wait()
+        self._signal(signal.SIGKILL)
         for thread in self._pumps:
             thread.join(timeout=1.0)  # a helper that outlived its worker may still hold the pipe
 

@@ -83,9 +83,11 @@ class Actor:
         import sys
 
         from megarl.runtime import worker
+        from megarl.runtime.signals import leave_to_launcher
 
         os.environ.update(environment)
         worker.redirect_output(Path(log_dir))
+        leave_to_launcher(Path(config_path).parent)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         sys.path.append(os.getcwd())
         return worker.run(entry, Path(config_path))
@@ -378,7 +380,7 @@ class RayWorkers:
             lost = self._ray is not None and self._ray.lost() is not None
             for rank in self._results:
                 if rank not in self._ended:
-                    signal_rank(self._job, rank, signal.SIGKILL if lost else signal.SIGTERM)
+                    signal_rank(self._job, rank, signal.SIGKILL)
             if self._ray is not None and lost:
                 self._ray.leave()
             else:
@@ -425,15 +427,18 @@ def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float, 
     if address is not None:
         within(limit_s, f"Ray at RAY_ADDRESS={address}", lambda: ray.init(address=address, **quiet))
         return
-    ray.init(  # from the main thread: what Ray starts here ends with the thread that started it
-        address="local",
-        num_cpus=max(nproc, available_cores()),  # a small machine may hold more CPU workers than cores
-        include_dashboard=False,
-        object_store_memory=store_bytes,
-        _system_config=None if spill else NO_SPILLING,
-        _node_ip_address="127.0.0.1",
-        **quiet,
-    )
+    from megarl.compat.ray_session import in_own_sessions
+
+    with in_own_sessions():
+        ray.init(  # from the main thread: what Ray starts here ends with the thread that started it
+            address="local",
+            num_cpus=max(nproc, available_cores()),  # a small machine may hold more CPU workers than cores
+            include_dashboard=False,
+            object_store_memory=store_bytes,
+            _system_config=None if spill else NO_SPILLING,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
 
 
 def _keep_strangers_out() -> None:

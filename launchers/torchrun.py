@@ -17,9 +17,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from megarl.errors import ConfigError
 from megarl.launchers.common import (
+    CAUGHT,
     ENDED_EARLY,
     Job,
     code_of,
@@ -34,6 +36,9 @@ from megarl.rendezvous import LISTENER, given_listener, is_loopback, listen
 from megarl.runtime.health import read_beat
 
 GRACE_S = 3.0
+#: Ends the agent, and by it the workers. Batch systems send other signals to every process of a job, and the launcher
+#: decides on those.
+_END = signal.SIGUSR2
 AGENT_REPORT = "MEGARL_AGENT_REPORT"
 
 
@@ -69,6 +74,7 @@ def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.
     nnodes = job.config.cluster.nnodes
     arguments = [f"--nnodes={nnodes}", f"--nproc-per-node={here}", f"--node-rank={node_rank()}"]
     arguments += [f"--master-addr={address}", f"--master-port={port}", "--max-restarts=0"]
+    arguments += [f"--signals-to-handle={_END.name}"]
     arguments += ["-m", "megarl.runtime.worker", "--entry", job.entry]
     arguments += ["--config", str(job.config_path), "--log-dir", str(job.log_dir)]
     ranks = list(range(node_rank() * here, (node_rank() + 1) * here))
@@ -160,7 +166,7 @@ class TorchrunWorkers:
 
     def stop(self) -> None:
         """End the agent, which ends its workers; then whatever is left of either."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number in (_END, signal.SIGKILL):
             if self._agent.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._agent.pid, number)
@@ -185,8 +191,12 @@ def agent(arguments: list[str], report: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    from megarl.compat.torch_agent import end_workers_with
     from megarl.compat.torch_store import serve_on
 
+    for number in CAUGHT:  # a handler, which its workers do not inherit
+        signal.signal(number, _left_to_launcher)
+    end_workers_with(_END)
     raise_descriptor_limit()  # every rank is a client of its store
     listener = given_listener()
     if listener is not None:
@@ -195,10 +205,14 @@ def agent(arguments: list[str], report: Path) -> int:
         torchrun(arguments)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}  # torchrun sends it to the others
+        own = {rank: code for rank, code in codes.items() if code != -_END}  # torchrun sends it to the others
         write_atomically(report, json.dumps(own or codes))
         return 1
     return 0
+
+
+def _left_to_launcher(number: int, frame: FrameType | None) -> None:
+    """Nothing: it has the signal, too, and ends this process when the run has saved."""
 
 
 if __name__ == "__main__":

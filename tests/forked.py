@@ -117,7 +117,7 @@ def _forked_worker(command: list[str], *, env: dict[str, str], pass_fds: Sequenc
     """A child that would become the program `command` and instead does what that does, at the same place."""
 
     def work() -> NoReturn:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # those of the launcher
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # those of the launcher
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         kept = {0, 1, 2, *pass_fds}

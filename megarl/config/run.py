@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.asynchrony import AsyncConfig
@@ -71,6 +71,12 @@ class ClusterConfig(Section):
     )
     timeout_s: Seconds = Field(600.0, description="deadline of every wait on another process")
     start_timeout_s: Seconds = Field(300.0, description="deadline for all workers to report in")
+    grace_s: NonNegativeFloat = Field(
+        20.0,
+        le=31_536_000,
+        description="seconds in which a training run that gets SIGTERM finishes its step and saves, before it ends; "
+        "what sends SIGTERM sends SIGKILL soon after: Slurm and Kubernetes after 30 s, systemd after 90 s",
+    )
     max_restarts: NonNegativeInt = Field(
         0,
         description="restarts of a run that lost a worker, from its newest checkpoint, until one reaches a newer one; "

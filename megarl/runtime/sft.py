@@ -29,6 +29,7 @@ def cold_start(c: Controller, examples: PromptLoader) -> None:
     c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
     with Recorder(c, "sft", c.config.sft.steps, part="first") as recorder:
         _steps(c, recorder, examples, checkpoints=None)
+    set_step(0)  # of RL
 
 
 def train(config: RunConfig, run_dir: Path) -> None:

@@ -21,6 +21,7 @@ from megarl.imports import import_callable
 from megarl.phase import phase
 from megarl.processes import kill_with_parent, raise_descriptor_limit, watch_parent, worker_number
 from megarl.runtime.health import Heartbeat, report
+from megarl.runtime.signals import leave_to_launcher
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     watch_parent()
     if arguments.log_dir is not None:
         redirect_output(arguments.log_dir)
+    if WATCHED in os.environ:
+        leave_to_launcher(arguments.config.resolve().parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # a launcher asks for it before it ends a hung rank
     sys.path.append(os.getcwd())  # user modules beside the recipe; last, so that no folder here hides a package

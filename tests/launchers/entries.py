@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.artifacts.batch import SAVE
 from megarl.config.run import RunConfig
 from megarl.errors import UserError
 from megarl.phase import phase, set_step
@@ -243,6 +244,22 @@ def out_of_memory(config: RunConfig, run_dir: Path) -> None:
             _wait_for_ever()
         resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
         torch.empty(128 << 30, dtype=torch.uint8)
+
+
+def train(config: RunConfig, run_dir: Path) -> None:
+    """Steps without an end, of which rank 0 saves one when it is asked to."""
+    for step in range(1, 1_000_000):
+        set_step(step)
+        with phase("step"):
+            time.sleep(0.05)
+        if os.environ["RANK"] == "0" and (run_dir / SAVE).exists():
+            with phase("checkpoint"):
+                folder = run_dir / "checkpoints" / f"step_{step}"
+                folder.mkdir(parents=True)
+                (folder / "meta.json").touch()
+                (run_dir / SAVE).unlink()
+        if step == 3:
+            (run_dir / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
 
 
 def wait(config: RunConfig, run_dir: Path) -> None:

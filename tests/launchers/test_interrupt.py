@@ -1,14 +1,17 @@
-"""What Ctrl-C loses: nothing where the run can save, and no time where there is nothing to save."""
+"""What a signal loses: nothing where the run can save, and no time where there is nothing to save."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megarl.artifacts.batch import SAVE
-from megarl.config.run import RunConfig
+from megarl.config.run import ClusterConfig, RunConfig
+from megarl.errors import WorkerError
 from megarl.launchers import interrupt
 from megarl.launchers.common import Job, Stopped
 from megarl.launchers.output import OutputLog
@@ -36,15 +39,19 @@ class Run:
 
 @pytest.fixture
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """interrupted(entry, phase, step, look) -> what is said by a run with a checkpoint of step 2."""
+    """interrupted(entry, phase, step, look, number) -> what is said by a run with a checkpoint of step 2."""
     monkeypatch.setattr(interrupt, "_POLL_S", 0.0)
     (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_2" / "meta.json").touch()
 
-    def run(entry: str, phase: str, step: int, look: Callable[[], dict[int, int]] = dict) -> str:
+    def run(
+        entry: str, phase: str, step: int, look: Callable[[], dict[int, int]] = dict, number: int = signal.SIGINT
+    ) -> str:
         monkeypatch.setattr(interrupt, "read_beat", lambda run_dir, rank: Beat(1, step, 1, 0.0, phase, "host"))
         log = OutputLog(tmp_path / "log.txt")
-        interrupt.save_first(Run(look), Job(f"megarl.recipes.entry:{entry}", RunConfig(name="case"), tmp_path, log))
+        config = RunConfig(name="case", cluster=ClusterConfig(grace_s=0.0))
+        with contextlib.suppress(Stopped):
+            interrupt.save_first(Run(look), Job(f"megarl.recipes.entry:{entry}", config, tmp_path, log), number)
         return (tmp_path / "log.txt").read_text()
 
     return run
@@ -59,19 +66,36 @@ def test_the_run_is_asked_to_save_and_waited_for(interrupted, tmp_path: Path) ->
             (tmp_path / SAVE).unlink()
         return {}
 
-    assert "learnt in 2 steps is lost" in interrupted("train", "step/rollout", 5, saves_at_the_third_look)
-    assert looks == [True] * 3
+    for number in (signal.SIGINT, signal.SIGUSR1):  # who sends these has said no limit
+        looks.clear()
+        said = interrupted("train", "step/rollout", 5, saves_at_the_third_look, number)
+        assert f"{number.name}: the step under way" in said
+        assert "learnt in 2 steps is lost then" in said
+        assert looks == [True] * 3
 
 
-@pytest.mark.parametrize("ends", ["a worker ends", "a second Ctrl-C"])
-def test_it_is_not_waited_for_when_it_will_not_come(interrupted, tmp_path: Path, ends: str) -> None:
+@pytest.mark.parametrize(
+    ("ends", "number", "why"),
+    [
+        ("a worker ends", signal.SIGINT, "a worker has ended before the step was saved"),
+        ("a second signal", signal.SIGINT, ""),
+        ("Ray is lost", signal.SIGTERM, "Ray's control store died"),
+        ("never", signal.SIGTERM, "the step was not saved within cluster.grace_s = 0 s"),
+        ("never", signal.SIGHUP, "the step was not saved within cluster.grace_s = 0 s"),
+    ],
+)
+def test_it_is_not_waited_for_when_it_will_not_come(interrupted, tmp_path: Path, ends: str, number, why: str) -> None:
     def look() -> dict[int, int]:
-        if ends == "a worker ends":
-            return {0: 1}
-        raise Stopped(2)
+        if ends == "a second signal":
+            raise Stopped(2)
+        if ends == "Ray is lost":
+            raise WorkerError("Ray's control store died")
+        return {0: 1} if ends == "a worker ends" else {}
 
-    interrupted("train", "step/rollout", 5, look)
+    said = interrupted("train", "step/rollout", 5, look, number)
     assert not (tmp_path / SAVE).exists()
+    lost = "what it learnt in 2 steps is lost, and the run goes on from the checkpoint of step 2"
+    assert (f"megarl: {lost}: {why}" in said) is bool(why)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +110,10 @@ def test_it_is_not_waited_for_when_it_will_not_come(interrupted, tmp_path: Path,
 )
 def test_where_nothing_would_be_saved_the_run_ends_at_once(interrupted, entry: str, phase: str, step: int) -> None:
     assert interrupted(entry, phase, step) == ""
+
+
+def test_steps_that_wait_to_be_recorded_are_saved(interrupted, tmp_path: Path) -> None:
+    assert "learnt in 3 steps is lost" in interrupted("train", "await_metrics", 5, lambda: {0: 1})
 
 
 def test_fine_tuning_saves_too(interrupted, tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def test_ranks_of_a_jobset_meet_at_its_first_pod():
     index = environment["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
     assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert container(job)["resources"]["limits"] == {"memory": "512Gi", "nvidia.com/gpu": "8"}
+    assert inner["template"]["spec"]["terminationGracePeriodSeconds"] == 30  # cluster.grace_s, and 10
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert len(f"{name}-workers-0-3") <= 63
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.artifacts.batch import SAVE
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import ConfigError
 from megarl.launchers.common import run_workers
@@ -175,13 +176,7 @@ def test_out_of_memory_is_recognised(tmp_path: Path) -> None:
     ("launcher", "number"), [(name, signal.SIGKILL) for name in LAUNCHERS] + [("local", signal.SIGTERM)]
 )
 def test_workers_go_with_their_launcher(launcher: str, number: int, tmp_path: Path) -> None:
-    process = subprocess.Popen(command(launcher, "wait", tmp_path), env=environment(), stderr=subprocess.PIPE)
-    files = [tmp_path / "pid_0", tmp_path / "pid_1"]
-    deadline = time.monotonic() + DEADLINE_S
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    pids = [int(file.read_text()) for file in files]
+    process, pids = started(launcher, "wait", tmp_path)
     assert alive(pids) == pids
 
     process.send_signal(number)
@@ -192,6 +187,42 @@ def test_workers_go_with_their_launcher(launcher: str, number: int, tmp_path: Pa
     assert alive(pids) == []
     process.communicate(timeout=15)
     assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 128 + signal.SIGTERM)
+
+
+def started(launcher: str, entry: str, run_dir: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """The command, the leader of a session, and the processes of its two workers once they work."""
+    process = subprocess.Popen(
+        command(launcher, entry, run_dir), env=environment(), stderr=subprocess.PIPE, start_new_session=True
+    )
+    files = [run_dir / "pid_0", run_dir / "pid_1"]
+    deadline = time.monotonic() + DEADLINE_S
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return process, [int(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"), [("local", signal.SIGUSR1), ("torchrun", signal.SIGTERM), ("ray", signal.SIGTERM)]
+)
+def test_a_signal_to_all_processes_of_a_job_leaves_time_to_save(launcher: str, number: int, tmp_path: Path) -> None:
+    process, pids = started(launcher, "train", tmp_path)
+    if launcher == "ray":  # what Ray itself needs cannot be told to wait
+        os.killpg(process.pid, number)
+        others = [psutil.Process(pid) for pid in pids]
+    else:
+        process.send_signal(number)
+        others = psutil.Process(process.pid).children(recursive=True)
+    for other in others:
+        other.send_signal(number)
+    _, said = process.communicate(timeout=DEADLINE_S)
+
+    assert process.returncode == 128 + number, said
+    assert f"megarl: stopped by {signal.Signals(number).name}" in said.decode()
+    saved = list(tmp_path.glob("checkpoints/step_*"))
+    assert len(saved) == 1, said
+    assert not (tmp_path / SAVE).exists()
+    assert alive(pids) == []
 
 
 def test_a_port_in_use_is_named_before_torchrun_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
