@@ -347,6 +347,7 @@ class Checkpoints:
             "best_step": self.best_step,
             "best_metric": settings.best_metric,
             "accuracy": accuracy,
+            "frozen": c.frozen,
             "drawn": None if teams is None else describe_drawn(c.config, c.team.placement, step),
         }
         self._under_way.wait()

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 
@@ -60,6 +60,7 @@ class Controller:
         fleet: the servers that generate, when there are any.
         loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
         drawer: in the actor's team, that of the rollout where that one may begin again by itself.
+        frozen: seals of the models that do not learn, by name, as checkpoints note them (`megarl.runtime.frozen`).
     """
 
     team: OwnTeam
@@ -73,6 +74,7 @@ class Controller:
     fleet: Fleet | None = None
     loader_elsewhere: LoaderElsewhere | None = None
     drawer: Drawer | None = None
+    frozen: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:

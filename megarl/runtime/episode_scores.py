@@ -76,6 +76,12 @@ class EpisodeScores:
         return cls(embedder, ProgressScorer(settings, seed), reward.coef, layout, reward.embedding)
 
     @property
+    def encoder(self) -> tuple[str, str] | None:
+        """Key and value of the recipe that name a published encoder; None: there is none."""
+        path = json.loads(self._compared)["path"]
+        return None if path is None else ("robot.reward.embedding.path", path)
+
+    @property
     def recording(self) -> Recording | None:
         """What simulators have to hold of each episode for its score; None: nothing."""
         return None if self._embedder is None else self._embedder.recording

@@ -31,10 +31,11 @@ from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
 from megarl.runtime.flow import FlowSteps, find_flow, flows
 from megarl.runtime.flow_begun import FlowBegun, find_flow_begun, go_on_as_ready
+from megarl.runtime.frozen import seal_frozen
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.offers import Offers
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.reference import drop_refused_start, make_reference, now_at
+from megarl.runtime.reference import drop_refused_start, make_reference
 from megarl.runtime.rollout_again import Drawer
 from megarl.runtime.rollout_team import resume_loader, share_loader
 from megarl.runtime.setup import build_controller
@@ -137,13 +138,15 @@ def _find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> Ru
 def _make_models(c: Controller, start: RunStart) -> None:
     """This team's models that follow from where RL starts."""
     makers: dict[Role, Callable[[], ModelRole]] = {
-        Role.REFERENCE: lambda: make_reference(c, now_at(c.run_dir, start.reference or "")),
-        Role.TEACHER: lambda: make_teacher(c),
+        Role.REFERENCE: lambda: make_reference(c, start),
+        Role.TEACHER: lambda: make_teacher(c, start),
         Role.CRITIC: lambda: make_critic(c, start.critic),
     }
     for role, make in makers.items():
         if c.team.holds(role):
             c.held[role.value] = make()
+    if c.context.scores is not None and (encoder := c.context.scores.encoder) is not None:
+        seal_frozen(c, "encoder", *encoder, start.source)
 
 
 def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:

@@ -1,28 +1,47 @@
-"""The frozen reference policy: made once at the start of RL, the same again after every resume."""
+"""The frozen reference policy: made once at the start of RL, the same again after every resume.
+
+What a resumed run reads is compared with the checksums in its checkpoint (megarl.runtime.frozen). Where the run keeps
+the reference itself and its files are damaged or gone, it is made again from the policy's initial weights, and is
+used if its files then have the same checksums.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.artifacts import start
+from megarl.artifacts.trained import steps_in
 from megarl.errors import ConfigError
 from megarl.phase import keep_beating, phase
 from megarl.processes import write_atomically
+from megarl.runtime.frozen import Frozen, changed_files, frozen_in, seal_frozen
 from megarl.runtime.roles import ReferenceRole
 from megarl.runtime.setup import build_engine, check_embeddings
+from megarl.training.intact import few
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.runtime.controller import Controller
+    from megarl.runtime.start import RunStart
 
 FOLDER = "reference"
 _ORIGIN = "origin.json"  # in the place of a model: where it is
+_NAMED, _INITIAL = "reference.path", "model.path"  # keys that name a reference that the run does not keep
 
 
-def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> str:
+class ReferencePlace(NamedTuple):
+    """Where the weights of a reference are: a folder or a name on the hub, and the key of the recipe that names it
+    (empty: the run keeps them)."""
+
+    path: str
+    key: str
+
+
+def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> ReferencePlace:
     """Find the weights of the reference, and keep them for later resumes. Collective over the actor's team.
 
     They are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a resumed
@@ -36,29 +55,86 @@ def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> 
         begun: it is of a step of RL; the actor of step 0 is where RL starts.
 
     Returns:
-        Where they are now: a Hugging Face folder, or a name on the hub.
+        Where they are now.
 
     Raises:
-        ConfigError: the run of `resumed_from` has kept none.
+        ConfigError: the run of `resumed_from` has kept none, or what it has kept is damaged and cannot be made again.
     """
     if c.config.reference.path is not None:
-        return c.config.reference.path
-    following = c.run_dir / start.REFERENCE
+        return ReferencePlace(c.config.reference.path, _NAMED)
     if resumed_from is not None and begun:
-        kept = kept_reference(resumed_from)
-        # A run that goes on has it in its place.
-        if resumed_from.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
-            with phase("keep_reference"), keep_beating():
-                shutil.copytree(kept, following)
-        return _origin(kept) or str(kept)
+        return _kept(c, resumed_from)
     origin = unchanged_model(c.config) if resumed_from is None else None
     if origin is None:
+        following = c.run_dir / start.REFERENCE
         _export_actor(c, following)
-        return str(following)
+        return ReferencePlace(str(following), "")
+    _note_origin(c, origin)
+    return ReferencePlace(origin, _INITIAL)
+
+
+def _note_origin(c: Controller, origin: str) -> None:
     if c.layout.rank == 0:
-        following.mkdir()
-        write_atomically(following / _ORIGIN, json.dumps({"path": origin}))
-    return origin
+        folder = c.run_dir / start.REFERENCE
+        folder.mkdir()
+        write_atomically(folder / _ORIGIN, json.dumps({"path": origin}))
+
+
+def _kept(c: Controller, checkpoint: Path) -> ReferencePlace:
+    """The reference of the run that wrote `checkpoint`, kept for this one, too; errors as in `keep_reference`."""
+    sealed = frozen_in(checkpoint).get("reference")
+    if sealed is not None and sealed.key == _INITIAL:  # the checkpoint tells all that the folder does
+        _note_origin(c, sealed.path)
+        return ReferencePlace(sealed.path, _INITIAL)
+    folder = find_kept(checkpoint)
+    if sealed is not None and not sealed.key:
+        missing = None if folder is not None else [f"there is no {FOLDER}/ with a model"]
+        folder = folder or checkpoint.resolve().parents[1] / FOLDER
+        with phase("verify_reference"):
+            lines = missing or changed_files(folder, sealed.files, c.layout.world)
+        c.frozen["reference"] = asdict(sealed)
+        if lines:
+            return _made_again(c, checkpoint, folder, sealed, lines)
+    kept = kept_reference(checkpoint)
+    # A run that goes on has it in its place.
+    if checkpoint.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
+        with phase("keep_reference"), keep_beating():
+            shutil.copytree(kept, c.run_dir / start.REFERENCE)
+    origin = _origin(kept)
+    return ReferencePlace(str(kept), "") if origin is None else ReferencePlace(origin, _INITIAL)
+
+
+def _made_again(c: Controller, checkpoint: Path, folder: Path, sealed: Frozen, lines: list[str]) -> ReferencePlace:
+    """The reference again in place of the damaged one in `folder`: the actor, which a resumed run has not trained yet.
+
+    Collective over the actor's team.
+
+    Raises:
+        ConfigError: RL began with other weights: after a cold start, or the recipe names another model now.
+    """
+    following, why = c.run_dir / start.REFERENCE, "RL began after a cold start"
+    if not c.config.sft.steps:
+        if c.layout.rank == 0:
+            print(
+                f"WARNING: the reference in {folder} is damaged: {few(lines)}; it is made again from the policy's "
+                "initial weights",
+                flush=True,
+            )
+        _export_actor(c, following)
+        others = changed_files(following, sealed.files, c.layout.world)
+        if not others:
+            return ReferencePlace(str(following), "")
+        why = f"the policy's initial weights are other ones now ({few(others)})"
+    first = f"trainer.resume={checkpoint.with_name('step_0')} begins RL again, "
+    raise ConfigError(
+        f"the reference model of this run is damaged, and cannot be made again: {why}",
+        where=str(folder),
+        found=few(lines),
+        allowed="the files that were written when RL began; their checksums are in the checkpoint",
+        fix=f"copy it from a backup, or set {_NAMED} to the model that RL began with; "
+        f"{first if 0 in steps_in(checkpoint.parent) else ''}trainer.resume=never "
+        "begins with the whole run again",
+    )
 
 
 def keep_start(c: Controller) -> str:
@@ -86,11 +162,17 @@ def now_at(run_dir: Path, source: str) -> str:
     return str(run_dir / FOLDER) if taken_up else source
 
 
-def make_reference(c: Controller, source: str) -> ReferenceRole:
-    """The reference of this run, with the weights at `source` (`keep_reference`). Collective over its team."""
+def make_reference(c: Controller, begin: RunStart) -> ReferenceRole:
+    """The reference of this run, with the weights that `keep_reference` found. Collective over its team.
+
+    Raises:
+        ConfigError: as `seal_frozen`.
+    """
     from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
 
+    source = now_at(c.run_dir, begin.reference or "")
+    seal_frozen(c, "reference", begin.reference_key, source, begin.source)
     with phase("load_reference"), c.residency.phase("load"):
         # Not the policy's configuration: RoPE or windows may differ.
         hf_config = load_hf_config(
@@ -140,22 +222,27 @@ def _origin(folder: Path) -> str | None:
     return str(json.loads(file.read_text())["path"]) if file.is_file() else None
 
 
+def find_kept(checkpoint: Path) -> Path | None:
+    """The folder of the reference that the run of a checkpoint (RUN_DIR/checkpoints/step_N) has kept, if it has one."""
+    checkpoints = checkpoint.resolve().parent
+    places = [*_set_aside_since(checkpoints), checkpoints.parent]
+    return next((f for place in places if _is_model(f := place / FOLDER)), None)
+
+
 def kept_reference(checkpoint: Path) -> Path:
-    """The reference that the run of a checkpoint (RUN_DIR/checkpoints/step_N) has kept.
+    """The same, which there has to be.
 
     Raises:
         ConfigError: there is none.
     """
-    checkpoints = checkpoint.resolve().parent
-    places = [*_set_aside_since(checkpoints), checkpoints.parent]
-    folder = next((f for place in places if _is_model(f := place / FOLDER)), checkpoints.parent / FOLDER)
-    if not _is_model(folder):
+    folder = find_kept(checkpoint)
+    if folder is None:
         raise ConfigError(
             "the run of this checkpoint has kept no reference model, and a KL term needs one",
             where="trainer.resume",
             found=str(checkpoint),
-            allowed=f"a checkpoint of a run that has {folder.name}/ beside checkpoints/",
-            fix="set reference.path to the Hugging Face folder of the model that RL started from",
+            allowed=f"a checkpoint of a run that has {FOLDER}/ beside checkpoints/",
+            fix=f"set {_NAMED} to the Hugging Face folder of the model that RL started from",
         )
     return folder
 

@@ -35,6 +35,7 @@ class RunStart:
         resumed_at: step of the checkpoint that it resumes from; None: from none.
         source: that checkpoint, RUN_DIR/checkpoints/step_N.
         reference: where the weights of the reference are; None: there is no reference.
+        reference_key: of the recipe, that names them; empty: the run keeps them.
         critic: where those of a critic are that begins in another team; None: at `critic.path`, or in a checkpoint.
     """
 
@@ -42,6 +43,7 @@ class RunStart:
     source: str | None
     reference: str | None
     critic: str | None
+    reference_key: str = ""
 
     @property
     def begun(self) -> bool:
@@ -63,13 +65,13 @@ def announce_start(c: Controller, resumed_at: int | None, source: Path | None) -
     drop_refused_start(c)  # of a process that was killed
     c.layout.world.barrier()
     placement, begun = c.team.placement, bool(resumed_at)
-    reference = critic = None
+    reference, key, critic = None, "", None
     if placement.of_role(Role.REFERENCE) is not None:
-        reference = keep_reference(c, resumed_from=source, begun=begun)
+        reference, key = keep_reference(c, resumed_from=source, begun=begun)
     home = placement.of_role(Role.CRITIC)
     if home is not None and home != c.team.plan and c.config.critic.path is None and not begun:
         critic = (unchanged_model(c.config) if source is None else None) or keep_start(c)
-    start = RunStart(resumed_at, None if source is None else str(source), reference, critic)
+    start = RunStart(resumed_at, None if source is None else str(source), reference, critic, key)
     c.team.post(c.layout, _START, dataclasses.asdict(start))
     return start
 
@@ -85,11 +87,12 @@ def follow_start(c: Controller) -> RunStart:
 
 
 def all_ready(c: Controller) -> None:
-    """Every team has its models: the actor's waits for that, the others say it. Collective over a team."""
+    """Every team has its models: the actor's waits for that, the others say it, with the seals of those that do not
+    learn. Collective over a team."""
     c.layout.world.barrier()
     if not c.team.leads:
-        c.team.post(c.layout, f"{_READY}/{c.team.plan.name}", True)
+        c.team.post(c.layout, f"{_READY}/{c.team.plan.name}", c.frozen)
         return
     for team in c.team.others:
         with phase("await_teams", waits_for=team.name):
-            c.team.read(f"{_READY}/{team.name}")
+            c.frozen |= c.team.read(f"{_READY}/{team.name}")

@@ -307,7 +307,7 @@ def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = N
     found = [wrong]
     if not wrong:
         seals = meta["files"] if engines is None else _files_for(meta, engines)
-        found = faults(folder, seals, lambda path: _stranger(path, meta["tag"]), world)
+        found = faults(folder, seals, world, stranger=lambda path: _stranger(path, meta["tag"]))
     if found:
         raise CheckpointError(
             "this checkpoint is damaged or incomplete", where=str(folder), found=few(found), fix=_way_out(folder)

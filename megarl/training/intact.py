@@ -7,7 +7,8 @@ file is what takes the time. It finds damage, not forgery.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -49,16 +50,46 @@ def seal_text(text: str) -> str:
 
 
 def faults(
-    folder: Path, seals: Mapping[str, Seal], stranger: Callable[[Path], str | None], world: WorkerGroup
+    folder: Path,
+    seals: Mapping[str, Seal],
+    world: WorkerGroup,
+    *,
+    stranger: Callable[[Path], str | None] = lambda path: None,
+    per_machine: bool = False,
 ) -> list[str]:
     """What is wrong with the files of `folder`, one line per file that differs from its seal; equal on all ranks.
 
-    Collective over `world`: each rank reads its share, so all of them together read every byte once. `stranger(path)`
-    may say more of a file that differs.
+    Collective over `world`: each rank reads its share, so all of them together read every byte once, or the ranks of
+    each machine do, `per_machine`: the folder may be its own. `stranger(path)` may say more of a file that differs.
     """
-    names = sorted(seals)[world.rank :: world.size]
+    names = _share(sorted(seals), world, per_machine)
     mine = [line for name in names if (line := _fault(folder / name, seals[name], stranger))]
-    return [line for part in world.all_gather_json(mine) for line in part]
+    return list(dict.fromkeys(line for part in world.all_gather_json(mine) for line in part))
+
+
+def seals_of(folder: Path, names: Sequence[str], world: WorkerGroup) -> dict[str, set[tuple[int | str, ...]]]:
+    """Seals of the files `names` of `folder`: of each file one, or several where machines hold other files.
+
+    Collective over `world`: the ranks of each machine read every byte once together.
+    """
+    mine = {}
+    for name in _share(names, world, per_machine=True):
+        with (folder / name).open("rb") as file:
+            mine[name] = seal_of(file)
+    found: dict[str, set[tuple[int | str, ...]]] = {}
+    for part in world.all_gather_json(mine):
+        for name, seal in part.items():
+            found.setdefault(name, set()).add(tuple(seal))
+    return found
+
+
+def _share(names: Sequence[str], world: WorkerGroup, per_machine: bool) -> Sequence[str]:
+    """Those that this rank reads, of all ranks or of those of its machine."""
+    if not per_machine:
+        return names[world.rank :: world.size]
+    hosts = world.all_gather_json(socket.gethostname())
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    return names[here.index(world.rank) :: len(here)]
 
 
 def few(lines: list[str], n: int = 4) -> str:

@@ -78,6 +78,7 @@ def worker(tmp_path, monkeypatch):
             hf_config=None,
             loading=loader,
             residency=Residency(),
+            frozen={},
             context=SimpleNamespace(kl_controller=loader, surplus=None, scores=None, layout=layout),
             mail=FolderMail(tmp_path / "mail"),
             team=team(name, FolderMail(tmp_path / "mail"), plans),

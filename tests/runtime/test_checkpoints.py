@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, DataError, UserError
 from megarl.residency import PARTS, Residency
 from megarl.runtime import export, loop, start
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
-from megarl.runtime.reference import kept_reference, put_aside, unchanged_model
+from megarl.runtime.reference import ReferencePlace, kept_reference, put_aside, unchanged_model
 from megarl.runtime.team import OwnTeam
 from tests.runtime.harness import RECIPE
 
@@ -146,6 +146,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     def keep_reference(c, **_):
         (run_dir / "reference.next").mkdir()
         (run_dir / "reference.next" / "config.json").write_text("of this start")
+        return ReferencePlace(str(run_dir / "reference.next"), "")
 
     (run_dir / "hf").mkdir()
     (run_dir / "hf" / "config.json").touch()
@@ -295,7 +296,9 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     part = SimpleNamespace(load_state_dict=lambda state: None)
     trainer = SimpleNamespace(best_metric="val/acc", resume="auto")
     config = SimpleNamespace(trainer=trainer, model_dump=lambda mode: {})
-    c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, scores=None, loading=part, kl_controller=part)
+    c = SimpleNamespace(
+        config=config, run_dir=run_dir, trained={}, scores=None, loading=part, frozen={}, kl_controller=part
+    )
     c.team, c.hf_config = ONE_TEAM, None
     c.residency, c.context = Residency(), c
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
@@ -406,7 +409,9 @@ def saving(monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint, "begin", Saving)
     part = SimpleNamespace(state_dict=dict)
     trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
-    c = SimpleNamespace(config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path)
+    c = SimpleNamespace(
+        config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path, frozen={}
+    )
     c.loading, c.kl_controller, c.surplus, c.trained, c.residency = part, part, None, {}, Residency()
     c.context, c.team, c.scores, c.hf_config = c, ONE_TEAM, None, None
     c.layout = SimpleNamespace(world=WorkerGroup.alone())

@@ -44,9 +44,17 @@ def worker(tmp_path, monkeypatch):
             team=OwnTeam(placement[name], placement, mail),
             context=SimpleNamespace(step=0),
             residency=Residency(),
+            frozen={},
         )
 
     return make
+
+
+def _of_an_older_version(checkpoint: Path) -> Path:
+    """A checkpoint that notes nothing of frozen models."""
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    return checkpoint
 
 
 def test_a_fresh_model_is_written_once_and_both_begin_with_it(worker, tmp_path):
@@ -84,7 +92,7 @@ def test_a_resumed_run_takes_the_reference_that_it_has_kept_and_the_critic_of_it
     run_dir = tmp_path / "run"
     (run_dir / "reference").mkdir()
     (run_dir / "reference" / "config.json").touch()
-    source = run_dir / "checkpoints" / f"step_{step}"
+    source = _of_an_older_version(run_dir / "checkpoints" / f"step_{step}")
     start = announce_start(worker("train"), step, source)
     assert start.begun == begun
     kept = str(run_dir / ("reference" if begun else "reference.next"))
@@ -98,17 +106,21 @@ def test_a_run_that_goes_on_from_another_one_copies_its_reference(worker, tmp_pa
     other = tmp_path / "other"
     (other / "reference").mkdir(parents=True)
     (other / "reference" / "config.json").write_text("{}")
-    start = announce_start(worker("train"), 7, other / "checkpoints" / "step_7")
+    start = announce_start(worker("train"), 7, _of_an_older_version(other / "checkpoints" / "step_7"))
     assert start.reference == str(other / "reference")
     assert (tmp_path / "run" / "reference.next" / "config.json").read_text() == "{}"
 
 
 def test_the_start_is_accepted_when_all_teams_are_ready(worker):
     all_ready(worker("value"))
+    frozen = worker("frozen")
+    frozen.frozen["reference"] = {"key": "", "path": "", "files": {}}
     with pytest.raises(AssertionError, match="nobody posts ready/frozen"):
         all_ready(worker("train"))
-    all_ready(worker("frozen"))
-    all_ready(worker("train"))
+    all_ready(frozen)
+    c = worker("train")
+    all_ready(c)
+    assert c.frozen == frozen.frozen  # for the checkpoints, which this team writes
 
 
 def test_a_team_that_begins_again_goes_on_after_the_last_step_that_was_over_with_what_the_run_has_taken_up(
