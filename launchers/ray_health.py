@@ -22,7 +22,7 @@ import psutil
 
 from megarl.errors import UnavailableError, WorkerError
 from megarl.leftovers import RAY_MARK
-from megarl.processes import oom_kills
+from megarl.processes import oom_kills, signal_name
 
 _PARTS = {"gcs_server": "control store", "raylet": "node manager"}
 _RAYLET = "RAY_RAYLET_PID"  # in the environment of what a node manager has started
@@ -67,7 +67,7 @@ class OwnRay:
     def _told(self, dead: psutil.Process) -> str:
         with contextlib.suppress(psutil.Error, psutil.TimeoutExpired):
             code = dead.wait(0)
-            how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code and code < 0 else "has ended"
+            how = f"was killed by signal {-code} ({signal_name(-code)})" if code and code < 0 else "has ended"
             if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
                 how += ": out of memory, the kernel ended it"
             name = self._names[dead.pid]

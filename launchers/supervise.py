@@ -13,7 +13,7 @@ import time
 from megarl.errors import WorkerError
 from megarl.launchers.common import ENDED_EARLY, Job, Workers
 from megarl.launchers.restarts import Restarts
-from megarl.processes import oom_kills
+from megarl.processes import oom_kills, signal_name
 from megarl.runtime.health import RankFailure, Watch, read_beat, where_text
 
 POLL_S = 0.1
@@ -128,7 +128,7 @@ def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed:
 def _abrupt_end(rank: int, code: int, workers: Workers, job: Job, oom_killed: bool) -> RankFailure:
     """Describe a rank that ended without a word, from its exit code and its last heartbeat."""
     beat = read_beat(job.run_dir, rank)
-    message = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else _ended(code)
+    message = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else _ended(code)
     message = workers.cause(rank) or message
     if code == -signal.SIGKILL and oom_killed:
         message += ": out of memory, the kernel ended it"
@@ -161,12 +161,6 @@ def _ended(code: int) -> str:
     if code == ENDED_EARLY:
         return "ended with exit code 0 before its work was done (something in it calls os._exit?)"
     return f"ended with exit code {code}"
-
-
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return "unknown"
 
 
 def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, int], more: list[str]) -> None:

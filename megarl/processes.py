@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -48,6 +49,32 @@ def watch_parent(poll_s: float = 1.0) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals have none."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return str(number)
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its return code.
+
+    >>> ending(3), ending(-15)
+    ('exit code 3', 'signal SIGTERM')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal_name(-code)}" + (", out of memory?" if code == -signal.SIGKILL else "")
+
+
+def how_it_ended(process: subprocess.Popen[Any], seconds: float = 5.0) -> str:
+    """`ending` of a process whose connection broke; it may need a moment to be gone."""
+    try:
+        return ending(process.wait(seconds))
+    except subprocess.TimeoutExpired:
+        return "it closed its connection"
 
 
 def raise_descriptor_limit() -> None:

@@ -17,6 +17,7 @@ from collections import deque
 from typing import Any
 
 from megarl.errors import ConfigError, RewardError
+from megarl.processes import how_it_ended
 from megarl.rewards.pool_process import PoolProcess
 from megarl.rewards.registry import Mode
 from megarl.rewards.results import Reading, outcome_of, read_reward
@@ -179,7 +180,7 @@ class ScorerPool:
     ) -> None:
         """Replace a process that died, or wrote what is no message."""
         left = worker.left
-        how = worker.how_it_ended() if wrote is None else ""
+        how = how_it_ended(worker.process) if wrote is None else ""
         self._drop(worker)
         name = f"{self._noun} {self._setup['name']!r}"
         if not worker.ready:

@@ -119,14 +119,3 @@ class PoolProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
-
-    def how_it_ended(self) -> str:
-        """Exit code or signal of a process whose connection broke; it may need a moment to be gone."""
-        try:
-            code = self.process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        if code >= 0:
-            return f"exit code {code}"
-        hint = ", out of memory?" if code == -signal.SIGKILL else ""
-        return f"signal {signal.Signals(-code).name}{hint}"

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.errors import ConfigError, UserError
+from megarl.processes import ending
 from megarl.rewards.registry import REWARDS, load_scorer, own_keys
 from megarl.simulators.plain import Malformed, parsed
 
@@ -87,7 +88,7 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arg
             return value
     code = process.returncode
     raise ConfigError(
-        "loading this ends its process " + (f"with exit code {code}" if code >= 0 else f"by signal {-code}"),
+        f"loading this ends its process ({ending(code)})",
         where=where,
         found=request.get("name"),
         fix="take out what ends a program while the file is imported, os._exit for example",

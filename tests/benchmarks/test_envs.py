@@ -25,5 +25,5 @@ def test_steps_constructions_and_seconds_are_counted() -> None:
 
 
 def test_a_simulator_that_fails_is_not_measured() -> None:
-    with pytest.raises(WorkerError, match=r"left, trial 0: its process ended with exit code 7(?s:.*)gives up"):
+    with pytest.raises(WorkerError, match=r"left, trial 0: its process ended \(exit code 7\)(?s:.*)gives up"):
         envs.measure({"name": LINE, "workers": 1, "wrong": "exit"}, 50)

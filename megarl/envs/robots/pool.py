@@ -30,6 +30,7 @@ from megarl.envs.robots.process import SimulatorProcess
 from megarl.envs.robots.settings import SimulatorSettings
 from megarl.errors import ConfigError, close_matches, count
 from megarl.phase import beat
+from megarl.processes import how_it_ended
 from megarl.simulators.plain import Malformed
 from megarl.simulators.protocol import Numbers, Observation, Outcome, Recording, TaskSpec
 from megarl.simulators.wire import spec_of
@@ -251,8 +252,8 @@ class SimulatorPool:
         try:
             messages = slot.process.read()
         except EOFError:
-            how = slot.process.how_it_ended()
-            return self._failed(slot, "crash", f"its process {how} during {slot.process.waiting[0]}")
+            how = how_it_ended(slot.process.process)
+            return self._failed(slot, "crash", f"its process ended ({how}) during {slot.process.waiting[0]}")
         except Malformed as error:
             return self._failed(slot, "crash", f"its process wrote {error} (during {slot.process.waiting[0]})")
         answer = None
@@ -366,7 +367,7 @@ class SimulatorPool:
                 for header, arrays in process.read():
                     check_answer("open", header, arrays, None, 0)
             except EOFError:
-                text = f"its process {process.how_it_ended()}"
+                text = f"its process ended ({how_it_ended(process.process)})"
             except Malformed as error:
                 text = f"its process wrote {error}"
             if not header and time.monotonic() - process.since > self.settings.construct_s:

@@ -149,17 +149,6 @@ class SimulatorProcess:
             self._map = mmap.mmap(self._memory, size, prot=mmap.PROT_READ)
         return self._map
 
-    def how_it_ended(self) -> str:
-        """Exit code or signal of a process whose connection broke; it may need a moment to be gone."""
-        try:
-            code = self.process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-        if code >= 0:
-            return f"ended with exit code {code}"
-        hint = ", out of memory?" if code == -signal.SIGKILL else ""
-        return f"ended by signal {signal.Signals(-code).name}{hint}"
-
     def say_where(self) -> None:
         """Let a process that hangs write its stack traces."""
         with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ from megarl.compat.sglang import (
 )
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError, ServerError
-from megarl.processes import free_port
+from megarl.processes import ending, free_port
 from megarl.rollout.sglang.api import ServerApi
 
 _CPU_TOKENS = 65536  # key/value cache on a CPU, where SGLang would take a share of the whole memory
@@ -198,8 +198,8 @@ class ServerProcess:
             self.stop(0)
             self.start()
             return
-        code = "was stopped" if self._process is None else f"ended with exit code {self._process.poll()}"
-        reason = f"the process {code}; see {self.spec.log}"
+        code = None if self._process is None else self._process.poll()
+        reason = f"the process {'was stopped' if code is None else f'ended ({ending(code)})'}; see {self.spec.log}"
         tail = "\n".join(f"  | {line}" for line in text.strip().splitlines()[-5:])
         raise ServerError(self.spec.name, self.api.url, "start", f"{reason}\n{tail}" if tail else reason)
 

@@ -28,6 +28,7 @@ from megarl.comm import WorkerGroup
 from megarl.config.sync import SyncConfig
 from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.phase import beat
+from megarl.processes import ending
 from megarl.sync.delta import Delta, make_delta, patch_header
 from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
@@ -92,7 +93,7 @@ class DeltaTransport(Transport):
         """The relay that this rank started has ended."""
         if self._process is None or self._process.poll() is None:
             return None
-        return f"the weight relay of {socket.gethostname()} ended (exit code {self._process.returncode})"
+        return f"the weight relay of {socket.gethostname()} ended ({ending(self._process.returncode)})"
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
         """Buckets that follow are of this version. Receivers say what they hold: somebody else may have loaded it."""

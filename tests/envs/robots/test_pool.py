@@ -165,7 +165,7 @@ def test_the_memory_of_pictures_cannot_become_shorter_than_what_is_mapped() -> N
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
-        ("exit", "crash", "ended with exit code 7 during step"),
+        ("exit", "crash", "ended (exit code 7) during step"),
         ("raise", "raised", "RuntimeError: a joint is out of range"),
         ("state", "state", "the state is not finite at [0] of 2 numbers"),
         ("frames", "frames", "the picture of camera 'wrist' is not finite"),
@@ -247,7 +247,7 @@ def test_when_no_process_works_any_more_the_run_ends_with_what_they_said() -> No
     shown = str(caught.value)
     assert f"simulator '{LINE}' in megarl's own interpreter: 2 processes in use, each failed 2 times in a row" in shown
     assert "trial" in shown
-    assert "reason:  its process ended with exit code 7 during step" in shown
+    assert "reason:  its process ended (exit code 7) during step" in shown
     assert "    the physics engine gives up" in shown
     assert "fix:" in shown
 
