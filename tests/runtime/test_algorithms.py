@@ -28,6 +28,7 @@ from megarl.errors import ConfigError
 from megarl.runtime import stages
 from tests.house.test_docs import code_with
 from tests.runtime import harness
+from tests.runtime.test_teams import assert_near, of_training, placed
 
 REWARD = """
 def parts(samples):
@@ -155,10 +156,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def config_of(folder: Path, *overrides: str):
+def settings_of(folder: Path, *overrides: str) -> list[str]:
     settings = [*ONE_PROCESS, f"reward.name={folder / 'parts.py'}:parts", *overrides]
-    places = [text.replace("TEACHER", str(folder / "teacher")).replace("FOLDER", str(folder)) for text in settings]
-    return load_config(folder / "tiny.yaml", places, components=COMPONENTS)
+    return [text.replace("TEACHER", str(folder / "teacher")).replace("FOLDER", str(folder)) for text in settings]
+
+
+def config_of(folder: Path, *overrides: str):
+    return load_config(folder / "tiny.yaml", settings_of(folder, *overrides), components=COMPONENTS)
 
 
 def train(folder: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -261,6 +265,18 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         assert 0 < lines[-1]["actor/kl_loss"] <= 0.5
     if name == "filters":
         assert 0 <= lines[0]["filter/kept"] < 1
+
+
+@pytest.mark.procs
+def test_the_teachers_likeliest_tokens_may_come_from_a_team_of_its_own(folder, teacher, tmp_path):
+    settings = RECIPES["distillation from the likeliest tokens, without rewards"]
+    (first, second) = train(folder, tmp_path / "together", *settings)
+    teams = {"train": (["actor", "rollout"], 1), "school": (["teacher"], 1)}
+    given = settings_of(folder, *settings, *placed(teams))
+    apart = of_training(harness.train(folder / "tiny.yaml", tmp_path / "apart", *given))
+    together = {step: {name: line[name] for name in apart[step]} for step, line in enumerate((first, second), 1)}
+    assert "actor/distillation_loss" in together[1]
+    assert_near(together, apart)
 
 
 def test_every_stage_ran_and_needs_what_it_says_it_reads() -> None:
