@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
@@ -20,14 +21,11 @@ if TYPE_CHECKING:
 DRAWN_LOGP, DRAWN_SUM = "drawn_logp", "drawn_sum_pi_squared"
 
 
-@stage(
-    reads=["prompt_ids", "response_ids"],
-    optional=[DRAWN_LOGP],
-    needs=call_fields,
-    writes=["old_logp"],
-    kind=Kind.MODEL_INFERENCE,
-    role=Role.ACTOR,
-)
+#: A stage in which a model reads prompts and responses.
+_scores = partial(stage, reads=["prompt_ids", "response_ids"], needs=call_fields, kind=Kind.MODEL_INFERENCE)
+
+
+@_scores(optional=[DRAWN_LOGP], writes=["old_logp"], role=Role.ACTOR)
 def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Score the responses with the policy that is about to be trained; samples that waited keep what theirs said."""
     samples.set("old_logp", _scored_once(samples, DRAWN_LOGP, actor.log_probs))
@@ -101,39 +99,21 @@ def _sum_pi_squared(c: StepContext, samples: Batch, actor: ActorRole) -> Jagged:
     return old.like((2 * old.values - sharper.values).exp().clamp(max=1))
 
 
-@stage(
-    reads=["prompt_ids", "response_ids"],
-    needs=call_fields,
-    writes=["ref_logp"],
-    kind=Kind.MODEL_INFERENCE,
-    role=Role.REFERENCE,
-)
+@_scores(writes=["ref_logp"], role=Role.REFERENCE)
 def ref_logp(c: StepContext, samples: Batch, *, reference: ReferenceRole) -> Batch:
     """Score the responses with the frozen reference."""
     samples.set("ref_logp", reference.log_probs(samples))
     return samples
 
 
-@stage(
-    reads=["prompt_ids", "response_ids"],
-    needs=call_fields,
-    writes=["teacher_logp"],
-    kind=Kind.MODEL_INFERENCE,
-    role=Role.TEACHER,
-)
+@_scores(writes=["teacher_logp"], role=Role.TEACHER)
 def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
     """Score the responses with the frozen teacher."""
     samples.set("teacher_logp", teacher.log_probs(samples))
     return samples
 
 
-@stage(
-    reads=["prompt_ids", "response_ids"],
-    needs=call_fields,
-    writes=["teacher_topk"],
-    kind=Kind.MODEL_INFERENCE,
-    role=Role.TEACHER,
-)
+@_scores(writes=["teacher_topk"], role=Role.TEACHER)
 def teacher_topk(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
     """The tokens that the frozen teacher finds likeliest in the place of every response token.
 
