@@ -44,6 +44,25 @@ PARTS_LEFT_OUT = [
     (r"x = 2 \text{ or } x = 3", "3"),
 ]
 NOT_THE_SAME = [
+    ("72", "73 clips"),
+    ("72", "72 tenths"),
+    ("72", "72 dozen"),
+    ("72", "72 squared"),
+    ("72", "72 red clips"),
+    ("72", "72x"),
+    ("72", "72 BCA"),
+    ("72 clips", "72 marbles"),
+    (r"\frac{72}{2}", "36 clips and 2"),
+    ("73", "m+n=74"),
+    ("73", "m-n=73"),
+    ("73", "2m+n=73"),
+    ("73", "m+m=73"),
+    ("73", "m+n<73"),
+    ("m+n=73", "73"),
+    ("m+n=73", "(A) 73"),
+    ("f(x)=2x", "f(x)=2x for all y"),
+    ("f(x)=2x", "f(x)=3x for all x"),
+    ("f(x)=2x", r"f(x)=2x \text{ for all x>0}"),
     ("x^2+121=0", "x^2+9=0"),
     ("|x|=-3", "|x|=-4"),
     ("y''+y=0", "y''-y=0"),
@@ -163,6 +182,14 @@ RIGHT = [
     (r"x=\pm2", r"x=2 \text{ or } x=-2"),
     (r"n \equiv 1 \pmod 4", r"n\equiv5\pmod{4}"),
     ("2", r"\log 100"),
+    ("72", "72 clips"),
+    ("1000", r"1,000\text{ marbles}"),
+    ("73", "m+n=73"),
+    ("73", "73 = a + b + c"),
+    ("2x", "f(x)=2x for all x"),
+    ("f(x)=2x", r"f(x)=2x \text{ for all } x"),
+    ("f(x)=2x", r"f(x)=2x,\text{ for all real }x \in \mathbb{R}"),
+    (r"f(x)=2x \forall x", "f(x)=2x"),
 ]
 
 
@@ -286,6 +313,7 @@ def test_a_mutant_differs_in_one_character():
         "+".join(rf"\sin(x^{{{i}}})^{{{i + 9}}}" for i in range(60)),
         ", ".join(str(i) for i in range(400)),
         "٣" * 50,
+        "f(x)=2x for all" + " " * 9000 + "!",
         "\x00\ud800",
     ],
 )

@@ -8,8 +8,9 @@ from collections import deque
 from megarl.rewards.format import last_boxed
 from megarl.rewards.mathematics.comparison import same
 from megarl.rewards.mathematics.grammar import read
+from megarl.rewards.mathematics.sayings import said_value, without_quantifier
 from megarl.rewards.mathematics.tokens import Token, canonical, clean, tokenize
-from megarl.rewards.mathematics.tree import Node, UnreadError
+from megarl.rewards.mathematics.tree import Node, Number, UnreadError
 from megarl.rewards.mathematics.values import OutsideError
 
 _MAX_LENGTH = 10_000  # characters; a longer answer is compared as text
@@ -71,7 +72,7 @@ def equal(reference: str, answer: str) -> bool:
         return reference.split() == answer.split()
     if reference.split() == answer.split():
         return True
-    first, second = clean(reference), clean(answer)
+    first, second = without_quantifier(clean(reference)), without_quantifier(clean(answer))
     if not first or not second:
         return False
     if first == second or _equal(first, second, grouping=True):
@@ -96,7 +97,8 @@ def _equal(first: str, second: str, grouping: bool) -> bool:
     if canonical(left) == canonical(right):
         return True
     try:
-        return same(_read(left), _read(right))
+        gold, said = _read(left), _read(right)
+        return same(gold, said_value(said) if isinstance(gold, Number) else said)
     except (UnreadError, OutsideError, RecursionError):
         return False
 
@@ -127,4 +129,5 @@ def _labelled(first: str, second: str) -> bool:
     letter = _LETTER.fullmatch(other)
     if letter is not None:
         return label[0] == letter["letter"]
-    return bool(label[1]) and _equal(label[1], other, grouping=True)
+    pair = (label[1], other) if left is not None else (other, label[1])
+    return bool(label[1]) and _equal(*pair, grouping=True)

@@ -125,6 +125,13 @@ _NUMERALS = (
 NUMERALS = {word: value for value, word in enumerate(_NUMERALS.split())} | {
     "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90,
 }  # fmt: skip
+#: Words after a number that make another one of it, or deny it; what else stands there in lower case was counted.
+CHANGING = _words(
+    "half halves third thirds quarter quarters squared cubed factorial doubled tripled halved dozen dozens score "
+    "scores gross pair pairs couple couples hundreds thousands millions billions trillions lakh lakhs crore crores "
+    "modulo less fewer more plus minus above below over under negative positive base binary octal decimal inverse "
+    "reciprocal opposite imaginary percentile approximately approx about not none never wrong false incorrect"
+)
 NO_SOLUTION = frozenset({"no solution", "no solutions", "no real solution", "no real solutions", "empty set"})
 ALL_REALS = frozenset({"all real numbers", "all reals", "the real numbers", "real numbers"})
 
