@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.asynchrony import check_async
 from megarl.checks.best_metric import check_best_metric
-from megarl.checks.checklist import Check, Checklist
+from megarl.checks.checklist import Check, Checklist, Roles
 from megarl.checks.correction import check_correction
 from megarl.checks.descriptors import check_descriptors
 from megarl.checks.disk import check_disk
@@ -99,9 +99,7 @@ def check_config(
         _check_placed(config, placement, sizes, job, checks)
     if job in ("train", "sft"):
         check_only_in_training(facts, checks)
-        check_batches(config, placement, checks)
-        check_schedules(config, roles, checks)
-        check_best_metric(config, job, checks)
+        _check_steps(config, placement, roles, job, checks)
     if job == "train":
         check_objective(config, roles, checks)
         check_graph(config, built, checks)
@@ -130,6 +128,13 @@ def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: st
     check_machine_gpus(config, placement, job, checks)
     check_layouts(config, placement, sizes, checks)
     check_descriptors(config, placement, checks)
+
+
+def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, job: str, checks: Checklist) -> None:
+    """Sizes of training steps, their learning rates, and how they are measured."""
+    check_batches(config, placement, checks)
+    check_schedules(config, roles, checks)
+    check_best_metric(config, job, checks)
 
 
 def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
