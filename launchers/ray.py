@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.credentials import PASSWORD, USER
-from megarl.dag.placement import begins_again
 from megarl.dag.stage import Role
 from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
@@ -36,7 +35,6 @@ from megarl.machine import available_cores
 from megarl.processes import FINISHED, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
 from megarl.store.actor import JOURNAL
 from megarl.store.flow import FlowSettings
-from megarl.store.keeper import start_keepers
 from megarl.store.size import LEAST, object_store_bytes, refuse_too_large
 
 if TYPE_CHECKING:
@@ -130,7 +128,6 @@ class RayWorkers:
         self._places: list[Place] = []
         self._server_places: list[Place] = []
         self._store: Any = None
-        self._keepers: list[Any] = []
         self._journal = job.run_dir / JOURNAL
         self._entered = False
         self._ray: OwnRay | ClusterRay | None = None
@@ -244,9 +241,6 @@ class RayWorkers:
         environment = {"OMP_NUM_THREADS": "1"} | _handed_on()
         flow = FlowSettings.of(job.config)
         self._store = start_store(self._store_name, job.placement, groups, share, self._journal, environment, flow)
-        kept = [team for team in job.teams if Role.ROLLOUT in team.roles and begins_again(job.config, team)]
-        hosts = {self._places[worker][0] for team in kept for worker in range(team.first, team.first + team.devices)}
-        self._keepers = start_keepers(self._store_name, hosts, environment)
 
     def _run(self, team: TeamPlan, more: Mapping[str, str] | None = None) -> None:
         """Set the workers of one team to work, which meet at an address of their own; `more`: of their environment."""
@@ -395,7 +389,7 @@ class RayWorkers:
         """End the actors, and let others have their devices."""
         import ray
 
-        for actor in [*self._actors, *self._keepers, *([self._store] if self._store is not None else [])]:
+        for actor in [*self._actors, *([self._store] if self._store is not None else [])]:
             ray.kill(actor)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)

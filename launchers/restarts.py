@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from megarl.dag.placement import begins_again, needs_others
-from megarl.dag.stage import Role
+from megarl.dag.placement import begins_again
 from megarl.errors import count
 from megarl.runtime.health import RankFailure, set_aside
 from megarl.tracking.restarts import note_restart
@@ -79,19 +78,11 @@ class Restarts:
         return bool(stuck) and self._again(stuck[0], stuck, trouble)
 
     def spent(self, *ranks: int) -> list[str]:
-        """A line for a message about each of these workers whose team has started again as often as it may, or cannot
-        start again by itself though it draws in a team of its own."""
-        config, lines = self._job.config, list[str]()
-        limit = config.placement.restarts
-        for team in [self._team(rank) for rank in ranks] if limit else []:
-            if self._begun.get(team.name) == limit:
-                again = f"has started again {count(limit, 'time')} before (placement.restarts={limit})"
-            elif team.name not in self._begun and Role.ROLLOUT in team.roles and Role.ACTOR not in team.roles:
-                again = f"cannot start again by itself: {needs_others(config, team)}"
-            else:
-                continue
-            lines.append(f"  its team {team.name!r} {again}")
-        return lines
+        """A line for a message about each of these workers whose team has started again as often as it may."""
+        limit = self._job.config.placement.restarts
+        again = f"has started again {count(limit, 'time')} before (placement.restarts={limit})"
+        teams = [self._team(rank).name for rank in ranks]
+        return [f"  its team {name!r} {again}" for name in teams if self._begun.get(name) == limit]
 
     def _team(self, rank: int) -> TeamPlan:
         return next(team for team in self._job.teams if team.first <= rank < team.first + team.devices)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.run import RunConfig
-from megarl.dag.placement import Placement, TeamPlan, begins_again
+from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.data.frames import SIMULATOR
 from megarl.envs.robots.settings import SimulatorSettings
@@ -118,9 +118,6 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         # None where training is what bounds the run; one more while one of them is pushed.
         weights = _here(config, actor) * (lag + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
         found.append(Term("weights that wait until they are drawn with", weights, "async.max_staleness", 0.0))
-    if actor is not None and lag and job == "train" and begins_again(config, team):
-        weights = _here(config, actor) * parameter_bytes(facts, actor.parallel, config.model.dtype)
-        found.append(term("weights for a rollout that starts again", weights, "placement.restarts"))
     if config.robot is not None and job != "sft":
         found += _episode_terms(config, facts, team, job)
     servers = config.rollout.sglang

@@ -48,6 +48,8 @@ _PATHS = (
         ("placement", "measured"),
     ),
 )
+#: `cluster.max_restarts` of a run with several teams.
+TEAM_RESTARTS = 3
 _NULLS = ("null", "~")
 #: Sections that name a component.
 _COMPONENTS = {
@@ -79,6 +81,7 @@ def load_config(
     document.data.setdefault("name", file.stem)
     # Some sections have defaults of their own (rollout.sampling.n is 8, not 1): giving one key keeps the others.
     defaults = Document(RunConfig(name="").model_dump())
+    del defaults.data["cluster"]["max_restarts"]  # follows from the placement
     _merge(defaults, document)
     document = defaults
     overrides, problems = take_apart(overrides)
@@ -96,7 +99,14 @@ def load_config(
     assert config is not None
     for line in dropped:
         print(f"megarl: {line}", file=sys.stderr)
-    return config
+    return config if "max_restarts" in document.data["cluster"] else _with_restarts(config)
+
+
+def _with_restarts(config: RunConfig) -> RunConfig:
+    """The same recipe with the default of `cluster.max_restarts`, which it does not name."""
+    if not config.placement.separates:
+        return config
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_restarts": TEAM_RESTARTS})})
 
 
 def _expand_home(data: dict[str, Any]) -> None:

@@ -53,9 +53,14 @@ class PlacementConfig(Section):
     restarts: int = Field(
         3,
         ge=0,
-        description="how often a team of the reference, the teacher, or the rollout (docs/placement.md says when) "
-        "starts again in a run when one of its processes dies; 0: its death is that of the run, as with other teams",
+        description="how often a team of the reference or the teacher starts again in a run when one of its processes "
+        "dies; 0: its death ends the attempt, as with other teams (cluster.max_restarts)",
     )
+
+    @property
+    def separates(self) -> bool:
+        """Whether it names several teams, or leaves them to `auto`."""
+        return len(self.teams) > 1 or self.auto is not None
 
     @property
     def asks_for_teams(self) -> bool:

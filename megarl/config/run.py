@@ -80,7 +80,7 @@ class ClusterConfig(Section):
     max_restarts: NonNegativeInt = Field(
         0,
         description="restarts of a run that lost a worker, from its newest checkpoint, until one reaches a newer one; "
-        "0: the first failure ends the command",
+        "0: the first failure ends the command. A recipe with several teams that does not say it has 3",
     )
 
 

@@ -72,23 +72,8 @@ class TeamPlan:
 
 
 def begins_again(config: RunConfig, team: TeamPlan) -> bool:
-    """Whether a team may begin again, without the others, when one of its processes dies.
-
-    Beside those that only score samples that is one of the rollout: what it draws follows from weights and seeds.
-    """
-    draws = Role.ROLLOUT in team.roles and Role.ACTOR not in team.roles
-    return bool(config.placement.restarts) and (team.may_restart or (draws and needs_others(config, team) is None))
-
-
-def needs_others(config: RunConfig, team: TeamPlan) -> str | None:
-    """Why a team that draws cannot begin again without the others; None: it can."""
-    if Role.CRITIC in team.roles:
-        return "it holds the critic, whose weights are lost with it"
-    if config.rollout.engine != "embedded":
-        return f"it looks after the servers (rollout.engine={config.rollout.engine})"
-    if config.async_.max_staleness and config.actor.engine.offload:
-        return "it draws with weights of before, and the actor's are away between steps (actor.engine.offload=true)"
-    return None
+    """Whether a team may begin again, without the others, when one of its processes dies."""
+    return bool(config.placement.restarts) and team.may_restart
 
 
 @dataclass(frozen=True)

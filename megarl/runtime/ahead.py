@@ -28,7 +28,6 @@ from megarl.models.copies import ParameterCopies
 from megarl.phase import phase, set_step
 from megarl.runtime.drawn import Drawn, files_ahead
 from megarl.runtime.generation import publish
-from megarl.runtime.rollout_again import DRAWN
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import due, evaluate_drawn, validates
 
@@ -37,12 +36,14 @@ if TYPE_CHECKING:
 
     from megarl.config.run import RunConfig
     from megarl.dag.executor import Executor
-    from megarl.runtime.begun import Begun
     from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.controller import Controller
     from megarl.runtime.recorder import Recorder
     from megarl.store.client import StoreClient
     from megarl.store.crossing import TeamCrossing
+
+
+DRAWN = "drawn"  # mail: all replicas have drawn this step
 
 
 def draws_apart(c: Controller) -> bool:
@@ -67,7 +68,8 @@ def is_drawn_with(config: RunConfig, version: int) -> bool:
     return version == steps or version + lag < steps or validates(config, version)
 
 
-def _store(c: Controller) -> StoreClient:
+def store_of(c: Controller) -> StoreClient:
+    """Holds what this team and the others exchange."""
     assert c.team.store is not None, "checks want the rollout in a team of its own"
     return c.team.store
 
@@ -131,7 +133,7 @@ class Pushes:
             with phase("await_drawn", waits_for=team.name):
                 c.mail.read(f"{DRAWN}/{step}")
             return True
-        found = _store(c).peek(f"{DRAWN}/{step}") is not None if c.layout.rank == 0 else None
+        found = store_of(c).peek(f"{DRAWN}/{step}") is not None if c.layout.rank == 0 else None
         return bool(c.layout.world.broadcast_json(found))
 
 
@@ -146,7 +148,6 @@ class RolloutSteps:
         recorder: of this rank.
         checkpoints: this team's part of them.
         held: what a checkpoint has for the first steps.
-        begun: where this team goes on when it begins in a run that is under way; None: with all others.
     """
 
     c: Controller
@@ -155,22 +156,18 @@ class RolloutSteps:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: list[Drawn]
-    begun: Begun | None = None
     _ahead: list[Drawn] = field(default_factory=list)  # of steps that the newest checkpoint does not have
 
     def run(self) -> None:
         """All steps that are left, and the weights after the last ones."""
         c, config = self.c, self.c.config
-        before, steps, lag = c.context.step, config.trainer.steps, config.async_.max_staleness
-        first = before if self.begun is None else self.begun.first
-        self.held = [drawn for drawn in self.held if drawn.step > before]
-        self.crossing.repeated = None if self.begun is None else self.begun.step
-        for step in range(before + 1, steps + 1):
+        first, steps, lag = c.context.step, config.trainer.steps, config.async_.max_staleness
+        for step in range(first + 1, steps + 1):
             c.context.step = step
             set_step(step)
             self.recorder.start_step()
             with phase("step"):
-                drawn = self._next()
+                drawn = self._give_held() if self.held else self._draw()
                 if lag and drawn is not None:
                     self._ahead.append(drawn)
                 self._tell()
@@ -183,25 +180,6 @@ class RolloutSteps:
             with phase("step"):
                 self._follow(version)
             self._save(version)
-
-    def _next(self) -> Drawn | None:
-        """The samples of this step go to the other teams; what these were, where a checkpoint may have to keep that."""
-        if self.begun is not None and self.begun.step == self.c.context.step and self.begun.drawn is not None:
-            self._take_up(self.begun.drawn)
-            return None
-        return self._give_held() if self.held else self._draw()
-
-    def _take_up(self, drawn: list[Metrics]) -> None:
-        """They have gone there before this team began again."""
-        c = self.c
-        assert c.loader is not None, "checks refuse a training run without data"
-        if self.held:
-            self.held.pop(0)
-        else:
-            c.loader.go_to(c.loader.number + c.config.data.batch_size)
-        if c.layout.is_lead:
-            c.context.metrics.merge(drawn[c.layout.dp_rank])
-        _store(c).done(c.context.step)
 
     def _draw(self) -> Drawn | None:
         """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""
@@ -228,12 +206,11 @@ class RolloutSteps:
         tell_loader(c)
         # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
         if c.layout.is_lead:
-            c.mail.post(f"{DRAWN}/{c.layout.dp_rank}/{c.context.step}", c.context.metrics.to_json())
-            _store(c).arrive(f"{DRAWN}/{c.context.step}")  # what others wait for: one piece of mail of all replicas
+            store_of(c).arrive(f"{DRAWN}/{c.context.step}")  # what others wait for: one piece of mail of all replicas
 
     def _follow(self, version: int) -> None:
         c, config = self.c, self.c.config
-        if not is_drawn_with(config, version) or (self.begun is not None and version <= self.begun.followed):
+        if not is_drawn_with(config, version):
             return
         publish(c, version)
         if validates(config, version):
@@ -242,10 +219,8 @@ class RolloutSteps:
     def _save(self, version: int) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
         self._ahead = [drawn for drawn in self._ahead if drawn.step > version]
-        if self.begun is not None and version <= self.begun.saved:
-            return
         if may_save(self.c.config, version):
-            files = partial(files_ahead, self.c, version, self._ahead)
+            files = partial(files_ahead, self.c.layout, version, self._ahead)
             self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
         else:
             self.checkpoints.poll()

@@ -99,26 +99,3 @@ class CheckpointPart:
             self._under_way.began(saving)
         if last:
             self._under_way.wait()
-
-    def complete(self, step: int, files: Callable[[], Mapping[str, bytes]]) -> bool:
-        """Write what this team, before it began again, had not written of its part of the checkpoint of `step`.
-
-        Args:
-            step, files: as in `after_step`.
-
-        Returns:
-            Whether the step is saved.
-
-        Raises:
-            CheckpointError: the checkpoint could not be begun; the one before it is whole.
-        """
-        from megarl.training.together import complete_part
-
-        if self._teams is None:
-            return False
-        with phase("await_checkpoint", waits_for=self._c.team.of(Role.ACTOR)):
-            tag = self._teams.announced(step)
-        if tag is not None:
-            with phase("checkpoint"):
-                complete_part(self._c.run_dir / FOLDER, step, tag, self._teams, self._c.layout, files())
-        return tag is not None

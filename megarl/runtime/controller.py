@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from megarl.rollout.robots.trials import Trials
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
-    from megarl.runtime.rollout_again import Drawer
     from megarl.runtime.rollout_team import LoaderElsewhere
     from megarl.runtime.team import OwnTeam
     from megarl.sync.updater import NullSync, WeightSync
@@ -59,7 +58,6 @@ class Controller:
         val_data: held-out prompts, as `loader`.
         fleet: the servers that generate, when there are any.
         loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
-        drawer: in the actor's team, that of the rollout where that one may begin again by itself.
         frozen: seals of the models that do not learn, by name, as checkpoints note them (`megarl.runtime.frozen`).
     """
 
@@ -73,7 +71,6 @@ class Controller:
     val_data: PromptDataset | Trials | None
     fleet: Fleet | None = None
     loader_elsewhere: LoaderElsewhere | None = None
-    drawer: Drawer | None = None
     frozen: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -110,7 +107,7 @@ class Controller:
     def mail(self) -> Mail:
         """What this team and the others tell each other; only with several teams."""
         assert self.team.store is not None, "the only team has nobody to write to"
-        return self.drawer or self.team.store
+        return self.team.store
 
     @property
     def models(self) -> dict[str, ModelRole]:

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import ConfigError, count
 from megarl.metrics import Metrics
 from megarl.runtime.handed import joined, parted
-from megarl.runtime.rollout_again import DRAWN
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.placement import Handover, Placement
-    from megarl.runtime.controller import Controller
     from megarl.store.crossing import Gift
     from megarl.training.parallel import Layout
 
@@ -68,39 +66,12 @@ class Drawn:
         }
 
 
-def files_ahead(c: Controller, version: int, drawn: Iterable[Drawn]) -> dict[str, bytes]:
-    """Name and content of all that this rank adds to the checkpoint of step `version`: what is drawn for later steps.
-
-    Where its team may begin again another process keeps that, too: others go on, and what they are done with is freed
-    while this one writes.
-
-    Args:
-        c: in a team that draws in order.
-        drawn: what this process has; what one before it gave is in the store, since nobody trains on it yet.
-    """
-    assert c.team.store is not None, "there are other teams"
-    there = {one.step: one for one in drawn}
+def files_ahead(layout: Layout, version: int, drawn: Iterable[Drawn]) -> dict[str, bytes]:
+    """Name and content of what this rank adds to the checkpoint of step `version`: what is drawn for later steps."""
     files: dict[str, bytes] = {}
-    if c.layout.is_lead:
-        for step in range(version + 1, min(version + c.config.async_.max_staleness, c.config.trainer.steps) + 1):
-            files |= (there[step] if step in there else _given(c, step)).files(c.layout, version)
-    if files:
-        c.team.store.leave(version, files)
+    for one in drawn:
+        files |= one.files(layout, version)
     return files
-
-
-def _given(c: Controller, step: int) -> Drawn:
-    """A replica's share of what the team gave for `step` before it began again. Who drew a group does not matter."""
-    from megarl.data.batch import Batch
-    from megarl.store.crossing import Gift
-
-    store, replica, given = c.team.store, c.layout.dp_rank, {}
-    assert store is not None, "there are other teams"
-    for one in c.team.placement.given_by(c.team.plan.name):
-        groups = store.assignment(step, one.samples, replica)
-        samples = Batch.from_blocks(store.fetch(step, one.key, [group.uid for group in groups]))
-        given[one.key] = Gift(one.node, groups, samples if groups else samples.select([]))
-    return Drawn(given, Metrics.from_json(store.read(f"{DRAWN}/{replica}/{step}")), step)
 
 
 def read_drawn(folder: Path, saved: int, step: int, parts: int, layout: Layout, handovers: Sequence[Handover]) -> Drawn:

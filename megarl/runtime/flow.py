@@ -34,7 +34,7 @@ from megarl.dag.ahead import admission_limit
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
 from megarl.phase import phase, set_step
-from megarl.runtime.ahead import may_save
+from megarl.runtime.ahead import may_save, store_of
 from megarl.runtime.flow_files import files_of_flow
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
@@ -48,10 +48,8 @@ if TYPE_CHECKING:
     from megarl.rollout.stream import Draft, Stream
     from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.controller import Controller
-    from megarl.runtime.flow_begun import FlowBegun
     from megarl.runtime.flow_files import HeldFlow
     from megarl.runtime.recorder import Recorder
-    from megarl.store.client import StoreClient
     from megarl.store.pool import PoolCrossing, Ready
 
 OPEN, WANTED, GATE, OPENED = "open", "wanted", "gate", "flow_opened"
@@ -76,13 +74,8 @@ def find_flow(source: Path) -> HeldFlow | None:
 def tell_place(c: Controller) -> None:
     """Where prompts stand, for the checkpoint of the step that the context has; nobody begins anything meanwhile."""
     assert c.loader is not None, "checks refuse a training run without data"
-    c.loader.go_to(_store(c).flow_state()["next"])
+    c.loader.go_to(store_of(c).flow_state()["next"])
     tell_loader(c)
-
-
-def _store(c: Controller) -> StoreClient:
-    assert c.team.store is not None, "checks want the rollout in a team of its own"
-    return c.team.store
 
 
 @dataclass(frozen=True)
@@ -114,7 +107,6 @@ class FlowSteps:
         recorder: of this rank.
         checkpoints: this team's part of them.
         held: what a checkpoint has of groups that were begun; None: nothing, or it has been taken up.
-        begun: where this team goes on when it begins in a run that is under way; None: with all others.
     """
 
     c: Controller
@@ -124,7 +116,6 @@ class FlowSteps:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: HeldFlow | None
-    begun: FlowBegun | None = None
     _gate: int = 1  # metrics number 0 are those before the first step
     _dry: bool = False  # nothing more may begin with these weights
     _looked: float = 0.0
@@ -147,11 +138,8 @@ class FlowSteps:
         version = c.context.step
         stream = self._make_stream()
         try:
-            if self.begun is None or not self.begun.is_open:
-                self._open()
+            self._open()
             self.recorder.start_step()
-            if self.begun is not None:
-                self._take_up(self.begun, stream)
             while version < c.config.trainer.steps:
                 set_step(version + 1)
                 with phase("step"):
@@ -179,7 +167,7 @@ class FlowSteps:
 
     def _open(self) -> None:
         """Tell the store where prompts begin, and hand it what a checkpoint has."""
-        c, store, held = self.c, _store(self.c), self.held
+        c, store, held = self.c, store_of(self.c), self.held
         assert c.loader is not None, "checks refuse a training run without data"
         if c.layout.rank == 0:
             begun = {} if held is None else held.versions
@@ -204,19 +192,6 @@ class FlowSteps:
         n, found = c.config.rollout.sampling.n, held.drafts
         self._drafts = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
         self.held = None  # its samples are the store's now
-
-    def _take_up(self, begun: FlowBegun, stream: Stream) -> None:
-        """What is left to be done at the gate where this team was when it began again, now that it has weights."""
-        c, self._gate = self.c, begun.gate
-        if not begun.owes:
-            return
-        version = c.context.step
-        set_step(version)
-        with phase("step"):
-            if begun.passes:
-                self._end_stretch(version)
-            self._validate(version)
-        self._save(version, stream)
 
     # -- one stretch -------------------------------------------------------------------------------------------------
 
@@ -311,7 +286,7 @@ class FlowSteps:
         if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
         self._looked = now
-        return _store(self.c).has_come(f"{WANTED}/{self._gate}")
+        return store_of(self.c).has_come(f"{WANTED}/{self._gate}")
 
     def _score(self, groups: Sequence[tuple[int, list[Completion]]]) -> None:
         """Walk the nodes after the one that draws, as far as they do not wait for rewards."""
@@ -401,21 +376,14 @@ class FlowSteps:
         c, gate = self.c, self._gate
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
-                _store(c).arrive(f"{OPEN}/{gate}")
+                store_of(c).arrive(f"{OPEN}/{gate}")
             version = int(c.mail.read(f"{GATE}/{gate}"))
         publish(c, version)
-        self._end_stretch(version)
-        return version
-
-    def _end_stretch(self, version: int) -> None:
-        """What it has measured is told of this gate; from here on `version` is drawn with."""
-        c = self.c
         c.context.step = version
-        if c.team.restarts:
-            c.context.metrics.max("store/abandoned", _store(c).flow_state()["abandoned"])
-        self.recorder.end_step(self._gate)
+        self.recorder.end_step(gate)  # what it has measured until here
         self.recorder.start_step()
-        self._gate, self._dry, self._wanted = self._gate + 1, False, False
+        self._gate, self._dry, self._wanted = gate + 1, False, False
+        return version
 
     def _validate(self, version: int) -> None:
         if validates(self.c.config, version):

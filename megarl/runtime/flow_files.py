@@ -34,8 +34,7 @@ def files_of_flow(
 ) -> dict[str, bytes]:
     """Name and content of all that this rank adds to the checkpoint of step `version`.
 
-    Finished groups are in the store. Where its team may begin again another process keeps that, too: others go on, and
-    what they are done with is freed while this one writes.
+    Finished groups are in the store.
 
     Args:
         c: in a team whose samples go to training as they get ready; the actor's waits for these files.
@@ -52,9 +51,7 @@ def files_of_flow(
         return {}
     ready, versions = unused_groups(store, version, layout.dp_rank, layout.dp_size)
     again = store.flow_state()["again"] if layout.rank == 0 else []
-    files = flow_files(layout, ready, {**versions, **under_way}, drafts, again, carried)
-    store.leave(version, files)
-    return files
+    return flow_files(layout, ready, {**versions, **under_way}, drafts, again, carried)
 
 
 def flow_files(

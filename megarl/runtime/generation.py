@@ -39,8 +39,6 @@ def open_rollout(c: Controller) -> None:
         return
     if c.config.rollout.engine == "sglang":
         _open_servers(c, draws=draws, trains=trains)
-    elif not draws and c.drawer is not None:
-        c.drawer.connect()
     elif not draws:
         c.sync = rollout_team.connect_engines(c)
     elif not trains:

@@ -22,7 +22,6 @@ from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.ahead import Pushes, RolloutSteps, draws_apart, find_drawn
-from megarl.runtime.begun import Begun, find_begun, go_on
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
 from megarl.runtime.critic import make_critic
@@ -30,13 +29,11 @@ from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
 from megarl.runtime.flow import FlowSteps, find_flow, flows
-from megarl.runtime.flow_begun import FlowBegun, find_flow_begun, go_on_as_ready
 from megarl.runtime.frozen import seal_frozen
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.offers import Offers
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference
-from megarl.runtime.rollout_again import Drawer
 from megarl.runtime.rollout_team import resume_loader, share_loader
 from megarl.runtime.setup import build_controller
 from megarl.runtime.stages.reward import PENDING
@@ -59,7 +56,6 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
     if c.team.leads and c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
-    c.drawer = Drawer.of(c)
     if config.robot is not None and c.team.holds(Role.ROLLOUT):
         c.context.scores = EpisodeScores.of(config, c.layout)
     try:
@@ -72,34 +68,25 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             checkpoints = CheckpointPart(c)
             start = follow_start(c)
         _make_models(c, start)
-        begun = _find_begun(c)
-        if begun is None:
-            open_rollout(c)
-        source = None if start.source is None or (begun and begun.is_past_checkpoint(config)) else Path(start.source)
+        open_rollout(c)
+        source = None if start.source is None else Path(start.source)
         if source is not None:
             _resume(c, checkpoints, source, begun=start.begun)
-        if begun is not None:
-            assert isinstance(checkpoints, CheckpointPart), "the actor's team leads"
-            begun = _go_on(c, begun, checkpoints)
-            if begun.version is not None:
-                open_rollout(c)
         all_ready(c)
         _begin(c, graph, checkpoints)
         part: Part = "second" if config.sft.steps else "whole"
         # Opened last: a start that is refused leaves the run's record as it was. Step 0 is measured again.
         shown_from = -1 if start.resumed_at == 0 else start.resumed_at
         with Recorder(c, "train", config.trainer.steps, shown_from, part) as recorder:
-            version = c.context.step if begun is None else begun.version
-            if version is not None:
-                publish(c, version)
-            if not start.begun and (not c.team.finished if begun is None else begun.draws_first):
+            publish(c, c.context.step)
+            if not start.begun and not c.team.finished:
                 _before_first_step(c, recorder, checkpoints)
             if draws_apart(c):
                 assert isinstance(checkpoints, CheckpointPart), "the actor's team leads"
                 if flows(c):
-                    _flow(c, graph, recorder, checkpoints, source, begun)
+                    _flow(c, graph, recorder, checkpoints, source)
                 else:
-                    _steps_apart(c, graph, recorder, checkpoints, source, begun)
+                    _steps_apart(c, graph, recorder, checkpoints, source)
             else:
                 recorder.crossing = crossing = _crossing(c, graph)
                 executor = _executor(c, graph, crossing)
@@ -154,15 +141,12 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
     team = c.team
     if team.store is None:
         return None
-    from megarl.runtime.rollout_again import ActorsCrossing
     from megarl.store.crossing import TeamCrossing
 
     keeps = draws_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
-    settings: dict[str, bool] = {"keeps": keeps, "dealt": dealt, "stays": team.plan.may_restart}
-    if c.drawer is not None:
-        return ActorsCrossing(c.drawer, graph, team.placement, team.store, *place, **settings)
-    return TeamCrossing(graph, team.placement, team.store, *place, **settings)
+    stays = team.plan.may_restart
+    return TeamCrossing(graph, team.placement, team.store, *place, keeps=keeps, dealt=dealt, stays=stays)
 
 
 def _executor(c: Controller, graph: TaskGraph, crossing: TeamCrossing | None) -> Executor:
@@ -172,41 +156,24 @@ def _executor(c: Controller, graph: TaskGraph, crossing: TeamCrossing | None) ->
     return Executor(graph, c.roles, nodes, crossing, exchange)
 
 
-def _find_begun(c: Controller) -> Begun | FlowBegun | None:
-    """Where a rollout's team goes on whose processes died; None: this one begins with all others, or is another one."""
-    if not (c.team.restarts and draws_apart(c)):
-        return None
-    return find_flow_begun(c) if flows(c) else find_begun(c)
-
-
-def _go_on(c: Controller, begun: Begun | FlowBegun, checkpoints: CheckpointPart) -> Begun | FlowBegun:
-    """Bring it there, as far as it needs no weights; returns what it knows then."""
-    if isinstance(begun, FlowBegun):
-        return go_on_as_ready(c, begun, checkpoints)
-    go_on(c, begun, checkpoints)
-    return begun
-
-
 def _flow(
     c: Controller,
     graph: TaskGraph,
     recorder: Recorder,
     checkpoints: CheckpointPart,
     source: Path | None,
-    begun: Begun | FlowBegun | None,
 ) -> None:
     """What a rollout's team does whose samples go to training as they get ready."""
     from megarl.store.pool import PoolCrossing
 
     team = c.team
     assert team.store is not None, "there are other teams"
-    assert not isinstance(begun, Begun), "that is in order"
     recorder.crossing = crossing = PoolCrossing(team.placement, team.store, c.layout.is_lead)
     nodes = team.plan.nodes[1:]
     waiting = next((place for place, id in enumerate(nodes) if PENDING in graph[id].declared.consumes), len(nodes))
     executor, scored = (Executor(graph, c.roles, some, crossing) for some in (nodes[:waiting], nodes[waiting:]))
     held = None if source is None else find_flow(source)
-    FlowSteps(c, executor, scored, crossing, recorder, checkpoints, held, begun).run()
+    FlowSteps(c, executor, scored, crossing, recorder, checkpoints, held).run()
 
 
 def _steps_apart(
@@ -215,16 +182,13 @@ def _steps_apart(
     recorder: Recorder,
     checkpoints: CheckpointPart,
     source: Path | None,
-    begun: Begun | FlowBegun | None,
 ) -> None:
     """The steps of a rollout's team of its own, in order."""
     recorder.crossing = crossing = _crossing(c, graph)
     assert crossing is not None, "there are other teams"
-    assert not isinstance(begun, FlowBegun), "that is as ready"
     executor = _executor(c, graph, crossing)
-    first = c.context.step if begun is None else begun.first
-    held = [] if source is None else find_drawn(c, source, first)
-    RolloutSteps(c, executor, crossing, recorder, checkpoints, held, begun).run()
+    held = [] if source is None else find_drawn(c, source, c.context.step)
+    RolloutSteps(c, executor, crossing, recorder, checkpoints, held).run()
 
 
 def _begin(c: Controller, graph: TaskGraph, checkpoints: SavedRun) -> None:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
 from megarl.phase import phase
-from megarl.runtime.ahead import may_save
-from megarl.runtime.begun import store_of
+from megarl.runtime.ahead import may_save, store_of
 from megarl.runtime.flow import GATE, OPEN, WANTED
 from megarl.runtime.generation import publish
 from megarl.runtime.validate import validates
@@ -38,11 +37,8 @@ class Offers:
         if c.config.async_.partial:
             return
         given = c.team.placement.given_by(self._team.name)[0]
-        if c.drawer is not None:
-            c.drawer.wait_for(step, [given.key], all_drawn=False)
-        else:
-            with phase("take"), phase("wait", waits_for=self._team.name):
-                store_of(c).assignment(step, given.samples, c.layout.dp_rank)
+        with phase("take"), phase("wait", waits_for=self._team.name):
+            store_of(c).assignment(step, given.samples, c.layout.dp_rank)
         if self._version < step - 1 and self._is_open():
             self._push(step - 1)
 

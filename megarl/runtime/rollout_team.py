@@ -2,14 +2,13 @@
 
     team of the actor                                                     team of the rollout
                       <-- loader: its data, and where it begins --------
-                      <-- engines/0: addresses of the ranks' inboxes ---   an embedded engine, frozen, no weights yet
-    push version t, then weights/0/t ---------------------------------->   follow(t): draws step t + 1 and validates t
+                      <-- engines: addresses of the ranks' inboxes -----   an embedded engine, frozen, no weights yet
+    push version t, then weights/t ------------------------------------>   follow(t): draws step t + 1 and validates t
     checkpoint        <-- loader/t: where it stands after step t --------
     record, best      <-- validation/t: accuracy, rows for the report ---
 
 Mail is JSON of the first rank of a team; every rank that needs it reads it, and waits as the store does: until no other
-team makes progress any more. So a version is waited for here, and the inbox has it by then. The 0 counts how often the
-rollout's team has begun again (rollout_again.py).
+team makes progress any more. So a version is waited for here, and the inbox has it by then.
 """
 
 from __future__ import annotations
@@ -67,19 +66,9 @@ def open_engine(c: Controller) -> PushedWeights:
             found=", ".join(sorted({host for host, _ in apart})),
             fix="set rollout.parallel so that a replica fits on one machine, with ep=1",
         )
-    number = layout.world.broadcast_json(_next_number(c) if layout.rank == 0 else None)
     if layout.rank == 0:
-        c.mail.post(f"{ENGINES}/{number}", engines)
-    return PushedWeights(engine, inbox, config.sync.timeout_s, number)
-
-
-def _next_number(c: Controller) -> int:
-    """How often this team has been there before."""
-    assert c.team.store is not None, "there are other teams"
-    number = 0
-    while c.team.store.peek(f"{ENGINES}/{number}") is not None:
-        number += 1
-    return number
+        c.mail.post(ENGINES, engines)
+    return PushedWeights(engine, inbox, config.sync.timeout_s)
 
 
 def address_of_worker(config: RunConfig) -> str:
@@ -94,7 +83,7 @@ def address_of_worker(config: RunConfig) -> str:
 def follow_weights(pushed: PushedWeights, version: int, mail: Mail, trainer: str) -> None:
     """Draw with `version`, which the team `trainer` pushes, from here on. Collective over the rollout's team."""
     with phase("await_weights", waits_for=trainer):
-        mail.read(f"{WEIGHTS}/{pushed.number}/{version}")
+        mail.read(f"{WEIGHTS}/{version}")
         pushed.follow(version)
 
 
@@ -113,7 +102,7 @@ def connect_engines(c: Controller) -> WeightSync:
 
     key = run_key(c.run_dir, _KEY)
     with phase("connect_engines"):
-        said = c.mail.read(f"{ENGINES}/{_number(c)}")
+        said = c.mail.read(ENGINES)
         engines = [[(host, port) for host, port in ranks] for ranks in said]
         alone = "a worker of another team sees its own GPU only, so it cannot map the trainer's memory"
         receivers, why = None, None
@@ -133,33 +122,17 @@ def push_weights(c: Controller, version: int) -> SyncReport:
     """Push the actor's weights to the engines, and tell the rollout's team. Collective over the actor's team.
 
     Raises:
-        WorkerError: as `announce_weights`; a team that may begin again is waited for before that.
+        WorkerError: an engine did not take them: the rollout's team can draw nothing, and with it the run ends.
     """
-    if c.drawer is not None:
-        return c.drawer.push(version)
     report = c.sync.push(version)
-    announce_weights(c, report)
-    return report
-
-
-def _number(c: Controller) -> int:
-    """Of the engines: how often the rollout's team has begun again."""
-    return 0 if c.drawer is None else c.drawer.number
-
-
-def announce_weights(c: Controller, report: SyncReport) -> None:
-    """The engines have this version. Collective over the actor's team.
-
-    Raises:
-        WorkerError: one has not: the rollout's team can draw nothing, and with it the run ends.
-    """
     if report.failed:
         raise WorkerError(
-            f"the team of the rollout did not take version {report.version} of the weights:\n"
+            f"the team of the rollout did not take version {version} of the weights:\n"
             + "\n".join(why for _, why in sorted(report.failed.items()))
         )
     if c.layout.rank == 0:
-        c.mail.post(f"{WEIGHTS}/{_number(c)}/{report.version}", True)
+        c.mail.post(f"{WEIGHTS}/{version}", True)
+    return report
 
 
 # -- the loader, as the team sees it that keeps checkpoints -----------------------------------------------------------

@@ -80,9 +80,7 @@ def follow_start(c: Controller) -> RunStart:
     """What the actor's team has announced."""
     with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
         start = RunStart(**c.team.read(_START))
-    # A team that draws asks for more than that (megarl.runtime.rollout_again): its part of a step is not just samples.
-    finished = 0 if c.team.holds(Role.ROLLOUT) else c.team.finished
-    c.context.step = max(start.resumed_at or 0, finished)
+    c.context.step = max(start.resumed_at or 0, c.team.finished)
     return start
 
 

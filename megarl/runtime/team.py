@@ -61,10 +61,8 @@ class OwnTeam:
         name, rank = os.environ[TEAM], int(os.environ["RANK"])
         restarts = int(os.environ.get(RESTARTS, "0"))
         plan, deadline_s = placement[name], config.cluster.timeout_s
-        again = begins_again(config, plan)
-        kept = again and Role.ROLLOUT in plan.roles
-        store = StoreClient.connect(os.environ[STORE], name, rank, deadline_s, restarts, kept=kept)
-        return cls(plan, placement, store, restarts, int(os.environ.get(FINISHED, "0")), again)
+        store = StoreClient.connect(os.environ[STORE], name, rank, deadline_s, restarts)
+        return cls(plan, placement, store, restarts, int(os.environ.get(FINISHED, "0")), begins_again(config, plan))
 
     @classmethod
     def of_all(cls, config: RunConfig) -> OwnTeam:

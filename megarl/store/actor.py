@@ -104,10 +104,6 @@ class StoreActor:
         ask = lambda: self._core.fetch(team, step, key, uids)  # noqa: E731
         return await self._answer(team, ask, ("handover", step, key), slice_s)
 
-    async def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
-        """References to groups' bytes, if they are there."""
-        return self._core.given_before(step, key, uids)
-
     async def read(self, team: str, name: str, slice_s: float) -> Answer[tuple[str]]:
         """Mail, in a tuple."""
         return await self._answer(team, lambda: self._core.ask("read", name), ("mail", name), slice_s)

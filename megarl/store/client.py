@@ -19,17 +19,16 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megarl import phase
 from megarl.store.core import GroupInfo, StoreError
-from megarl.store.keeper import Piece, keeper_name
 from megarl.store.notice import Notice
-from megarl.store.objects import payloads_of, put_object
+from megarl.store.objects import Piece, payloads_of, put_object
 from megarl.store.standing import Ping, Standing
 
 if TYPE_CHECKING:
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from megarl.store.durable import Word
     from megarl.store.flow import Finished, FlowGroup
 
-T = TypeVar("T")
-#: Finds out whether there is something to do while somebody waits, and returns what does it.
-Look: TypeAlias = Callable[[], Callable[[], None] | None]
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
 _AGAIN_S = 0.5  # between two tries to reach a store that died
 
@@ -54,60 +50,44 @@ class StoreClient:
         rank: of this worker in its team.
         deadline_s: `cluster.timeout_s`.
         start: how often this team has begun again.
-        keeper: has copies of what this worker gives, and gave before its team began again; None: nobody has.
 
     Raises (every call):
         StoreError: the call does not fit what is in the store, it waited until the deadline, or the store is gone. The
             message names team, rank and phase.
     """
 
-    def __init__(
-        self, actor: Any, name: str, team: str, rank: int, deadline_s: float, start: int = 0, keeper: Any = None
-    ) -> None:
+    def __init__(self, actor: Any, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> None:
         self._actor, self.name, self.team, self.rank, self._deadline_s = actor, name, team, rank, deadline_s
-        self._start, self._keeper = start, keeper
+        self._start = start
         self._slice_s = min(_SLICE_S, deadline_s / 4)
         self._changing, self._keeping = threading.Lock(), threading.Lock()
         self._given: dict[int, list[Any]] = {}  # references, by the number of the call
         self._changes = 0
         self._waits_for = ""
         self._notice = Notice(actor, team, self._slice_s)
-        self._look: Look | None = None
         phase.on_change(self._moved)
-        if keeper is not None:
-            self._given = self._ask_keeper("what it has", "held")
-        word = self._ping()
-        self._serial = word.heard  # of the last call that changes something; another process may have made it
-        self._heed(word)  # a store that died, too, lacks what this team gave: before others learn where it is now
+        self._serial = self._ping().heard  # of the last call that changes something; another process may have made it
         threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
 
     @classmethod
-    def connect(
-        cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0, *, kept: bool = False
-    ) -> StoreClient:
+    def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> StoreClient:
         """The store that `start_store` started under this name; this process has initialised Ray.
 
         Args:
             name, team, rank, deadline_s, start: see the class.
-            kept: there is a keeper on this machine (`megarl.store.keeper`).
 
         Raises:
-            StoreError: there is no such store or keeper, or it does not answer within `deadline_s`.
+            StoreError: there is no such store, or it does not answer within `deadline_s`.
         """
         import ray
 
         from megarl.store.actor import NAMESPACE
 
         try:
-            whom, keeper = f"store {name!r}", None
             actor = ray.get_actor(name, namespace=NAMESPACE)
-            if kept:
-                host = ray.util.get_node_ip_address()
-                whom = f"keeper of the samples of store {name!r} on this machine ({host})"
-                keeper = ray.get_actor(keeper_name(name, host), namespace=NAMESPACE)
         except ValueError as error:
-            raise StoreError(f"team {team!r} rank {rank}: Ray knows no {whom}: {error}") from error
-        return cls(actor, name, team, rank, deadline_s, start, keeper)
+            raise StoreError(f"team {team!r} rank {rank}: Ray knows no store {name!r}: {error}") from error
+        return cls(actor, name, team, rank, deadline_s, start)
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
@@ -217,31 +197,9 @@ class StoreClient:
                         raise
                     time.sleep(_AGAIN_S)
 
-    def given(self, step: int, key: str) -> None:
-        """Wait until all of a handover has been given, to whichever teams."""
-        self._wait(f"{key!r} of step {step}", "fetch", self.team, step, key, [])
-
-    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Span] | None:
-        """As `fetch`, of what is there; None: not all of these groups have been given."""
-        what = f"{key!r} of step {step}"
-        refs = self._call(f"the store to look for {what}", "given_before", step, key, list(uids))
-        if refs is None:
-            return None
-        with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
-            return payloads_of(refs, self._deadline_s)
-
     def done(self, step: int) -> None:
         """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""
         self._change(f"be done with step {step}", "done", self.team, self.rank, step)
-
-    def leave(self, number: int, files: Mapping[str, bytes]) -> None:
-        """Files by name, for this worker's next process, if its team may begin again, in place of those of before."""
-        if self._keeper is not None:
-            self._ask_keeper(f"room for {', '.join(files)}", "leave", number, dict(files))
-
-    def left(self, number: int) -> dict[str, bytes]:
-        """What was left under this number, unless something else has been since."""
-        return {} if self._keeper is None else self._ask_keeper("files of before", "left", number)
 
     # -- samples that come as they get ready ---------------------------------------------------------------------------
 
@@ -316,8 +274,6 @@ class StoreClient:
         call = json.dumps([method, *arguments], separators=(",", ":"))
         with self._changing:
             self._serial += 1
-            if refs and self._keeper is not None:
-                refs = self._copied(refs)
             if refs:
                 with self._keeping:
                     self._given[self._serial] = list(refs)
@@ -325,21 +281,6 @@ class StoreClient:
             word, answer = self._call(f"the store to {what}", "change", *number, call, list(refs), self._start)
         self._heed(word)
         return answer
-
-    def _copied(self, refs: Sequence[Piece]) -> list[Piece]:
-        """The keeper's copies of what this call gives."""
-        objects = list(dict.fromkeys(ref for ref, _, _ in refs))
-        numbers = {ref: number for number, ref in enumerate(objects)}
-        pieces = [(numbers[ref], start, stop) for ref, start, stop in refs]
-        return self._ask_keeper("copies", "keep", self._serial, pieces, *objects)
-
-    def _ask_keeper(self, what: str, method: str, *arguments: Any) -> Any:
-        import ray
-
-        whom = f"the keeper of the samples of store {self.name!r} on this machine"
-        with self._located(what, self._deadline_s, whom):
-            call = getattr(self._keeper, method).remote(self.team, self.rank, *arguments)
-            return ray.get(call, timeout=self._deadline_s)
 
     def _ping(self) -> Word:
         return self._call("the store to answer", "ping", self.team, self.rank, self._word())
@@ -351,8 +292,6 @@ class StoreClient:
             gone = [one for one in told if one in self._given and one <= word.heard and one not in held]
             for serial in gone:
                 del self._given[serial]
-            if gone and self._keeper is not None:
-                self._keeper.release.remote(self.team, self.rank, gone)
             again = {serial: self._given[serial] for serial in word.lacking if serial in self._given}
         if again:
             what = "the store to take references again"
@@ -391,39 +330,15 @@ class StoreClient:
                 if found is not None:
                     return found
                 waited = time.monotonic() - start
-                if self._look is not None and (act := self._look()) is not None:
-                    found, _ = self._call(what, method, *arguments, 0.0)
-                    if found is not None:  # it has come before what was seen: whoever got it at once did not see that
-                        return found
-                    self._act(act)
                 if min([waited, *(other.silent_s for other in others)]) > self._deadline_s + 2 * self._slice_s:
                     raise StoreError(self._too_late(what, waited, others))
 
     @contextmanager
-    def looking(self, look: Look) -> Iterator[None]:
-        """Waits in the block call `look` every few seconds.
-
-        What it returns may do something that they wait for; it is called if that is not there by then.
-        """
-        before, self._look = self._look, look
-        try:
-            yield
-        finally:
-            self._look = before
-
-    def _act(self, act: Callable[[], None]) -> None:
-        look, self._look, waits_for, self._waits_for = self._look, None, self._waits_for, ""  # what it does is progress
-        try:
-            act()
-        finally:
-            self._look, self._waits_for = look, waits_for
-
-    @contextmanager
-    def _located(self, what: str, limit_s: float, whom: str | None = None) -> Iterator[None]:
-        """Errors of a call name this worker, what it waits for, and `whom` it asks (None: the store)."""
+    def _located(self, what: str, limit_s: float) -> Iterator[None]:
+        """Errors of a call name this worker, and what it waits for."""
         import ray
 
-        whom = whom or f"the store {self.name!r}"
+        whom = f"the store {self.name!r}"
         try:
             yield
         except ray.exceptions.RayTaskError as error:

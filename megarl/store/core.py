@@ -10,8 +10,7 @@ Where groups do not come step by step (`async.order=as_ready`), they are put int
 forms the samples of a step when a taker first asks for them; from then on they are like any others.
 
 A team whose processes died begins again with the step after the last one that is over: all that it took since is
-still here. What it gave since is forgotten, and comes again; samples stay, since their weights may be gone. Of groups
-in a pool those stay that are finished.
+still here. What it gave since is forgotten, and comes again.
 
 Nothing here waits: what is not there yet is answered with None, and `give` and `post` tell what has come. Bytes never
 come here; a reference to them may be any object.
@@ -132,8 +131,6 @@ class Core:
     ) -> list[Topic]:
         """Take what one replica hands over, all its groups at once; returns what is complete by that.
 
-        Samples of a team that has begun again count once.
-
         Raises:
             StoreError: it does not fit what the run's teams hand over, or what has been given before; nothing is kept.
         """
@@ -143,8 +140,6 @@ class Core:
             raise StoreError(f"{at}: it is team {handover.giver!r} that gives this")
         state = self._steps.get(step) or _Step()
         gift = state.gifts.get(key) or _Gift()
-        if team == self._drawer and self.starts(team) and (self._is_finished(step) or rank in gift.givers):
-            return []
         if self._is_finished(step):
             raise StoreError(f"{at}: all takers are done with this step")
         known = state.groups.get(handover.samples, {})
@@ -241,12 +236,6 @@ class Core:
             taken.update(uids)
         return [gift.refs[uid] for uid in uids] or [next(iter(gift.refs.values()))]
 
-    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
-        """References to the bytes of these groups; None: not all of them have been given."""
-        state = self._steps.get(step)
-        refs = state.gifts[key].refs if state is not None and key in state.gifts else {}
-        return [refs[uid] for uid in uids] if all(uid in refs for uid in uids) else None
-
     def done(self, team: str, rank: int, step: int) -> None:
         """This worker needs nothing more of `step`. What all takers are done with is forgotten."""
         if self._is_finished(step) or (team, rank) not in self._takers:
@@ -263,8 +252,6 @@ class Core:
         """This team begins again, for the `number`-th time, and is to make what it made of steps that are not over.
 
         Nobody finds its earlier gifts of these steps until it has given them again; that others took them stays known.
-        The samples that the rollout's team gave stay (`megarl.store.keeper`), and what it gives again is left out. Of
-        groups that come as they get ready, those that were under way are drawn again; a step may be complete by that.
 
         Returns:
             The last step that is over; None: there is none yet. The team begins after it.
@@ -278,15 +265,11 @@ class Core:
         if number > known:
             self.decisions += 1
             self._starts[team] = number
-            self._arrived = {name: {one for one in some if one[0] != team} for name, some in self._arrived.items()}
             for state in self._steps.values():
                 state.done = {worker for worker in state.done if worker[0] != team}
                 for key, gift in state.gifts.items():
-                    if self._handovers[key].giver == team != self._drawer:
+                    if self._handovers[key].giver == team:
                         gift.givers, gift.refs = set(), {}
-            if self._flow is not None and team == self._drawer:
-                self._flow.abandon()
-                self._form()
         return self._finished
 
     def starts(self, team: str) -> int:
@@ -380,10 +363,10 @@ class Core:
 
         Returns:
             next: number of the first one that nobody has drawn; None: it is not open. again: earlier ones that are to
-            be drawn again. abandoned: see `Flow`.
+            be drawn again.
         """
         flow = self._need_flow()
-        return {"next": flow.next, "again": flow.again, "abandoned": flow.abandoned}
+        return {"next": flow.next, "again": flow.again}
 
     def unused(self, step: int) -> list[FlowGroup]:
         """Finished groups that no step until `step` is of, as far as a later one is not over."""

@@ -57,7 +57,6 @@ class TeamCrossing:
     Attributes:
         given: what it has given in the last walk, by the keys of handovers; empty unless it `keeps` that.
         tokens: of the samples that its replica has worked on since it was made, prompts included.
-        repeated: a step of which another process of this team may have given something before.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class TeamCrossing:
         self._groups: list[GroupInfo] | None = None  # of the board; None: not counted yet
         self.given: dict[str, Gift] = {}
         self.tokens = 0
-        self.repeated: int | None = None
 
     def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
         """`board` with what other teams have made that `node` uses, waiting for it.
@@ -183,8 +181,6 @@ class TeamCrossing:
         sent = outgoing(handover, board)
         places = group_places(board["uid"])
         try:
-            if context.step == self.repeated:
-                self._compare(context, handover, groups, sent.select(list(chain.from_iterable(places))))
             payloads = sent.to_blocks(places, self._together(handover.takers, groups))
             size = self._client.give(context.step, handover.key, groups, payloads)
         except ValueError as error:  # of a column that cannot be sent
@@ -192,32 +188,6 @@ class TeamCrossing:
         context.metrics.sum("store/given_gb", size / 1e9)
         if self._keeps:
             self.given[handover.key] = Gift(handover.node, groups, sent)
-
-    def _compare(self, context: Any, handover: Handover, groups: Sequence[GroupInfo], sent: Batch) -> None:
-        """What comes again has to be what was given before: others may have worked with that.
-
-        Args:
-            context: of the step.
-            handover: of the samples.
-            groups: of the samples.
-            sent: the samples, group after group.
-
-        Raises:
-            StoreError: it is not.
-        """
-        before = self._client.given_before(context.step, handover.key, [group.uid for group in groups])
-        if before is None:
-            return
-        sizes = [len(group.sample_ids) for group in groups]
-        known = Batch.from_blocks(before)
-        for group, mine, theirs in zip(groups, sent.split(sizes), known.split(sizes), strict=True):
-            if mine.to_bytes() != theirs.to_bytes():
-                raise self._wrong(
-                    context,
-                    handover,
-                    f"group {group.uid!r} is not the one that this team gave before it began again: what it computes "
-                    "does not repeat; continue the run from its checkpoint",
-                )
 
     def _together(self, takers: Sequence[str], groups: Sequence[GroupInfo]) -> list[int]:
         """Of each group, a number that it shares with those that go to the same replica of every taker."""

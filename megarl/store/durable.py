@@ -207,10 +207,6 @@ class DurableCore:
         """See `Core.fetch`; None, too: a giver has to give references again."""
         return self._refs_of(self.ask("fetch", team, step, key, uids))
 
-    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
-        """See `Core.given_before`; None, too: a giver has to give references again."""
-        return self._refs_of(self.ask("given_before", step, key, uids))
-
     def unused(self, step: int) -> list[FlowGroup] | None:
         """See `Core.unused`; None: a giver has to give references again."""
         groups: list[FlowGroup] = self.ask("unused", step)

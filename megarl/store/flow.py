@@ -2,7 +2,6 @@
 
     admit(v)   a group begins with version v of the weights     while fewer than (v + 1 + k) B groups have begun
     finish     its samples are there; it waits           reject: they are of no use, another one may begin
-    abandon    who drew the others is gone               their prompts are drawn again
     form       B groups that wait become the samples of the next step
 
 B is `data.batch_size` and k `async.max_staleness`. A step that is trained on a group of version v is at most step
@@ -83,12 +82,11 @@ class Flow:
 
     Attributes:
         step: the last one that has its samples.
-        abandoned: groups that were given up so far because those who drew them were gone.
     """
 
     def __init__(self, settings: FlowSettings) -> None:
         self._settings = settings
-        self.step = self.abandoned = 0
+        self.step = 0
         self._next: int | None = None
         self._again: list[int] = []
         self._begun = 0
@@ -173,15 +171,6 @@ class Flow:
             raise ValueError(f"prompt {number} is not being drawn")
         self._remove(group)
         self._begun -= 1
-
-    def abandon(self) -> None:
-        """Whoever drew the groups that are under way is gone: their prompts are drawn again, with weights of then."""
-        lost = sorted(number for number, group in self._groups.items() if group.info is None)
-        for number in lost:
-            self._remove(self._groups[number])
-        self._begun -= len(lost)
-        self._again = sorted([*self._again, *lost])
-        self.abandoned += len(lost)
 
     def form(self) -> list[FlowGroup] | None:
         """The groups of the next step, by number; None: it has to wait."""

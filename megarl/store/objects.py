@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from megarl.data.wire import Block, Span
-    from megarl.store.keeper import Piece
 
+#: A payload: the object that is its block, and its samples in it, from and to.
+Piece: TypeAlias = tuple[Any, int, int]
 _FREED_S = 7.0  # until all givers have heard what nobody needs, in their words every 5 s, and Ray has its memory back
 
 

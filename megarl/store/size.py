@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.placement import begins_again
-from megarl.dag.stage import Role
 from megarl.errors import UnavailableError, count
 
 if TYPE_CHECKING:
@@ -46,9 +44,6 @@ def steps_held(config: RunConfig) -> int:
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
     """Size of the object store of a Ray that is started for a run: `steps_held` of all handovers, and at least `LEAST`.
 
-    Where another process keeps copies of what the rollout gives (`megarl.store.keeper`), both are there for a moment;
-    and so is what a checkpoint has of the steps that are drawn ahead.
-
     Where it is exceeded, handing samples over fails; with `placement.spill` Ray moves objects to disk.
 
     Args:
@@ -57,11 +52,7 @@ def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
     """
     if placement is None:
         return LEAST
-    sizes = {one: handover_bytes(config, one) for one in placement.handovers}
-    again = {team.name for team in placement.teams if Role.ROLLOUT in team.roles and begins_again(config, team)}
-    gifts = [size for one, size in sizes.items() if one.giver in again]
-    copied = max([*gifts, config.async_.max_staleness * sum(gifts)], default=0)
-    return max(LEAST, steps_held(config) * sum(sizes.values()) + copied)
+    return max(LEAST, steps_held(config) * sum(handover_bytes(config, one) for one in placement.handovers))
 
 
 def refuse_too_large(config: RunConfig, placement: Placement | None, free: int | None) -> UnavailableError | None:

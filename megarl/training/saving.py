@@ -214,23 +214,6 @@ class UnderWay:
                 self._saving = None
 
 
-def write_if_lacking(folder: Path, number: int, shard: Snapshot, files: Mapping[str, bytes]) -> None:
-    """Write the part of worker `number`, unless that is done, or the checkpoint is complete, or given up.
-
-    Args:
-        folder: of the checkpoint while it is written.
-        number: among the workers of all teams.
-        shard, files: see `Saving`.
-    """
-    if _seal_path(folder, number).exists():
-        return
-    try:
-        _write(folder, number, shard, files, lambda count: None)
-    except FileNotFoundError:
-        if folder.exists():
-            raise
-
-
 def _write(
     folder: Path, number: int, shard: Snapshot, files: Mapping[str, bytes], progress: Callable[[int], None]
 ) -> None:

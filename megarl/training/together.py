@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.training.rng import rng_bytes
-from megarl.training.saving import Saving, write_if_lacking
+from megarl.training.saving import Saving
 from megarl.training.sharded_state import snapshot
 from megarl.training.shards import CheckpointError, Snapshot
 
@@ -142,42 +142,12 @@ def begin_part(
     """
     shard, contents = own_files(engines, tag, step, teams.first + layout.rank)
     contents |= files
-    folder, fix = _announce_part(root, step, tag, engines, teams, layout, size_of(shard, contents))
-    return Saving(folder, shard, contents, None, fix, layout.world, first=teams.first)
-
-
-def complete_part(root: Path, step: int, tag: str, teams: Teams, layout: Layout, files: Mapping[str, bytes]) -> None:
-    """Write what is lacking of the part of a team without engines whose processes died. Collective over the team.
-
-    What it has told before counts.
-
-    Args:
-        root, step, tag, teams, layout, files: see `begin_part`.
-
-    Raises:
-        CheckpointError: as `begin_part`.
-    """
-    number = teams.first + layout.rank
-    shard, contents = own_files({}, tag, step, number)
-    contents |= files
-    folder, _ = _announce_part(root, step, tag, {}, teams, layout, size_of(shard, contents))
-    write_if_lacking(folder, number, shard, contents)
-
-
-def _announce_part(
-    root: Path, step: int, tag: str, engines: Mapping[str, MegatronEngine], teams: Teams, layout: Layout, nbytes: int
-) -> tuple[Path, str]:
-    """The folder that the leading team has made once it knows of this part, and what to do when it cannot be written.
-
-    Args:
-        nbytes: that this rank writes.
-    """
-    folder, total = folder_of(root, step, tag), sum(layout.world.all_gather_json(nbytes))
+    folder, total = folder_of(root, step, tag), sum(layout.world.all_gather_json(size_of(shard, contents)))
     if layout.rank == 0:
         teams.give_part(step, Part.of(engines, teams.first, total, layout))
     answer = teams.folder_given(step)
     refuse_folder(folder, answer["problem"], answer["fix"])
-    return folder, answer["fix"]
+    return Saving(folder, shard, contents, None, answer["fix"], layout.world, first=teams.first)
 
 
 def folder_of(root: Path, step: int, tag: str) -> Path:

@@ -370,22 +370,6 @@ def test_weights_that_wait_until_they_are_drawn_with_are_in_host_memory(by_team,
     assert waiting == ([(2 * copies * own, 0.0)] if copies else [])
 
 
-@pytest.mark.parametrize(
-    ("settings", "copies"),
-    [
-        (["async.max_staleness=0"], 0),
-        (["async.max_staleness=3"], 1),
-        (["async.max_staleness=3", "placement.restarts=0"], 0),
-        (["async.max_staleness=3", "async.order=as_ready"], 1),
-    ],
-)
-def test_the_actor_has_a_copy_of_the_weights_of_a_rollout_that_may_start_again(by_team, settings, copies):
-    config, sizes, placement, memory = by_team(*settings, "model.dtype=fp32")
-    own = next(part.bytes for part in memory["train"].terms() if part.what == "actor parameters")
-    terms = host_memory(config, sizes, placement, gpu=True).peak.terms
-    assert [part.bytes for part in terms if part.keys == "placement.restarts"] == [2 * own] * copies
-
-
 def test_the_team_that_does_not_fit_is_named(judged):
     overrides = [*PPO, *TEAMS, *BILLION, "data.batch_size=8", "rollout.sampling.n=1", "cluster.device_memory_gb=30"]
     failed = [check for check in judged(SERVER, *overrides) if check.status == "fail"]

@@ -9,6 +9,8 @@ from megarl.config.load import dump_config, find_recipe, load_config, recipe_nam
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
+TEAMS = ["placement.teams.train={roles: [actor], devices: 1}", "placement.teams.draw={roles: [rollout], devices: 1}"]
+
 
 def message(file, *overrides) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -401,3 +403,26 @@ def test_all_keys_of_async_are_read_written_and_overridden(write, tmp_path):
     section = load_config(copy, others).async_
     assert (section.max_staleness, section.order, section.partial) == (2, "in_order", False)
     assert "did you mean as_ready?" in message(write("async: {order: asready}"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ([], 0),
+        (["placement.teams.all={roles: [actor, rollout, reference], devices: 1}"], 0),
+        (["cluster.max_restarts=1"], 1),
+        (TEAMS, 3),
+        (["placement.auto=even"], 3),
+        ([*TEAMS, "cluster={nproc: 2}"], 3),
+        ([*TEAMS, "cluster.max_restarts=0"], 0),
+    ],
+)
+def test_several_teams_start_again_unless_the_recipe_says_otherwise_and_the_resolved_recipe_says_it(
+    write, tmp_path, settings, found
+):
+    config = load_config(write("name: run"), settings, components=COMPONENTS)
+    assert config.cluster.max_restarts == found
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump_config(config))
+    assert f"max_restarts: {found}" in file.read_text()
+    assert load_config(file, components=COMPONENTS) == config

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.model import ParallelConfig
 from megarl.config.run import ClusterConfig, RunConfig
-from megarl.dag.placement import Placement, TeamPlan
-from megarl.dag.stage import Role
+from megarl.dag.placement import TeamPlan
 from megarl.launchers.common import Job
 from megarl.launchers.output import OutputLog
 from megarl.launchers.ray import RayWorkers
@@ -95,40 +93,6 @@ def test_after_as_many_restarts_as_it_may_the_run_ends_and_says_so(tmp_path: Pat
     assert again.spent() == []
     assert again.spent(3) == ["  its team 'reference' has started again 2 times before (placement.restarts=2)"]
     assert again.spent(0) == []
-
-
-@pytest.mark.parametrize(
-    ("roles", "changed", "why"),
-    [
-        ((Role.ROLLOUT,), {}, None),
-        ((Role.ROLLOUT, Role.REFERENCE), {}, None),
-        ((Role.ROLLOUT, Role.CRITIC), {}, "it holds the critic"),
-        ((Role.ROLLOUT,), {"async": {"max_staleness": 2}}, None),
-        (
-            (Role.ROLLOUT,),
-            {"async": {"max_staleness": 1}, "actor": {"engine": {"offload": True}}},
-            "it draws with weights of before, and the actor's are away between steps (actor.engine.offload=true)",
-        ),
-        ((Role.ROLLOUT,), {"async": {"max_staleness": 1, "order": "as_ready"}}, None),
-        (
-            (Role.ROLLOUT,),
-            {"async": {"max_staleness": 1, "order": "as_ready"}, "rollout": {"engine": "sglang"}},
-            "it looks after the servers (rollout.engine=sglang)",
-        ),
-        ((Role.ROLLOUT,), {"rollout": {"engine": "sglang"}}, "it looks after the servers (rollout.engine=sglang)"),
-    ],
-)
-def test_a_rollout_starts_again_where_the_actor_has_its_weights_and_else_the_message_says_why(
-    tmp_path: Path, roles: tuple[Role, ...], changed: dict, why: str | None
-) -> None:
-    config = RunConfig.model_validate({"name": "x", "cluster": {"nproc": 2}, **changed})
-    plans = [TeamPlan("train", (Role.ACTOR,), 1, 0, ParallelConfig(), ())]
-    plans.append(TeamPlan("draw", roles, 1, 1, ParallelConfig(), ()))
-    job = Job("m:f", config, tmp_path, OutputLog(tmp_path / "log.txt"), Placement(tuple(plans)))
-    again = Restarts(Told(), job, Watch(tmp_path, range(2), 60, 60))  # type: ignore[arg-type]
-    assert again.after_death(replace(KILLED, rank=1), "worker 1 died", {1: -9}) == (why is None)
-    said = again.spent(1)
-    assert said == [] if why is None else said[0].startswith(f"  its team 'draw' cannot start again by itself: {why}")
 
 
 def test_none_starts_again_without_a_budget(tmp_path: Path) -> None:

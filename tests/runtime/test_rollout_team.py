@@ -65,10 +65,9 @@ def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
         mail=mail,
         actor=SimpleNamespace(chunks=trained),
         hf_config=trained[0].hf_config,
-        drawer=None,
     )
-    sync = rollout_team.connect_engines(trains)
-    yield SimpleNamespace(mail=mail, trained=trained, engine=engine, pushed=pushed, sync=sync, trains=trains)
+    trains.sync = sync = rollout_team.connect_engines(trains)
+    yield SimpleNamespace(mail=mail, trained=trained, engine=engine, pushed=pushed, trains=trains)
     sync.close()
     pushed.close()
 
@@ -83,7 +82,7 @@ def test_the_engine_draws_what_the_trainers_own_would(teams):
         with torch.no_grad():
             for parameter in teams.trained[0].parameters():
                 parameter.mul_(1.125)
-        rollout_team.announce_weights(teams.trains, teams.sync.push(version))
+        rollout_team.push_weights(teams.trains, version)
         rollout_team.follow_weights(teams.pushed, version, teams.mail, "train")
         own.weight_version = version
         with teams.pushed.held():
@@ -92,7 +91,7 @@ def test_the_engine_draws_what_the_trainers_own_would(teams):
 
 def test_no_other_version_is_drawn_with(teams):
     for version in (1, 2):
-        rollout_team.announce_weights(teams.trains, teams.sync.push(version))
+        rollout_team.push_weights(teams.trains, version)
     with pytest.raises(WorkerError, match=r"no weights of version 1 .* holding 2@"):
         rollout_team.follow_weights(teams.pushed, 1, teams.mail, "train")
 
@@ -103,8 +102,8 @@ def test_an_engine_that_takes_no_weights_ends_the_run(teams, monkeypatch):
 
     monkeypatch.setattr(teams.pushed._inbox._writer, "write", broken)
     with pytest.raises(WorkerError, match=r"did not take version 1 .*\nengine 0 at tcp.*no memory left"):
-        rollout_team.announce_weights(teams.trains, teams.sync.push(1))
-    assert "weights/0/1" not in teams.mail.posted
+        rollout_team.push_weights(teams.trains, 1)
+    assert "weights/1" not in teams.mail.posted
 
 
 def test_a_run_without_a_token_has_no_key(tmp_path):

@@ -21,13 +21,11 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, place
 from megarl.data.wire import Block, Span
 from megarl.processes import STORE, TEAM, WORKER, free_port
-from megarl.store.client import Look
 from megarl.store.core import Core
 from megarl.store.flow import FlowSettings
 
 _KEY = b"of a test"
 _LIMIT_S = 120.0
-_SLICE_S = 0.3
 
 
 class Shelf:
@@ -35,40 +33,31 @@ class Shelf:
 
     def __init__(self, core: Core) -> None:
         self._core, self._change = core, threading.Condition()
-        self._left: dict[Any, Any] = {}
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of the core, as soon as there is one."""
-        if method == "leave":
-            self._left[arguments[0]] = arguments[1:]
-            return None
-        if method == "left":
-            number, files = self._left.get(arguments[0], (None, {}))
-            return files if number == arguments[1] else {}
-        if method in ("post", "give", "done", "arrive", "restart_team"):
+        if method in ("post", "give", "done", "arrive"):
             with self._change:
-                found = getattr(self._core, method)(*arguments)
+                getattr(self._core, method)(*arguments)
                 self._change.notify_all()
-            return found if method == "restart_team" else None
+            return None
         if method == "swap":
             with self._change:
                 numbers, _ = self._core.swap(*arguments)
                 self._change.notify_all()
             return numbers
-        if method in ("peek", "open_flow", "drained", "flow_state", "given_before", "unused"):
+        if method in ("peek", "open_flow", "drained", "flow_state", "unused"):
             with self._change:
                 return getattr(self._core, "read" if method == "peek" else method)(*arguments)
-        limit_s, last = _LIMIT_S, list[Any]()
-        if method == "soon":
-            limit_s, method, arguments = arguments[0], arguments[1], arguments[2:]
+        last = list[Any]()
 
         def there() -> bool:
             last[:] = [getattr(self._core, method)(*arguments)]
             return last[0] is not None
 
         with self._change:
-            came = self._change.wait_for(there, timeout=limit_s)
-            assert came or limit_s < _LIMIT_S, f"timed out waiting for {method} {arguments}"
+            came = self._change.wait_for(there, timeout=_LIMIT_S)
+            assert came, f"timed out waiting for {method} {arguments}"
         return last[0]
 
     def serve(self, listener: Listener) -> None:
@@ -99,13 +88,10 @@ class FarClient:
 
     def __init__(self, shelf: Connection, team: str, rank: int, start: int) -> None:
         self._shelf, self.team, self.rank, self._start = shelf, team, rank, start
-        self._look: Look | None = None
 
     @classmethod
-    def connect(
-        cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0, *, kept: bool = False
-    ) -> FarClient:
-        """`name` is the port of the shelf, which keeps everything."""
+    def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> FarClient:
+        """`name` is the port of the shelf."""
         return cls(Client(("127.0.0.1", int(name)), authkey=_KEY), team, rank, start)
 
     def _call(self, *call: Any) -> Any:
@@ -115,35 +101,13 @@ class FarClient:
             raise answer
         return answer
 
-    def _wait(self, *call: Any) -> Any:
-        """What comes; meanwhile somebody may look for something else."""
-        if (look := self._look) is None:
-            return self._call(*call)
-        while (found := self._call("soon", _SLICE_S, *call)) is None:
-            if (act := look()) is None:
-                continue
-            if (found := self._call("soon", 0.0, *call)) is not None:
-                return found
-            with self.looking(None):
-                act()
-        return found
-
-    @contextlib.contextmanager
-    def looking(self, look: Look | None) -> Iterator[None]:
-        """Waits in the block call `look` now and then, and what it returns."""
-        before, self._look = self._look, look
-        try:
-            yield
-        finally:
-            self._look = before
-
     def post(self, name: str, value: Any) -> None:
         """Leave a JSON value under a name that is free."""
         self._call("post", name, json.dumps(value), self._start > 0)
 
     def read(self, name: str) -> Any:
         """The value under a name, as soon as it is there."""
-        return json.loads(self._wait("read", name)[0])
+        return json.loads(self._call("read", name)[0])
 
     def arrive(self, name: str) -> None:
         """This replica has come so far."""
@@ -197,28 +161,11 @@ class FarClient:
 
     def assignment(self, step: int, samples: str, part: int) -> Any:
         """The groups of one part."""
-        return self._wait("assignment", self.team, step, samples, part)
+        return self._call("assignment", self.team, step, samples, part)
 
     def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Span]:
         """The payloads of groups."""
-        return _spans(self._wait("fetch", self.team, step, key, list(uids)))
-
-    def given(self, step: int, key: str) -> None:
-        """Wait until all of a handover is there."""
-        self._wait("fetch", self.team, step, key, [])
-
-    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Span] | None:
-        """Payloads of groups that are there."""
-        found = self._call("given_before", step, key, list(uids))
-        return None if found is None else _spans(found)
-
-    def leave(self, number: int, files: Mapping[str, bytes]) -> None:
-        """Files for the next process of this worker."""
-        self._call("leave", (self.team, self.rank), number, dict(files))
-
-    def left(self, number: int) -> dict[str, bytes]:
-        """Those that one before it has left."""
-        return self._call("left", (self.team, self.rank), number)
+        return _spans(self._call("fetch", self.team, step, key, list(uids)))
 
     def queues(self) -> Any:
         """How many groups wait for whom."""
@@ -281,8 +228,3 @@ def enter(environment: dict[str, str]) -> None:
 
     os.environ.update(environment)
     client.StoreClient = FarClient  # type: ignore[assignment, misc]
-
-
-def restart_team(name: str, team: str, number: int) -> Any:
-    """As a launcher does when a process of `team` has died; the last step that is over. `name` is that of the store."""
-    return FarClient.connect(name, team, 0, _LIMIT_S)._call("restart_team", team, number)

@@ -38,12 +38,12 @@ class Worker:
         self._team, self._rank = team, rank
         self._client: Any = None
 
-    def connect(self, name: str, deadline_s: float, start: int = 0, kept: bool = False) -> str | None:
+    def connect(self, name: str, deadline_s: float, start: int = 0) -> str | None:
         """To another store; the message of the error, if there was one."""
         from megarl.store.client import StoreClient
 
         def connect() -> None:
-            self._client = StoreClient.connect(name, self._team, self._rank, deadline_s, start, kept=kept)
+            self._client = StoreClient.connect(name, self._team, self._rank, deadline_s, start)
 
         return self._told(connect)
 
@@ -258,62 +258,6 @@ def test_readers_map_the_givers_bytes(workers: dict[str, Any]) -> None:
         assert ray.get(workers["score0"].flags.remote(1, key, ["u0"]), timeout=60) == [False, False]
 
 
-def test_what_is_kept_outlives_its_giver_and_goes_when_all_are_done_with_it(workers: dict[str, Any]) -> None:
-    import ray
-
-    from megarl.store.keeper import start_keepers
-
-    with store(workers, "kept", 60.0):
-        (keeper,) = start_keepers("kept", [ray.util.get_node_ip_address()])
-        group, key = [["u0", 0, ["u0#0"], 5]], placed().given("pick")[0].key
-        ray.get(workers["train1"].call.remote("give", 1, key, [], []), timeout=60)
-        lives = []
-        for _ in range(2):
-            lives.append(ray.remote(Worker).options(num_cpus=0).remote("train", 0))
-            assert ray.get(lives[-1].connect.remote("kept", 60.0, 0, True), timeout=60) is None
-            if len(lives) == 1:
-                payload = _payload(1 << 20, 7)
-                assert ray.get(lives[0].call.remote("give", 1, key, _infos(group), [payload]), timeout=60) == 1 << 20
-                for number in (3, 4):
-                    files = {"a": b"%d" % number, "b": bytes(1 << 20)}
-                    assert ray.get(lives[0].call.remote("leave", number, files), timeout=60) is None
-                ray.kill(lives[0])
-        (came,) = ray.get(workers["score0"].call.remote("fetch", 1, key, ["u0"]), timeout=60)
-        assert (len(came.block), {*bytes(came.block)}) == (1 << 20, {7})
-        left = [ray.get(lives[1].call.remote("left", number), timeout=60) for number in (3, 4)]
-        assert left == [{}, {"a": b"4", "b": bytes(1 << 20)}], "in place of those of before"
-        assert list(ray.get(keeper.held.remote("train", 0))) == [1]
-        for worker in (workers["train1"], workers["score0"], lives[1]):
-            ray.get(worker.call.remote("done", 1), timeout=60)
-        end = time.monotonic() + 30.0
-        while ray.get(keeper.held.remote("train", 0), timeout=60):
-            assert time.monotonic() < end, "the keeper is not told that nobody needs it"
-            time.sleep(0.05)  # nobody waits until it is told
-        ray.kill(lives[1])
-        ray.kill(keeper)
-
-
-def test_one_that_begins_again_gives_again_at_once_what_a_store_lacks_that_died_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Later it might come while the ranks that wait for it find out that it is there again, and some would not see."""
-    from megarl.store.client import StoreClient
-    from megarl.store.durable import Word
-
-    said: list[Any] = []
-
-    def call(self: StoreClient, what: str, method: str, *arguments: Any) -> Any:
-        said.append((method, *arguments))
-        return Word(7, [], [5, 6], [5, 6]) if method == "ping" else None
-
-    monkeypatch.setattr(StoreClient, "_call", call)
-    monkeypatch.setattr(StoreClient, "_keep_telling", lambda self: None)
-    monkeypatch.setattr(StoreClient, "_ask_keeper", lambda self, what, method: {5: ["a"], 6: ["b"]})
-    StoreClient(None, "s", "draw", 1, 60.0, start=1, keeper=object())
-    assert [one[0] for one in said] == ["ping", "give_again"]
-    assert said[1][1:] == ("draw", 1, [5, 6], [["a"], ["b"]])
-
-
 def _payload(size: int, value: int) -> Span:
     return Span(Block((np.full(size, value, np.uint8),)), 0, 1)
 
@@ -351,26 +295,6 @@ def test_a_wait_lasts_while_another_team_moves(workers: dict[str, Any]) -> None:
         ray.get(busy, timeout=60)
         ray.get(workers["train1"].call.remote("post", "weights/1", {"x": [1, None]}), timeout=60)
         assert ray.get(waiting, timeout=60) == {"x": [1, None]}
-
-
-def test_what_has_come_by_the_time_that_somebody_saw_something_else_is_taken_before_he_does_it() -> None:
-    """Another worker, which was not held up between two questions, has it and does not look."""
-    from megarl.store.client import StoreClient
-
-    said: list[Any] = []
-    answers = iter([(None, []), (None, []), (None, []), ("late", [])])
-    client = StoreClient.__new__(StoreClient)
-    client._slice_s, client._deadline_s, client._waits_for, client._look = 1.0, 60.0, "", None
-    client._call = lambda what, method, *rest, waits_s=0.0: said.append(f"ask {rest[-1]}") or next(answers)
-    looks = iter([None, lambda: said.append("do it"), lambda: said.append("not this")])
-    with client.looking(lambda: next(looks)):
-        assert client._wait("it", "read", "draw", "it") == "late"
-    assert said == ["ask 1.0", "ask 1.0", "ask 0.0", "do it", "ask 1.0"]
-    answers = iter([(None, []), ("there", [])])
-    said.clear()
-    with client.looking(lambda: lambda: said.append("not this")):
-        assert client._wait("it", "read", "draw", "it") == "there"
-    assert said == ["ask 1.0", "ask 0.0"]
 
 
 def test_a_store_that_dies_is_named_at_once(workers: dict[str, Any]) -> None:

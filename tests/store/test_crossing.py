@@ -13,7 +13,6 @@ import torch
 from megarl.dag.executor import Executor
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
-from megarl.data.wire import Block, Span
 from megarl.metrics import Metrics
 from megarl.phase import drain
 from megarl.store.core import Core, GroupInfo, StoreError
@@ -205,39 +204,3 @@ def test_a_team_that_may_begin_again_keeps_the_samples_of_a_step_until_it_says_t
         crossing.done(3)
         assert done == [3]
         done.clear()
-
-
-class Shelf:
-    """A client of the team that trains, which notes what is given."""
-
-    team = "train"
-
-    def __init__(self) -> None:
-        self.given: dict[str, list[Span]] = {}
-
-    def give(self, step: int, key: str, groups: Any, payloads: Any) -> int:
-        self.given[key] = [Span(Block.of(bytes(block)), start, stop) for block, start, stop in payloads]
-        return 0
-
-    def given_before(self, step: int, key: str, uids: Any) -> list[Span] | None:
-        return self.given.get(key)
-
-
-def test_what_a_team_gives_when_it_has_begun_again_is_what_it_gave_before() -> None:
-    graph, client = teams.pipeline(), Shelf()
-    placement = teams.placed(graph, 1, 1, 1)
-
-    def give(step: int, change: int = 0) -> None:
-        context = SimpleNamespace(step=step, metrics=Metrics())
-        board = teams.pick(context, teams.rollout(context, teams.prompts(3)))
-        ids = board["response_ids"]
-        board.set("response_ids", ids.like(ids.values + change))
-        crossing = TeamCrossing(graph, placement, client, 0, True)  # type: ignore[arg-type]
-        crossing.repeated = 1
-        crossing.give(context, graph["pick"], board)
-
-    give(1)
-    give(1)
-    with pytest.raises(StoreError, match=r"group 'p0' is not the one that this team gave before it began again"):
-        give(1, change=1)
-    give(3, change=1)

@@ -292,13 +292,8 @@ def test_steps_are_formed_of_the_same_groups_whenever_the_store_dies(seed: int, 
     with tempfile.TemporaryDirectory() as folder:
         workers = Workers(Path(folder) / "j", room, lambda: Core(FLOWING, 2, "dealt", FlowSettings(2, 1, STEPS)))
         workers.change(DRAW, dies(), "open_flow", 0, 3, [[1, 0]], [0])
-        drawn, step, deaths = [1], 0, 0
+        drawn, step = [1], 0
         while step < STEPS:
-            if order.random() < 0.1:
-                dies()
-                deaths += 1
-                workers.ask("restart_team", "draw", deaths)
-                drawn = []
             dies()
             workers.ask("unused", order.randint(0, step))
             order.shuffle(drawn)

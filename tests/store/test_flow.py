@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -91,21 +92,6 @@ def test_a_step_does_not_wait_for_a_group_that_is_of_no_use():
         flow.reject(0)
 
 
-def test_what_was_under_way_when_its_drawer_died_is_drawn_again_with_weights_of_then():
-    flow = waiting_for_group_0()
-    flow.admit(2, 1)
-    flow.abandon()
-    assert (flow.abandoned, flow.again, flow.counts) == (2, [0, 6], (0, 3))
-    assert numbers_of(flow) == [3, 4], "nobody waits for group 0"
-    assert flow.admit(2, 9) == [0, 6, 7]
-    flow.abandon()
-    assert flow.abandoned == 5
-    assert flow.admit(1, 9) == [0], "the last one that step 3 needs"
-    assert flow.admit(3, 9) == [6, 7, 8, 9]
-    with pytest.raises(ValueError, match="given before"):
-        finish(flow, 5)
-
-
 def test_it_is_drained_when_nothing_is_under_way_and_nothing_may_begin():
     flow = opened(groups=1, lag=1)
     assert not flow.drained(0)
@@ -144,12 +130,13 @@ def test_what_a_checkpoint_has_is_used_first_and_what_is_too_old_now_is_drawn_ag
     *(st.booleans(), st.integers(0, 9)),
 )
 def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(groups, lag, steps, room, seed, jumps, deaths):
-    """A rollout that holds `room` groups, whose order of finishing is drawn, and which dies now and then, beside a
-    trainer; some versions are skipped, and some groups are put long after they are finished, as late as when nothing
-    else is left to do."""
+    """A rollout that holds `room` groups, whose order of finishing is drawn, beside a trainer; some versions are
+    skipped, and some groups are put long after they are finished, as late as when nothing else is left to do. The run
+    is killed now and then, and goes on from its newest checkpoint."""
     draw = random.Random(seed)
     flow = opened(groups, lag, steps)
     version, trained, used, running, put_off = 0, 0, dict[int, int](), dict[int, int](), dict[int, int]()
+    saved: Any = (0, 0, {}, [], {})
     for _ in range(10_000):
         if trained == steps:
             break
@@ -157,10 +144,12 @@ def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(groups,
         running |= dict.fromkeys(may, version)
         moved = bool(may)
         if deaths and draw.random() < 0.1:
-            before = flow.abandoned
-            flow.abandon()
-            assert flow.abandoned == before + len(running) + len(put_off)
-            running, put_off, deaths, moved = {}, {}, deaths - 1, True
+            trained, number, finished, again, running = saved
+            flow, version, put_off, deaths = Flow(FlowSettings(groups, lag, steps)), trained, {}, deaths - 1
+            assert flow.open(trained, number, finished | running, again) == []
+            for number, began in finished.items():
+                flow.finish(number, info(number), {}, str(began))
+            used, running, moved = {number: at for number, at in used.items() if at <= trained}, dict(running), True
         if running and draw.random() < 0.6:
             number = draw.choice(sorted(running))
             put_off[number] = running.pop(number)
@@ -176,6 +165,9 @@ def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(groups,
                 assert group.number not in used
                 assert trained - 1 - group.version <= lag
                 used[group.number] = trained
+            if draw.random() < 0.3:
+                finished = {group.number: group.version for group in flow.finished}
+                saved = (trained, flow.next, finished, flow.again, running | put_off)
             moved = True
         if version < trained and (not jumps or draw.random() < 0.3 or (not moved and not running and not put_off)):
             version = trained

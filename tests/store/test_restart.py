@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.model import ParallelConfig
-from megarl.dag.placement import Handover, Placement, TeamPlan
-from megarl.dag.stage import Role
 from megarl.store.core import Core, GroupInfo, StoreError
-from megarl.store.flow import Finished, FlowSettings
 from megarl.store.standing import Ping, Roll
 from tests.store.teams import by_hand
 
@@ -94,87 +90,6 @@ def test_a_restart_that_is_told_twice_is_one() -> None:
     assert (store.starts("ref"), store.starts("train")) == (2, 0)
     with pytest.raises(StoreError, match="has begun again 2 times, and this is restart 1"):
         store.restart_team("ref", 1)
-
-
-def drawing(flow: FlowSettings | None = None) -> Core:
-    """Of a rollout's team of two replicas, which gives to the actor's."""
-    roles = {"train": Role.ACTOR, "draw": Role.ROLLOUT}
-    plans = [
-        TeamPlan(name, (role,), 2, 2 * k, ParallelConfig(), (name,)) for k, (name, role) in enumerate(roles.items())
-    ]
-    handover = Handover("rollout", "draw", ("response_ids",), ("train",), "rollout")
-    return Core(Placement(tuple(plans), (handover,)), GROUPS, "dealt", flow)
-
-
-def test_samples_stay_when_those_who_drew_them_are_gone_and_what_comes_again_is_left_out() -> None:
-    store, out = drawing(), "rollout>train"
-    store.give("draw", 0, 1, out, groups(0, 2), ["a", "b"])
-    assert store.given_before(1, out, ["u0", "u1"]) is None
-    assert store.restart_team("draw", 1) is None
-    assert store.given_before(1, out, ["u0", "u2"]) == ["a", "b"]
-    assert store.given_before(2, out, ["u0"]) is None
-    assert store.give("draw", 0, 1, out, groups(0, 2), ["again", "again"]) == []
-    assert store.give("draw", 1, 1, out, groups(1, 3), ["c", "d"]), "complete"
-    assert store.fetch("train", 1, out, ["u0", "u1"]) == ["a", "c"]
-    for rank in range(2):
-        store.done("train", rank, 1)
-    assert store.give("draw", 0, 1, out, groups(0, 2), ["again", "again"]) == []
-    assert store.give("draw", 0, 2, out, groups(0, 2), ["e", "f"]) == []
-    assert store.restart_team("draw", 2) == 1
-
-
-def put(store: Core, *numbers: int) -> None:
-    finished = [Finished(number, *groups(number), "{}") for number in numbers]
-    store.swap("draw", 0, finished, {"rollout>train": [f"g{k}" for k in numbers]}, [], 0, 0)
-
-
-def admitted(store: Core, version: int) -> list[int]:
-    return store.swap("draw", 0, [], {}, [], version, 9)[0]
-
-
-def test_of_groups_that_come_as_they_get_ready_those_stay_that_are_finished() -> None:
-    store = drawing(FlowSettings(2, 1, 10))
-    store.open_flow(0, 0, [], [])
-    assert admitted(store, 0) == [0, 1, 2, 3]
-    put(store, 1, 2)
-    assert store.assignment("train", 1, "rollout", 0)
-    admitted(store, 1)
-    put(store, 3, 4)
-    assert store.assignment("train", 2, "rollout", 0) is None, (
-        "it waits for group 0, which is the last to use version 0"
-    )
-    assert [(group.number, group.refs) for group in store.unused(0)] == [
-        (number, {"rollout>train": f"g{number}"}) for number in (1, 2, 3, 4)
-    ]
-    assert store.restart_team("draw", 1) is None
-    assert store.flow_state() == {"next": 6, "again": [0, 5], "abandoned": 2}
-    found = store.assignment("train", 2, "rollout", 0)
-    assert found is not None, "nobody waits for group 0"
-    assert [group.number for group in store.unused(1)] == [3, 4], "of step 2"
-    assert store.restart_team("draw", 1) is None, "told twice, it is one"
-    assert store.unused(2) == []
-    assert admitted(store, 1) == [0, 5]
-    for rank in range(2):
-        store.done("train", rank, 2)
-    assert store.unused(1) == []
-
-
-def test_a_replica_that_began_again_has_to_come_as_far_as_before() -> None:
-    store = drawing(FlowSettings(2, 1, 10))
-    store.open_flow(0, 0, [], [])
-    assert store.arrive("draw", 0, "open/1") == []
-    store.restart_team("draw", 1)
-    assert store.arrive("draw", 1, "open/1") == []
-    assert store.arrive("draw", 0, "open/1") == [("mail", "open/1")]
-    store.restart_team("draw", 2)
-    assert store.read("open/1") is not None, "all had come"
-
-
-def test_nothing_is_left_out_of_a_team_that_has_not_begun_again() -> None:
-    store, out = drawing(), "rollout>train"
-    store.give("draw", 0, 1, out, groups(0, 2), ["a", "b"])
-    with pytest.raises(StoreError, match="this rank has given it before"):
-        store.give("draw", 0, 1, out, groups(0, 2), ["a", "b"])
 
 
 def test_mail_that_it_posts_again_stays_as_it_was() -> None:

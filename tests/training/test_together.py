@@ -151,28 +151,6 @@ def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(
     assert checkpoint.verify(run.root / "step_2", world())["optimizer_steps"] == {"actor": 0, "critic": 0}
 
 
-def test_a_part_that_comes_again_while_the_checkpoint_gets_its_name_changes_nothing(run, monkeypatch):
-    publish = checkpoint._publish
-
-    def write_again() -> None:
-        folder = run.root / f"step_2.tmp-{run.policy.announced(2)}"
-        torch.manual_seed(99)  # a process that begins again is in other states
-        saving.write_if_lacking(folder, 1, *together.own_files({}, "again", 2, 1))
-
-    def publish_slowly(*arguments) -> None:
-        write_again()
-        publish(*arguments)
-        write_again()
-
-    monkeypatch.setattr(checkpoint, "_publish", publish_slowly)
-    other = threading.Thread(target=_values_write, args=(run,), daemon=True)
-    other.start()
-    checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy).wait()
-    other.join(30)
-    meta = checkpoint.verify(run.root / "step_2", world())
-    assert {path.name for path in (run.root / "step_2").iterdir()} == {"meta.json", *meta["files"]}
-
-
 def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays(run):
     part = Part.of(run.critic, 1, 1000, run.layout)
     run.mail.post("checkpoint/values/2", together.asdict(part))

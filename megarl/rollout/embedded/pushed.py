@@ -18,14 +18,12 @@ class PushedWeights:
         engine: draws.
         inbox: takes its weights.
         deadline_s: of the wait for a version that was pushed.
-        number: how often the team has begun again.
 
     >>> # pushed.follow(4)                 # the trainer has pushed its weights after step 4
     >>> # with pushed.held(): engine.generate(...)
     """
 
-    def __init__(self, engine: EmbeddedEngine, inbox: WeightInbox, deadline_s: float, number: int = 0) -> None:
-        self.number = number
+    def __init__(self, engine: EmbeddedEngine, inbox: WeightInbox, deadline_s: float) -> None:
         self._engine, self._inbox, self._deadline_s = engine, inbox, deadline_s
         self._version = 0
 
