@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 VersionRuns: TypeAlias = list[list[int]]
 #: Jagged int64 fields with one entry per run: the version, and the tokens that it drew.
 VERSION_FIELDS = ("weight_versions", "version_tokens")
-_OF_SAMPLES = "weight_version"  # int64 [B], the oldest of a sample: what batches had before
 
 
 def runs_of(versions: Iterable[int]) -> VersionRuns:
@@ -79,12 +78,3 @@ def tokens_by_version(samples: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     versions, tokens = (samples[name].values for name in VERSION_FIELDS)
     return versions, Jagged.from_lengths(mask, tokens).sum()
-
-
-def from_old_form(samples: Batch) -> Batch:
-    """`samples` of a version of megarl that had one weight version per sample, the oldest, in the form of today."""
-    if _OF_SAMPLES not in samples:
-        return samples
-    new, lengths = samples.drop([_OF_SAMPLES]), samples["response_ids"].lengths.tolist()
-    set_versions(new, [[[v, n]] for v, n in zip(samples[_OF_SAMPLES].tolist(), lengths, strict=True)])
-    return new

@@ -169,10 +169,11 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
+            FormatError: another version of megarl wrote one.
         """
         from megarl.training.checkpoint import named_steps, verify
         from megarl.training.intact import few
-        from megarl.training.shards import CheckpointError
+        from megarl.training.shards import CheckpointError, FormatError
 
         # One rank looks for all: on a shared file system two ranks may see different folders.
         steps = self._world.broadcast_json(named_steps(self._root))
@@ -182,6 +183,8 @@ class Checkpoints:
             try:
                 self._meta, self.source = verify(folder, self._world), folder
                 return
+            except FormatError:
+                raise
             except CheckpointError as error:
                 damaged.append(f"step_{step}: {error.found}")
                 if self._world.rank == 0:
@@ -412,13 +415,12 @@ def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
     """
     from megarl.data.batch import Batch
     from megarl.data.groups import group_places
-    from megarl.data.versions import from_old_form
     from megarl.runtime.stages.rollout import generated_fields
 
     if not parts:
         return None
     files = [folder / _surplus_name(part) for part in range(parts)]
-    shares = [from_old_form(Batch.from_bytes(file.read_bytes())) for file in files]
+    shares = [Batch.from_bytes(file.read_bytes()) for file in files]
     missing = [name for name in generated_fields(c.config) if name not in shares[0]]
     if missing:
         raise ConfigError(

@@ -34,12 +34,11 @@ from typing import TYPE_CHECKING, Any
 import megarl
 from megarl.artifacts.trained import best_step, steps_in
 from megarl.comm import WorkerGroup
-from megarl.training import old_format
 from megarl.training.intact import Seal, faults, few, seal_text, size_at
 from megarl.training.rng import load_rng
 from megarl.training.saving import Saving, drop_seals, shard_name
 from megarl.training.sharded_state import load_engines, refuse_foreign, weight_boxes, world_of
-from megarl.training.shards import CheckpointError, Index, label_of, read_index
+from megarl.training.shards import CheckpointError, FormatError, Index, label_of, read_index
 from megarl.training.together import Part, Teams, folder_of, own_files, refuse_folder, rng_name, size_of
 
 if TYPE_CHECKING:
@@ -290,8 +289,6 @@ def _index_or_fault(folder: Path, meta: dict[str, Any], engines: Collection[str]
 
 
 def _index(folder: Path, meta: dict[str, Any], engines: Collection[str]) -> Index:
-    if meta["format"] == old_format.FORMAT:
-        return old_format.read_old_index(folder)
     return read_index(folder, [name for name in _files_for(meta, engines) if name.startswith("rank_")])
 
 
@@ -302,8 +299,11 @@ def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = N
 
     Raises:
         CheckpointError: on every rank alike: the files that are not, and which checkpoints beside it could do.
+        FormatError: on every rank alike: another version of megarl wrote it.
     """
-    meta, wrong = world.broadcast_json(_meta_or_fault(folder) if world.rank == 0 else None)
+    meta, wrong, other = world.broadcast_json(_meta_or_fault(folder) if world.rank == 0 else None)
+    if other is not None:
+        raise FormatError(**other)
     found = [wrong]
     if not wrong:
         seals = meta["files"] if engines is None else _files_for(meta, engines)
@@ -326,14 +326,15 @@ def _stranger(path: Path, tag: str) -> str | None:
     return None
 
 
-def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None, dict[str, Any] | None]:
+    """Contents of meta.json; else the damage; else what a `FormatError` says."""
     try:
-        meta = read_meta(folder)
-        if meta["format"] == old_format.FORMAT:  # it has no seals: its index tells at least what is missing
-            old_format.read_old_index(folder)
-        return meta, None
+        return read_meta(folder), None, None
+    except FormatError as error:
+        told = {"what": error.what, "where": error.where, "found": error.found}
+        return None, None, told | {"allowed": error.allowed, "fix": error.fix}
     except CheckpointError as error:
-        return None, error.what
+        return None, error.what, None
 
 
 def _way_out(folder: Path) -> str:
@@ -346,7 +347,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """Contents of meta.json.
 
     Raises:
-        CheckpointError: there is none, so the checkpoint is incomplete, it is damaged, or of another format.
+        CheckpointError: there is none, so the checkpoint is incomplete, or it is damaged.
+        FormatError: it is of another format.
     """
     way = _way_out(folder)
     try:
@@ -356,12 +358,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no {_META}", where=str(folder), fix=way) from None
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{_META} cannot be read: {error}", where=str(folder), fix=way) from error
-    if known == old_format.FORMAT:
-        return {**meta, "files": {}, "tag": ""}  # it has no checksums
     if known != FORMAT:
-        allowed = f"{old_format.FORMAT} and {FORMAT}"
-        raise CheckpointError(
-            f"{_META} says format {known}, this version reads {allowed}", where=str(folder), fix=way, allowed=allowed
+        raise FormatError(
+            "another version of megarl wrote this checkpoint, in a format that this one does not read",
+            where=str(folder),
+            found=f"format {known}",
+            allowed=f"format {FORMAT}",
+            fix=f"go on with that version; or let its `megarl convert {folder} MODEL_DIR` write the model, and begin a "
+            "run with model.path=MODEL_DIR",
         )
     if seal != _meta_seal(meta):
         raise CheckpointError(f"{_META} was changed since it was written (checksum)", where=str(folder), fix=way)

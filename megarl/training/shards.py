@@ -47,6 +47,10 @@ class CheckpointError(UserError):
     """A checkpoint is incomplete, damaged, of another model, or cannot be written."""
 
 
+class FormatError(CheckpointError):
+    """A checkpoint is of a format that this version does not read."""
+
+
 class Snapshot:
     """Copies of boxes in one block of host memory (pinned where there is a GPU), ready to be written.
 
@@ -198,5 +202,4 @@ def fill(boxes: Sequence[Box], index: Index, folder: Path) -> None:
 
 
 def _tensor(raw: Tensor, begin: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-    data = raw[begin : begin + math.prod(shape) * dtype.itemsize]
-    return (data.clone() if begin % dtype.itemsize else data).view(dtype).view(shape)  # format 2 does not align
+    return raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.correction import staleness
 from megarl.data.batch import Batch, Jagged
 from megarl.data.trajectory import Trajectory, add_fields, policy_tokens
-from megarl.data.versions import from_old_form, runs_of, set_versions, token_versions, tokens_by_version
+from megarl.data.versions import runs_of, set_versions, token_versions, tokens_by_version
 
 EOS = 2
 #: An episode: for each turn the version of each token that the policy drew, and how much the environment said to it.
@@ -72,11 +72,3 @@ def test_versions_of_single_turns_do_not_grow_with_the_tokens():
         return len(plain.to_bytes()) - before
 
     assert size(1000) < 500, "two numbers and an offset per sample, and names, for 4,000 tokens"
-
-
-def test_one_version_per_sample_is_read_as_that_of_all_its_tokens():
-    responses = Jagged.from_list([[1, 2], [3]], dtype=torch.int64)
-    new = from_old_form(Batch({"response_ids": responses, "weight_version": torch.tensor([4, 6])}))
-    assert token_versions(new).values.tolist() == [4, 4, 6]
-    assert "weight_version" not in new
-    assert from_old_form(new) is new

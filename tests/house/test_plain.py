@@ -28,7 +28,6 @@ ALLOWED = {
     "megarl/store/objects.py": "blocks of bytes with JSON inside, which a client of the store made",
     "megarl/store/notice.py": "the store answers it",
     "megarl/data/wire.py": "how Ray copies a block of bytes: nothing is read",
-    "megarl/training/old_format.py": "metadata of older checkpoints, by an unpickler with a short list of classes",
     "megarl/sync/shared.py": "torch's functions for handles, which travel as JSON",
     "megarl/rollout/sglang/wire.py": "writes what SGLang's servers read; reads nothing",
     "megarl/compat/sglang_server/serve.py": "how SGLang starts its own processes",

@@ -24,6 +24,7 @@ from megarl.runtime import export, loop, start
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import ReferencePlace, kept_reference, put_aside, unchanged_model
 from megarl.runtime.team import OwnTeam
+from megarl.training.shards import FormatError
 from tests.runtime.harness import RECIPE
 
 ONE_TEAM = SimpleNamespace(store=None)
@@ -353,6 +354,14 @@ def test_a_run_without_an_intact_checkpoint_says_what_can_be_done(run_dir):
         find(run_dir)
     assert "step_3: state.json is missing" in caught.value.found
     assert find(run_dir, "never") == (None, None)
+
+
+def test_a_checkpoint_of_another_format_is_not_passed_over(run_dir):
+    """Its run would begin again from an earlier one, or from the beginning, without a word of its user."""
+    meta = run_dir / "checkpoints" / "step_3" / "meta.json"
+    meta.write_text(meta.read_text().replace('"format": 3', '"format": 2'))
+    with pytest.raises(FormatError, match=r"step_3: another version of megarl wrote (?s:.*)format 2(?s:.*)convert"):
+        find(run_dir)
 
 
 def test_a_checkpoint_that_was_asked_for_is_not_replaced_by_another(run_dir):

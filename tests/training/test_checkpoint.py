@@ -19,7 +19,7 @@ from megarl.artifacts.trained import steps_in
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.training import checkpoint, shards
-from megarl.training.shards import CheckpointError
+from megarl.training.shards import CheckpointError, FormatError
 from tests.dist import fresh_layout, run_distributed, world
 from tests.training import cases
 
@@ -300,8 +300,9 @@ def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
     with pytest.raises(CheckpointError, match=r"holds \['actor'\], not \['critic'\]"):
         checkpoint.load(folder, {"critic": engine})
     meta = folder / "meta.json"
-    meta.write_text(meta.read_text().replace(f'"format": {checkpoint.FORMAT}', '"format": 99'))
-    with pytest.raises(CheckpointError, match="format 99"):
+    meta.write_text(meta.read_text().replace(f'"format": {checkpoint.FORMAT}', '"format": 2'))
+    told = r"another version of megarl wrote(?s:.*)found: *'format 2'\n *allowed: format 3\n *fix: *go on with that"
+    with pytest.raises(FormatError, match=told):
         checkpoint.load(folder, {"actor": engine})
 
 
