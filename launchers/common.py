@@ -33,6 +33,7 @@ from megarl.artifacts import resolved, start
 from megarl.artifacts.batch import SAVE
 from megarl.artifacts.records import read_run
 from megarl.artifacts.repair import repair
+from megarl.artifacts.run_folder import RunFolder
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
 from megarl.launchers.output import OutputLog
@@ -85,7 +86,7 @@ class Job:
     `placement`: of a command whose roles may be in several teams; None: all workers are one. `old`: errors that
     another machine's launcher found when it began: of an earlier command, until the first machine's has removed them. A
     launcher that begins after workers of the first machine have failed does not hear of that, and its own workers wait
-    for them until `cluster.start_timeout_s`.
+    for them until `cluster.start_timeout_s`. `folder`: `run_dir`, whose loss ends the run.
     """
 
     entry: str
@@ -94,6 +95,12 @@ class Job:
     log: OutputLog
     placement: Placement | None = None
     old: Old = frozenset()
+    folder: RunFolder | None = None
+
+    def check_folder(self, *, now: bool = True) -> None:
+        """See `RunFolder.check`."""
+        if self.folder is not None:
+            self.folder.check(now=now)
 
     def errors(self) -> dict[int, RankFailure]:
         """Failures that the ranks have left, by rank."""
@@ -220,6 +227,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
     Raises:
         UserError: unknown launcher, a layout it cannot start, or a run folder that another run uses.
     """
+    from megarl.config.load import dump_config
     from megarl.launchers import local, ray, torchrun
     from megarl.launchers.attempts import Attempts
 
@@ -235,7 +243,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         with contextlib.suppress(OSError):
             if gone := remove_leftovers():
                 log.record("launcher", f"removed, of processes that were killed: {', '.join(map(str, gone))}")
-        attempts = Attempts(starts[launcher], Job(entry, config, run_dir, log, placement))
+        folder = open_files.enter_context(contextlib.closing(RunFolder(run_dir)))
+        attempts = Attempts(starts[launcher], Job(entry, config, run_dir, log, placement, folder=folder))
         ended: Status = "failed"
         with _signals_raise() as ignore_signals:
             try:
@@ -254,6 +263,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 log.say(f"megarl: {error}")
                 return error.exit_code
             except Exception as error:
+                folder.check()
                 if is_full(error):
                     raise no_room(run_dir) from error
                 log.say(
@@ -263,8 +273,10 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
             finally:
                 ignore_signals()
                 attempts.stop()
-                if node_rank() == 0:  # whose lock on the folder says that no other launcher's token is there
+                # The lock on the folder says that no other launcher's token is there.
+                if node_rank() == 0 and not folder.is_gone():
                     _leave_folder(run_dir, ended, attempts.started, placement)
+                    resolved.make_again(run_dir, dump_config(config))
                 with contextlib.suppress(OSError):
                     remove_leftovers()  # of workers that had to be killed
 

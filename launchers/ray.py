@@ -31,6 +31,7 @@ from megarl.launchers.output import Follower
 from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, within
 from megarl.launchers.seats import Place, ranks_of, seats_apart
 from megarl.launchers.supervise import signal_rank
+from megarl.leftovers import ray_folder
 from megarl.machine import available_cores
 from megarl.processes import FINISHED, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
 from megarl.store.actor import JOURNAL
@@ -431,6 +432,7 @@ def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float, 
             object_store_memory=store_bytes,
             _system_config=None if spill else NO_SPILLING,
             _node_ip_address="127.0.0.1",
+            _temp_dir=str(ray_folder()),
             **quiet,
         )
 

@@ -11,20 +11,19 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
 from megarl.errors import UnavailableError, WorkerError
-from megarl.leftovers import RAY_MARK
+from megarl.leftovers import ray_folder
 from megarl.processes import oom_kills, signal_name
 
 _PARTS = {"gcs_server": "control store", "raylet": "node manager"}
+_LOGS = "logs"
 _RAYLET = "RAY_RAYLET_PID"  # in the environment of what a node manager has started
 _ASK_S = 5.0  # between two questions to a control store elsewhere, and for its answer
 _SILENT_S = 30.0  # it may be starting again; Ray ends its clients after 60
@@ -39,17 +38,8 @@ class OwnRay:
         self._names = {part.pid: part.name() for part in self._parts}
         self._oom_kills = oom_kills()
         self._lost: str | None = None
-        self._session = self._mark_session()
-
-    def _mark_session(self) -> Path | None:
-        """Ray's folder for this cluster, marked as nobody else's."""
-        folders = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray").glob(f"session_*_{os.getpid()}")
-        with contextlib.suppress(OSError):
-            newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
-            if newest is not None:
-                (newest / RAY_MARK).touch()
-            return newest
-        return None
+        own = ray_folder().glob(f"session_*_{os.getpid()}")
+        self._session = max(own, key=lambda folder: folder.stat().st_mtime, default=None)
 
     def forget(self) -> None:
         """Remove Ray's folder, with its logs, when Ray has ended as it should."""
@@ -60,7 +50,7 @@ class OwnRay:
         """Say which part of Ray has died, how, and the fix; None: it lives."""
         if self._lost is None:
             dead = next((part for part in self._parts if not part.is_running() or _is_zombie(part)), None)
-            logs = "" if self._session is None else f"\n  logs:    {self._session / 'logs'}, until the next start"
+            logs = "" if self._session is None else f"\n  logs:    {self._session / _LOGS}, until the next start"
             self._lost = None if dead is None else self._told(dead) + logs
         return self._lost
 
@@ -75,7 +65,8 @@ class OwnRay:
         return _text(f"Ray's {_PARTS[self._names[dead.pid]]} ({self._names[dead.pid]})", "has ended")
 
     def leave(self) -> None:
-        """End all that is left of it: nothing can be asked of it any more."""
+        """End all that is left of it: nothing can be asked of it any more. Of its folder only the logs stay, which Ray
+        rotates, until the next start."""
         left = [child for part in self._parts for child in _descendants(part)]
         mine = {str(part.pid) for part in self._parts}
         for process in psutil.process_iter():  # of a node manager that is gone, its workers have another parent
@@ -87,6 +78,9 @@ class OwnRay:
                 process.kill()
         psutil.wait_procs(left, timeout=_LEAVE_S)
         _shut_down()
+        for path in [] if self._session is None else self._session.iterdir():
+            if path.name != _LOGS:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 class ClusterRay:

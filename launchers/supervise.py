@@ -52,6 +52,9 @@ def supervise(workers: Workers, job: Job) -> End:
     """How it went, once all ranks have ended or one has failed or hung, which is said.
 
     A team whose process died or hangs may start again before that (`megarl.launchers.restarts`).
+
+    Raises:
+        UserError: the run's folder is gone, whatever came of that.
     """
     cluster = job.config.cluster
     watch = Watch(job.run_dir, workers.ranks(), cluster.timeout_s, cluster.start_timeout_s, job.names)
@@ -66,11 +69,13 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
     """See `supervise`.
 
     Raises:
+        UserError: as there.
         WorkerError: a team did not start again.
     """
     ranks, oom_before = workers.ranks(), oom_kills()
     while True:
         ended = workers.poll()
+        job.check_folder(now=any(ended.values()) or len(ended) == len(ranks))
         if any(ended.values()):
             ended = _settle(workers, job)
             failure = first_failure(workers, job, ended, oom_kills() > oom_before)

@@ -1,7 +1,7 @@
 """What processes that were killed have left in the system's temporary folder and in shared memory.
 
     /tmp       megarl-XXXXXXXX (sockets of a server), megarl-command-*, torchelastic_*, torch-shm-dir-*,
-               ray/session_* of a Ray that a run had for itself
+               megarl-ray/session_* of a Ray that a run had for itself
     /dev/shm   torch_PID_*, and what servers of a run call by its name
 
 Only files of this user that no process has open or mapped, or names in its environment or command line, as owners do.
@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
-#: In the session folder of a Ray that a run has for itself.
-RAY_MARK = "megarl"
+_RAY = "megarl-ray"
 _FOLDERS = re.compile(r"megarl-[a-z0-9_]{8}|torchelastic_.+|torch-shm-dir-.+")
 _FILES = re.compile(r"megarl-command-.+")
 _SHARED = re.compile(r"torch_(?P<pid>\d+)_.+|(sglang_loads|sgl_shm)_megarl_.+")
@@ -30,6 +29,11 @@ _UNSEEN_S = 3600.0  # the same where processes of other containers cannot be see
 _ALL_PROCESSES = 4026531836  # inode of the first namespace of processes, from which all are seen
 
 
+def ray_folder() -> Path:
+    """Where the session folders are of every Ray that a run has for itself, and no other's."""
+    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), _RAY)
+
+
 def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
     """Files and folders that no process needs any more.
 
@@ -37,8 +41,9 @@ def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list
         temporary: where temporary files are; None: where this process makes its own.
         shared: where shared memory is; None: in its usual place.
     """
+    sessions = ray_folder() if temporary is None else temporary / _RAY
     temporary = temporary or Path(tempfile.gettempdir())
-    found = [path for path in _candidates(temporary, shared or SHARED) if _is_old(path)]
+    found = [path for path in _candidates(temporary, sessions, shared or SHARED) if _is_old(path)]
     if not found:
         return []
     named = b"\0".join(_named_by_processes())
@@ -57,14 +62,14 @@ def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) 
     return [path for path in found if not path.exists()]
 
 
-def _candidates(temporary: Path, shared: Path) -> Iterator[Path]:
+def _candidates(temporary: Path, sessions: Path, shared: Path) -> Iterator[Path]:
     """Files of this user that are called as leftovers are, and whose process is gone where the name tells it."""
     for path in _mine(temporary):
         if (_FOLDERS.fullmatch(path.name) and path.is_dir()) or (_FILES.fullmatch(path.name) and path.is_file()):
             yield path
-    for path in _mine(temporary / "ray"):
+    for path in _mine(sessions):
         match = _SESSION.fullmatch(path.name)
-        if match and (path / RAY_MARK).is_file() and not _runs(match["pid"]):
+        if match and not _runs(match["pid"]):
             yield path
     for path in _mine(shared):
         match = _SHARED.fullmatch(path.name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl import leftovers as module
-from megarl.leftovers import RAY_MARK, leftovers, remove_leftovers
+from megarl.leftovers import leftovers, remove_leftovers
 
 FOLDERS = ["megarl-abc12_9z", "torchelastic_xyz", "torch-shm-dir-Ab3dE"]
 GONE = 2**22 + 1  # beyond the numbers that Linux gives to processes
@@ -28,18 +28,18 @@ def places(tmp_path, monkeypatch):
 
 def test_what_nobody_has_is_removed_and_nothing_else(places):
     temporary, shared = places
-    session = temporary / "ray" / f"session_2026-01-01_00-00-00_1_{GONE}"
+    session = temporary / "megarl-ray" / f"session_2026-01-01_00-00-00_1_{GONE}"
+    running = temporary / "megarl-ray" / f"session_2026-01-01_00-00-00_1_{os.getpid()}"
     others = temporary / "ray" / f"session_2026-01-01_00-00-00_2_{GONE}"
-    for folder in [*(temporary / name for name in FOLDERS), session, others]:
+    for folder in [*(temporary / name for name in FOLDERS), session, running, others]:
         (folder / "inside").mkdir(parents=True)
-    (session / RAY_MARK).touch()
     files = [temporary / "megarl-command-1", shared / f"torch_{GONE}_77_0", shared / "sgl_shm_megarl_ab_1"]
     kept = [temporary / "megarl-abc12_9z.log", temporary / "megarl-notes", shared / f"torch_{os.getpid()}_77_0"]
     for file in [*files, *kept]:
         file.touch()
     removed = remove_leftovers(temporary, shared)
     assert sorted(removed) == sorted([*(temporary / name for name in FOLDERS), session, *files])
-    assert all(path.exists() for path in [*kept, others])
+    assert all(path.exists() for path in [*kept, running, others])
     assert leftovers(temporary, shared) == []
 
 
@@ -99,3 +99,22 @@ def test_the_command_says_what_it_has_removed(monkeypatch, tmp_path, capsys):
     assert not folder.exists()
     cli.main(["doctor", "--clean"])
     assert "nothing is left of processes that were killed" in capsys.readouterr().out
+
+
+def test_of_a_ray_that_was_lost_only_the_logs_stay_until_the_next_start(tmp_path, monkeypatch):
+    from megarl.launchers import ray_health
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(ray_health, "_shut_down", lambda: None)
+    session = module.ray_folder() / f"session_2026-01-01_00-00-00_1_{os.getpid()}"
+    for name in ("logs", "ray_spilled_objects_ab", "sockets"):
+        (session / name).mkdir(parents=True)
+        (session / name / "file").touch()
+    (session / "gcs_server_port_ab").touch()
+    lost = ray_health.OwnRay()
+    lost.leave()
+    assert [path.name for path in session.iterdir()] == ["logs"]
+    assert leftovers(tmp_path, tmp_path / "shm") == []  # this process runs
+    gone = session.with_name(f"session_2026-01-01_00-00-00_1_{GONE}")
+    session.rename(gone)
+    assert remove_leftovers(tmp_path, tmp_path / "shm") == [gone]

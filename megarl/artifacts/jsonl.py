@@ -22,14 +22,15 @@ STEP: Needs = {"step": int, "stage": str}
 class JsonlWriter:
     """Appends one record per line; with `durable` every line is on disk when `write` returns.
 
-    A partial last line of an earlier process is cut when the file is opened; a folder in its place is set aside.
+    A partial last line of an earlier process is cut when the file is opened; a folder in its place is set aside. A file
+    that is deleted meanwhile is made again, without the lines before.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             set_aside(path, "a folder")
-        self._durable = durable
+        self._path, self._durable = path, durable
         self._file = open(path, "ab")  # noqa: SIM115  (lives as long as the writer)
         complete = _complete_bytes(path)
         if complete != path.stat().st_size:
@@ -37,6 +38,9 @@ class JsonlWriter:
 
     def write(self, record: Record) -> None:
         """Append a record; numbers that JSON cannot hold (NaN, infinity) become null."""
+        if not self._path.exists():
+            self._file.close()
+            self._file = open(self._path, "ab")  # noqa: SIM115
         self._file.write(_line(_finite(record)))
         self._file.flush()
         if self._durable:

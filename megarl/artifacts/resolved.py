@@ -33,6 +33,12 @@ def take_up(run_dir: Path) -> None:
         (run_dir / NEXT).replace(run_dir / NAME)
 
 
+def make_again(run_dir: Path, text: str) -> None:
+    """Write the configuration of a run that has ended, where somebody deleted it meanwhile."""
+    if not (run_dir / NAME).is_file():
+        write_atomically(run_dir / NAME, text)
+
+
 def withdraw(run_dir: Path) -> None:
     """Forget a configuration that was never taken up."""
     (run_dir / NEXT).unlink(missing_ok=True)

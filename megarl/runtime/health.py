@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import mmap
 import os
 import re
@@ -30,6 +31,7 @@ from pathlib import Path
 
 from megarl import phase
 from megarl.artifacts.records import Needs, read_record
+from megarl.artifacts.run_folder import folder_gone
 from megarl.credentials import mask
 from megarl.errors import MegarlError, UserError, is_full, no_room
 from megarl.processes import write_atomically
@@ -37,6 +39,7 @@ from megarl.rendezvous import ranks_text
 
 _HEADER = struct.Struct("<QQqQdH?")  # sequence (odd: being written), changes, step, pid, unix time, text length, over
 _SIZE = 512
+_LOOK_S = 2.0  # between two looks whether the file is there
 _TEXT_MAX = _SIZE - _HEADER.size
 
 # What a rank sees when *another* one has gone. Never the root cause if any other error is there.
@@ -73,31 +76,49 @@ class Heartbeat:
     def __init__(self, run_dir: Path, rank: int) -> None:
         path = _beat_path(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_bytes(bytes(_SIZE))
-        with temporary.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._path = path
         self._host = socket.gethostname()
         self._lock = threading.Lock()
         self._changes = 0
         self._over = False
-        self.beat(phase.current())
-        temporary.rename(path)  # a reader never meets a file without a first beat
+        self._begin_file()
         phase.on_change(self.beat)
 
+    def _begin_file(self) -> None:
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        temporary.write_bytes(bytes(_SIZE))
+        with temporary.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._record(phase.current())
+        temporary.rename(self._path)  # a reader never meets a file without a first beat
+        self._looked = time.monotonic()
+
     def beat(self, path: str) -> None:
-        """Record progress, with the main thread in phase `path`."""
-        text = f"{self._host} {path}".encode()[:_TEXT_MAX]
+        """Record progress, with the main thread in phase `path`; in a file made again, where it was deleted."""
         with self._lock:
-            self._changes += 1
-            head = (self._changes, phase.step_now, os.getpid(), time.time(), len(text), self._over)
-            _HEADER.pack_into(self._map, 0, 2 * self._changes - 1, *head)
-            self._map[_HEADER.size : _HEADER.size + len(text)] = text
-            _HEADER.pack_into(self._map, 0, 2 * self._changes, *head)
+            if time.monotonic() - self._looked > _LOOK_S:
+                self._make_again()
+            self._record(path)
+
+    def _make_again(self) -> None:
+        """A launcher that sees no beats would end a run that goes on."""
+        self._looked = time.monotonic()
+        with contextlib.suppress(FileNotFoundError):  # the run folder is gone, which the launcher sees, too
+            if not self._path.exists():
+                self._path.parent.mkdir(exist_ok=True)
+                self._begin_file()
+
+    def _record(self, path: str) -> None:
+        text = f"{self._host} {path}".encode()[:_TEXT_MAX]
+        self._changes += 1
+        head = (self._changes, phase.step_now, os.getpid(), time.time(), len(text), self._over)
+        _HEADER.pack_into(self._map, 0, 2 * self._changes - 1, *head)
+        self._map[_HEADER.size : _HEADER.size + len(text)] = text
+        _HEADER.pack_into(self._map, 0, 2 * self._changes, *head)
 
     def finish(self) -> None:
         """Record that the work of this process is done: without that it has failed, whatever its exit code."""
-        self._over = True
+        self._over, self._looked = True, -math.inf
         self.beat(phase.current())
 
 
@@ -169,7 +190,12 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
 
 
 def write_error(run_dir: Path, failure: RankFailure) -> None:
-    """Leave `failure` for the launcher in RUN_DIR/errors/rank_K.json; on stderr where the disk does not take it."""
+    """Leave `failure` for the launcher in RUN_DIR/errors/rank_K.json; on stderr where the disk does not take it.
+
+    A run folder that is gone is not made again for it: the launcher says that.
+    """
+    if not run_dir.is_dir():
+        return
     try:
         write_atomically(
             run_dir / "errors" / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure), indent=2)
@@ -187,8 +213,8 @@ def report(run_dir: Path, error: BaseException, rank: int) -> RankFailure:
     global _reported
     if _reported is None or _reported[0] is not error:
         failure = failure_of(error, rank)
-        if is_full(error):
-            said = no_room(run_dir)
+        said = folder_gone(run_dir) if not run_dir.is_dir() else no_room(run_dir) if is_full(error) else None
+        if said is not None:
             failure = dataclasses.replace(
                 failure, message=str(said), exit_code=said.exit_code, user_error=True, explained=True, repeats=True
             )

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from megarl.artifacts.resolved import proposed, withdraw
+from megarl.artifacts.run_folder import RunFolder
 from megarl.imports import import_callable
 from megarl.phase import phase
 from megarl.processes import kill_with_parent, raise_descriptor_limit, watch_parent, worker_number
@@ -44,7 +45,9 @@ def run(entry: str, config_path: Path) -> int:
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
             function = import_callable(entry, where="--entry")
+        folder = RunFolder(run_dir)
         function(config, run_dir)
+        folder.check()
     except BaseException as error:
         failure = report(run_dir, error, worker)
         if WATCHED not in os.environ:

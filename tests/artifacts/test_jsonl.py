@@ -106,3 +106,13 @@ def test_kill_9_loses_no_line_that_write_returned_for(tmp_path):
     steps = [line["step"] for line in read_jsonl(path)]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= last >= 50
+
+
+def test_a_file_that_is_deleted_meanwhile_is_made_again(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = JsonlWriter(path)
+    for step in (1, 2, 3):
+        writer.write({"step": step})
+        if step == 1:
+            path.unlink()
+    assert [line["step"] for line in read_jsonl(path)] == [2, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -37,6 +38,18 @@ def _listening() -> list[str]:
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
+
+
+def lose_the_folder(config: RunConfig, run_dir: Path) -> None:
+    """Somebody deletes the run folder, and a rank writes on."""
+    shutil.rmtree(run_dir)
+    (run_dir / "checkpoints").mkdir(parents=True)
+    _wait_for_ever()
+
+
+def lose_the_folder_at_the_end(config: RunConfig, run_dir: Path) -> None:
+    """The same, when nothing is left to do."""
+    shutil.rmtree(run_dir)
 
 
 def write_environment(config: RunConfig, run_dir: Path) -> None:

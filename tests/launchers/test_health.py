@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -41,6 +42,25 @@ def test_a_beat_follows_the_phase(tmp_path: Path) -> None:
 
 def test_a_rank_that_has_not_started_has_no_beat(tmp_path: Path) -> None:
     assert read_beat(tmp_path, 0) is None
+
+
+def test_a_deleted_heartbeat_is_made_again_but_not_the_run_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(health, "_LOOK_S", -1.0)
+    writer = Heartbeat(tmp_path / "run", 0)
+    before = read_beat(tmp_path / "run", 0)
+    shutil.rmtree(tmp_path / "run" / "heartbeats")
+    writer.beat("rollout")
+    after = read_beat(tmp_path / "run", 0)
+    assert before is not None
+    assert after is not None
+    assert (after.phase, after.changes > before.changes) == ("rollout", True)
+
+    shutil.rmtree(tmp_path / "run")
+    writer.beat("rollout")
+    failed = health.report(tmp_path / "run", OSError("of whatever"), 0)
+    assert not (tmp_path / "run").exists()
+    assert (failed.user_error, failed.repeats) == (True, True)
+    assert "the folder of this run was deleted" in failed.message
 
 
 def test_a_beat_costs_microseconds(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""A run whose folder is deleted or moved ends, and says so."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from megarl.artifacts import resolved
+from megarl.artifacts.run_folder import RunFolder
+from megarl.errors import UserError
+from tests.launchers.test_launchers import DEADLINE_S, command, environment
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("launcher", "entry"),
+    [("local", "lose_the_folder"), ("torchrun", "lose_the_folder"), ("local", "lose_the_folder_at_the_end")],
+)
+def test_a_run_that_loses_its_folder_ends_with_one_message(launcher: str, entry: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    program = f"""
+import drive, sys
+from megarl.errors import UserError
+try:
+    sys.exit(drive.main(*{command(launcher, entry, run_dir, "1")[2:]}))
+except UserError as error:
+    print("stopped:", error)
+    sys.exit(error.exit_code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "megarl: " in line or "stopped: " in line]
+    assert line.startswith(f"stopped: {run_dir}: the folder of this run was deleted or moved")
+    assert not (run_dir / "config.yaml").exists()  # nothing is written into what is no folder of the run
+
+
+def test_another_folder_of_the_same_name_is_not_the_runs(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    with closing(RunFolder(path)) as folder:
+        shutil.rmtree(path)
+        with pytest.raises(UserError, match="nothing is there now"):
+            folder.check()
+        path.mkdir()
+        with pytest.raises(UserError, match="a folder with what was written since is there now"):
+            folder.check()
+        folder.check(now=False)  # not so soon again
+
+
+def test_a_folder_that_is_moved_and_comes_back_is_the_runs(tmp_path: Path) -> None:
+    path, away = tmp_path / "runs" / "run", tmp_path / "away"
+    path.mkdir(parents=True)
+    with closing(RunFolder(path)) as folder:
+        path.parent.rename(away)
+        path.parent.touch()
+        assert folder.is_gone()
+        path.parent.unlink()
+        away.rename(path.parent)
+        assert not folder.is_gone()
+
+
+def test_a_configuration_that_was_deleted_is_written_again(tmp_path: Path) -> None:
+    resolved.make_again(tmp_path, "name: run")
+    resolved.make_again(tmp_path, "name: of-another-start")
+    assert (tmp_path / "config.yaml").read_text() == "name: run"
