@@ -48,8 +48,6 @@ _PATHS = (
         ("placement", "measured"),
     ),
 )
-#: `cluster.max_restarts` of a run with several teams.
-TEAM_RESTARTS = 3
 _NULLS = ("null", "~")
 #: Sections that name a component.
 _COMPONENTS = {
@@ -104,9 +102,8 @@ def load_config(
 
 def _with_restarts(config: RunConfig) -> RunConfig:
     """The same recipe with the default of `cluster.max_restarts`, which it does not name."""
-    if not config.placement.separates:
-        return config
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_restarts": TEAM_RESTARTS})})
+    restarts = config.placement.default_max_restarts
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_restarts": restarts})})
 
 
 def _expand_home(data: dict[str, Any]) -> None:

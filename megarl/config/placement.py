@@ -8,6 +8,8 @@ from pydantic import Field, PositiveInt
 
 from megarl.config.base import Section
 
+_TEAM_RESTARTS = 3  # of a run with several teams
+
 #: Roles that hold a model, which a team can be given.
 TeamRole = Literal["actor", "critic", "reference", "teacher", "rollout"]
 
@@ -58,9 +60,9 @@ class PlacementConfig(Section):
     )
 
     @property
-    def separates(self) -> bool:
-        """Whether it names several teams, or leaves them to `auto`."""
-        return len(self.teams) > 1 or self.auto is not None
+    def default_max_restarts(self) -> int:
+        """`cluster.max_restarts` where the recipe does not say it."""
+        return _TEAM_RESTARTS if len(self.teams) > 1 or self.auto is not None else 0
 
     @property
     def asks_for_teams(self) -> bool:

@@ -25,6 +25,8 @@ FOUR = (
     "placement.teams.draw={roles: [rollout], devices: 1}",
 )
 GRPO = ("algorithm.kl.use=loss", "cluster.nproc=4")
+#: Several teams without it are warned of: they would start again from the beginning.
+SAVED = "trainer.save_every=5"
 TWO = (
     "placement.teams.train={roles: [actor, rollout], devices: 2}",
     "placement.teams.frozen={roles: [reference], devices: 2}",
@@ -143,9 +145,12 @@ def test_servers_on_the_trainers_devices_are_on_those_of_the_actors_team(failure
 
 def test_moving_out_of_the_way_of_nobody_warns(warned):
     offload = ("actor.engine.offload=true", "critic.engine.offload=true")
-    assert [check.key for check in warned(*PPO, *FOUR, *offload)] == ["actor.engine.offload", "critic.engine.offload"]
+    assert [check.key for check in warned(*PPO, *FOUR, *offload, SAVED)] == [
+        "actor.engine.offload",
+        "critic.engine.offload",
+    ]
     assert [check.key for check in warned(*PPO, *offload)] == []
-    assert [check.key for check in warned(*GRPO, *TWO, offload[0])] == [], "generation needs room for its cache"
+    assert [check.key for check in warned(*GRPO, *TWO, offload[0], SAVED)] == [], "generation needs room for its cache"
 
 
 DRAWS = (
@@ -157,9 +162,9 @@ DRAWS = (
 
 
 def test_weights_are_sent_to_an_engine_in_another_team(warned):
-    assert [check.key for check in warned(*DRAWS, "sync.timeout_s=60")] == []
+    assert [check.key for check in warned(*DRAWS, "sync.timeout_s=60", SAVED)] == []
     assert [check.key for check in warned("sync.timeout_s=60")] == ["rollout.engine"]
-    (check,) = warned(*DRAWS, "sync.timeout_s=60", "rollout.sglang.servers=2")
+    (check,) = warned(*DRAWS, "sync.timeout_s=60", "rollout.sglang.servers=2", SAVED)
     assert "sync" not in check.message
 
 
@@ -375,7 +380,9 @@ def test_the_dry_run_shows_what_workers_were_shared_out_by(config_of, tmp_path):
 
 
 def test_an_earlier_run_that_nothing_is_shared_out_by_is_warned_of(warned):
-    assert [check.key for check in warned(*GRPO, *TWO, "placement.measured=runs/first")] == ["placement.measured"]
+    assert [check.key for check in warned(*GRPO, *TWO, "placement.measured=runs/first", SAVED)] == [
+        "placement.measured"
+    ]
 
 
 def test_the_documented_example_and_its_dry_run_are_those_of_the_code(write, monkeypatch):

@@ -11,7 +11,6 @@ from megarl.config.asynchrony import AsyncConfig
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan, place
-from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
 from megarl.recipes.build import build_task_graph
 from megarl.store.size import LEAST, handover_bytes, object_store_bytes, refuse_too_large, steps_held
@@ -45,17 +44,6 @@ def test_all_groups_that_may_have_begun_fit_beside_the_step_that_is_read() -> No
     flowing = recipe(512, 16_384).model_copy(update={"async_": section})
     step = 512 * (8 * (8 * 16_384 + 256) + 4096)
     assert object_store_bytes(flowing, between("prompt_ids")) == (1 + 4) * step + step
-
-
-def test_copies_of_what_a_rollout_gives_fit_beside_it() -> None:
-    large = recipe(512, 16_384)
-    teams = (TeamPlan("train", (Role.ACTOR,), 1, 0, ParallelConfig(), ()),)
-    teams += (TeamPlan("draw", (Role.ROLLOUT,), 1, 1, ParallelConfig(), ()),)
-    apart = Placement(teams, (Handover("rollout", "draw", ("prompt_ids",), ("train",), "rollout"),))
-    step = 512 * (8 * (8 * 16_384 + 256) + 4096)
-    assert object_store_bytes(large, apart) == 3 * step
-    never = large.placement.model_copy(update={"restarts": 0})
-    assert object_store_bytes(large.model_copy(update={"placement": never}), apart) == 2 * step
 
 
 def test_it_is_never_smaller_than_ray_needs_for_itself() -> None:
