@@ -39,7 +39,7 @@ from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, n
 from megarl.launchers.output import OutputLog
 from megarl.leftovers import remove_leftovers
 from megarl.machine import available_cores
-from megarl.processes import has_nvidia_device, worker_name
+from megarl.processes import JOB_BEGAN, has_nvidia_device, worker_name
 from megarl.rendezvous import forget_token, ranks_text, write_token
 from megarl.runtime.health import Old, RankFailure, read_beat, read_errors
 from megarl.runtime.worker import WATCHED
@@ -58,7 +58,7 @@ LAZY_FROM = 128
 #: Signals that stop a run; one that would lose steps saves first (`megarl.launchers.interrupt`).
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: The same signal again within this time is the same request: `timeout` and others tell a process, and then its group.
-_REPEATED_S = 0.5
+_REPEATED_S = 1.0
 #: What `Workers.poll` says of a rank that ended with exit code 0 before its work was done; no system has such a code.
 ENDED_EARLY = 256
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -86,7 +86,8 @@ class Job:
     `placement`: of a command whose roles may be in several teams; None: all workers are one. `old`: errors that
     another machine's launcher found when it began: of an earlier command, until the first machine's has removed them. A
     launcher that begins after workers of the first machine have failed does not hear of that, and its own workers wait
-    for them until `cluster.start_timeout_s`. `folder`: `run_dir`, whose loss ends the run.
+    for them until `cluster.start_timeout_s`. `folder`: `run_dir`, whose loss ends the run. `began`: unix time of the
+    start of the job, for all attempts.
     """
 
     entry: str
@@ -96,6 +97,7 @@ class Job:
     placement: Placement | None = None
     old: Old = frozenset()
     folder: RunFolder | None = None
+    began: str = dataclasses.field(default_factory=lambda: os.environ.get(JOB_BEGAN) or repr(time.time()))
 
     def check_folder(self, *, now: bool = True) -> None:
         """See `RunFolder.check`."""
@@ -255,6 +257,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 ended = "stopped"
                 with contextlib.suppress(Stopped):  # a second signal: at once
                     attempts.save_first(stopped.number)
+                ignore_signals()
                 log.say(f"megarl: stopped by {signal.Signals(stopped.number).name}")
                 return 128 + stopped.number
             except UserError:

@@ -33,7 +33,7 @@ from megarl.launchers.seats import Place, ranks_of, seats_apart
 from megarl.launchers.supervise import signal_rank
 from megarl.leftovers import ray_folder
 from megarl.machine import available_cores
-from megarl.processes import FINISHED, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
+from megarl.processes import FINISHED, JOB_BEGAN, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
 from megarl.store.actor import JOURNAL
 from megarl.store.flow import FlowSettings
 from megarl.store.size import LEAST, object_store_bytes, refuse_too_large
@@ -197,6 +197,7 @@ class RayWorkers:
 
         cluster, held = self._job.config.cluster, self._held
         environment = process_environment(self._job.config, cluster.nproc // cluster.nnodes) | _handed_on()
+        environment[JOB_BEGAN] = self._job.began
         make = ray.remote(max_restarts=0, max_task_retries=0)(Actor).options(
             num_cpus=held.worker["CPU"],
             num_gpus=held.worker.get("GPU", 0),

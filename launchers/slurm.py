@@ -36,6 +36,7 @@ from megarl.launchers.slurm_job.exclusion import excluded_by
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
 PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"
+_ENDS_S = 60.0  # for a run that has saved to end its processes and close its record
 #: The package that a job runs, copied to the run folder.
 DRIVER = "slurm_job"
 
@@ -332,6 +333,15 @@ def _nodes_of(job: Submission, part: Component) -> list[str]:
 def limit_minutes(time: str | None) -> float | None:
     """Minutes of a `--time` of sbatch; None: the partition's, or no limit."""
     return None if time is None or time.lower() in NO_LIMIT else _minutes(time) or None
+
+
+def saved_in_time(job: Submission) -> RunConfig:
+    """The recipe of the run, which has to be saved before the time limit of its job (`trainer.save_by_s`)."""
+    trainer, limit = job.config.trainer, limit_minutes(job.slurm.time)
+    if limit is None or trainer.save_by_s is not None or job.command == "eval" or 60 * limit <= 2 * _ENDS_S:
+        return job.config
+    trainer = trainer.model_copy(update={"save_by_s": 60 * limit - _ENDS_S})
+    return job.config.model_copy(update={"trainer": trainer})
 
 
 def _minutes(time: str) -> float:

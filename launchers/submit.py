@@ -40,6 +40,7 @@ from megarl.launchers.slurm import (
     job_script,
     node_script,
     plan,
+    saved_in_time,
 )
 from megarl.launchers.slurm_job.exclusion import with_exclusion
 from megarl.processes import write_atomically
@@ -92,7 +93,7 @@ class JobState:
 def write_scripts(job: Submission) -> Path:
     """The files that the job needs; returns what sbatch takes."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(job.folder / RECIPE, dump_config(job.config))
+    write_atomically(job.folder / RECIPE, dump_config(saved_in_time(job)))
     write_atomically(job.folder / NODE, node_script(job))
     write_atomically(job.folder / JOB, job_script(job))
     write_atomically(job.folder / PLAN, json.dumps(plan(job), indent=1) + "\n")

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 
+from megarl.artifacts.records import read_run
 from megarl.errors import WorkerError
 from megarl.launchers.common import ENDED_EARLY, Job, Workers
 from megarl.launchers.restarts import Restarts
@@ -84,7 +85,7 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
                 continue
             _report(failure, workers, job, ended, restarts.spent(failure.rank))
             return _end_of(failure, job)
-        if len(ended) == len(ranks):
+        if len(ended) == len(ranks) or (job.separate and _is_stopped(ended, job)):
             return End(0)
         errors = job.errors().values()
         if errors and time.time() - min(error.time for error in errors) > LINGER_S:
@@ -101,6 +102,12 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
             _report_hang(trouble, workers, job, ended, restarts.spent(*watch.stuck[:1]))
             return End(1, trouble)
         time.sleep(POLL_S)
+
+
+def _is_stopped(ended: dict[int, int], job: Job) -> bool:
+    """The actor's team has ended before the last step (`trainer.save_by_s`): the others wait for it for ever."""
+    leads = range(job.teams[0].devices)
+    return {*leads} <= ended.keys() and read_run(job.run_dir, tell=False).get("status") == "stopped"
 
 
 def _settle(workers: Workers, job: Job) -> dict[int, int]:

@@ -31,7 +31,14 @@ from megarl.launchers.common import (
     warn_of_few_cores,
 )
 from megarl.launchers.output import Follower
-from megarl.processes import LOOPBACK, kill_with_parent, raise_descriptor_limit, watch_parent, write_atomically
+from megarl.processes import (
+    JOB_BEGAN,
+    LOOPBACK,
+    kill_with_parent,
+    raise_descriptor_limit,
+    watch_parent,
+    write_atomically,
+)
 from megarl.rendezvous import LISTENER, given_listener, is_loopback, listen
 from megarl.runtime.health import read_beat
 
@@ -79,6 +86,7 @@ def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.
     arguments += ["--config", str(job.config_path), "--log-dir", str(job.log_dir)]
     ranks = list(range(node_rank() * here, (node_rank() + 1) * here))
     environment = os.environ | process_environment(job.config, here) | layout_environment(job.config.actor.parallel)
+    environment[JOB_BEGAN] = job.began
     warn_of_few_cores(job, environment, here)
     handles = []
     if listener is not None:

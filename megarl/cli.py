@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from megarl import __version__, cluster
+from megarl.artifacts.records import read_run
 from megarl.benchmarks import algorithms, checkpoint, envs, plan_truth, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.checks import epochs
@@ -240,7 +241,7 @@ def _job(arguments: argparse.Namespace) -> int:
     begun = process_of(run_dir) != before  # else the start was refused, and what is in the folder is not its own
     if (
         arguments.command in ("train", "sft")
-        and code
+        and (code or read_run(run_dir).get("status") == "stopped")
         and (code != UserError.exit_code or (begun and _has_saved(run_dir)))
     ):
         first = "correct what is named above, then\n            " if code == UserError.exit_code else ""
@@ -318,8 +319,6 @@ def _use_run(arguments: argparse.Namespace) -> None:
 
 def _refuse_trained(run_dir: Path, command: str) -> None:
     """Keep numbers and configuration of a training run from being written over."""
-    from megarl.artifacts.records import read_run
-
     if read_run(run_dir).get("stage") in ("train", "sft") or (run_dir / "checkpoints").is_dir():
         raise UserError(
             "this folder holds a training run",

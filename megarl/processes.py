@@ -25,6 +25,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TEAM, WORKER, STORE = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_STORE"
 #: Of a team whose processes died and that began again: how often, and the last step that was over (0: none).
 RESTARTS, FINISHED = "MEGARL_RESTARTS", "MEGARL_FINISHED"
+#: Unix time at which the job began that this process is a part of: all attempts of a launcher, and of a batch job.
+JOB_BEGAN = "MEGARL_JOB_BEGAN"
 _PR_SET_PDEATHSIG = 1
 _MOST_DESCRIPTORS = 1 << 20  # some programs go through all numbers up to the limit when they start
 _CLOCK_S = 2.0  # the start of a process is counted from that of the machine, which moves with its clock

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from .exclusion import with_exclusion
-from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of
+from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of, read_object
 from .guard import GUARD_S
 from .nodes import ONE_NODE, Nodes
 
@@ -35,6 +35,8 @@ class SlurmJob:
 
     def __init__(self, run_dir: Path) -> None:
         self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]
+        # Of this job: one that another job has submitted inherits its environment.
+        os.environ["MEGARL_JOB_BEGAN"] = os.environ.get("SLURM_JOB_START_TIME") or repr(time.time())
         self.plan = self.files.plan
         self.nodes: Nodes  # Slurm says which, when the job begins
         self.allocated: list[str] = []
@@ -57,7 +59,7 @@ class SlurmJob:
                 nodes = self._choose()
                 code = self._watch(self._start(nodes))
                 if code == 0:
-                    self.say("finished", "the run has ended")
+                    self._finish()
                     return 0
                 if self._preempted():
                     self._requeue("preempted; it goes on from its newest checkpoint")
@@ -96,6 +98,23 @@ class SlurmJob:
         late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S
         if self.ended or late or not self.attempt:
             self._heed()
+
+    def _finish(self) -> None:
+        """The run is over, or it has saved before the limit of this job (trainer.save_by_s): then the next one goes on.
+
+        Raises:
+            Over: Slurm does not take the next job.
+        """
+        if read_object(self.files.run_dir / "run.json").get("status") != "stopped":
+            self.say("finished", "the run has ended")
+            return
+        left = self.files.chain()
+        if not left:
+            self.say("finished", "the run has saved and ended before the time limit, and no job of the chain is left")
+            return
+        self.say("limit", "the run has saved and ended before the time limit")
+        self._next_job()
+        self.files.set_chain(left - 1)
 
     def _heed(self) -> None:
         """Signals that have come while the run does not run.

@@ -33,7 +33,8 @@ def check_disk(
     kept = _checkpoints(config, job)
     more = max(0, kept - (0 if run_dir is None else len(steps_in(run_dir / "checkpoints"))))
     needed, free = more * one + _model_bytes(config, sizes), shutil.disk_usage(folder).free
-    what = f"{count(kept, 'checkpoint')} of {_gb(one)}"
+    passing = ", one of them only to go on from" if _passing(config, job) else ""
+    what = f"{count(kept, 'checkpoint')} of {_gb(one)}{passing}"
     if needed <= free:
         checks.ok("disk", f"{what}: {_gb(free)} are free in {folder}")
         return
@@ -55,11 +56,19 @@ def _checkpoint_bytes(config: RunConfig, sizes: Sizes, roles: Roles) -> float:
 
 
 def _checkpoints(config: RunConfig, job: str) -> int:
-    """Checkpoints that lie on the disk at the same time: those that are kept, the best, and one that is written."""
+    """Checkpoints that lie on the disk at the same time: those that are kept, the best, one that is only to go on from,
+    and one that is written.
+    """
     trainer, steps = config.trainer, config.sft.steps if job == "sft" else config.trainer.steps
     written = 1 if not trainer.save_every else -(-steps // trainer.save_every)
     best = trainer.best_metric is not None and trainer.save_every > 0
-    return min(written, trainer.keep_last + best + 1)
+    return min(written, trainer.keep_last + best + 1) + _passing(config, job)
+
+
+def _passing(config: RunConfig, job: str) -> bool:
+    """Some checkpoints are only to go on from."""
+    every, steps = config.trainer.resume_every, config.sft.steps if job == "sft" else config.trainer.steps
+    return 0 < every < steps and (not config.trainer.save_every or every % config.trainer.save_every != 0)
 
 
 def _model_bytes(config: RunConfig, sizes: Sizes) -> float:

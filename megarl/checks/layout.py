@@ -92,7 +92,7 @@ def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) 
             allowed="0 with torchrun on several machines",
             fix="use --launcher ray, or let the batch system start the command again with the same --run-dir",
         )
-    elif not config.trainer.save_every:
+    elif not (config.trainer.save_every or config.trainer.resume_every):
         checks.warn(
             "restarts",
             "trainer.save_every",

@@ -33,6 +33,16 @@ class TrainerConfig(Section):
     seed: int = Field(0, description="seed of everything that is drawn")
     save_every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only at the end")
     keep_last: PositiveInt = Field(2, description="checkpoints kept in addition to the best")
+    resume_every: NonNegativeInt = Field(
+        0,
+        description="steps between checkpoints that are only to go on from, beside those of save_every: each is "
+        "removed once a newer checkpoint is complete; 0: none",
+    )
+    save_by_s: Seconds | None = Field(
+        None,
+        description="seconds after the start of the job by which the run must be saved: where the longest step and "
+        "save seen so far would not end before, it saves and ends, with exit code 0; null: no limit",
+    )
     best_metric: str | None = Field(
         "val/acc",
         description="metric whose best checkpoint is kept, larger is better; with save_every, a validation that "

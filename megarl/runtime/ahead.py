@@ -29,7 +29,7 @@ from megarl.phase import phase, set_step
 from megarl.runtime.drawn import Drawn, files_ahead
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
-from megarl.runtime.validate import due, evaluate_drawn, validates
+from megarl.runtime.validate import evaluate_drawn, validates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,13 +49,6 @@ DRAWN = "drawn"  # mail: all replicas have drawn this step
 def draws_apart(c: Controller) -> bool:
     """This team draws samples, and another one trains on them."""
     return c.team.holds(Role.ROLLOUT) and not c.team.leads
-
-
-def may_save(config: RunConfig, step: int) -> bool:
-    """Whether the actor's team may save `step`, as far as others can tell: it may be the best one."""
-    trainer = config.trainer
-    best = bool(trainer.save_every) and validates(config, step)
-    return step == trainer.steps or due(step, trainer.save_every) or best
 
 
 def is_drawn_with(config: RunConfig, version: int) -> bool:
@@ -96,10 +89,10 @@ class Pushes:
         """
         self._push_waiting(until=step - self._lag)
 
-    def after_step(self, version: int) -> None:
-        """The weights after step `version` are those of now."""
+    def after_step(self, version: int, *, saves: bool) -> None:
+        """The weights after step `version` are those of now; `saves`: a checkpoint of it may be written."""
         config = self._c.config
-        now = self._lag <= 1 or may_save(config, version) or validates(config, version)
+        now = self._lag <= 1 or saves or validates(config, version)
         none_waits = self._push_waiting(until=version if now else 0)
         if not is_drawn_with(config, version):
             return
@@ -219,11 +212,8 @@ class RolloutSteps:
     def _save(self, version: int) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
         self._ahead = [drawn for drawn in self._ahead if drawn.step > version]
-        if may_save(self.c.config, version):
-            files = partial(files_ahead, self.c.layout, version, self._ahead)
-            self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
-        else:
-            self.checkpoints.poll()
+        files = partial(files_ahead, self.c.layout, version, self._ahead)
+        self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
 
 
 def find_drawn(c: Controller, source: Path, step: int) -> list[Drawn]:

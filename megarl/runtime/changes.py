@@ -109,6 +109,8 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "trainer.epochs": None,
     "trainer.seed": f"used for what is drawn from now on; {ORDER}",
     "trainer.save_every": None,
+    "trainer.resume_every": None,
+    "trainer.save_by_s": None,
     "trainer.keep_last": None,
     "trainer.best_metric": None,
     "trainer.resume": None,

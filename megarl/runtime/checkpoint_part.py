@@ -8,6 +8,7 @@ after_step(): is a step saved?              ----->   after_step(): its engines (
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ class CheckpointPart:
         self._c, self._world = c, c.layout.world
         self._teams = teams_of(c)
         self._under_way = UnderWay()
+        self.ends = False  # the launcher ends this team
 
     def load(self, source: Path) -> None:
         """Restore what this team has in a checkpoint of a step of RL: engines that learn, and random states.
@@ -55,6 +57,10 @@ class CheckpointPart:
             CheckpointError: it could not be written; the checkpoint before it is whole.
         """
         self._under_way.poll()
+
+    def may_save(self, step: int) -> bool:
+        """The actor's team tells."""
+        return False
 
     def begin(self) -> None:
         """Only the actor's team has something to do then."""
@@ -93,9 +99,10 @@ class CheckpointPart:
         self._under_way.poll()
         if tag is not None:
             self._under_way.wait()
+            began = time.monotonic()
             with phase("checkpoint"), self._c.residency.phase("checkpoint"):
                 c, root, more = self._c, self._c.run_dir / FOLDER, {} if files is None else files()
                 saving = begin_part(root, step, tag, c.trained, self._teams, c.layout, more)
-            self._under_way.began(saving)
+            self._under_way.began(saving, began)
         if last:
             self._under_way.wait()

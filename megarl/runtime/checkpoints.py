@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +17,8 @@ from megarl.runtime.drawn import describe_drawn, refuse_left_out, refuse_other_d
 from megarl.runtime.flow_files import left_out
 from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.robots import check_same_statistics, statistics_file
-from megarl.runtime.validate import due
+from megarl.runtime.save_by import SaveBy
+from megarl.runtime.validate import due, validates
 from megarl.training.saving import UnderWay
 
 if TYPE_CHECKING:
@@ -44,7 +46,16 @@ def teams_of(c: Controller) -> Teams | None:
 
 
 class SavedRun(Protocol):
-    """What the loop of a team asks of the run's checkpoints; collective over the team."""
+    """What the loop of a team asks of the run's checkpoints; collective over the team.
+
+    Attributes:
+        ends: the step that was saved last is the last one of this job, as far as this team decides it.
+    """
+
+    ends: bool
+
+    def may_save(self, step: int) -> bool:
+        """Whether `step` may be saved; False where the actor's team decides that."""
 
     def load(self, source: Path) -> None:
         """Restore what this team has in the checkpoint that the run goes on from."""
@@ -73,6 +84,7 @@ class Checkpoints:
         best: best value of `trainer.best_metric` so far; larger is better, and of equal ones the later is kept.
         best_step: the step that brought it; None: no checkpoint is the best.
         accuracy: held-out accuracy after the step of `source`; None: not measured there.
+        ends: the step that was saved last is the last one of this job, whose limit is near (`trainer.save_by_s`).
     """
 
     def __init__(self, c: Controller, roles: Collection[Role] = ()) -> None:
@@ -85,7 +97,9 @@ class Checkpoints:
         self._meta: dict[str, Any] | None = None
         self._under_way = UnderWay()
         self.accuracy: float | None = None
-        self._withdraws = self._continues = self._begun = False
+        self._withdraws = self._continues = self._begun = self.ends = False
+        self._save_by = SaveBy(c.config.trainer.save_by_s)
+        self._looked: tuple[int, bool] = (-1, False)
         # A batch job asks for a checkpoint before its time limit (megarl/launchers/slurm.py), a user by Ctrl-C.
         self._requests = [c.run_dir / batch.FOLDER / batch.SAVE, c.run_dir / batch.SAVE]
 
@@ -220,6 +234,7 @@ class Checkpoints:
             if self.best_step is not None:
                 keep_best(self._root, self.best_step)
         self._begun = True
+        self._save_by.steps_begin()
 
     def _leave_others(self) -> None:
         """Set aside what the run does not continue, and say where it is; rank 0 only."""
@@ -281,6 +296,7 @@ class Checkpoints:
         """
         from megarl.training.checkpoint import keep_best
 
+        self._save_by.steps_begin()
         value = numbers.get(self._c.config.trainer.best_metric or "", -math.inf)
         kept = value > self.best and self._world.rank == 0 and keep_best(self._root, 0)
         if value > self.best and self._world.broadcast_json(kept):
@@ -289,8 +305,9 @@ class Checkpoints:
             self.check_metric(numbers)
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
-        """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every`, as the best one, or
-        where the batch job or the user asks for one.
+        """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every` or
+        `trainer.resume_every`, as the best one, where the batch job or the user asks for one, or near the limit of the
+        job.
 
         The next steps run while it is written; after the last one, or when the job has asked for it, it is complete.
 
@@ -308,21 +325,48 @@ class Checkpoints:
         settings = self._c.config.trainer
         value = numbers.get(settings.best_metric or "", -math.inf)
         improved = accuracy is not None and not math.isinf(value) and value >= self.best
-        asked = self._is_asked()
-        if last or asked or due(step, settings.save_every) or (improved and settings.save_every):
-            self._save(step, numbers, accuracy, self._teams)
+        asked = self._look(step)
+        kept = last or asked or due(step, settings.save_every) or bool(improved and settings.save_every)
+        if kept or due(step, settings.resume_every):
+            self._save(step, numbers, accuracy, self._teams, kept=kept)
         elif self._teams is not None and self._world.rank == 0:
             self._teams.announce(step, None)
         if last or asked:
             self._under_way.wait()
+        self.ends = self.ends and not last
         if asked and self._world.rank == 0:
             for request in self._requests:
                 request.unlink(missing_ok=True)
         if accuracy is not None:
             self.check_metric(numbers)
 
-    def _is_asked(self) -> bool:
-        return bool(self._world.broadcast_json(any(request.exists() for request in self._requests)))
+        if self.ends and self._world.rank == 0:
+            print(
+                f"saved at step {step}: trainer.save_by_s = {settings.save_by_s:g}, and the next step may come too "
+                "late. The run ends here, and goes on from there when it is started again",
+                flush=True,
+            )
+
+    def may_save(self, step: int) -> bool:
+        """Whether `after_step` may save `step`, as far as it is known before its weights go to other teams.
+
+        It may turn out to be the best one. Who asks for a checkpoint later than this gets that of the next step.
+        """
+        config = self._c.config
+        trainer, asked = config.trainer, self._look(step)
+        due_now = due(step, trainer.save_every) or due(step, trainer.resume_every)
+        return asked or due_now or step == trainer.steps or (bool(trainer.save_every) and validates(config, step))
+
+    def _look(self, step: int) -> bool:
+        """Whether `step` is to be saved because somebody asks, or the job will end; answered once for each step."""
+        if self._looked[0] != step:
+            mine = [
+                any(request.exists() for request in self._requests),
+                self._save_by.is_near(self._under_way.longest_s),
+            ]
+            asked, self.ends = self._world.broadcast_json(mine if self._world.rank == 0 else None)
+            self._looked = (step, asked or self.ends)
+        return self._looked[1]
 
     def check_metric(self, numbers: dict[str, float]) -> None:
         """`check_best_metric`; the checkpoint that is being written is completed before it raises."""
@@ -332,14 +376,19 @@ class Checkpoints:
             self._under_way.wait()
             raise
 
-    def _save(self, step: int, numbers: dict[str, float], accuracy: float | None, teams: Teams | None) -> None:
-        """Begin to write a checkpoint after `step`, once the last one is complete; arguments as in `after_step`."""
+    def _save(
+        self, step: int, numbers: dict[str, float], accuracy: float | None, teams: Teams | None, *, kept: bool = True
+    ) -> None:
+        """Begin to write a checkpoint after `step`, once the last one is complete; arguments as in `after_step`.
+
+        One that is not `kept` is not the best either: it would stay.
+        """
         from megarl.training.checkpoint import begin
 
         c, settings = self._c, self._c.config.trainer
         assert c.loading is not None, "only training runs save"
         value = numbers.get(settings.best_metric or "", -math.inf)
-        is_best = not math.isinf(value) and value >= self.best  # of equal ones the later is kept
+        is_best = kept and not math.isinf(value) and value >= self.best  # of equal ones the later is kept
         if is_best:
             self.best, self.best_step = value, step
         extra: dict[str, Any] = {
@@ -354,6 +403,7 @@ class Checkpoints:
             "drawn": None if teams is None else describe_drawn(c.config, c.team.placement, step),
         }
         self._under_way.wait()
+        began = time.monotonic()
         with phase("checkpoint"), c.residency.phase("checkpoint"):
             saving = begin(
                 self._root,
@@ -364,9 +414,10 @@ class Checkpoints:
                 config=c.config.model_dump(mode="json"),
                 keep_last=settings.keep_last,
                 best=is_best,
+                kept=kept,
                 teams=teams,
             )
-        self._under_way.began(saving)
+        self._under_way.began(saving, began)
 
 
 def _outlook(step: int, steps: int, key: str, source: str) -> str:

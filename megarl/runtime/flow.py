@@ -34,7 +34,7 @@ from megarl.dag.ahead import admission_limit
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
 from megarl.phase import phase, set_step
-from megarl.runtime.ahead import may_save, store_of
+from megarl.runtime.ahead import store_of
 from megarl.runtime.flow_files import files_of_flow
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from megarl.store.pool import PoolCrossing, Ready
 
 OPEN, WANTED, GATE, OPENED = "open", "wanted", "gate", "flow_opened"
+SAVES = "saves"  # whether a checkpoint of a step may be written: told before its weights go
 PLACE = "flow_place"  # of the loader, when prompts begin to be handed out
 _LOOK_S = 0.1  # between two looks for whether the weights are wanted
 
@@ -392,7 +393,7 @@ class FlowSteps:
     def _save(self, version: int, stream: Stream) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
         c = self.c
-        if not may_save(c.config, version):
+        if not c.mail.read(f"{SAVES}/{version}"):
             self.checkpoints.poll()
             return
         self._finish_scored(least=len(self._scoring))

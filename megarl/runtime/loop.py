@@ -91,8 +91,11 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
                 recorder.crossing = crossing = _crossing(c, graph)
                 executor = _executor(c, graph, crossing)
                 _steps(c, executor, recorder, checkpoints, crossing)
-            export(c, run_dir / FOLDER)
-        if c.team.leads:
+            if checkpoints.ends:
+                recorder.status = "stopped"
+            else:
+                export(c, run_dir / FOLDER)
+        if c.team.leads and not checkpoints.ends:
             show_export(c)
     finally:
         drop_refused_start(c)
@@ -242,10 +245,12 @@ def _steps(
                 weights.before_step(step)
             executor.run(c.context, prompts, more=c.loader)
             if weights is not None:
-                weights.after_step(step)
+                weights.after_step(step, saves=checkpoints.may_save(step))
             if validates(config, step):
                 accuracy = evaluate_drawn(c, recorder, step)
         numbers = recorder.end_step(step)
         if crossing is not None:
             crossing.done(step)
         checkpoints.after_step(step, numbers, accuracy, last=last)
+        if checkpoints.ends:
+            break

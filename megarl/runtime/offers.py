@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
 from megarl.phase import phase
-from megarl.runtime.ahead import may_save, store_of
-from megarl.runtime.flow import GATE, OPEN, WANTED
+from megarl.runtime.ahead import store_of
+from megarl.runtime.flow import GATE, OPEN, SAVES, WANTED
 from megarl.runtime.generation import publish
 from megarl.runtime.validate import validates
 from megarl.store.core import FORMED
@@ -42,10 +42,17 @@ class Offers:
         if self._version < step - 1 and self._is_open():
             self._push(step - 1)
 
-    def after_step(self, step: int) -> None:
-        """The weights after `step` go where they have to, or where the gate is open."""
+    def after_step(self, step: int, *, saves: bool) -> None:
+        """The weights after `step` go where they have to, or where the gate is open.
+
+        Args:
+            step: that has been trained.
+            saves: a checkpoint of it may be written.
+        """
         c = self._c
-        if self._must(step):
+        if c.layout.rank == 0:
+            c.mail.post(f"{SAVES}/{step}", saves)
+        if saves or self._must(step):
             if c.layout.rank == 0:
                 c.mail.post(f"{WANTED}/{self._gate}", step)
             self._await_open()
@@ -56,7 +63,7 @@ class Offers:
     def _must(self, step: int) -> bool:
         config = self._c.config
         too_old = step - self._version > config.async_.max_staleness
-        return config.async_.partial or too_old or validates(config, step) or may_save(config, step)
+        return config.async_.partial or too_old or validates(config, step)
 
     def _is_open(self) -> bool:
         """No replica draws. Collective.

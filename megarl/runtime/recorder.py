@@ -70,6 +70,8 @@ class Recorder:
                 restarts=c.config.cluster.max_restarts > 0,
                 last=not c.team.others,
             )
+        #: How the stage ends that has no error.
+        self.status: Status = "finished"
         self._heap = heap_bound()
         team = c.team.plan.name if c.team.others else ""
         self._trace = TraceWriter(c.run_dir, worker_number(), own_worker_name(), team)
@@ -93,7 +95,7 @@ class Recorder:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._c.context.progress = no_progress
         if error is None:
-            self._finish("finished")
+            self._finish(self.status)
             return
         report(self._c.run_dir, error, worker_number())  # before anything that takes time or may fail
         status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"

@@ -49,8 +49,12 @@ def train(config: RunConfig, run_dir: Path) -> None:
         checkpoints.begin()
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
             _steps(c, recorder, c.loader, checkpoints)
-            export(c, run_dir / FOLDER)
-        show_export(c)
+            if checkpoints.ends:
+                recorder.status = "stopped"
+            else:
+                export(c, run_dir / FOLDER)
+        if not checkpoints.ends:
+            show_export(c)
     finally:
         c.close()
 
@@ -112,6 +116,7 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
         if checkpoints is not None:
             c.context.step = step
             checkpoints.after_step(step, numbers, accuracy, last=last)
+            last = last or checkpoints.ends
         if last:
             break
 

@@ -68,6 +68,7 @@ def begin(
     config: Mapping[str, Any] | None = None,
     keep_last: int = 2,
     best: bool = False,
+    kept: bool = True,
     teams: Teams | None = None,
 ) -> Saving:
     """Start to write `ROOT/step_<step>` with all engines and `extra`; old checkpoints are dropped when it is complete.
@@ -82,7 +83,8 @@ def begin(
         extra: JSON values of rank 0, returned by `load`.
         files: contents by name of what this rank adds to the folder; no other rank gives the same name.
         config: resolved configuration as plain data, to tell what a resumed run changes.
-        keep_last: newest checkpoints to keep, in addition to the best.
+        keep_last: newest checkpoints to keep, in addition to the best, of those that are `kept`.
+        kept: it is not only to go on from, until there is a newer one.
         best: this one is the best so far.
         teams: the others that write a part of it (`megarl.training.together.begin_part`); None: there are none.
 
@@ -108,7 +110,8 @@ def begin(
     if teams is not None and world.rank == 0:
         teams.give_folder(step, problem, fix)
     refuse_folder(folder, problem, fix)
-    meta = {"format": FORMAT, "megarl": megarl.__version__, "tag": tag, "step": step, "config": config or {}}
+    meta = {"format": FORMAT, "megarl": megarl.__version__, "tag": tag, "step": step, "kept": kept}
+    meta["config"] = config or {}
     commit = functools.partial(_commit, folder, meta | _facts_of(parts), keep_last, best)
     others = {team: range(part.workers[0], sum(part.workers)) for team, part in list(parts.items())[1:]}
     deadline_s = 0.0 if teams is None else teams.deadline_s
@@ -446,14 +449,23 @@ def _note_best(root: Path, step: int) -> None:
 
 
 def _prune(root: Path, keep_last: int) -> None:
-    """Drop all complete checkpoints but the newest `keep_last` and the best."""
-    kept = best(root)
-    for step in steps_in(root)[:-keep_last]:
+    """Drop all complete checkpoints but the newest `keep_last` that are to be kept, the best, and the newest of all."""
+    steps, kept = steps_in(root), best(root)
+    stay = {*[step for step in steps if _is_kept(root / f"step_{step}")][-keep_last:], *steps[-1:]}
+    for step in steps:
         folder = root / f"step_{step}"
-        if folder != kept:
+        if folder != kept and step not in stay:
             gone = folder.with_name(f"{folder.name}.old-pruned")  # renamed first: never a half-removed step_N
             folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def _is_kept(folder: Path) -> bool:
+    """Not only to go on from; what cannot be told is kept."""
+    try:
+        return bool(json.loads((folder / _META).read_text()).get("kept", True))
+    except (OSError, ValueError, AttributeError):
+        return True
 
 
 def _replace(path: Path, value: Any) -> None:

@@ -51,6 +51,9 @@ class Saving:
         first: number of its first worker.
         others: the workers of other teams that `commit` waits for, by team.
         deadline_s: so long it waits for a team whose files do not grow.
+
+    Attributes:
+        ended: monotonic time at which this rank's thread was through; None: it is not.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Saving:
         self._written = self._seen = 0
         self._stop = threading.Event()
         self._error: BaseException | None = None
+        self.ended: float | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -128,6 +132,7 @@ class Saving:
         except BaseException as error:  # raised in the main thread, by `poll`
             self._error = error
         finally:
+            self.ended = time.monotonic()
             del self._shard, self._files  # their memory
 
     def _progress(self, count: int) -> None:
@@ -190,28 +195,37 @@ class UnderWay:
 
     Raises (poll, wait):
         CheckpointError, WorkerError: as `Saving.poll`; the checkpoint before it is whole.
+
+    Attributes:
+        longest_s: seconds from the beginning of a checkpoint until this rank's thread had written it, of the slowest.
     """
 
     def __init__(self) -> None:
         self._saving: Saving | None = None
+        self._began, self.longest_s = 0.0, 0.0
 
-    def began(self, saving: Saving) -> None:
-        """It is this one from now on; the one before is complete."""
-        self._saving = saving
+    def began(self, saving: Saving, at: float) -> None:
+        """It is this one from now on, begun at this monotonic time; the one before is complete."""
+        self._saving, self._began = saving, at
+
+    def _complete(self, saving: Saving) -> None:
+        self._saving = None
+        if saving.ended is not None:
+            self.longest_s = max(self.longest_s, saving.ended - self._began)
 
     def poll(self) -> None:
         """After a step: has it come to its end?"""
         if self._saving is not None:
             with phase("checkpoint"):
                 if self._saving.poll():
-                    self._saving = None
+                    self._complete(self._saving)
 
     def wait(self) -> None:
         """Until it is complete."""
         if self._saving is not None:
             with phase("checkpoint"):
                 self._saving.wait()
-                self._saving = None
+                self._complete(self._saving)
 
 
 def _write(

@@ -38,6 +38,9 @@ def judged(config_of, tmp_path, monkeypatch):
         (["trainer.steps=10", "trainer.save_every=5"], False, 2, 2),
         (["trainer.steps=10", "trainer.save_every=1", "trainer.best_metric=null"], False, 3, 1),
         (["trainer.steps=10", "trainer.export_hf=false"], False, 1, 0),
+        (["trainer.steps=10", "trainer.resume_every=2"], False, 2, 1),  # the last one, and one to go on from
+        (["trainer.steps=10", "trainer.save_every=5", "trainer.resume_every=1"], False, 3, 2),
+        (["trainer.steps=10", "trainer.save_every=1", "trainer.resume_every=2"], False, 4, 2),  # kept anyway
         (["trainer.steps=10", "algorithm.pipeline=ppo"], True, 2, 1),
     ],
 )
@@ -57,6 +60,10 @@ def test_checkpoints_that_are_there_are_not_counted_twice(judged, tmp_path):
     assert judged(free, *often).status == "warn"
     assert judged(free, *often, run_dir=tmp_path / "run").status == "ok"
     assert judged(0, *often, run_dir=tmp_path / "run").key == "--run-dir"
+
+
+def test_checkpoints_that_are_only_to_go_on_from_are_shown(judged):
+    assert ", one of them only to go on from" in judged(1e12, "trainer.steps=10", "trainer.resume_every=2").message
 
 
 def test_commands_that_keep_no_model_need_no_room(config_of):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megarl.artifacts.records import write_record
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.dag.placement import TeamPlan
 from megarl.launchers.common import Job
 from megarl.launchers.output import OutputLog
 from megarl.launchers.ray import RayWorkers
 from megarl.launchers.restarts import Restarts
+from megarl.launchers.supervise import supervise
 from megarl.runtime.health import Heartbeat, RankFailure, Watch, read_beat, read_errors, write_error
 from megarl.tracking.restarts import read_restarts
 from tests.launchers.drive import teams
@@ -108,3 +111,14 @@ def test_a_worker_gets_the_place_of_the_one_before_it_or_one_on_its_machine() ->
     workers._seat_again(range(1, 4), [("b", ["1"]), ("a", ["2"]), ("b", ["0"])])
     assert workers._actors == ["old", "a2", "b0", "b1"]
     assert workers._places == [("a", ["0"]), ("a", ["2"]), ("b", ["0"]), ("b", ["1"])]
+
+
+@pytest.mark.parametrize("status", ["stopped", "running"])
+def test_teams_do_not_outlive_an_actor_that_has_saved_before_the_limit_of_the_job(tmp_path: Path, status: str) -> None:
+    looks = [{}, {0: 0}, {0: 0, 1: 0}, {0: 0, 1: 0, 2: 1}]
+    write_record(tmp_path / "run.json", {"status": status})
+    job = Job("m:f", RunConfig(name="x"), tmp_path, OutputLog(tmp_path / "log.txt"), teams(2, 2, 1))
+    workers = SimpleNamespace(poll=lambda: looks.pop(0) if len(looks) > 1 else looks[0], ranks=lambda: list(range(5)))
+    workers.cause = lambda rank: None
+    end = supervise(workers, job)  # type: ignore[arg-type]
+    assert end.exit_code == (0 if status == "stopped" else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -18,10 +19,10 @@ from hypothesis import strategies as st
 from megarl import cli
 from megarl.config.launch import LaunchConfig, SlurmConfig, SlurmTeamConfig
 from megarl.config.load import load_config
-from megarl.config.run import ClusterConfig, RunConfig
+from megarl.config.run import ClusterConfig, RunConfig, TrainerConfig
 from megarl.errors import ConfigError, UserError
 from megarl.launchers import preflight, slurm, submit
-from megarl.launchers.slurm import Submission, job_script, limit_minutes, node_script, plan
+from megarl.launchers.slurm import Submission, job_script, limit_minutes, node_script, plan, saved_in_time
 from megarl.launchers.slurm_job.exclusion import with_exclusion
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -49,6 +50,14 @@ def submission(
     cluster = ClusterConfig(nproc=2 * nnodes, nnodes=nnodes)
     config = RunConfig(name="a run!", cluster=cluster, launch=LaunchConfig(slurm=section, spares=spares))
     return Submission(config, folder, "train", "torchrun", Path("/shared/my work"))
+
+
+@pytest.mark.parametrize(("time", "save_by_s"), [("10", 540.0), ("1-00:00:00", 86340.0), ("2", None), (None, None)])
+def test_a_run_is_saved_a_minute_before_the_limit_of_its_job(time: str | None, save_by_s: float | None) -> None:
+    job = submission(SlurmConfig(time=time))
+    assert saved_in_time(job).trainer.save_by_s == save_by_s
+    own = job.config.model_copy(update={"trainer": TrainerConfig(save_by_s=7.0)})
+    assert saved_in_time(dataclasses.replace(job, config=own)).trainer.save_by_s == 7.0
 
 
 def shellcheck(text: str) -> None:

@@ -76,6 +76,10 @@ elif name == "srun":
             while not save.exists(): time.sleep(0.05)
             save.unlink()
             time.sleep(60)
+        if code[0] == "saved":  # a run that ends before the limit of its job
+            (pathlib.Path(os.environ["RUN_DIR"]) / "run.json").write_text(json.dumps({"status": "stopped"}))
+            (world / "began").write_text(os.environ["MEGARL_JOB_BEGAN"])
+            sys.exit(0)
         dead_now = code[0].partition(":")[2]
         if dead_now:
             (world / "dead").write_text(dead_now)
@@ -103,7 +107,7 @@ class World:
 
     def begin(self, steps: str, nodes: str = "n1,n2,n3", again: str = "", **launch: object) -> subprocess.Popen[str]:
         """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, `wait`, `fail`, `fail:NODES`,
-        `cancelled`."""
+        `saved`, `cancelled`."""
         job = self.job(**launch)
         if not again:
             submit.write_scripts(job)
@@ -207,6 +211,17 @@ def test_near_the_time_limit_a_checkpoint_is_written_and_the_next_job_submitted(
     assert "no checkpoint" not in said
     assert (world.run_dir / "launch" / "chain").read_text() == "1\n"
     assert len(world.asked("sbatch")) == 1
+
+
+@pytest.mark.parametrize("chain", [0, 2])
+def test_a_run_that_has_saved_before_the_time_limit_goes_on_in_the_next_job_of_a_chain(world, monkeypatch, chain):
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1700000000")
+    monkeypatch.setenv("MEGARL_JOB_BEGAN", "1600000000")  # of the job that has submitted this one
+    code, said = world.run("saved", chain=chain)
+    assert (code, (world.folder / "began").read_text()) == (0, "1700000000")
+    assert "the run has saved and ended before the time limit" in said
+    assert (world.run_dir / "launch" / "chain").read_text() == f"{max(0, chain - 1)}\n"
+    assert len(world.asked("sbatch")) == (1 if chain else 0)
 
 
 def test_a_run_that_fails_while_its_checkpoint_is_awaited_has_failed(world):

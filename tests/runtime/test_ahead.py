@@ -115,6 +115,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, undisturbed, ki
     assert len({*by_chance.values()}) == 4
 
 
+def test_a_checkpoint_that_is_asked_for_at_any_step_has_the_parts_of_all_teams(recipe, undisturbed, tmp_path):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "save").touch()  # by a batch job
+    train(recipe, tmp_path, "trainer.save_every=0")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_4")
+    assert (tmp_path / "checkpoints" / "step_1" / "drawn_0.safetensors").is_file()
+    numbers = train(recipe, tmp_path, "trainer.save_every=0")
+    assert {step: numbers[step] for step in (2, 3, 4)} == {step: undisturbed[1][step] for step in (2, 3, 4)}
+
+
 def test_what_was_drawn_ahead_is_trained_on_by_a_run_that_does_so_no_more(recipe, killed, tmp_path):
     run_dir = shutil.copytree(killed, tmp_path / "run")
     train(recipe, run_dir, "async.max_staleness=0", work=noting_versions)
@@ -181,7 +191,7 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
     for step in range(1, 6):
         pushes.before_step(step)
         said.append(f"train {step}")
-        pushes.after_step(step)
+        pushes.after_step(step, saves=step == 5)
     assert said == [
         *("train 1", "train 2"),
         *("drawn/3", 1, "train 3"),  # before step 3 is trained: step 4 is drawn with them meanwhile

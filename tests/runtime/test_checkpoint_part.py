@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.comm import WorkerGroup
 from megarl.config.asynchrony import AsyncConfig
-from megarl.config.run import RunConfig
+from megarl.config.run import RunConfig, TrainerConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.residency import Residency
@@ -63,7 +63,7 @@ def test_teams_that_train_or_draw_save_and_the_actors_knows_which(tmp_path):
 def worker(tmp_path, monkeypatch):
     """Makes a worker of a team, with an engine without tensors."""
     monkeypatch.setattr(together, "snapshot", lambda engines, label: Snapshot([], label))
-    trainer = SimpleNamespace(steps=5, save_every=2, best_metric="val/acc", keep_last=2, resume="auto")
+    trainer = TrainerConfig(steps=5, save_every=2)
     cluster = SimpleNamespace(timeout_s=30.0)
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone(), dp_size=1, describe=lambda: {"world_size": 1})
 

@@ -23,6 +23,7 @@ from megarl.residency import PARTS, Residency
 from megarl.runtime import export, loop, start
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import ReferencePlace, kept_reference, put_aside, unchanged_model
+from megarl.runtime.save_by import SaveBy
 from megarl.runtime.team import OwnTeam
 from megarl.training.shards import FormatError
 from tests.runtime.harness import RECIPE
@@ -99,7 +100,7 @@ def run_dir(tmp_path):
 
 
 def of_run(run_dir, resume="auto", loader=None, roles=()):
-    config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
+    config = SimpleNamespace(trainer=TrainerConfig(resume=resume), model_dump=lambda mode: {})
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     fields = {"run_dir": run_dir, "trained": {}, "loading": loader, "layout": layout, "team": ONE_TEAM}
     return Checkpoints(SimpleNamespace(config=config, hf_config=None, **fields), roles)
@@ -295,7 +296,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     state = {"loader": {}, "kl": {}, "surplus_parts": 0, "best": 0.8, "best_metric": "val/acc", "best_step": best_step}
     monkeypatch.setattr(checkpoint, "load", lambda *_: (3, state))
     part = SimpleNamespace(load_state_dict=lambda state: None)
-    trainer = SimpleNamespace(best_metric="val/acc", resume="auto")
+    trainer = TrainerConfig()
     config = SimpleNamespace(trainer=trainer, model_dump=lambda mode: {})
     c = SimpleNamespace(
         config=config, run_dir=run_dir, trained={}, scores=None, loading=part, frozen={}, kl_controller=part
@@ -405,8 +406,9 @@ def saving(monkeypatch, tmp_path):
 
     class Saving:
         def __init__(self, root, step, engines, extra, **options):
-            self.step = step
-            calls.append(f"begin {step}" + (f", best {extra['best_step']}" if options["best"] else ""))
+            self.step, self.ended = step, None
+            kind = f", best {extra['best_step']}" if options["best"] else ""
+            calls.append(f"begin {step}" + kind + ("" if options["kept"] else " to go on"))
 
         def poll(self):
             calls.append(f"poll {self.step}")
@@ -417,7 +419,7 @@ def saving(monkeypatch, tmp_path):
 
     monkeypatch.setattr(checkpoint, "begin", Saving)
     part = SimpleNamespace(state_dict=dict)
-    trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
+    trainer = SimpleNamespace(**dict(TrainerConfig(save_every=2, best_metric=None)))
     c = SimpleNamespace(
         config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path, frozen={}
     )
@@ -461,6 +463,44 @@ def test_the_result_of_a_cold_start_is_complete_at_once_and_rated_when_it_is_mea
     (tmp_path / "checkpoints" / "step_0" / "meta.json").touch()
     checkpoints.rate_start({"val/acc": 0.5})
     assert (checkpoints.best, checkpoints.best_step, noted_best(tmp_path / "checkpoints")) == (0.5, 0, 0)
+
+
+def test_checkpoints_to_go_on_from_come_between_those_that_are_kept_and_are_not_the_best(saving):
+    calls, checkpoints, trainer = saving
+    trainer.resume_every, trainer.save_every, trainer.best_metric = 2, 3, "score"
+    for step in range(1, 6):
+        checkpoints.after_step(step, {"score": float(step)}, None, last=step == 5)
+    found = [call for call in calls if "begin" in call]
+    assert found == ["begin 2 to go on", "begin 3, best 3", "begin 4 to go on", "begin 5, best 5"]
+
+
+def test_a_run_ends_with_a_checkpoint_when_the_next_step_may_come_after_the_limit_of_the_job(
+    saving, monkeypatch, capsys
+):
+    calls, checkpoints, trainer = saving
+    clock = iter([100.0, 110.0, 125.0, 140.0])
+    monkeypatch.setenv("MEGARL_JOB_BEGAN", "70")
+    trainer.save_by_s, trainer.save_every = 100.0, 0
+    checkpoints._save_by = SaveBy(100.0, lambda: next(clock))  # until 170; a step takes up to 15, and a save as long
+    ends = []
+    for step in (1, 2, 3):
+        checkpoints.after_step(step, {}, None, last=False)
+        ends.append(checkpoints.ends)
+    assert ends == [False, False, True]
+    assert calls == ["begin 3", "wait 3"]
+    assert "saved at step 3: trainer.save_by_s = 100, and the next step may come too late" in capsys.readouterr().out
+
+
+def test_the_longest_save_counts_and_the_last_step_is_the_end_as_always(saving):
+    _, checkpoints, _ = saving
+    clock = iter([0.0, 10.0, 20.0])
+    checkpoints._save_by = SaveBy(100.0, lambda: next(clock))
+    checkpoints._under_way.longest_s = 80.0
+    checkpoints.after_step(1, {}, None, last=True)
+    assert not checkpoints.ends
+    near = SaveBy(100.0, lambda: next(iter([0.0])))
+    assert not near.is_near(save_s=90.0)
+    assert near.is_near(save_s=91.0)
 
 
 def test_steps_run_while_a_checkpoint_is_written_and_the_last_one_waits(saving):

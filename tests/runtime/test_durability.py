@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -67,6 +68,20 @@ def test_a_run_that_is_started_again_is_the_same(recipe, undisturbed, tmp_path):
     assert "rank 1 on " in output
     assert '"name": "restart 1"' in (tmp_path / "trace.json").read_text()
     assert "1, the last one because rank 1 on " in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_ends_before_the_limit_of_its_job_goes_on_to_the_same_numbers(recipe, undisturbed, tmp_path):
+    settings = ("trainer.save_every=3", "trainer.resume_every=2", "trainer.save_by_s=0.001")
+    for step in (1, 2):
+        process = harness.start(recipe, tmp_path, *settings)
+        output = harness.finish(process)
+        assert process.returncode == 0, output[-4000:]
+        assert f"saved at step {step}: trainer.save_by_s = 0.001" in output
+        assert f"(from the checkpoint of step {step})" in output
+        assert json.loads((tmp_path / "run.json").read_text())["status"] == "stopped"
+        assert not (tmp_path / "hf").exists()
+    assert harness.train(recipe, tmp_path, *settings[:2]) == undisturbed
+    assert (tmp_path / "hf").is_dir()
 
 
 def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):

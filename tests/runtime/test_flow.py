@@ -111,6 +111,18 @@ def test_other_replicas_and_another_staleness_go_on_from_its_checkpoint(recipe, 
     check(tmp_path, STEPS)
 
 
+def test_a_checkpoint_that_is_asked_for_and_those_to_go_on_from_have_the_parts_of_all_teams(recipe, tmp_path):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "save").touch()  # by a batch job
+    settings = ("trainer.save_every=0", "trainer.resume_every=2")
+    train(recipe, tmp_path, *settings)
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == ["step_1", "step_5"]
+    shutil.rmtree(tmp_path / "checkpoints" / "step_5")
+    forget_after(tmp_path, 1)
+    train(recipe, tmp_path, *settings)
+    check(tmp_path, STEPS)
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 

@@ -78,7 +78,14 @@ class Run:
         context = SimpleNamespace(metrics=Metrics(), step=1)
         loader = SimpleNamespace(go_to=lambda number: None)
         c: Any = SimpleNamespace(
-            config=config, layout=layout, team=team, rollout=rollout, context=context, fleet=None, loader=loader
+            config=config,
+            layout=layout,
+            team=team,
+            rollout=rollout,
+            context=context,
+            fleet=None,
+            loader=loader,
+            mail=SimpleNamespace(read=lambda name: name == "saves/1"),
         )
         self.rewards: dict[int, Future[Any]] = {0: Future(), 1: Future()}
         self.told: list[tuple[int, int]] = []  # groups handed over, and how many tokens had been drawn by then
@@ -168,7 +175,6 @@ def test_an_interrupt_does_not_wait_for_rewards_and_a_checkpoint_does(monkeypatc
         "files_of_flow",
         lambda c, version, under_way, drafts, carried: saved.append(([*run.told], under_way)) or {},
     )
-    monkeypatch.setattr(flow, "may_save", lambda config, version: True)
     run.rewards[0].set_result(1.0)
     run.steps._save(1, stream)  # type: ignore[arg-type]
     assert saved == [([(0, stream.tokens)], {1: 0})], "group 0 is put, group 1 under way"

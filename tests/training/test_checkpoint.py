@@ -168,6 +168,18 @@ def test_newest_and_best_are_kept(alone, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "step_2", "step_4", "step_5"]
 
 
+def test_a_checkpoint_to_go_on_from_goes_when_a_newer_one_is_complete(alone, tmp_path):
+    engine, there = _engine("dense", {}), []
+    for step in range(1, 7):
+        kept = step % 3 == 0
+        checkpoint.save(tmp_path, step, {"actor": engine}, {}, keep_last=2, kept=kept, best=step == 3)
+        there.append(checkpoint.steps_in(tmp_path))
+    assert there == [[1], [2], [3], [3, 4], [3, 5], [3, 6]]
+    (tmp_path / "step_3" / "meta.json").write_text("")  # whether it is to be kept cannot be told
+    checkpoint.save(tmp_path, 7, {"actor": engine}, {}, keep_last=2, kept=False)
+    assert checkpoint.steps_in(tmp_path) == [3, 6, 7]
+
+
 def test_interrupted_save_is_not_seen_and_goes_away(alone, tmp_path):
     engine = _engine("dense", {})
     checkpoint.save(tmp_path, 1, {"actor": engine}, {})
