@@ -56,7 +56,7 @@ def _open_servers(c: Controller, *, draws: bool, trains: bool) -> None:
         c.rollout.engine = rollout_servers.pump_engine(c, c.fleet)
         return
     if config.rollout.colocated:
-        c.residency.add_servers(ServerMemory(c.fleet, config.sync.timeout_s, layout.world))
+        c.residency.add_servers(ServerMemory(c.fleet, config.rollout.sglang.health_timeout_s, layout.world))
     c.sync = sync = _weights_to_servers(c, c.fleet)
     if draws:
         replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
@@ -174,6 +174,7 @@ def _follow(c: Controller, version: int) -> None:
         engine = c.rollout.engine
         assert isinstance(engine, SglangEngine)
         rollout_servers.follow_servers(engine, c.fleet, version, c.mail, c.layout.world, trainer)
+        c.context.metrics.max("rollout/servers_replaced", c.fleet.replaced)
     else:
         assert c.rollout.pushed is not None, "`open_rollout` comes first"
         rollout_team.follow_weights(c.rollout.pushed, version, c.mail, trainer)
@@ -191,6 +192,7 @@ def _look_after_servers(c: Controller) -> None:
         starting = any(server.state == "starting" for server in c.fleet.servers)  # on all ranks, after `refresh`
         if starting and c.config.rollout.colocated:
             c.fleet.wait_started()
+    c.context.metrics.max("rollout/servers_replaced", c.fleet.replaced)
 
 
 def _write_model_config(c: Controller) -> Path:

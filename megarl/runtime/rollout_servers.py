@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.errors import ServerError
 from megarl.phase import phase
 from megarl.rendezvous import run_key
 from megarl.runtime.rollout_team import WEIGHTS
@@ -60,20 +59,7 @@ def pump_engine(c: Controller, fleet: Fleet) -> SglangEngine:
     with phase("await_trainer", waits_for=c.team.of(Role.ACTOR)):
         run = c.mail.read(RUN)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
-    return SglangEngine(c.config.rollout.sglang, fleet, replica, _nobody_pushes, run)
-
-
-def _nobody_pushes() -> None:
-    """Weights come after a step only.
-
-    Raises:
-        ServerError: always.
-    """
-    reason = (
-        "no server is left that holds the weights of this step, and the actor's team pushes none before the next one; "
-        "see the servers' logs, and continue the run from its checkpoint"
-    )
-    raise ServerError("servers", "", "generation", reason)
+    return SglangEngine(c.config.rollout.sglang, fleet, replica, None, run)
 
 
 def follow_servers(

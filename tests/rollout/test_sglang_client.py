@@ -21,8 +21,8 @@ def generate(made: list[FakeServer], n: int = 4, **config: Any) -> tuple[list[Se
     samples = samples_of([Request(prompt, [100 * i + k for k in range(n)]) for i, prompt in enumerate(PROMPTS)])
     advanced: list[int] = []
     client = GenerationClient(SGLangConfig(**config))
-    failed = client.run(samples, {i: s.api for i, s in enumerate(made)}, SAMPLING, [], advanced.append, TAG)
-    return samples, failed, sum(advanced)
+    client.run(samples, {i: s.api for i, s in enumerate(made)}, SAMPLING, [], advanced.append, TAG)
+    return samples, {failure.number: failure.why for failure in client.failures()}, sum(advanced)
 
 
 def assert_right(samples: list[ServedSample]) -> None:
@@ -81,7 +81,8 @@ def test_when_no_server_is_left_finished_samples_are_kept() -> None:
         assert_right(done)
     with servers(ok) as made:  # the same samples go on elsewhere
         client = GenerationClient(SGLangConfig())
-        assert client.run(samples, {0: made[0].api}, SAMPLING, [], lambda k: None, TAG) == {}
+        client.run(samples, {0: made[0].api}, SAMPLING, [], lambda k: None, TAG)
+        assert client.failures() == []
         assert_right(samples)
         assert len(made[0].payloads) == 24 - len(done)
 
@@ -90,7 +91,9 @@ def test_a_server_without_a_sign_of_life_is_left_before_the_request_is_late() ->
     with servers(lambda s, p: "hang", ok) as made:
         samples, failed, _ = generate(made, health_timeout_s=0.5)
         assert_right(samples)
-        assert "no sign of life for 0.5 s" in failed[0]  # a request that is late has another message
+        assert (
+            "no sign of life from its scheduler (/health_generate) for 0.5 s" in failed[0]
+        )  # a request that is late has another message
 
 
 def test_a_late_answer_is_a_failure() -> None:

@@ -22,7 +22,7 @@ from megarl.rollout.sglang import fleet as fleets
 from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.samples import samples_of
+from megarl.rollout.sglang.samples import ServedSample, samples_of
 from tests.rollout.fake_servers import KEY, PROMPTS, TAG, FakeServer, _Handler, ok, token
 
 PREFIX = "/behind/a/proxy"
@@ -84,6 +84,13 @@ def server(certificate: tuple[Path, Path]) -> Iterator[SecureServer]:
     made.server_close()
 
 
+def draw(samples: list[ServedSample], api: ServerApi) -> list[str]:
+    """Why the server failed, if it did."""
+    client = GenerationClient(SGLangConfig())
+    client.run(samples, {0: api}, SamplingConfig(max_new_tokens=8), [], print, TAG)
+    return [failure.why for failure in client.failures()]
+
+
 def test_a_private_authority_is_named_by_the_environment_and_the_path_is_kept(
     server: SecureServer, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,8 +98,7 @@ def test_a_private_authority_is_named_by_the_environment_and_the_path_is_kept(
     api = ServerApi(server.url(), KEY)
     assert api.call("/server_info", deadline_s=10, phase="start", method="GET")["tp_size"] == 1
     samples = samples_of([Request(PROMPTS[1], [5])])
-    failed = GenerationClient(SGLangConfig()).run(samples, {0: api}, SamplingConfig(max_new_tokens=8), [], print, TAG)
-    assert not failed
+    assert draw(samples, api) == []
     assert samples[0].token_ids == [token(PROMPTS[1], 5, i) for i in range(8)]
     assert server.paths == [f"{PREFIX}/server_info", f"{PREFIX}/generate"]
 
@@ -102,8 +108,7 @@ def test_nothing_is_sent_to_a_server_whose_certificate_is_not_trusted(server: Se
     with pytest.raises(ServerError, match=r"certificate is not trusted.*SSL_CERT_FILE"):
         api.call("/pause_generation", {}, deadline_s=10, phase="pause")
     samples = samples_of([Request(PROMPTS[0], [0])])
-    failed = GenerationClient(SGLangConfig()).run(samples, {0: api}, SamplingConfig(max_new_tokens=8), [], print, TAG)
-    assert "CertificateError" in failed[0]
+    assert "CertificateError" in draw(samples, api)[0]
     assert server.paths == []
 
 

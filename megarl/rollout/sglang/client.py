@@ -9,10 +9,11 @@ samples --Router--> POST /generate --> answer --> finished?  else again, with wh
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi, tls_context
+from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.router import NoServerError, Router
 from megarl.rollout.sglang.samples import BadAnswerError, ServedSample
 
@@ -45,6 +47,20 @@ class GenerationClient:
 
     def __init__(self, config: SGLangConfig) -> None:
         self._config = config
+        self._running: tuple[asyncio.AbstractEventLoop, Dispatch] | None = None
+        self._turn = threading.Lock()  # of `_running`, whose loop does not close while another thread speaks to it
+        self._failures: deque[LostServer] = deque()
+
+    def failures(self) -> list[LostServer]:
+        """Servers that failed since the last call. From any thread."""
+        return taken(self._failures)
+
+    def add(self, servers: Mapping[int, ServerApi]) -> None:
+        """Let a `run` that is under way ask these servers, too. From any thread."""
+        with self._turn:
+            if self._running is not None:
+                loop, call = self._running
+                loop.call_soon_threadsafe(call.add, servers)
 
     def run(
         self,
@@ -54,13 +70,10 @@ class GenerationClient:
         stop_ids: Sequence[int],
         advance: Callable[[int], None],
         tag: str,
-    ) -> dict[int, str]:
+    ) -> None:
         """Finish the unfinished `samples` on `servers`; some stay unfinished only when every server has failed.
 
         A server whose weights are not called `tag` has failed.
-
-        Returns:
-            Servers that failed, by number, with the reason.
 
         Raises:
             ServerError: a server refused a request as wrong.
@@ -74,13 +87,18 @@ class GenerationClient:
                 call.forget(sample.prompt)
             advance(1)
 
-        async def finish() -> dict[int, str]:
+        async def finish() -> None:
             async with call.connected():
-                await _all([call.finish(group) for group in _by_prompt(waiting)])
-            return call.failed
+                with self._turn:
+                    self._running = asyncio.get_running_loop(), call
+                try:
+                    await _all([call.finish(group) for group in _by_prompt(waiting)])
+                finally:
+                    with self._turn:
+                        self._running = None
 
-        call = Dispatch(self._config, servers, sampling, stop_ids, tag, done)
-        return asyncio.run(finish())
+        call = Dispatch(self._config, servers, sampling, stop_ids, tag, done, self._failures)
+        asyncio.run(finish())
 
 
 class Dispatch:
@@ -91,9 +109,7 @@ class Dispatch:
         servers: that may be asked, by number.
         tag: what these are to call their weights.
         done: called, in the event loop, with every sample that is finished.
-
-    Attributes:
-        failed: servers that failed, by number, with the reason.
+        failures: where servers go that fail; another thread may take them out.
     """
 
     def __init__(
@@ -104,11 +120,14 @@ class Dispatch:
         stop_ids: Sequence[int],
         tag: str,
         done: Callable[[ServedSample], None],
+        failures: deque[LostServer],
     ) -> None:
-        self._config, self._servers, self._tag, self._done = config, servers, tag, done
+        self._config, self._servers, self._tag, self._done = config, dict(servers), tag, done
         self._sampling, self._stop_ids = sampling, list(stop_ids)
         self._router: Router[int] = Router(servers, config.max_concurrency)
-        self.failed: dict[int, str] = {}
+        self._failures = failures
+        self._failed: set[int] = set()
+        self._watches: list[asyncio.Task[None]] = []
         self._in_flight: dict[int, set[asyncio.Task[dict[str, Any]]]] = {number: set() for number in servers}
         self._asked: dict[int, tuple[int, str]] = {}  # identity of a sample -> server, and name of the request there
         self._freed: asyncio.Condition
@@ -123,13 +142,23 @@ class Dispatch:
         timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
         connector = aiohttp.TCPConnector(limit=0, ssl=tls_context(), keepalive_timeout=_IDLE_S)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
-            watches = [asyncio.create_task(self._watch(number)) for number in self._servers]
+            self._watches = [asyncio.create_task(self._watch(*server)) for server in self._servers.items()]
             try:
                 yield
             finally:
-                for watch in watches:
+                for watch in self._watches:
                     watch.cancel()
-                await asyncio.gather(*watches, return_exceptions=True)
+                await asyncio.gather(*self._watches, return_exceptions=True)
+
+    def add(self, servers: Mapping[int, ServerApi]) -> None:
+        """Ask these servers, too: those that are new here, or are others than the ones that failed. In the loop."""
+        for number, server in servers.items():
+            if number in self._servers and (number not in self._failed or self._servers[number].url == server.url):
+                continue
+            self._servers[number], self._in_flight[number] = server, set()
+            self._failed.discard(number)
+            self._router.add(number)
+            self._watches.append(asyncio.create_task(self._watch(number, server)))
 
     def forget(self, prompt: int) -> None:
         """No more samples of `prompt` will come."""
@@ -150,8 +179,7 @@ class Dispatch:
     async def abort(self, sample: ServedSample) -> None:
         """End `sample`, which `finish` was given, with what there is of it."""
         sample.aborted = True
-        async with self._freed:
-            self._freed.notify_all()  # it may wait for its turn
+        await self._wake()  # it may wait for its turn
         while (asked := self._asked.get(id(sample))) is not None:
             await self._stop(*asked)
             await asyncio.sleep(_ABORT_AGAIN_S)
@@ -181,7 +209,7 @@ class Dispatch:
                     return
                 sample.finish_reason = "abort"
                 break
-            number, body = answer
+            server, number, body = answer
             if sample.aborted and not body.get("output_ids"):
                 continue  # it was still in the server's queue
             try:
@@ -190,23 +218,25 @@ class Dispatch:
                     sample.interruptions = 0  # the next server starts with a clean slate
                     raise BadAnswerError(f"a sample was interrupted more than {_INTERRUPTIONS} times")
             except BadAnswerError as error:
-                self._fail(number, f"/generate: {error}")
+                self._fail(server, number, f"/generate: {error}")
         self._done(sample)
 
-    async def _answer(self, sample: ServedSample, payload: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
-        """Answer of the server it was routed to, and that server's number; None: aborted, or no server is left."""
+    async def _answer(
+        self, sample: ServedSample, payload: dict[str, Any]
+    ) -> tuple[ServerApi, int, dict[str, Any]] | None:
+        """Answer of the server it was routed to, after that and its number; None: aborted, or no server is left."""
         while True:
             number = await self._slot(sample)
             if number is None:
                 return None
-            request = uuid.uuid4().hex
-            task = asyncio.create_task(self._post(self._servers[number], payload | {"rid": request}))
-            self._in_flight[number].add(task)
+            request, server, beside = uuid.uuid4().hex, self._servers[number], self._in_flight[number]
+            task = asyncio.create_task(self._post(server, payload | {"rid": request}))
+            beside.add(task)
             self._asked[id(sample)] = number, request
             try:
-                return number, await task
+                return server, number, await task
             except _LostError as error:
-                self._fail(number, str(error))
+                self._fail(server, number, str(error))
             except asyncio.CancelledError:
                 this = asyncio.current_task()
                 if this is None or this.cancelling():  # the whole call is cancelled, not this server dropped
@@ -214,10 +244,15 @@ class Dispatch:
             finally:
                 task.cancel()
                 del self._asked[id(sample)]
-                self._in_flight[number].discard(task)
-                self._router.give_back(number)
-                async with self._freed:
-                    self._freed.notify_all()
+                beside.discard(task)
+                if self._servers[number] is server:  # no other one has come in its place
+                    self._router.give_back(number)
+                await self._wake()
+
+    async def _wake(self) -> None:
+        """Let samples that wait for their turn look again."""
+        async with self._freed:
+            self._freed.notify_all()
 
     async def _slot(self, sample: ServedSample) -> int | None:
         async with self._freed:
@@ -247,33 +282,48 @@ class Dispatch:
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise _LostError(f"/generate: {type(error).__name__}: {error}") from error
 
-    async def _watch(self, number: int) -> None:
-        """Drop a server that gives no sign of life; one that crashed shows by itself."""
+    async def _watch(self, number: int, server: ServerApi) -> None:
+        """Drop a server whose scheduler gives no sign of life; one that crashed shows by itself.
+
+        A server that has nothing to do draws one token for `/health_generate`; one that is at work answers with its
+        next batch, whatever that is, so that long samples and long queues are no reason to drop it. `/health` of a
+        colocated server is answered whether its scheduler lives or not.
+        """
         import aiohttp
 
-        server, limit = self._servers[number], self._config.health_timeout_s
+        await self._wake()  # samples may wait for a server that is new
+        limit = self._config.health_timeout_s
         asked: float | None = None  # since when without an answer; while this process stood still nobody asked
-        while number not in self.failed:
+        while self._servers[number] is server and number not in self._failed:
             await asyncio.sleep(min(_HEALTH_EVERY_S, limit / 4))
             now = time.monotonic()
             asked = now if asked is None else asked
             try:
                 timeout = aiohttp.ClientTimeout(total=max(0.1, asked + limit - now))
                 settings: Any = {"headers": server.headers, "timeout": timeout, "allow_redirects": False}
-                async with self._session.get(f"{server.url}/health", **settings) as response:
+                async with self._session.get(f"{server.url}/health_generate", **settings) as response:
                     if response.status == 200:
                         asked = None
             except (TimeoutError, aiohttp.ClientError, OSError):
                 pass
             if asked is not None and time.monotonic() - asked >= limit:
-                self._fail(number, f"no sign of life for {limit:g} s")
+                reason = f"no sign of life from its scheduler (/health_generate) for {limit:g} s"
+                self._fail(server, number, f"{reason} (rollout.sglang.health_timeout_s)")
 
-    def _fail(self, number: int, why: str) -> None:
+    def _fail(self, server: ServerApi, number: int, why: str) -> None:
         """Route nothing more to a server, and let its samples look for another one."""
-        self.failed.setdefault(number, why)
+        if self._servers[number] is not server or number in self._failed:
+            return
+        self._failed.add(number)
+        self._failures.append(LostServer(number, server.url, why))
         self._router.drop(number)
         for task in self._in_flight[number]:
             task.cancel()
+
+
+def taken(failures: deque[LostServer]) -> list[LostServer]:
+    """Take all of them out. From any thread: none is lost that another one puts in meanwhile."""
+    return [failures.popleft() for _ in range(len(failures))]
 
 
 def for_others(error: BaseException) -> dict[str, Any]:

@@ -1,20 +1,23 @@
 """Generation on SGLang servers.
 
     first rank of a replica:  requests -> client -> servers -> samples      (in a thread)
-    every rank:               meet: busy? --(someone is)--> meet again
-                                    stuck? -(someone is)--> restart what failed, catch_up, again
+    every rank:               meet: failed? -(a server has)-> kill it, start it again, catch_up when it answers
+                                    busy? --(someone is)--> meet again
+                                    stuck? -(someone is)--> wait for what was started again, catch_up, again
                                       '-----(nobody is)---> completions of the replica's first rank
 
 All ranks meet every few seconds while samples are on their way: none of them waits for another so long that it is taken
 for dead, however long generation takes, and an error on one rank ends all of them.
 
-A rank is stuck when no server is left that holds the current weights. What is finished stays; the rest goes on after
-`catch_up` has brought the restarted servers to those weights. Turns of episodes: see `turns.py`.
+A server that fails is replaced while the others draw, and gets samples as soon as it holds the current weights. A rank
+is stuck when no such server is left. What is finished stays; the rest goes on after `catch_up` has brought servers that
+were started again to those weights. Turns of episodes: see `turns.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -27,7 +30,7 @@ from megarl.phase import beat
 from megarl.rollout.engine import Completion, Generation, Request
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.client import Dispatch, GenerationClient, for_others
-from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.fleet import Fleet, LostServer, Server
 from megarl.rollout.sglang.samples import ServedSample, samples_of
 from megarl.rollout.sglang.turns import ServerTurns
 from megarl.sync.versions import version_tag
@@ -68,7 +71,8 @@ class SglangEngine:
         config: concurrency and deadlines.
         fleet: the servers.
         replica: this rank's place.
-        catch_up: brings the servers that are not current to the weights of `weight_version`; collective.
+        catch_up: brings the servers that are not current to the weights of `weight_version`; collective. None: nobody
+            can while samples are drawn.
         run: this run's name in what servers call their weights (`version_tag`); an answer with others is refused.
 
     Attributes:
@@ -78,11 +82,12 @@ class SglangEngine:
     """
 
     def __init__(
-        self, config: SGLangConfig, fleet: Fleet, replica: Replica, catch_up: Callable[[], None], run: str
+        self, config: SGLangConfig, fleet: Fleet, replica: Replica, catch_up: Callable[[], None] | None, run: str
     ) -> None:
         self._config, self._fleet, self.replica, self._catch_up = config, fleet, replica, catch_up
         self._run_name = run
         self._client = GenerationClient(config)
+        self._untold: list[LostServer] = []
         self.weight_version = 0
 
     def generate(
@@ -99,10 +104,19 @@ class SglangEngine:
         """
         samples = samples_of(requests) if self.replica.is_first else []
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
+
+        def begin(pool: ThreadPoolExecutor) -> Future[None] | None:
+            """Draw what is left; None: nothing is, or there is no server for it."""
+            servers = {server.number: server.api for server in self.servers()}
+            if not servers or all(sample.finish_reason is not None for sample in samples):
+                return None
+            tag = version_tag(self.weight_version, self._run_name)
+            return pool.submit(self._client.run, samples, servers, sampling, stop_ids, advance or _ignore, tag)
+
         times = 0
         while True:
             with ThreadPoolExecutor(1, "generate") as pool:
-                self._meet(pool.submit(self._run, samples, sampling, stop_ids, advance or _ignore))
+                self._meet(lambda: begin(pool))
             stuck = any(sample.finish_reason is None for sample in samples)
             if not any(self.replica.world.all_gather_json(stuck)):
                 return self._share(requests, samples)
@@ -119,16 +133,49 @@ class SglangEngine:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         done: Callable[[ServedSample], None],
+        failures: deque[LostServer],
     ) -> Dispatch:
-        """Requests to `servers` for the weights of now; `done` is told of every sample that is finished."""
-        return Dispatch(
-            self._config, servers, sampling, stop_ids, version_tag(self.weight_version, self._run_name), done
-        )
+        """Requests to `servers` for the weights of now; see `Dispatch` for `done` and `failures`."""
+        tag = version_tag(self.weight_version, self._run_name)
+        return Dispatch(self._config, servers, sampling, stop_ids, tag, done, failures)
 
-    def mark_failed(self, failed: dict[int, str]) -> None:
-        """Ask these servers no more until they are restarted."""
-        for number, why in failed.items():
-            self._fleet.mark_failed(self._fleet.servers[number], why)
+    def note(self, failures: Sequence[LostServer]) -> None:
+        """Ask these servers no more until they are restarted. Other ranks learn it when they meet."""
+        self._fleet.note(failures)
+        self._untold += failures
+
+    def tell(self) -> list[dict[str, Any]]:
+        """Fields of `LostServer` of what was noted since the last call, for the other ranks' `replace`."""
+        told, self._untold = self._untold, []
+        return [asdict(failure) for failure in told]
+
+    def replace(self, told: Iterable[dict[str, Any]], *, fill: bool) -> None:
+        """Start servers that have failed again, and see which of those that were answer by now.
+
+        Collective over all ranks of the run, with the same arguments.
+
+        Args:
+            told: what ranks `tell`, all of them together.
+            fill: bring those that answer to the current weights; samples are still to be drawn.
+
+        Raises:
+            ServerError: no server is left, and none may be started again.
+        """
+        self._fleet.note([LostServer(**fields) for fields in told])
+        if not self._fleet.replacing:
+            return
+        self._fleet.refresh()
+        waiting = any(server.state == "catching_up" for server in self._fleet.servers)
+        if fill and waiting and self._catch_up is not None:
+            self._catch_up()
+
+    def leave(self) -> None:
+        """Samples are drawn. Servers on the trainer's devices that are starting take their share before it goes on.
+
+        Collective over all ranks of the run.
+        """
+        if self._config.colocated and any(server.state == "starting" for server in self._fleet.servers):
+            self._fleet.wait_started()
 
     def recover(self, times: int) -> None:
         """Restart failed servers and bring them to the current weights. Collective over all ranks of the run.
@@ -137,11 +184,17 @@ class SglangEngine:
             times: how often this was done for the same samples.
 
         Raises:
-            ServerError: no server is left, or this was done too often.
+            ServerError: no server is left, nobody brings it weights before the next step, or this was done too often.
         """
         # Every server may be lost as often as it may be restarted; after that `refresh` gives up.
         if times > self._config.count * (self._config.max_restarts + 1):
             reason = "requests do not get done although servers were restarted"
+            raise ServerError("servers", "", "generation", reason)
+        if self._catch_up is None:
+            reason = (
+                "no server is left that holds the weights of this step, and the actor's team pushes none before the "
+                "next one; see the servers' logs, and continue the run from its checkpoint"
+            )
             raise ServerError("servers", "", "generation", reason)
         self._fleet.wait_started()
         self._catch_up()
@@ -153,35 +206,38 @@ class SglangEngine:
         current = self._fleet.current(self.weight_version)
         return [server for server in current if server.number in mine] or current
 
-    def _meet(self, work: Future[None]) -> None:
-        """Wait until every rank is done with its samples. Collective over all ranks of the run.
+    def _meet(self, begin: Callable[[], Future[None] | None]) -> None:
+        """Wait until every rank has drawn what it can. Collective over all ranks of the run.
+
+        Args:
+            begin: begins with what is left of this rank's samples, on servers that are left.
 
         Raises:
-            ServerError: on every rank, when one of them met an error; any other one is raised as it is where it was
-                met.
+            ServerError: on every rank, when one of them met an error, or no server is left; any other error is raised
+                as it is where it was met.
         """
+        work = begin()
         while True:
-            wait([work], _MEET_EVERY_S)
+            if work is not None:
+                wait([work], _MEET_EVERY_S)
             beat()
-            error = work.exception() if work.done() else None
+            error = work.exception() if work is not None and work.done() else None
+            self.note(self._client.failures())
+            if error is None and (work is None or work.done()):
+                work = begin()
             fields = None if error is None else for_others(error)
-            reports = self.replica.world.all_gather_json([work.done(), fields])
+            reports = self.replica.world.all_gather_json([work is None, fields, self.tell()])
             if error is not None:
                 raise error
-            for _, failure in reports:
+            for _, failure, _ in reports:
                 if failure is not None:
                     raise ServerError(**failure)
-            if all(done for done, _ in reports):
+            over = all(done for done, _, _ in reports)
+            self.replace([one for _, _, told in reports for one in told], fill=not over)
+            if over:
+                self.leave()
                 return
-
-    def _run(
-        self, samples: list[ServedSample], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
-    ) -> None:
-        """Finish as many samples as the servers that are left allow."""
-        while any(sample.finish_reason is None for sample in samples) and (servers := self.servers()):
-            reachable = {server.number: server.api for server in servers}
-            tag = version_tag(self.weight_version, self._run_name)
-            self.mark_failed(self._client.run(samples, reachable, sampling, stop_ids, advance, tag))
+            self._client.add({server.number: server.api for server in self.servers()})
 
     def _share(self, requests: Sequence[Request], samples: list[ServedSample]) -> list[list[Completion]]:
         """The first rank's completions on all ranks of the replica, grouped by request."""

@@ -6,19 +6,22 @@
 
 A restarted server holds the weights it was started with, so it gets no request before a full synchronisation has been
 acknowledged. The first rank of each machine owns the processes there; `refresh` makes all ranks agree.
+
+The processes of a server that has failed end as soon as its owner knows: one that hangs keeps its devices' memory.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.comm import WorkerGroup
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
+from megarl.errors import ServerError, count
 from megarl.phase import beat
 from megarl.rollout.sglang.api import UNTRUSTED, ServerApi
 from megarl.rollout.sglang.server import HEALTH_S, POLL_S, ServerProcess, health
@@ -36,6 +39,7 @@ class Server:
         version: last acknowledged weight version; None before the first since it was started.
         why: what was wrong with it last.
         restarts: how often it was started again.
+        given_up: it did not come up; what does not start now does not start the next time.
     """
 
     number: int
@@ -44,6 +48,16 @@ class Server:
     version: int | None = None
     why: str = ""
     restarts: int = 0
+    given_up: bool = False
+
+
+@dataclass(frozen=True)
+class LostServer:
+    """A server at `url` was seen to fail; by now there may be another one in its place, at another address."""
+
+    number: int
+    url: str
+    why: str
 
 
 class Fleet:
@@ -71,6 +85,7 @@ class Fleet:
         self._config, self._owned, self._watched = config, owned or {}, tuple(watched)
         self._world = world or WorkerGroup.alone()
         self.examine: Callable[[Server], str | None] | None = None
+        self._start_end: dict[int, float] = {}  # of those that are starting: when that is too late
 
     @property
     def external(self) -> bool:
@@ -81,6 +96,11 @@ class Fleet:
     def on_other_gpus(self) -> bool:
         """The run's servers, where they are on GPUs, have GPUs of their own, which are not the trainer's."""
         return not self.external and not self._config.colocated
+
+    @property
+    def answer_s(self) -> float:
+        """Deadline of a call that moves no weights."""
+        return self._config.health_timeout_s
 
     def current(self, version: int) -> list[Server]:
         """Servers that hold weight version `version` and may be asked."""
@@ -96,6 +116,31 @@ class Fleet:
             raise ValueError(f"{server.api.name} is {server.state} and cannot hold weights")
         server.state, server.version = "current", version
 
+    def note(self, failures: Iterable[LostServer]) -> None:
+        """Mark the servers that have failed and are still those at their addresses, and end the processes of ours.
+
+        Call with the same on every rank.
+        """
+        for failure in failures:
+            server = self.servers[failure.number]
+            if server.state == "failed" or server.api.url != failure.url:
+                continue
+            self.mark_failed(server, failure.why)
+            if server.number in self._watched:
+                told = f"{server.api.name} at {server.api.url} has failed: {failure.why}"
+                print(f"{told}; the run did not start it, so it is not restarted; its samples go to others", flush=True)
+        self._end_failed()
+
+    @property
+    def replacing(self) -> bool:
+        """A server of the run is on its way back, or can be started again. The same on every rank after `refresh`."""
+        return not self.external and any(s.state == "starting" or self._may_restart(s) for s in self.servers)
+
+    @property
+    def replaced(self) -> int:
+        """How often servers were started again so far."""
+        return 0 if self.external else sum(server.restarts for server in self.servers)
+
     def need_one(self) -> None:
         """The run cannot go on without any server.
 
@@ -104,7 +149,8 @@ class Fleet:
         """
         if all(server.state == "failed" for server in self.servers):
             first = self.servers[0]
-            reason = f"no server is left; what was wrong with this one: {first.why}"
+            again = f", started again {count(first.restarts, 'time')}" if first.restarts else ""
+            reason = f"no server is left; what was wrong with this one{again}: {first.why}"
             raise ServerError(first.api.name, first.api.url, "start", reason)
 
     def refresh(self) -> None:
@@ -113,9 +159,12 @@ class Fleet:
         Raises:
             ServerError: on every rank, when no server is left and none may be restarted.
         """
-        self._share_failures()
+        self.share_failures()
         self._restart()
         self._check()
+        for server in self._starting():
+            if time.monotonic() > self._start_end.get(server.number, math.inf):
+                self._give_up(server)
         outside = [self.servers[number] for number in self._watched if self.servers[number].state == "failed"]
         self._ask([*self._starting(), *outside], time.monotonic() + HEALTH_S)
         self._agree()
@@ -129,11 +178,11 @@ class Fleet:
             ServerError: on every rank, when no server is left.
         """
         end = time.monotonic() + self._config.start_timeout_s  # they start side by side
-        self._share_failures()
+        self.share_failures()
         self._restart()
         for number in self._watched:  # somebody else restarts them; they are waited for as often as own ones
             server = self.servers[number]
-            if server.state == "failed" and server.restarts < self._config.max_restarts:
+            if self._may_restart(server):
                 server.state, server.restarts = "starting", server.restarts + 1
         waited = self._starting()
         while True:
@@ -167,11 +216,30 @@ class Fleet:
     def _starting(self) -> list[Server]:
         return [server for server in self._mine() if server.state == "starting"]
 
-    def _share_failures(self) -> None:
+    def share_failures(self) -> None:
+        """Every rank learns which servers any of them has marked as failed. Collective."""
         failed = [[s.number, s.why] for s in self.servers if s.state == "failed"]
         for reports in self._world.all_gather_json(failed):
             for number, why in reports:
                 self.mark_failed(self.servers[number], why)
+        self._end_failed()
+
+    def _end_failed(self) -> None:
+        """Kill what hangs or answers nonsense: it may hold memory that the trainer or its successor needs."""
+        for number, process in self._owned.items():
+            server = self.servers[number]
+            if server.state == "failed" and process.there:
+                process.stop(0)  # a hanging process takes no polite request
+                most, done = self._config.max_restarts, server.restarts
+                next_ = f"restart {done + 1} of {most} follows" if self._may_restart(server) else "it is given up"
+                print(
+                    f"{server.api.name} has failed and was killed; {next_} (rollout.sglang.max_restarts={most}): "
+                    f"{server.why}",
+                    flush=True,
+                )
+
+    def _may_restart(self, server: Server) -> bool:
+        return server.state == "failed" and not server.given_up and server.restarts < self._config.max_restarts
 
     def _restart(self) -> None:
         """Start what failed again. From the main thread, see ServerProcess."""
@@ -179,10 +247,11 @@ class Fleet:
             server = self.servers[number]
             if process.pid is None and server.state in ("catching_up", "current"):
                 self.mark_failed(server, f"its process ended; see {process.spec.log}")
-            if server.state == "failed" and server.restarts < self._config.max_restarts:
-                process.stop(0)  # it may hang, and a hanging process takes no polite request
+            if self._may_restart(server):
+                process.stop(0)
                 process.start()
                 server.state, server.restarts = "starting", server.restarts + 1
+                self._start_end[number] = time.monotonic() + self._config.start_timeout_s
 
     def _check(self) -> None:
         """Starting processes that ended have failed. From the main thread, as `_restart`."""
@@ -214,14 +283,14 @@ class Fleet:
         return self.examine(server) if why is None and self.examine is not None else why
 
     def _give_up(self, server: Server) -> None:
-        """What does not start now does not start the next time."""
+        """Start it no more."""
         process, why = self._owned.get(server.number), server.why
         if server.state == "starting":
             limit = f"{self._config.start_timeout_s:g} s (rollout.sglang.start_timeout_s)"
             why = f"not ready within {limit}: {why if process is None else f'see {process.spec.log}'}"
         if process is not None:
             process.stop(0)
-            server.restarts = self._config.max_restarts
+            server.given_up = True
         self.mark_failed(server, why)
 
     def _agree(self) -> None:
@@ -244,7 +313,7 @@ class Fleet:
         server = self.servers[report["number"]]
         if report["url"] != server.api.url:
             server.api = ServerApi(report["url"], server.api.api_key, server.api.name)
-        server.restarts, server.why = report["restarts"], report["why"]
+        server.restarts, server.why, server.given_up = report["restarts"], report["why"], report["given_up"]
         if report["state"] != server.state:
             server.state = report["state"]
             if server.state != "current":
@@ -259,4 +328,5 @@ def _report(server: Server) -> dict[str, Any]:
         "state": server.state,
         "why": server.why,
         "restarts": server.restarts,
+        "given_up": server.given_up,
     }

@@ -20,28 +20,29 @@ class ServerMemory:
 
     Args:
         fleet: the servers.
-        deadline_s: of each call.
+        deadline_s: of each call, none of which moves weights: `rollout.sglang.health_timeout_s`.
         world: all ranks; each speaks to the servers whose number is its own modulo the number of ranks.
     """
 
     def __init__(self, fleet: Fleet, deadline_s: float, world: WorkerGroup) -> None:
-        self._fleet, self._deadline_s, self._world = fleet, deadline_s, world
+        self._fleet, self._deadline_s = fleet, deadline_s
         self._mine = range(world.rank, len(fleet.servers), world.size)
         self._held: dict[tuple[int, int], set[str]] = {}  # by number and restarts: a fresh server has everything
 
     def hold(self, *parts: str) -> None:
-        """Have these parts on the devices and no others. A server that refuses is marked failed on every rank."""
-        wanted, failed = set(parts), []
+        """Have these parts on the devices and no others.
+
+        A server that refuses, or hangs, is marked failed on every rank and killed, which frees its memory.
+        """
+        wanted = set(parts)
         for number in self._mine:
             server = self._fleet.servers[number]
             if server.state in ("catching_up", "current"):
                 try:
                     self._move(server, wanted)
                 except ServerError as error:
-                    failed.append([number, str(error)])
-        for part in self._world.all_gather_json(failed):
-            for number, why in part:
-                self._fleet.mark_failed(self._fleet.servers[number], why)
+                    self._fleet.mark_failed(server, str(error))
+        self._fleet.share_failures()
 
     def _move(self, server: Server, wanted: set[str]) -> None:
         held = self._held.setdefault((server.number, server.restarts), {CACHE, WEIGHTS})

@@ -7,6 +7,7 @@ Any other maps every bucket again, and takes whole tensors only.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,12 @@ from megarl.sync.shared import Handle
 OWN_GPUS = "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's"
 WHOLE = "flattened_bucket"  # SGLang's name for a buffer of whole tensors
 _POLL_S = 0.5
+_MOVES_NOTHING = frozenset(
+    (
+        *("/pause_generation", "/continue_generation", "/begin_weight_update", "/flush_cache"),
+        *("/update_weight_version", "/model_info", "/server_info"),
+    )
+)
 
 
 class SglangReceiver:
@@ -34,10 +41,13 @@ class SglangReceiver:
         server: its address changes when it is restarted.
         layout: how it splits the model.
         keeper: told of every update of this server, if it outlives the trainer.
+        answer_s: deadline of calls that move no weights: a server that hangs is not waited for like one that loads.
     """
 
-    def __init__(self, server: Server, layout: ServerLayout, keeper: Keeper | None = None) -> None:
-        self.server, self.layout, self.keeper = server, layout, keeper
+    def __init__(
+        self, server: Server, layout: ServerLayout, keeper: Keeper | None = None, answer_s: float = math.inf
+    ) -> None:
+        self.server, self.layout, self.keeper, self._answer_s = server, layout, keeper, answer_s
         self._loaders: dict[str, set[str]] = {}  # those that the server at this address has
 
     @property
@@ -209,7 +219,8 @@ class SglangReceiver:
     def _call(
         self, path: str, payload: dict[str, Any] | None, step: UpdateStep, method: str = "POST"
     ) -> dict[str, Any]:
-        return self.server.api.call(path, payload, deadline_s=step.deadline_s, phase=step.phase, method=method)
+        limit = min(step.deadline_s, self._answer_s) if path in _MOVES_NOTHING else step.deadline_s
+        return self.server.api.call(path, payload, deadline_s=limit, phase=step.phase, method=method)
 
 
 class SglangReceivers:
@@ -223,7 +234,7 @@ class SglangReceivers:
     def __init__(self, fleet: Fleet, layout: ServerLayout) -> None:
         self.fleet = fleet
         self.keeper: Keeper | None = None
-        self.all = [SglangReceiver(server, layout) for server in fleet.servers]
+        self.all = [SglangReceiver(server, layout, answer_s=fleet.answer_s) for server in fleet.servers]
 
     @property
     def cannot_map(self) -> str:

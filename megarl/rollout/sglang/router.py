@@ -62,6 +62,10 @@ class Router(Generic[Name]):
         if name in self._lanes:
             self._lanes[name].in_flight -= 1
 
+    def add(self, name: Name) -> None:
+        """Route to `name`, too: a server that is new, or was dropped before."""
+        self._lanes[name] = _Lane()
+
     def forget(self, prompt: Hashable) -> None:
         """All samples of `prompt` are done."""
         name = self._home.pop(prompt, None)

@@ -163,6 +163,11 @@ class ServerProcess:
         """Process id, which is also that of its group; None when it does not run."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
+    @property
+    def there(self) -> bool:
+        """It was started and not stopped: it runs, or has left something."""
+        return self._process is not None
+
     def check(self) -> None:
         """See that the process runs. A port that was taken since it was chosen is exchanged for another.
 

@@ -5,8 +5,8 @@
                                       '--(some are)--> the turns, on all ranks of the replica
 
 Ranks meet several times a second while turns are on their way, so that an error on one ends all of them, none waits for
-another so long that it is taken for dead, and all restart servers together when one rank has none left. Servers go on
-with what they have while environments answer, and replicas go on without each other.
+another so long that it is taken for dead, and all replace servers together that have failed. Servers go on with what
+they have while environments answer, and replicas go on without each other.
 
 All turns of an episode, and all episodes with the same first observation, go to one server: it has what came before in
 its prefix cache.
@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,14 +27,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megarl.errors import ServerError
 from megarl.phase import beat
 from megarl.rollout.engine import Completion
-from megarl.rollout.sglang.client import Dispatch, for_others
+from megarl.rollout.sglang.client import Dispatch, for_others, taken
+from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.samples import ServedSample
 
 if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig
+    from megarl.rollout.sglang.api import ServerApi
     from megarl.rollout.sglang.engine import SglangEngine
 
 _MEET_EVERY_S = 0.2
+_LOOK_EVERY_S = 5.0
 _CLOSE_S = 30.0
 
 
@@ -41,18 +45,20 @@ class TurnClient:
     """Samples that are sent, finished and aborted one by one, in a thread with an event loop.
 
     Args:
-        make: a Dispatch that calls its argument with every sample that is finished.
+        make: a Dispatch that calls its first argument with every sample that is finished, and puts servers that fail
+            into the second.
 
     Attributes:
         running: groups of samples that are under way.
         error: what ended one of them.
     """
 
-    def __init__(self, make: Callable[[Callable[[ServedSample], None]], Dispatch]) -> None:
+    def __init__(self, make: Callable[[Callable[[ServedSample], None], deque[LostServer]], Dispatch]) -> None:
         self._changed = threading.Condition()
         self._fresh = self.running = 0
         self.error: BaseException | None = None
-        self._call = make(self._note)
+        self._failures: deque[LostServer] = deque()
+        self._call = make(self._note, self._failures)
         self._jobs: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="turns", daemon=True)
@@ -60,10 +66,13 @@ class TurnClient:
         self._connection = AsyncExitStack()
         self._in_loop(self._connection.enter_async_context(self._call.connected())).result(_CLOSE_S)
 
-    @property
-    def failed(self) -> dict[int, str]:
-        """Servers that failed so far, by number, with the reason."""
-        return dict(self._call.failed)
+    def failures(self) -> list[LostServer]:
+        """Servers that failed since the last call."""
+        return taken(self._failures)
+
+    def add(self, servers: Mapping[int, ServerApi]) -> None:
+        """Ask these servers, too."""
+        self._loop.call_soon_threadsafe(self._call.add, servers)
 
     def send(self, samples: Sequence[ServedSample]) -> None:
         """Ask for samples of equal prompts."""
@@ -135,6 +144,8 @@ class _Report:
         under_way: turns of its replica are with servers.
         stuck: no server with the current weights is left for some of them.
         failure: fields of the ServerError that ends all ranks.
+        failures: servers that its requests have found failed, as `SglangEngine.tell` has them.
+        late: it is time to look after servers that were started again.
     """
 
     busy: bool
@@ -142,6 +153,8 @@ class _Report:
     under_way: bool
     stuck: bool
     failure: dict[str, Any] | None
+    failures: list[dict[str, Any]]
+    late: bool
 
 
 class ServerTurns:
@@ -167,6 +180,7 @@ class ServerTurns:
         self._users: Counter[tuple[int, ...]] = Counter()  # how many sequences begin with these tokens
         self._busy = True
         self._recoveries = 0
+        self._looked = time.monotonic()  # when this rank looked after servers
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
         """See `Generation`. Sent with the next `any_busy` or `wait`."""
@@ -224,14 +238,17 @@ class ServerTurns:
             ServerError: as in `wait`.
         """
         self._busy = busy
-        return any(report.busy for report in self._meet())
+        goes_on = any(report.busy for report in self._meet())
+        if not goes_on:
+            self._engine.leave()
+        return goes_on
 
     def close(self) -> None:
         """See `Generation`."""
         if self._client is not None:
             client, self._client = self._client, None
             client.close()
-            self._engine.mark_failed(client.failed)
+            self._engine.note(client.failures())
 
     def _send(self) -> None:
         """Give servers what was submitted; what has lost all of its servers goes to others, if any are left."""
@@ -243,7 +260,8 @@ class ServerTurns:
                 self.close()
         if self._to_send and self._client is None and (servers := self._engine.servers()):
             reachable = {server.number: server.api for server in servers}
-            self._client = TurnClient(lambda done: self._engine.call(reachable, self._sampling, self._stop_ids, done))
+            sampling, stop_ids = self._sampling, self._stop_ids
+            self._client = TurnClient(lambda *told: self._engine.call(reachable, sampling, stop_ids, *told))
         if self._client is None:
             return
         groups: dict[tuple[int, ...], list[ServedSample]] = {}
@@ -265,6 +283,7 @@ class ServerTurns:
             for report in reports:
                 if report.failure is not None:
                     raise ServerError(**report.failure)
+            self._replace(reports)
             if not any(report.stuck for report in reports):
                 return reports
             if not any(report.under_way for report in reports):
@@ -276,7 +295,20 @@ class ServerTurns:
         over = [sample for sample in self._samples.values() if sample.finish_reason is not None]
         sent = len(self._samples) - len(over) - len(self._to_send)
         failure = None if error is None else for_others(error)
-        return _Report(self._busy, bool(over), sent > 0, bool(self._to_send), failure)
+        if self._client is not None:
+            self._engine.note(self._client.failures())
+        late = time.monotonic() - self._looked > _LOOK_EVERY_S
+        return _Report(self._busy, bool(over), sent > 0, bool(self._to_send), failure, self._engine.tell(), late)
+
+    def _replace(self, reports: Sequence[_Report]) -> None:
+        """Look after the servers where one has failed, and every few seconds. The same on all ranks."""
+        failures = [one for report in reports for one in report.failures]
+        if not failures and not any(report.late for report in reports):
+            return
+        self._looked = time.monotonic()
+        self._engine.replace(failures, fill=any(report.busy for report in reports))
+        if self._client is not None:
+            self._client.add({server.number: server.api for server in self._engine.servers()})
 
     def _recover(self) -> None:
         """Restart servers. Nothing is under way on any rank."""
