@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megarl.artifacts.trained import steps_in
 from megarl.errors import MegarlError
-from megarl.launchers.common import Job, Workers, clear, node_rank, prepare, process_of
+from megarl.launchers.common import Job, Workers, clear, prepare, process_of
 from megarl.launchers.interrupt import save_first
 from megarl.launchers.supervise import End, supervise
 from megarl.runtime.health import forget, keep_attempt, old_errors
@@ -73,7 +73,7 @@ class Attempts:
         Raises:
             MegarlError: the first start was refused or failed.
         """
-        if node_rank() == 0:
+        if self._job.machine == 0:
             forget(self._job.run_dir)
         else:
             self._job = dataclasses.replace(self._job, old=old_errors(self._job.run_dir))
@@ -83,7 +83,7 @@ class Attempts:
             if workers is None:
                 break
             end = supervise(workers, self._job)
-        if end.exit_code and self._job.config.cluster.max_restarts and node_rank() == 0 and self._begun():
+        if end.exit_code and self._job.config.cluster.max_restarts and self._begun():
             show_end(self._job.run_dir)
         return end.exit_code
 
@@ -103,7 +103,7 @@ class Attempts:
         return process_of(self._job.run_dir) != self._before
 
     def _begin(self) -> Workers:
-        prepare(self._job)
+        self._job = prepare(self._job)
         self._workers = self._start(self._job)
         self.started = True
         return self._workers
@@ -112,6 +112,9 @@ class Attempts:
         """Whether to start again after `end`; if not although there are restarts, the reason is said."""
         most, say = self._job.config.cluster.max_restarts, self._job.log.say
         if not most:
+            return False
+        if self._job.lock is not None and not self._job.lock.is_ours():
+            say("megarl: the run is not started again: another command has taken its folder")
             return False
         newest = max(steps_in(self._job.run_dir / "checkpoints"), default=-1)
         if newest > self._newest:

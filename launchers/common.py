@@ -1,7 +1,8 @@
 """What all launchers share: the run folder, the environment of a worker, and `run_workers`.
 
 run_workers(launcher, entry, config, run_dir)
-  prepare run_dir: the configuration, log.txt, a lock; nothing of an earlier command's errors
+  lock run_dir     one command at a time: megarl.artifacts.lock
+  prepare run_dir: the configuration, log.txt, the name of the attempt; nothing of an earlier command's errors
   start            local.start | torchrun.start | ray.start      -> Workers
   supervise        until all ranks end, one fails, one hangs, or a signal arrives
   stop             whatever happened, no worker is left
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import math
 import os
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from megarl.artifacts import resolved, start
 from megarl.artifacts.batch import SAVE
+from megarl.artifacts.lock import ATTEMPT, FolderLock
 from megarl.artifacts.records import read_run
 from megarl.artifacts.repair import repair
 from megarl.artifacts.run_folder import RunFolder
@@ -43,6 +44,7 @@ from megarl.processes import JOB_BEGAN, has_nvidia_device, worker_name
 from megarl.rendezvous import forget_token, ranks_text, write_token
 from megarl.runtime.health import Old, RankFailure, read_beat, read_errors
 from megarl.runtime.worker import WATCHED
+from megarl.simulators.parents import as_parent
 from megarl.tracking.close import close_run, complete_trace
 
 if TYPE_CHECKING:
@@ -87,7 +89,8 @@ class Job:
     another machine's launcher found when it began: of an earlier command, until the first machine's has removed them. A
     launcher that begins after workers of the first machine have failed does not hear of that, and its own workers wait
     for them until `cluster.start_timeout_s`. `folder`: `run_dir`, whose loss ends the run. `began`: unix time of the
-    start of the job, for all attempts.
+    start of the job, for all attempts. `machine`: this machine's number among those of the command, each with a
+    launcher. `lock`: on the run folder. `attempt`: at the run; empty: that of the first machine's launcher.
     """
 
     entry: str
@@ -97,6 +100,9 @@ class Job:
     placement: Placement | None = None
     old: Old = frozenset()
     folder: RunFolder | None = None
+    machine: int = 0
+    lock: FolderLock | None = None
+    attempt: str = ""
     began: str = dataclasses.field(default_factory=lambda: os.environ.get(JOB_BEGAN) or repr(time.time()))
 
     def check_folder(self, *, now: bool = True) -> None:
@@ -238,15 +244,18 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         raise ConfigError("unknown launcher", where="--launcher", found=launcher, allowed=LAUNCHERS)
     names = functools.partial(name_in, placement)
     with contextlib.ExitStack() as open_files:
-        open_files.enter_context(_locked(run_dir))
-        if node_rank() == 0:
+        lock = open_files.enter_context(_lock(launcher, config, run_dir))
+        if lock.machine == 0:
             repair(run_dir)
         log = open_files.enter_context(contextlib.closing(OutputLog(run_dir / "log.txt", names)))
+        for note in lock.notes:
+            log.say(note)
         with contextlib.suppress(OSError):
             if gone := remove_leftovers():
                 log.record("launcher", f"removed, of processes that were killed: {', '.join(map(str, gone))}")
         folder = open_files.enter_context(contextlib.closing(RunFolder(run_dir)))
-        attempts = Attempts(starts[launcher], Job(entry, config, run_dir, log, placement, folder=folder))
+        job = Job(entry, config, run_dir, log, placement, folder=folder, machine=lock.machine, lock=lock)
+        attempts = Attempts(starts[launcher], job)
         ended: Status = "failed"
         with _signals_raise() as ignore_signals:
             try:
@@ -276,8 +285,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
             finally:
                 ignore_signals()
                 attempts.stop()
-                # The lock on the folder says that no other launcher's token is there.
-                if node_rank() == 0 and not folder.is_gone():
+                # The folder may be another command's by now.
+                if lock.machine == 0 and lock.is_ours() and not folder.is_gone():
                     _leave_folder(run_dir, ended, attempts.started, placement)
                     resolved.make_again(run_dir, dump_config(config))
                 with contextlib.suppress(OSError):
@@ -295,13 +304,20 @@ def _leave_folder(run_dir: Path, ended: Status, started: bool, placement: Placem
         complete_trace(run_dir)
 
 
-def prepare(job: Job) -> None:
-    """What workers find in the run folder when they start."""
+def prepare(job: Job) -> Job:
+    """Begin an attempt: what workers find in the run folder when they start. The first machine's launcher does it.
+
+    Raises:
+        FolderTaken: another command has taken the folder.
+    """
     from megarl.config.load import dump_config
 
-    if node_rank() == 0:
-        resolved.propose(job.run_dir, dump_config(job.config))
-        write_token(job.run_dir)
+    if job.machine:
+        return job
+    attempt = "" if job.lock is None else job.lock.begin_attempt()
+    resolved.propose(job.run_dir, dump_config(job.config))
+    write_token(job.run_dir)
+    return dataclasses.replace(job, attempt=attempt)
 
 
 def clear(run_dir: Path) -> None:
@@ -317,25 +333,34 @@ def process_of(run_dir: Path) -> object:
     return read_run(run_dir, tell=False).get("process")  # the start sets a damaged one aside, and says so
 
 
-def node_rank() -> int:
-    """This machine's number among `cluster.nnodes`, from NODE_RANK (0 when unset)."""
-    return int(os.environ.get("NODE_RANK", "0"))
+def machine_number(launcher: str, machines: int) -> int:
+    """This machine's number among those that have a launcher, from NODE_RANK (0 when unset).
+
+    Only torchrun on several machines has more than one: whatever has set NODE_RANK elsewhere means other machines.
+
+    Raises:
+        ConfigError: there is no such machine.
+    """
+    if launcher != "torchrun" or machines == 1:
+        return 0
+    told = os.environ.get("NODE_RANK", "0")
+    if not told.isdecimal() or int(told) >= machines:
+        raise ConfigError(
+            "no such machine",
+            where="NODE_RANK",
+            found=told,
+            allowed=f"0 to {machines - 1}, with cluster.nnodes = {machines}",
+            fix="set another number on every machine, 0 where MASTER_ADDR is",
+        )
+    return int(told)
 
 
-@contextlib.contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """Refuse two runs in one folder at the same time. The kernel drops the lock with the process."""
-    with (run_dir / f".lock.{node_rank()}").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                "another run is using this run folder",
-                where="--run-dir",
-                found=str(run_dir),
-                fix="wait for it, or stop it",
-            ) from error
-        yield
+def _lock(launcher: str, config: RunConfig, run_dir: Path) -> FolderLock:
+    """For this machine's part of the command."""
+    machines = config.cluster.nnodes
+    together = launcher == "torchrun" and machines > 1
+    meets = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if together else ""
+    return FolderLock(run_dir, machine_number(launcher, machines), machines, meets)
 
 
 class Stopped(KeyboardInterrupt):
@@ -381,6 +406,11 @@ def layout_environment(layout: ParallelConfig) -> dict[str, str]:
         return {}
     # Megatron overlaps collectives and products, and relies on the order of launch.
     return {_CONNECTIONS: os.environ.get(_CONNECTIONS, "1")}
+
+
+def own_environment(job: Job) -> dict[str, str]:
+    """Environment by which a process knows whose it is: the attempt, and the launcher with which it ends."""
+    return as_parent() | {ATTEMPT: job.attempt}
 
 
 def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:

@@ -11,7 +11,15 @@ import threading
 from collections.abc import Sequence
 
 from megarl.errors import ConfigError
-from megarl.launchers.common import Job, Workers, code_of, layout_environment, process_environment, warn_of_few_cores
+from megarl.launchers.common import (
+    Job,
+    Workers,
+    code_of,
+    layout_environment,
+    own_environment,
+    process_environment,
+    warn_of_few_cores,
+)
 from megarl.launchers.output import pump
 from megarl.processes import JOB_BEGAN, LOOPBACK
 from megarl.rendezvous import LISTENER, listen
@@ -28,7 +36,7 @@ def start(job: Job) -> Workers:
             allowed="1",
             fix="use --launcher torchrun or --launcher ray",
         )
-    shared = os.environ | process_environment(job.config, cluster.nproc) | {JOB_BEGAN: job.began}
+    shared = os.environ | process_environment(job.config, cluster.nproc) | own_environment(job) | {JOB_BEGAN: job.began}
     warn_of_few_cores(job, shared, cluster.nproc)
     if job.separate:
         from megarl.launchers import ray

@@ -22,11 +22,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.artifacts.lock import ATTEMPT
 from megarl.credentials import PASSWORD, USER
 from megarl.dag.stage import Role
 from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
-from megarl.launchers.common import CAUGHT, Job, layout_environment, process_environment
+from megarl.launchers.common import CAUGHT, Job, layout_environment, own_environment, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, within
 from megarl.launchers.seats import Place, ranks_of, seats_apart
@@ -34,6 +35,7 @@ from megarl.launchers.supervise import signal_rank
 from megarl.leftovers import ray_folder
 from megarl.machine import available_cores
 from megarl.processes import FINISHED, JOB_BEGAN, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
+from megarl.simulators.parents import PARENTS, end_with_parents
 from megarl.store.actor import JOURNAL
 from megarl.store.flow import FlowSettings
 from megarl.store.size import LEAST, object_store_bytes, refuse_too_large
@@ -89,6 +91,8 @@ class Actor:
         leave_to_launcher(Path(config_path).parent)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         sys.path.append(os.getcwd())
+        if PARENTS in environment:
+            end_with_parents()
         return worker.run(entry, Path(config_path))
 
 
@@ -255,6 +259,7 @@ class RayWorkers:
         shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port), **(more or {})}
         # Not in the actors' runtime_env, which Ray shows to everybody.
         shared |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
+        shared |= own_environment(job) if self._address is None else {ATTEMPT: job.attempt}
         told = ranks_of(team, self._places, lends=lends(job.config, team), servers=self._left_to_servers(team))
         for number, own in enumerate(told, first):
             environment = shared | own

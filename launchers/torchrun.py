@@ -26,21 +26,15 @@ from megarl.launchers.common import (
     Job,
     code_of,
     layout_environment,
-    node_rank,
+    own_environment,
     process_environment,
     warn_of_few_cores,
 )
 from megarl.launchers.output import Follower
-from megarl.processes import (
-    JOB_BEGAN,
-    LOOPBACK,
-    kill_with_parent,
-    raise_descriptor_limit,
-    watch_parent,
-    write_atomically,
-)
+from megarl.processes import JOB_BEGAN, LOOPBACK, die_with_parents, raise_descriptor_limit, write_atomically
 from megarl.rendezvous import LISTENER, given_listener, is_loopback, listen
 from megarl.runtime.health import read_beat
+from megarl.simulators.parents import PARENTS, as_parent
 
 GRACE_S = 3.0
 #: Ends the agent, and by it the workers. Batch systems send other signals to every process of a job, and the launcher
@@ -70,7 +64,7 @@ def start(job: Job) -> TorchrunWorkers:
     here = cluster.nproc // cluster.nnodes
     address, port = _rendezvous(cluster.nnodes)
     # The agent of the first machine has a copy of it: a port in use is named here, and nobody takes it in between.
-    first = node_rank() == 0
+    first = job.machine == 0
     with listen(address, port, one_machine=cluster.nnodes == 1) if first else contextlib.nullcontext() as listener:
         port = port if listener is None else listener.getsockname()[1]
         return _start_agent(job, here, address, port, listener)
@@ -79,12 +73,12 @@ def start(job: Job) -> TorchrunWorkers:
 def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.socket | None) -> TorchrunWorkers:
     """The agent of this machine, with `here` ranks; `listener` is where the store of the run listens, if here."""
     nnodes = job.config.cluster.nnodes
-    arguments = [f"--nnodes={nnodes}", f"--nproc-per-node={here}", f"--node-rank={node_rank()}"]
+    arguments = [f"--nnodes={nnodes}", f"--nproc-per-node={here}", f"--node-rank={job.machine}"]
     arguments += [f"--master-addr={address}", f"--master-port={port}", "--max-restarts=0"]
     arguments += [f"--signals-to-handle={_END.name}"]
     arguments += ["-m", "megarl.runtime.worker", "--entry", job.entry]
     arguments += ["--config", str(job.config_path), "--log-dir", str(job.log_dir)]
-    ranks = list(range(node_rank() * here, (node_rank() + 1) * here))
+    ranks = list(range(job.machine * here, (job.machine + 1) * here))
     environment = os.environ | process_environment(job.config, here) | layout_environment(job.config.actor.parallel)
     environment[JOB_BEGAN] = job.began
     warn_of_few_cores(job, environment, here)
@@ -126,13 +120,13 @@ class TorchrunWorkers:
     ) -> None:
         self._job, self._ranks = job, ranks
         self._first: list[int] | None = None  # ranks that ended first, without an error
-        self._report = job.run_dir / "errors" / f"agent_{node_rank()}.json"
+        self._report = job.run_dir / "errors" / f"agent_{job.machine}.json"
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
         job.log_dir.mkdir(exist_ok=True)
-        with (job.log_dir / f"agent_{node_rank()}.txt").open("ab") as output:
+        with (job.log_dir / f"agent_{job.machine}.txt").open("ab") as output:
             self._agent = subprocess.Popen(
                 [sys.executable, "-m", "megarl.launchers.torchrun", *arguments],
-                env=environment | {AGENT_REPORT: str(self._report)},
+                env=environment | own_environment(job) | {AGENT_REPORT: str(self._report)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -224,6 +218,6 @@ def _left_to_launcher(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    kill_with_parent()
-    watch_parent()
+    die_with_parents()
+    os.environ |= as_parent(os.environ.get(PARENTS))  # workers end with the launcher, too
     sys.exit(agent(sys.argv[1:], Path(os.environ[AGENT_REPORT])))

@@ -13,11 +13,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megarl.simulators.parents import end_with_parents
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: Of a run with several teams: this worker's team, its number among the workers of all teams, and the store's name.
@@ -32,25 +32,14 @@ _MOST_DESCRIPTORS = 1 << 20  # some programs go through all numbers up to the li
 _CLOCK_S = 2.0  # the start of a process is counted from that of the machine, which moves with its clock
 
 
-def kill_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends (Linux; elsewhere nothing happens).
+def die_with_parents() -> None:
+    """End when the thread that started this process does (by the kernel, Linux only), and as `end_with_parents`.
 
     Only for processes started from their parent's main thread: the signal follows the thread, not the process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def watch_parent(poll_s: float = 1.0) -> None:
-    """Kill this process within `poll_s` of its parent's death, whichever thread started it, on any system."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(poll_s)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+    end_with_parents()
 
 
 def signal_name(number: int) -> str:

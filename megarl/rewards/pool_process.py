@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.rewards.scoring import Sample
+from megarl.simulators.parents import as_parent
 from megarl.simulators.plain import PlainInbox, pack
 
 _EXIT_S = 5.0  # from a broken connection to the end of the process
@@ -46,7 +47,7 @@ class PoolProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # one group of its own, ended as a whole with what a function started
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                env={**os.environ, **as_parent(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
         self._socket, self._inbox, self._outbox = ours, PlainInbox(_HEADER, 0, _DEPTH), bytearray()
         self._socket.setblocking(False)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megarl.errors import ConfigError, UserError
 from megarl.processes import ending
 from megarl.rewards.registry import REWARDS, load_scorer, own_keys
+from megarl.simulators.parents import as_parent, end_with_parents
 from megarl.simulators.plain import Malformed, parsed
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arg
     Raises:
         ConfigError: what the process found, or that loading the file ended it.
     """
-    environment = os.environ | {"PYTHONSAFEPATH": "1"}  # as in workers
+    environment = os.environ | as_parent() | {"PYTHONSAFEPATH": "1"}  # the last as in workers
     command = [sys.executable, "-m", module, *arguments]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
@@ -112,6 +113,7 @@ def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
 
 def answer(work: Callable[[], object]) -> None:
     """Do `work` in a process that `ask` started; its result, of JSON types, or its error is the last line of stdout."""
+    end_with_parents()  # nobody waits for it any more then, and it may be in the import for ever
     parts: dict[str, object] | None = None
     value = None
     try:

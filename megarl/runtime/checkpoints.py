@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.artifacts import batch
+from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
@@ -223,6 +224,7 @@ class Checkpoints:
         from megarl.artifacts.trained import withdraw_exported
         from megarl.training.checkpoint import keep_best
 
+        refuse_if_taken(self._c.run_dir)
         self._world.barrier()  # a rank may still be reading the reference in its first place
         if self._world.rank == 0:
             if not self._begun:

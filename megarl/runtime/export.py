@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.trained import BEST, LAST, Exported, exported, write_exported
 from megarl.phase import phase
 from megarl.residency import ACTOR
@@ -32,6 +33,7 @@ def export(c: Controller, checkpoints: Path) -> None:
     """
     if not c.config.trainer.export_hf:
         return
+    refuse_if_taken(c.run_dir)
     with phase("export"):
         if c.team.leads:
             _write(c, c.actor, LAST)

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megarl import phase
+from megarl.artifacts.lock import is_taken
 from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import folder_gone
 from megarl.credentials import mask
@@ -219,7 +220,10 @@ def report(run_dir: Path, error: BaseException, rank: int) -> RankFailure:
                 failure, message=str(said), exit_code=said.exit_code, user_error=True, explained=True, repeats=True
             )
         _reported = (error, failure)
-        write_error(run_dir, _reported[1])
+        if is_taken(run_dir):  # its errors are of another attempt
+            print(f"megarl: rank {rank}: {failure.message}", file=sys.stderr, flush=True)
+        else:
+            write_error(run_dir, failure)
     return _reported[1]
 
 

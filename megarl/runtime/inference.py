@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.artifacts.lock import refuse_if_taken
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.phase import phase, set_step
@@ -50,6 +51,7 @@ def generate(config: RunConfig, run_dir: Path) -> None:
 
 def _write_responses(c: Controller) -> None:
     assert c.val_data is not None, "checks refuse the job without data.val_files"
+    refuse_if_taken(c.run_dir)
     config, target = c.config, c.run_dir / RESPONSES
     columns = ("uid", "sample_id", "data_source", "prompt_text", "response_text", "finish_reason")
     size = config.data.val_batch_size or _ROUND

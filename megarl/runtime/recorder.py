@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from megarl import phase as phases
+from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
 from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
@@ -110,6 +111,7 @@ class Recorder:
             log.warning("the record of the run is incomplete: %s: %s", type(error).__name__, error)
 
     def _finish(self, status: Status) -> None:
+        refuse_if_taken(self._c.run_dir)
         self._trace.write(phases.drain())
         self._trace.close()
         if self._tracker is not None:
@@ -126,8 +128,12 @@ class Recorder:
 
         Returns:
             The numbers, equal on every rank of the team: of all teams in the actor's, else of this one.
+
+        Raises:
+            FolderTaken: another attempt has the run folder.
         """
         c, leads = self._c, self._c.team.leads
+        refuse_if_taken(c.run_dir)
         told = self._read_others(step) if leads else []  # the step is over when all teams are through
         wall, cpu = self._start
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu

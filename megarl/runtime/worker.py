@@ -10,17 +10,20 @@ several teams they are those of the team, and `megarl.processes` names the varia
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import os
 import signal
 import sys
 from pathlib import Path
 
+from megarl.artifacts.lock import ATTEMPT, FolderLock, FolderTaken, join_attempt, refuse_if_taken
 from megarl.artifacts.resolved import proposed, withdraw
 from megarl.artifacts.run_folder import RunFolder
+from megarl.errors import UserError
 from megarl.imports import import_callable
 from megarl.phase import phase
-from megarl.processes import kill_with_parent, raise_descriptor_limit, watch_parent, worker_number
+from megarl.processes import die_with_parents, raise_descriptor_limit, worker_number
 from megarl.runtime.health import Heartbeat, report
 from megarl.runtime.signals import leave_to_launcher
 
@@ -29,9 +32,25 @@ NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run(entry: str, config_path: Path) -> int:
-    """Load the configuration, call the entry function, and return the exit code; a failure is left in errors/."""
-    run_dir = config_path.parent
-    worker = worker_number()
+    """Load the configuration, call the entry function, and return the exit code; a failure is left in errors/.
+
+    Without a launcher of ours the first worker has the folder, and no other one knows its attempt.
+    """
+    run_dir, worker = config_path.parent, worker_number()
+    try:
+        with contextlib.ExitStack() as until_the_end:
+            if WATCHED not in os.environ and worker == 0:
+                lock = until_the_end.enter_context(FolderLock(run_dir))
+                os.environ[ATTEMPT] = lock.begin_attempt()
+                until_the_end.callback(os.environ.pop, ATTEMPT)
+            refuse_if_taken(run_dir)
+            return _run(entry, config_path, run_dir, worker)
+    except (FolderTaken, UserError) as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
     heartbeat = Heartbeat(run_dir, worker)
     raise_descriptor_limit()  # gloo holds a socket per rank and group
     try:
@@ -78,8 +97,9 @@ def main(argv: list[str] | None = None) -> int:
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
         parser.error(f"{', '.join(missing)} not set: start this through `megarl train` or torchrun")
-    kill_with_parent()
-    watch_parent()
+    die_with_parents()
+    if WATCHED in os.environ:
+        join_attempt(arguments.config.resolve().parent)
     if arguments.log_dir is not None:
         redirect_output(arguments.log_dir)
     if WATCHED in os.environ:

@@ -17,6 +17,8 @@ import sys
 import time
 from types import FrameType
 
+from .parents import PARENTS, as_parent, one_has_ended, parents
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _END_S = 5.0  # for what goes on to start processes while it is ended
 
@@ -33,9 +35,10 @@ def guarded(*close: int) -> None:
     """
     if sys.platform != "linux":
         return
-    prctl = ctypes.CDLL(None).prctl
+    prctl, trainer = ctypes.CDLL(None).prctl, parents()
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, _told)
+    os.environ |= as_parent(os.environ.get(PARENTS))  # of the worker
     worker = os.fork()
     if worker == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -46,7 +49,8 @@ def guarded(*close: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     for descriptor in close:
         os.close(descriptor)
-    status = _wait_for(worker)
+    # A trainer that was gone before the kernel was asked to tell is not told of.
+    status = None if one_has_ended(trainer) else _wait_for(worker)
     _end_all()
     _end_as(status)
 

@@ -1,4 +1,4 @@
-"""The program of a simulator's process: `python -I start.py SOCKET MEMORY PARENT`.
+"""The program of a simulator's process: `python -I start.py SOCKET MEMORY`.
 
 The interpreter is the simulator's, and megarl need not be installed in it. So this folder becomes `megarl.simulators`
 of a package `megarl` that holds nothing else: included simulators and a user's file import the same names here and in
@@ -34,5 +34,5 @@ def load(folder: Path) -> None:
 if __name__ == "__main__":
     load(Path(__file__).resolve().parent)
     given = list(map(int, sys.argv[1:]))
-    importlib.import_module(f"{PACKAGE}.reaper").guarded(*given[:2])  # before NumPy starts its threads
+    importlib.import_module(f"{PACKAGE}.reaper").guarded(*given)  # before NumPy starts its threads
     importlib.import_module(f"{PACKAGE}.worker").serve(*given)

@@ -14,7 +14,6 @@ that an answer says of the episode, by which a repeated call is held against its
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import math
@@ -23,7 +22,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 import zlib
@@ -35,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .clip import ClipRecorder
+from .parents import end_with_parents
 from .protocol import Observation, Outcome, Recording, Simulator, TaskSpec
 from .registry import simulator_class
 from .wire import Inbox, clip_places, pack, places, plain_spec
@@ -255,35 +254,16 @@ def _like(default: Any) -> str:
     return names.get(type(default), "a list" if isinstance(default, (list, tuple)) else "a mapping")
 
 
-def _end_with(parent: int) -> None:
-    """Kill this process within a second of its trainer's death, whatever it is doing; its guardian ends the rest.
-
-    A zombie that nobody waits for still takes signals, but is no longer a parent; with a script in place of the
-    interpreter the trainer is not this process's parent.
-    """
-    above = os.getppid()
-
-    def watch() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            while os.getppid() == above:
-                os.kill(parent, 0)
-                time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
-
-
-def serve(connection: int, memory: int, parent: int) -> None:
+def serve(connection: int, memory: int) -> None:
     """Answer calls until the trainer ends this process, or is gone.
 
     Args:
         connection: descriptor of a socket to the trainer.
         memory: descriptor of the block of memory that pictures go through.
-        parent: the trainer's process.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # a trainer that waits too long asks where this process is
-    _end_with(parent)
+    end_with_parents()  # whatever it is doing; its guardian ends the rest
     with socket.socket(fileno=connection) as trainer:
         work, inbox = _Work(trainer, memory), Inbox(trusted=True)
         while data := trainer.recv(1 << 16):

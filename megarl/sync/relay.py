@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.processes import kill_with_parent
+from megarl.processes import die_with_parents
 from megarl.sync.delta import Delta, apply_delta
 from megarl.sync.messages import Refused, answer
 from megarl.sync.plan import ITEMSIZE, Entry
@@ -130,6 +130,6 @@ def serve(relay: Relay, address: tuple[str, int], key: str, port_file: Path) -> 
 
 if __name__ == "__main__":
     if "--end-with-parent" in sys.argv:
-        kill_with_parent()  # the relay of a trainer that was killed must not hold the model's memory for ever
+        die_with_parents()  # the relay of a trainer that was killed must not hold the model's memory for ever
     torch.set_num_threads(1)
     serve(Relay(), (sys.argv[1], int(sys.argv[2])), os.environ[KEY_VARIABLE], Path(sys.argv[3]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import logging
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.artifacts.jsonl import STEP, read_jsonl
+from megarl.artifacts.lock import is_held
 from megarl.artifacts.records import RUN, Needs, has_fields, read_run, setting, write_record
 from megarl.credentials import mask
 from megarl.processes import has_ended
@@ -33,21 +33,9 @@ def close_if_killed(run_dir: Path) -> None:
     if run.get("status") != "running" or not has_fields(run.get("process"), _PROCESS):
         return
     # A process of another container may have another number here, or none; its launcher's lock shows in every one.
-    if has_ended(run["process"]) and not _is_locked(run_dir):
+    if has_ended(run["process"]) and not is_held(run_dir):
         last = run_dir / "metrics.jsonl"  # written in every step, so the end was soon after
         close_run(run_dir, "killed", ended=last.stat().st_mtime if last.is_file() else run.get("started", 0.0))
-
-
-def _is_locked(run_dir: Path) -> bool:
-    """Whether a launcher holds its lock on the run folder. Where that cannot be told: no."""
-    try:
-        with (run_dir / ".lock.0").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: float | None = None) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.artifacts.jsonl import STEP, JsonlWriter, read_jsonl, rewrite_jsonl
+from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.records import RUN, read_run, write_record
 from megarl.artifacts.resolved import take_up
 from megarl.errors import ConfigError
@@ -87,6 +88,7 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._cfg, self._name, self._stage, self._part, self._last = cfg, name, stage, part, last
         self._restarts = restarts
+        refuse_if_taken(self.run_dir)
         take_up(self.run_dir)
         for file in ("metrics.jsonl", "samples.jsonl"):
             self._prepare(self.run_dir / file, resume_step)
@@ -104,6 +106,7 @@ class Tracker:
         """Record the metrics of a step; may be called more than once per step.
 
         Raises:
+            FolderTaken: another attempt has the folder.
             ConfigError: MLflow could not be started (noticed at the first call after that), or a metric has the name of
                 another column of metrics.jsonl.
         """
@@ -115,6 +118,7 @@ class Tracker:
                 allowed="names with a prefix, such as my_stage/time",
                 fix="rename the metric",
             )
+        refuse_if_taken(self.run_dir)
         self._metrics.write({"step": step, "stage": self._stage, "time": time.time(), **metrics})
         self.view.step(step, metrics)
         if self._mlflow is not None:
@@ -122,6 +126,7 @@ class Tracker:
 
     def samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Keep generations for the report: dicts with prompt, response, answer, score and whatever else is known."""
+        refuse_if_taken(self.run_dir)
         for row in rows:
             self._samples.write({"step": step, "stage": self._stage, **row})
 
@@ -130,9 +135,14 @@ class Tracker:
         return self.view.progress(description, total)
 
     def finish(self, status: Status = "finished") -> None:
-        """Close everything: status, trace.json, report.html, MLflow artifacts, the final table."""
+        """Close everything: status, trace.json, report.html, MLflow artifacts, the final table.
+
+        Raises:
+            FolderTaken: another attempt has the folder, and goes on with all that.
+        """
         self._metrics.close()
         self._samples.close()
+        refuse_if_taken(self.run_dir)
         lines = self._lines(self.run_dir / "metrics.jsonl")
         if self._part == "first" and status == "finished":
             self.view.final(f"{self._name}: first phase ({self._stage}) is done", lines)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megarl
+from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.trained import best_step, steps_in
 from megarl.comm import WorkerGroup
 from megarl.training.intact import Seal, faults, few, seal_text, size_at
@@ -89,9 +90,11 @@ def begin(
         teams: the others that write a part of it (`megarl.training.together.begin_part`); None: there are none.
 
     Raises:
+        FolderTaken: another attempt has the run folder, in which `root` is.
         CheckpointError: on every rank of every team alike: the disk is too full, or the folder cannot be made.
     """
     world = world_of(engines)
+    refuse_if_taken(root.parent)  # what is half written there is removed below
     tag = world.broadcast_json(uuid.uuid4().hex[:8])
     folder = folder_of(root, step, tag)
     if teams is not None and world.rank == 0:
@@ -124,6 +127,7 @@ def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, seal
     for name, (size, _) in seals.items():  # as this machine sees the folder, which others have written into
         if size_at(folder / name) != size:
             raise OSError(errno.EIO, f"of other size than the {size:,} bytes that were written", str(folder / name))
+    refuse_if_taken(root.parent)
     whole = {**meta, "files": seals}
     (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_seal(whole)}, indent=1))
     _publish(folder, root / f"step_{step}", meta["tag"])

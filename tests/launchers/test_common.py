@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.artifacts.lock import ATTEMPT
 from megarl.config.model import ParallelConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.config.run import ClusterConfig, RunConfig, TrackingConfig
@@ -112,6 +113,54 @@ def test_nccl_keeps_its_choice_where_servers_may_be_on_other_machines(monkeypatc
     sglang = SGLangConfig(urls=["http://gpu3:30000"])
     with_urls = RunConfig(name="x", rollout=RolloutConfig(sglang=sglang))
     assert "NCCL_SOCKET_IFNAME" not in process_environment(with_urls, 1)
+
+
+@pytest.mark.parametrize("told", ["2", "-1", "first"])
+def test_a_machine_that_is_none_of_the_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    monkeypatch.setenv("NODE_RANK", told)
+    with pytest.raises(ConfigError, match=r"NODE_RANK: no such machine(?s:.*)0 to 1, with cluster\.nnodes = 2"):
+        run_workers("torchrun", "m:f", config(nproc=2, nnodes=2), tmp_path)
+    assert common.machine_number("torchrun", 1) == common.machine_number("ray", 2) == 0, "there is one launcher"
+
+
+def test_every_attempt_has_a_name_of_its_own_that_its_workers_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def start(job: Job) -> Running:
+        seen.append(
+            (common.own_environment(job)[ATTEMPT], json.loads((tmp_path / ".lock.json").read_text())["attempt"])
+        )
+        return Running({0: -9} if len(seen) == 1 else {0: 0})
+
+    monkeypatch.setattr("megarl.launchers.local.start", start)
+    assert run_workers("local", "m:f", config(max_restarts=1), tmp_path) == 0
+    (first, of_folder), (second, later) = seen
+    assert (first, second) == (of_folder, later)
+    assert first != second
+
+
+def test_a_launcher_whose_folder_was_taken_leaves_it_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was stopped for so long that another machine's command took it, and its workers end when they write."""
+
+    def start(job: Job) -> Running:
+        other = json.loads((tmp_path / ".lock.json").read_text()) | {"attempt": "another", "host": "node7", "pid": 3}
+        (tmp_path / ".lock.json").write_text(json.dumps(other))
+        (tmp_path / "token").write_text("of the other one")
+        (tmp_path / "run.json").write_text('{"status": "running"}')
+        return Running({0: 1})
+
+    monkeypatch.setattr("megarl.launchers.local.start", start)
+    assert run_workers("local", "m:f", config(max_restarts=3), tmp_path) == 1
+    assert "the run is not started again: another command has taken its folder" in capsys.readouterr().err
+    assert (tmp_path / "token").read_text() == "of the other one"
+    assert json.loads((tmp_path / "run.json").read_text()) == {"status": "running"}
+    assert json.loads((tmp_path / ".lock.json").read_text())["attempt"] == "another"
 
 
 def test_an_unknown_launcher_is_refused(tmp_path: Path) -> None:

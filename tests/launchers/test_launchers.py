@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -225,6 +226,55 @@ def test_a_signal_to_all_processes_of_a_job_leaves_time_to_save(launcher: str, n
     assert alive(pids) == []
 
 
+def _runs(process: psutil.Process, program: str) -> bool:
+    """Whether it is `python -m PROGRAM`; torchrun's agent names that of its workers, too."""
+    words = process.cmdline()
+    return "-m" in words and words[words.index("-m") + 1] == program
+
+
+def of_run(mark: str) -> list[psutil.Process]:
+    """The processes of a command that was started with this mark in its environment, whoever their parents are."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("MEGARL_TEST_RUN") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "program"),
+    [
+        ("local", "megarl.runtime.worker"),
+        ("torchrun", "megarl.launchers.torchrun"),
+        ("torchrun", "megarl.runtime.worker"),
+    ],
+)
+def test_a_launcher_that_is_killed_while_its_processes_start_leaves_none(
+    launcher: str, program: str, tmp_path: Path
+) -> None:
+    """They have taken no id of a parent yet: it is told them."""
+    mark = str(tmp_path)
+    process = subprocess.Popen(command(launcher, "wait", tmp_path), env=environment() | {"MEGARL_TEST_RUN": mark})
+    deadline = time.monotonic() + DEADLINE_S
+    started: list[psutil.Process] = []
+    while not started:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(process.pid).children(recursive=True)
+            started = [child for child in children if _runs(child, program)]
+
+    process.kill()
+    process.wait()
+
+    ended = time.monotonic() + 30
+    while (left := of_run(mark)) and time.monotonic() < ended:
+        time.sleep(0.05)
+    for survivor in left:
+        survivor.kill()
+    assert left == []
+
+
 def test_a_port_in_use_is_named_before_torchrun_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -274,13 +324,14 @@ def test_two_runs_cannot_share_a_run_folder(tmp_path: Path) -> None:
             time.sleep(0.1)
         second = subprocess.run(
             command("local", "wait", tmp_path),
-            env=environment(),
+            env=environment() | {"NODE_RANK": "1"},  # whatever has set it: this command has one machine
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
             check=False,
         )
         assert "another run is using this run folder" in second.stderr
+        assert f"by process {first.pid} on " in second.stderr
     finally:
         first.terminate()
         first.communicate(timeout=15)

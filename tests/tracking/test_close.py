@@ -64,7 +64,7 @@ def test_a_killed_run_is_closed_with_the_time_of_its_last_line(tmp_path, gone):
 
 def test_a_run_whose_launcher_holds_its_folder_lives_wherever_its_process_is(tmp_path, gone):
     record(tmp_path, process=gone)
-    with (tmp_path / ".lock.0").open("w") as lock:
+    with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         close_if_killed(tmp_path)
         assert status(tmp_path)["status"] == "running"

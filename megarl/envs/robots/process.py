@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from megarl.envs.robots.settings import SimulatorSettings
 from megarl.errors import ConfigError
 from megarl.simulators import start
+from megarl.simulators.parents import as_parent
 from megarl.simulators.plain import Malformed, short, whole
 from megarl.simulators.protocol import Frame, Recording, TaskSpec
 from megarl.simulators.wire import Inbox, Message, clip_places, pack, places
@@ -53,7 +54,7 @@ class SimulatorProcess:
         self._map: mmap.mmap | None = None
         with theirs:
             handed = [theirs.fileno(), self._memory]
-            command = [python, "-I", "-u", str(Path(start.__file__).resolve()), *map(str, [*handed, os.getpid()])]
+            command = [python, "-I", "-u", str(Path(start.__file__).resolve()), *map(str, handed)]
             try:
                 self.process = subprocess.Popen(
                     command,
@@ -208,7 +209,7 @@ def environment(settings: SimulatorSettings, where: str, cuda_device: int | None
     Raises:
         ConfigError: `egl_devices` has an entry for other devices only.
     """
-    made = {**os.environ, **dict.fromkeys(_THREADS, str(settings.threads))}
+    made = {**os.environ, **as_parent(), **dict.fromkeys(_THREADS, str(settings.threads))}
     if not settings.egl_devices or cuda_device is None:
         return made
     if cuda_device not in settings.egl_devices:

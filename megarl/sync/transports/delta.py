@@ -29,6 +29,7 @@ from megarl.config.sync import SyncConfig
 from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.phase import beat
 from megarl.processes import ending
+from megarl.simulators.parents import as_parent
 from megarl.sync.delta import Delta, make_delta, patch_header
 from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
@@ -222,7 +223,7 @@ def start_relay(
     port_file = folder / f"relay-{secrets.token_hex(4)}.port"
     command = [sys.executable, "-m", "megarl.sync.relay", host, "0", str(port_file), "--end-with-parent"]
     with (folder / "relay.log").open("ab") as log:
-        process = subprocess.Popen(command, env=os.environ | {KEY_VARIABLE: key}, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=os.environ | as_parent() | {KEY_VARIABLE: key}, stdout=log, stderr=log)
     end = time.monotonic() + deadline_s
     while not port_file.exists():
         if process.poll() is not None or time.monotonic() > end:

@@ -1,0 +1,304 @@
+"""One command at a time in a run folder, and no worker of an earlier attempt writes beside a later one.
+
+    first machine's launcher   .lock        locked by flock, where the file system has it
+                               .lock.json   who has the folder: attempt, process, machines; touched every 2 s
+    other machines' launchers  .lock.K, .lock.K.json    the same, of machine K
+    worker                     MEGARL_ATTEMPT, else .lock.json when it begins: its attempt
+                               .lock.json before it writes: another attempt has the folder -> it ends itself
+
+.lock.json is created exclusively, and taken from another command only when that is gone: its process on this machine
+has ended, or, of another machine, it was silent for `SILENT_S`. So it also holds where flock is missing (Lustre without
+it), or is this machine's only. flock adds what the kernel knows at once, across containers too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megarl.artifacts.records import Needs, read_record
+from megarl.errors import UserError, WorkerError
+from megarl.processes import write_atomically
+from megarl.simulators.parents import began
+
+#: In the environment of a worker: its attempt. Empty or absent: that of the folder's record when it begins.
+ATTEMPT = "MEGARL_ATTEMPT"
+#: Seconds between two signs of life of who has a folder, and without one until another machine's command may take it.
+BEAT_S, SILENT_S = 2.0, 30.0
+_LOOK_S = 0.25
+_SETTLE_S = 1.0  # two commands may find the same one gone
+_NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP})
+_NEEDS: Needs = {"attempt": str, "host": str, "place": str, "pid": int, "began": int, "machines": int, "meets": str}
+log = logging.getLogger(__name__)
+
+
+class FolderTaken(WorkerError):
+    """Another attempt has the run folder: who finds that ends without writing there."""
+
+    repeats = True
+
+
+class FolderLock:
+    """A run folder, for one machine's part of a command; a context manager.
+
+    Args:
+        run_dir: the folder.
+        machine: number of this machine among those of the command.
+        machines: how many there are.
+        meets: where the machines meet; the same for all of one command.
+
+    Attributes:
+        machine: its number.
+        notes: lines that the log of the run is to hold.
+
+    Raises:
+        UserError: another command has the folder, on any machine.
+    """
+
+    def __init__(self, run_dir: Path, machine: int = 0, machines: int = 1, meets: str = "") -> None:
+        self._run_dir, self.machine = run_dir, machine
+        self._path, self._record = (
+            run_dir / (f".lock.{machine}" if machine else ".lock"),
+            _record_path(run_dir, machine),
+        )
+        self._joins = {"machines": machines, "meets": meets} if machine else None
+        self._mine = {"attempt": _new_attempt(), "host": socket.gethostname(), "place": _place(), "pid": os.getpid()}
+        self._mine |= {"began": began(os.getpid()), "machines": machines, "meets": meets}
+        self._kernel = False  # flock tells of this machine's processes
+        self._over = threading.Event()
+        self.notes: list[str] = []
+
+    def __enter__(self) -> FolderLock:
+        self._file = self._path.open("a")
+        try:
+            self._flock()
+            if self._joins is not None:
+                self._await_end(_record_path(self._run_dir), self._joins)
+            self._create()
+        except BaseException:
+            self._file.close()
+            raise
+        threading.Thread(target=self._beat, name="folder-lock", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        with contextlib.suppress(OSError):
+            if self.is_ours():
+                self._record.unlink()
+        self._file.close()
+
+    def begin_attempt(self) -> str:
+        """Name a new attempt of this command: workers of the one before do not write from now on.
+
+        Raises:
+            FolderTaken: another command has taken the folder meanwhile.
+        """
+        if not self.is_ours():
+            raise FolderTaken(_taken_text(self._run_dir, read_record(self._record, tell=False)))
+        following = self._mine | {"attempt": _new_attempt()}
+        write_atomically(self._record, json.dumps(following))
+        self._mine = following
+        return str(following["attempt"])
+
+    def is_ours(self) -> bool:
+        """Whether nobody else has taken the folder; a record that cannot be read says nothing."""
+        mine = self._mine["attempt"]
+        return bool(read_record(self._record, tell=False).get("attempt", mine) == mine)
+
+    def _flock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._kernel = True
+        except BlockingIOError as error:
+            raise self._refusal(read_record(self._record, tell=False)) from error
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise
+            self.notes.append(
+                f"megarl: warning: the file system of {self._run_dir} has no flock ({error.strerror}): "
+                f"{self._record.name} keeps other commands out, which take the folder when this one's process has "
+                f"ended, or on another machine when it was silent for {SILENT_S:g} s"
+            )
+
+    def _create(self) -> None:
+        """Make the record, when no other command has one.
+
+        Raises:
+            UserError: another command lives, or was faster.
+        """
+        contested = False
+        while True:
+            try:
+                with self._record.open("x") as file:
+                    json.dump(self._mine, file)
+                break
+            except FileExistsError:
+                sure = self._await_end(self._record)
+                if sure is not None:
+                    contested = contested or not (sure and self._kernel)
+                    self._record.unlink(missing_ok=True)
+        if contested:
+            time.sleep(_SETTLE_S)
+            if not self.is_ours():
+                raise self._refusal(read_record(self._record, tell=False))
+
+    def _await_end(self, record: Path, joins: Mapping[str, Any] | None = None) -> bool | None:
+        """Return when the command of a record is gone: whether this machine knows that; None: it has left by itself.
+
+        Args:
+            record: of a command.
+            joins: its fields if this machine belongs to it, which ends the wait, too.
+
+        Raises:
+            UserError: it lives.
+        """
+        first, start, told = _touched(record), time.monotonic(), False
+        while (touched := _touched(record)) is not None:
+            holder = read_record(record, _NEEDS, tell=False)
+            if joins and joins.items() <= holder.items():
+                return None
+            gone = _is_gone(holder, kernel=self._kernel and joins is None)
+            if gone:
+                return True
+            waited = time.monotonic() - start
+            if gone is not None or (first is not None and touched - first > _SETTLE_S):
+                raise self._refusal(holder)
+            if waited > SILENT_S or self._now() - touched > SILENT_S:
+                self.notes.append(
+                    f"megarl: {_who(holder)} had this run folder and was silent for {SILENT_S:g} s: it is taken"
+                )
+                return False
+            if not told:
+                told = True
+                log.warning("%s had %s: waiting for a sign of life, %g s at most", _who(holder), record, SILENT_S)
+            time.sleep(_LOOK_S)
+        return None
+
+    def _now(self) -> float:
+        """The time of the file system, whose clock may be another one."""
+        os.utime(self._path)
+        return self._path.stat().st_mtime
+
+    def _refusal(self, holder: Mapping[str, Any]) -> UserError:
+        machines = holder.get("machines", 1)
+        return UserError(
+            "another run is using this run folder",
+            where="--run-dir",
+            found=f"{self._run_dir}, by {_who(holder)}" + (f", on {machines} machines" if machines > 1 else ""),
+            fix="wait for it, or stop it",
+        )
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                if self.is_ours():
+                    os.utime(self._record)
+
+
+def join_attempt(run_dir: Path) -> None:
+    """Take part in the attempt that the environment names, else in the one that has the folder now."""
+    if not os.environ.get(ATTEMPT):
+        os.environ[ATTEMPT] = read_record(_record_path(run_dir), tell=False).get("attempt", "")
+
+
+def refuse_if_taken(run_dir: Path) -> None:
+    """Called before a worker writes to its run folder.
+
+    Raises:
+        FolderTaken: an attempt has the folder that is not this process's.
+    """
+    if is_taken(run_dir):
+        raise FolderTaken(_taken_text(run_dir, read_record(_record_path(run_dir), tell=False)))
+
+
+def is_taken(run_dir: Path) -> bool:
+    """Whether an attempt has the folder that is not this process's; no record, or none that can be read, says no."""
+    mine = os.environ.get(ATTEMPT)
+    return bool(mine) and read_record(_record_path(run_dir), tell=False).get("attempt", mine) != mine
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a command has the folder. Where that cannot be told: no."""
+    kernel = False
+    try:
+        with (run_dir / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            kernel = True
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    touched = _touched(_record_path(run_dir))
+    gone = _is_gone(read_record(_record_path(run_dir), _NEEDS, tell=False), kernel=kernel)
+    return touched is not None and (time.time() - touched < SILENT_S if gone is None else not gone)
+
+
+def _record_path(run_dir: Path, machine: int = 0) -> Path:
+    return run_dir / (f".lock.{machine}.json" if machine else ".lock.json")
+
+
+def _new_attempt() -> str:
+    return secrets.token_hex(8)
+
+
+def _touched(path: Path) -> float | None:
+    """When a file was last touched; opened first, which asks a file system of the network again."""
+    try:
+        with path.open() as file:
+            return os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
+
+
+@functools.cache
+def _place() -> str:
+    """Where a process number means the same: this start of this machine, and the namespace of processes."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{socket.gethostname()} 0"
+
+
+def _is_gone(holder: Mapping[str, Any], *, kernel: bool) -> bool | None:
+    """Whether the process of a record has ended; None: nobody here knows.
+
+    Args:
+        holder: the record.
+        kernel: flock says that no process of this machine has the folder.
+    """
+    if not holder:
+        return None
+    if holder["place"] == _place():
+        with contextlib.suppress(OSError):
+            return began(holder["pid"]) != holder["began"]
+        return None
+    return True if kernel and holder["place"].split()[0] == _place().split()[0] else None
+
+
+def _who(holder: Mapping[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder['host']}" if "pid" in holder and "host" in holder else "a command"
+
+
+def _taken_text(run_dir: Path, holder: Mapping[str, Any]) -> str:
+    return (
+        f"{_who(holder)} has taken the run folder {run_dir} (attempt {holder.get('attempt', 'unknown')}): process "
+        f"{os.getpid()} on {socket.gethostname()}, of an earlier attempt ({os.environ.get(ATTEMPT) or 'launcher'}), "
+        "ends and writes nothing there"
+    )

@@ -1,0 +1,75 @@
+"""Who started this process, told in its environment: a child ends itself when one of them has, even before it began.
+
+    parent   environment of the child: MEGARL_PARENTS=PID:BEGAN[,PID:BEGAN...]
+    child    end_with_parents()     at once, and then every second: has one of them ended?
+
+An id that the child asks for is that of whoever adopted it, where its parent was killed while it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+PARENTS = "MEGARL_PARENTS"
+Parent = tuple[int, int]  # its number, and when it began
+
+
+def began(pid: int) -> int | None:
+    """When a process began, in ticks of the kernel (0 where no /proc tells); None: it has ended, as a zombie has.
+
+    Raises:
+        OSError: that cannot be found out now.
+    """
+    try:
+        if sys.platform != "linux":
+            with contextlib.suppress(PermissionError):
+                os.kill(pid, 0)
+            return 0
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def as_parent(above: str | None = None) -> dict[str, str]:
+    """Environment of a child that ends with this process.
+
+    Args:
+        above: PARENTS of this process, if the child is to end with them, too.
+    """
+    return {PARENTS: ",".join(filter(None, [above, f"{os.getpid()}:{began(os.getpid())}"]))}
+
+
+def parents() -> list[Parent]:
+    """Those that the environment names; without any, whoever is the parent now."""
+    told = os.environ.get(PARENTS)
+    if told is None:
+        return [(os.getppid(), began(os.getppid()) or 0)]
+    return [(int(pid), int(when)) for pid, _, when in (one.partition(":") for one in told.split(","))]
+
+
+def one_has_ended(of: list[Parent]) -> bool:
+    """Whether one of them is certainly gone."""
+    with contextlib.suppress(OSError):
+        return any(began(pid) != when for pid, when in of)
+    return False
+
+
+def end_with_parents(poll_s: float = 1.0) -> None:
+    """Kill this process within `poll_s` of the end of one of `parents`; now, if one has ended already."""
+    of = parents()
+
+    def watch() -> None:
+        while not one_has_ended(of):
+            time.sleep(poll_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if one_has_ended(of):
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, name="watch-parents", daemon=True).start()
