@@ -10,6 +10,7 @@ import pytest
 from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.data.batch import Batch, Jagged
+from megarl.metrics import Metrics
 from megarl.residency import PARTS, Residency
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang import launch
@@ -39,7 +40,7 @@ def controller(tmp_path) -> Any:
 
     actor.hold, residency = hold, Residency()
     residency.add("actor", actor, offloads=True)
-    fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[])
+    fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[], replaced=0)
     c = SimpleNamespace(
         calls=calls,
         team=SimpleNamespace(holds=lambda role: True),
@@ -56,6 +57,7 @@ def controller(tmp_path) -> Any:
         rollout=RolloutRole(SimpleNamespace(weight_version=0), SimpleNamespace(batch_decode=decode), [2]),
         seeds=Seeds(0),
         progress=no_progress,
+        metrics=Metrics(),
     )
     c.context = c
     return c

@@ -1,8 +1,6 @@
 """Checkpoints: bit-for-bit resume, resharding with optimizer state, and folders that are complete or not there."""
 
-import json
 import os
-import pickle
 import re
 import resource
 import shutil
@@ -13,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from megarl.artifacts.trained import steps_in
 from megarl.config.model import ParallelConfig
@@ -393,60 +390,6 @@ def test_nothing_in_a_checkpoint_is_a_pickle(alone, tmp_path):
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
 
 
-def _as_format_2(folder: Path) -> None:
-    """Turn the checkpoint of one rank into what Megatron's writer made of it."""
-    from torch.distributed import checkpoint as dcp
-
-    index = shards.read_index(folder, ["rank_0.safetensors"])
-    stored = load_file(folder / "rank_0.safetensors")
-    whole = {}
-    for key, entry in index.items():
-        whole[key] = torch.zeros(
-            entry["whole"], dtype=stored[f"{key}@{','.join(map(str, entry['boxes'][0][3]))}"].dtype
-        )
-        for _, _, _, offset, shape in entry["boxes"]:
-            place = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
-            whole[key][place] = stored[f"{key}@{','.join(map(str, offset))}"]
-    dcp.save(whole, storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True))
-    (folder / "rank_0.safetensors").unlink()
-    meta = json.loads((folder / "meta.json").read_text())
-    gone = ("files", "checksum", "tag")
-    meta = {key: value for key, value in meta.items() if key not in gone} | {"format": 2}
-    (folder / "meta.json").write_text(json.dumps(meta))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_the_format_before_is_read(alone, tmp_path, dtype):
-    engine = _engine("moe", {}, dtype=dtype)
-    _steps(engine, 0)
-    folder = checkpoint.save(tmp_path, 2, {"actor": engine}, {"at": 2})
-    _as_format_2(folder)
-    metrics = _steps(engine, 2)
-    again = _engine("moe", {}, dtype=dtype, seed=8)
-    assert checkpoint.load(folder, {"actor": again}) == (2, {"at": 2})
-    assert _steps(again, 2) == metrics
-    assert _hashes(again) == _hashes(engine)
-
-
-class _Evil:
-    def __reduce__(self):
-        return (Path.touch, (Path(_Evil.target),))
-
-
-def test_a_foreign_pickle_of_the_format_before_is_not_run(alone, tmp_path):
-    engine = _engine("dense", {})
-    folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
-    _as_format_2(folder)
-    _Evil.target = str(tmp_path / "ran")
-    (folder / ".metadata").write_bytes(pickle.dumps(_Evil()))
-    with pytest.raises(CheckpointError, match="not a part of any index"):
-        checkpoint.load(folder, {"actor": engine})
-    assert not (tmp_path / "ran").exists()
-    (folder / ".metadata").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        checkpoint.load(folder, {"actor": engine})
-
-
 def test_the_file_of_another_checkpoint_is_named(alone, tmp_path):
     engine = _engine("dense", {})
     folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
@@ -465,16 +408,6 @@ def test_damage_in_a_header_is_damage(alone, tmp_path):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(CheckpointError, match=r"rank_0\.safetensors holds other bytes"):
             checkpoint.verify(path.parent, world())
-
-
-def test_an_index_of_the_format_before_that_is_damaged_is_damage(alone, tmp_path):
-    folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {})
-    _as_format_2(folder)
-    content = (folder / ".metadata").read_bytes()
-    for damaged in (b"", content[: len(content) // 2], content.replace(b"offset", b"offsex")):
-        (folder / ".metadata").write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"damaged or incomplete(?s:.*)index of this checkpoint"):
-            checkpoint.verify(folder, world())
 
 
 def test_a_checkpoint_whose_neighbours_cannot_be_changed_is_complete(alone, tmp_path, monkeypatch, caplog):
