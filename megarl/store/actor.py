@@ -180,7 +180,8 @@ def start_store(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     workers = sum(team.devices for team in placement.teams)
-    make = ray.remote(max_restarts=RESTARTS, max_task_retries=0)(StoreActor).options(
+    # Each of the last 100,000 calls would have a record in the control store.
+    make = ray.remote(max_restarts=RESTARTS, max_task_retries=0, enable_task_events=False)(StoreActor).options(
         name=name,
         namespace=NAMESPACE,
         num_cpus=0,

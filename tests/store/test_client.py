@@ -340,6 +340,26 @@ def test_mail_that_comes_is_noticed_without_a_call_for_every_look(workers: dict[
         assert ray.get(reader.call.remote("has_come", "wanted/2")) is False
 
 
+def test_calls_leave_no_records_in_rays_control_store(workers: dict[str, Any]) -> None:
+    """A step makes dozens of calls, and Ray keeps a record of a kB or two of each of the last 100,000."""
+    import ray
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    def calls() -> list[str]:
+        events = state._connect_and_get_accessor().get_task_events()
+        return [gcs_pb2.TaskEvents.FromString(event).task_info.func_or_class_name for event in events]
+
+    with store(workers, "unrecorded", 60.0):
+        assert ray.get(workers["train1"].call.remote("post", "m", 1), timeout=60) is None
+        assert ray.get(workers["train1"].work.remote(0.0), timeout=60) is None
+        end = time.monotonic() + 120
+        while "Worker.work" not in (made := calls()):
+            assert time.monotonic() < end, "no process reports its calls"
+            time.sleep(0.1)
+    assert not [call for call in made if call.startswith("StoreActor.")]
+
+
 def test_a_refusal_says_who_was_refused(workers: dict[str, Any]) -> None:
     import ray
 
