@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-CAMPAIGNS = ("durability", "exports", "kernels", "kills", "libero", "memory", "servers", "slurm", "teams")
+CAMPAIGNS = ("durability", "exports", "faults", "kernels", "kills", "libero", "memory", "servers", "slurm", "teams")
 
 
 def add_option(parser: pytest.Parser) -> None:
