@@ -274,7 +274,8 @@ def delete(find: Callable[[Run], Path | None]) -> Callable[[Run], bool]:
         folder = find(run)
         if folder is None or not folder.exists():
             return False
-        shutil.rmtree(folder, ignore_errors=True)
+        while folder.exists():  # the run may write to it meanwhile
+            shutil.rmtree(folder, ignore_errors=True)
         return True
 
     return deed
@@ -435,7 +436,8 @@ def disturb(run: Run, kind: str, moment: str, undisturbed: Numbers) -> str:
     assert code in (codes if done else (0,)), f"exit code {code}:\n{run.told()}"
     if code == 0:
         assert Numbers.of(run.run_dir) == undisturbed
-        shutil.rmtree(run.run_dir)
+    if code == 0 or kind == "run folder deleted":  # what was written since has the metrics of its own steps only
+        shutil.rmtree(run.run_dir, ignore_errors=True)
     return str(code) if done else "-"
 
 
