@@ -59,7 +59,8 @@ LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
 LAZY_FROM = 128
 #: Signals that stop a run; one that would lose steps saves first (`megarl.launchers.interrupt`).
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: The same signal again within this time is the same request: `timeout` and others tell a process, and then its group.
+#: More signals within this time are the same request: `timeout` tells a process, and then its group; systemd sends
+#: SIGTERM and SIGHUP.
 _REPEATED_S = 1.0
 #: What `Workers.poll` says of a rank that ended with exit code 0 before its work was done; no system has such a code.
 ENDED_EARLY = 256
@@ -374,12 +375,12 @@ class Stopped(KeyboardInterrupt):
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[_Ignore]:
     """Turn the signals of `CAUGHT` into `Stopped`, until the yielded function is called to ignore them."""
-    came: dict[int, float] = {}
+    came = [-math.inf]
 
     def stop(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if now - came.get(number, -math.inf) > _REPEATED_S:
-            came[number] = now
+        if now - came[0] > _REPEATED_S:
+            came[0] = now
             raise Stopped(number)
 
     def ignore() -> None:

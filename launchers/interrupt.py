@@ -36,9 +36,11 @@ def save_first(workers: Workers, job: Job, number: int) -> None:
     Raises:
         Stopped: a second signal came.
     """
-    saved, unsaved = _unsaved(job)
+    newest = _newest(job)
+    unsaved = _unsaved(job, newest)
     if not unsaved:
         return
+    saved = f"the checkpoint of step {newest}" if newest else "the beginning"
     name, grace_s = signal.Signals(number).name, job.config.cluster.grace_s
     limited = number in _LIMITED
     limit = f", within {grace_s:g} s (cluster.grace_s)" if limited else ""
@@ -54,7 +56,7 @@ def save_first(workers: Workers, job: Job, number: int) -> None:
         why = _why_unsaved(workers, job, grace_s if limited else math.inf)
     finally:
         request.unlink(missing_ok=True)
-    if why is not None:
+    if why is not None and _newest(job) < newest + unsaved:  # else another checkpoint came, such as the last one
         job.log.say(f"megarl: {lost}, and the run goes on from {saved}: {why}")
 
 
@@ -77,17 +79,17 @@ def _why_unsaved(workers: Workers, job: Job, limit_s: float) -> str | None:
     return None
 
 
-def _unsaved(job: Job) -> tuple[str, int]:
-    """What the run would go on from, and the steps that are complete and in no checkpoint.
+def _newest(job: Job) -> int:
+    """Step of the newest checkpoint; 0: there is none."""
+    return max(steps_in(job.run_dir / "checkpoints"), default=0)
 
-    0 steps where the command saves none, or is not in its loop.
-    """
+
+def _unsaved(job: Job, newest: int) -> int:
+    """Steps after `newest` that are complete; 0 where the command saves none, or is not in its loop."""
     loop, beat = _LOOPS.get(job.entry.rpartition(":")[2]), read_beat(job.run_dir, 0)
-    newest = max(steps_in(job.run_dir / "checkpoints"), default=0)
-    saved = f"the checkpoint of step {newest}" if newest else "the beginning"
     if loop is None or beat is None:
-        return saved, 0
+        return 0
     inside = beat.phase.partition("/")[0]
     if inside not in (loop, *_BETWEEN_STEPS):
-        return saved, 0
-    return saved, max(0, beat.step - (inside == loop) - newest)
+        return 0
+    return max(0, beat.step - (inside == loop) - newest)

@@ -97,17 +97,12 @@ class LocalWorkers:
         return None
 
     def stop(self) -> None:
-        """SIGKILL to every worker, which leaves other signals to the launcher; SIGTERM and SIGKILL to its helpers."""
+        """SIGKILL to every worker, which leaves other signals to the launcher, and to the processes it started."""
         for process in self._processes:
             process.kill()
-        self._signal(signal.SIGTERM)
         for process in self._processes:
             process.wait()
-        self._signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         for thread in self._pumps:
             thread.join(timeout=1.0)  # a helper that outlived its worker may still hold the pipe
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)

@@ -41,7 +41,16 @@ BEAT_S, SILENT_S = 2.0, 30.0
 _LOOK_S = 0.25
 _SETTLE_S = 1.0  # two commands may find the same one gone
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP})
-_NEEDS: Needs = {"attempt": str, "host": str, "place": str, "pid": int, "began": int, "machines": int, "meets": str}
+_NEEDS: Needs = {
+    "attempt": str,
+    "host": str,
+    "place": str,
+    "pid": int,
+    "began": int,
+    "machines": int,
+    "meets": str,
+    "folder": int,
+}
 log = logging.getLogger(__name__)
 
 
@@ -77,6 +86,7 @@ class FolderLock:
         self._joins = {"machines": machines, "meets": meets} if machine else None
         self._mine = {"attempt": _new_attempt(), "host": socket.gethostname(), "place": _place(), "pid": os.getpid()}
         self._mine |= {"began": began(os.getpid()), "machines": machines, "meets": meets}
+        self._mine |= {"folder": run_dir.stat().st_ino}
         self._kernel = False  # flock tells of this machine's processes
         self._over = threading.Event()
         self.notes: list[str] = []
@@ -173,10 +183,12 @@ class FolderLock:
             holder = read_record(record, _NEEDS, tell=False)
             if joins and joins.items() <= holder.items():
                 return None
-            gone = _is_gone(holder, kernel=self._kernel and joins is None)
+            gone = _is_gone(holder, self._run_dir, kernel=self._kernel and joins is None)
             if gone:
                 return True
             waited = time.monotonic() - start
+            if joins and not holder:  # it is being written
+                first = touched
             if gone is not None or (first is not None and touched - first > _SETTLE_S):
                 raise self._refusal(holder)
             if waited > SILENT_S or self._now() - touched > SILENT_S:
@@ -201,7 +213,10 @@ class FolderLock:
             "another run is using this run folder",
             where="--run-dir",
             found=f"{self._run_dir}, by {_who(holder)}" + (f", on {machines} machines" if machines > 1 else ""),
-            fix="wait for it, or stop it",
+            fix="wait for it, or stop it"
+            if self._joins is None
+            else "wait for it, or stop it; machines of one command need the same MASTER_ADDR and MASTER_PORT, "
+            f"here {self._joins['meets']}, there {holder.get('meets') or 'none'}",
         )
 
     def _beat(self) -> None:
@@ -245,7 +260,7 @@ def is_held(run_dir: Path) -> bool:
     except OSError:
         pass
     touched = _touched(_record_path(run_dir))
-    gone = _is_gone(read_record(_record_path(run_dir), _NEEDS, tell=False), kernel=kernel)
+    gone = _is_gone(read_record(_record_path(run_dir), _NEEDS, tell=False), run_dir, kernel=kernel)
     return touched is not None and (time.time() - touched < SILENT_S if gone is None else not gone)
 
 
@@ -258,11 +273,13 @@ def _new_attempt() -> str:
 
 
 def _touched(path: Path) -> float | None:
-    """When a file was last touched; opened first, which asks a file system of the network again."""
+    """When a file was last touched; opened first, which asks a file system of the network again. None: it is gone."""
     try:
         with path.open() as file:
             return os.fstat(file.fileno()).st_mtime
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # the second: on another machine, a moment ago
+            raise
         return None
 
 
@@ -276,20 +293,24 @@ def _place() -> str:
         return f"{socket.gethostname()} 0"
 
 
-def _is_gone(holder: Mapping[str, Any], *, kernel: bool) -> bool | None:
+def _is_gone(holder: Mapping[str, Any], run_dir: Path, *, kernel: bool) -> bool | None:
     """Whether the process of a record has ended; None: nobody here knows.
 
     Args:
         holder: the record.
+        run_dir: where it is; one that came with a copy of another folder holds nothing here.
         kernel: flock says that no process of this machine has the folder.
     """
     if not holder:
         return None
+    here = holder["place"].split()[0] == _place().split()[0]
+    if here and holder["folder"] != run_dir.stat().st_ino:
+        return True
     if holder["place"] == _place():
         with contextlib.suppress(OSError):
             return began(holder["pid"]) != holder["began"]
         return None
-    return True if kernel and holder["place"].split()[0] == _place().split()[0] else None
+    return True if kernel and here else None
 
 
 def _who(holder: Mapping[str, Any]) -> str:

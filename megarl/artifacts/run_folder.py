@@ -34,6 +34,8 @@ class RunFolder:
             return not os.path.samestat(os.stat(self._path), self._own)
         except (FileNotFoundError, NotADirectoryError):
             return True
+        except OSError:  # a file system of the network that does not answer as it should says nothing
+            return False
 
     def check(self, *, now: bool = True) -> None:
         """Refuse to go on without the folder; unless `now`, look once in a while only.
@@ -48,7 +50,7 @@ class RunFolder:
 
 
 def folder_gone(run_dir: Path) -> UserError:
-    """What a user is told of it."""
+    """Tell a user that the folder is gone."""
     left = "nothing is there now" if not run_dir.exists() else "a folder with what was written since is there now"
     return UserError(
         "the folder of this run was deleted or moved while the run went on, so the run has ended",

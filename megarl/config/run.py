@@ -84,13 +84,14 @@ class ClusterConfig(Section):
     grace_s: NonNegativeFloat = Field(
         20.0,
         le=31_536_000,
-        description="seconds in which a training run that gets SIGTERM finishes its step and saves, before it ends; "
-        "what sends SIGTERM sends SIGKILL soon after: Slurm and Kubernetes after 30 s, systemd after 90 s",
+        description="seconds in which a training run that gets SIGTERM or SIGHUP finishes its step and saves, before "
+        "it ends; what sends SIGTERM sends SIGKILL soon after: Slurm and Kubernetes after 30 s, systemd after 90 s",
     )
     max_restarts: NonNegativeInt = Field(
         0,
         description="restarts of a run that lost a worker, from its newest checkpoint, until one reaches a newer one; "
-        "0: the first failure ends the command. A recipe with several teams that does not say it has 3",
+        "0: the first failure ends the command. A recipe with several teams, or `placement.auto`, that does not say it "
+        "has 3",
     )
 
 

@@ -211,7 +211,8 @@ FIELDS: dict[str, Field] = {
 
 def known(name: str) -> Field | None:
     """The field of that name, a camera's included; None: one of a user's own."""
-    return FIELDS.get(name) or FIELDS.get(name.partition("/")[0] + "/")
+    prefix, slash, _ = name.partition("/")
+    return FIELDS.get(prefix + slash)
 
 
 def table() -> str:

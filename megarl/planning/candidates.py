@@ -121,7 +121,8 @@ class Choice:
             cluster["device_memory_gb"] = hardware.memory_gb
         placed = {"actor": actor, "rollout": rollout, "placement": placement}
         if hardware.nodes > 1 and config.launch.launcher == "local":  # which starts processes on one machine only
-            launcher = "ray" if spread.teams or config.cluster.max_restarts else "torchrun"
+            restarts = cluster.get("max_restarts", config.cluster.max_restarts)
+            launcher = "ray" if spread.teams or restarts else "torchrun"
             placed["launch"] = _with(config.launch, launcher=launcher)
         return self.apply_engine(_with(config, **placed, cluster=_with(config.cluster, **cluster)), trains)
 

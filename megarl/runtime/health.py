@@ -104,7 +104,7 @@ class Heartbeat:
     def _make_again(self) -> None:
         """A launcher that sees no beats would end a run that goes on."""
         self._looked = time.monotonic()
-        with contextlib.suppress(FileNotFoundError):  # the run folder is gone, which the launcher sees, too
+        with contextlib.suppress(OSError):  # the run folder is gone, which the launcher sees, too; or it is a moment's
             if not self._path.exists():
                 self._path.parent.mkdir(exist_ok=True)
                 self._begin_file()

@@ -26,13 +26,14 @@ def leave_to_launcher(run_dir: Path) -> None:
 
     def ask(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        os.write(2, f"{own_worker_name()}: {name}: asks for a checkpoint; its launcher ends the run\n".encode())
         with contextlib.suppress(OSError):  # the launcher asks, too, if it got the signal
             (run_dir / SAVE).touch()
+            os.write(2, f"{own_worker_name()}: {name}: asks for a checkpoint; its launcher ends the run\n".encode())
 
     for number in _LEFT:
-        signal.signal(number, ask)
-        signal.siginterrupt(number, False)  # a call of a library goes on
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it stays ignored
+            signal.signal(number, ask)
+            signal.siginterrupt(number, False)  # a call of a library goes on
     os.register_at_fork(after_in_child=_as_always)
 
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -67,6 +68,7 @@ def of_another_machine(run_dir: Path, seconds_ago: float, **fields: object) -> P
     """The record of a command there that showed life so long ago."""
     path = run_dir / ".lock.json"
     told = {"attempt": "old", "host": "node7", "place": "boot 1", "pid": 12, "began": 3, "machines": 1, "meets": ""}
+    told |= {"folder": 1}  # another number there
     path.write_text(json.dumps(told | fields))
     os.utime(path, (time.time() - seconds_ago,) * 2)
     return path
@@ -137,6 +139,17 @@ def test_a_folder_whose_command_was_killed_is_taken_at_once(tmp_path: Path) -> N
         process.kill()
         process.wait()
         assert take(tmp_path) == []
+
+
+def test_a_copy_of_a_folder_that_is_held_is_free(tmp_path: Path) -> None:
+    run, copied = tmp_path / "run", tmp_path / "copied"
+    run.mkdir()
+    with holder(run):
+        shutil.copytree(run, copied)
+        assert is_held(run)
+        assert not is_held(copied)
+        with FolderLock(copied):
+            assert is_held(copied)
 
 
 def test_a_later_process_with_the_number_of_the_one_that_had_it_does_not_have_it(tmp_path: Path, no_flock: int) -> None:

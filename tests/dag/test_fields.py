@@ -74,3 +74,4 @@ def test_values_of_the_right_form_and_fields_of_a_users_own_are_set(batch):
 def test_names_that_are_constants_elsewhere_are_in_the_table():
     assert all(known(name) for name in (ORDINAL, *VERSION_FIELDS, "frames/front", "clip/wrist"))
     assert known("scores") is None
+    assert known("frames") is None, "of a user's own"
