@@ -236,24 +236,15 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
     Raises:
         UserError: unknown launcher, a layout it cannot start, or a run folder that another run uses.
     """
-    from megarl.config.load import dump_config
     from megarl.launchers import local, ray, torchrun
     from megarl.launchers.attempts import Attempts
 
     starts: dict[str, Callable[[Job], Workers]] = {"local": local.start, "torchrun": torchrun.start, "ray": ray.start}
     if launcher not in starts:
         raise ConfigError("unknown launcher", where="--launcher", found=launcher, allowed=LAUNCHERS)
-    names = functools.partial(name_in, placement)
     with contextlib.ExitStack() as open_files:
         lock = open_files.enter_context(_lock(launcher, config, run_dir))
-        if lock.machine == 0:
-            repair(run_dir)
-        log = open_files.enter_context(contextlib.closing(OutputLog(run_dir / "log.txt", names)))
-        for note in lock.notes:
-            log.say(note)
-        with contextlib.suppress(OSError):
-            if gone := remove_leftovers():
-                log.record("launcher", f"removed, of processes that were killed: {', '.join(map(str, gone))}")
+        log = open_files.enter_context(contextlib.closing(_open_log(run_dir, lock, placement)))
         folder = open_files.enter_context(contextlib.closing(RunFolder(run_dir)))
         job = Job(entry, config, run_dir, log, placement, folder=folder, machine=lock.machine, lock=lock)
         attempts = Attempts(starts[launcher], job)
@@ -286,23 +277,37 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
             finally:
                 ignore_signals()
                 attempts.stop()
-                # The folder may be another command's by now.
-                if lock.machine == 0 and lock.is_ours() and not folder.is_gone():
-                    _leave_folder(run_dir, ended, attempts.started, placement)
-                    resolved.make_again(run_dir, dump_config(config))
+                if lock.machine == 0 and lock.is_ours() and not folder.is_gone():  # it may be another command's by now
+                    _leave_folder(job, ended, attempts.started)
                 with contextlib.suppress(OSError):
                     remove_leftovers()  # of workers that had to be killed
 
 
-def _leave_folder(run_dir: Path, ended: Status, started: bool, placement: Placement | None) -> None:
+def _open_log(run_dir: Path, lock: FolderLock, placement: Placement | None) -> OutputLog:
+    """The log of a run, in a folder that is fit to go on in."""
+    if lock.machine == 0:
+        repair(run_dir)
+    log = OutputLog(run_dir / "log.txt", functools.partial(name_in, placement))
+    for note in lock.notes:
+        log.say(note)
+    with contextlib.suppress(OSError):
+        if gone := remove_leftovers():
+            log.record("launcher", f"removed, of processes that were killed: {', '.join(map(str, gone))}")
+    return log
+
+
+def _leave_folder(job: Job, ended: Status, started: bool) -> None:
     """Complete the records of a run that has ended, and remove the files that only workers need."""
+    from megarl.config.load import dump_config
+
     if ended == "finished":
-        resolved.take_up(run_dir)
-    clear(run_dir)
+        resolved.take_up(job.run_dir)
+    clear(job.run_dir)
     if started and ended != "finished":
-        close_run(run_dir, ended)
-    if started and placement is not None and placement.separate:
-        complete_trace(run_dir)
+        close_run(job.run_dir, ended)
+    if started and job.separate:
+        complete_trace(job.run_dir)
+    resolved.make_again(job.run_dir, dump_config(job.config))
 
 
 def prepare(job: Job) -> Job:

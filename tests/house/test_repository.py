@@ -53,7 +53,7 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("folder", ["megarl", "benchmarks", "tests", "tools"])
+@pytest.mark.parametrize("folder", ["megarl", "launchers", "recipes", "kernels", "benchmarks", "tests", "tools"])
 def test_functions_fit_on_a_screen(folder: str) -> None:
     found = []
     for path in tracked(f"{folder}/*.py"):
