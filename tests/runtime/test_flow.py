@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from megarl.artifacts.trained import steps_in
 from megarl.data.batch import Batch
 from megarl.data.loader import PromptLoader
 from megarl.rendezvous import write_token
@@ -164,7 +165,8 @@ def check(run_dir: Path, steps: int, n: int = 4) -> None:
 
 def first_prompts(run_dir: Path, count: int) -> list[str]:
     """Names of the first `count` prompts, in the order of the last checkpoint's loader."""
-    state = json.loads((run_dir / "checkpoints" / f"step_{STEPS}" / "state.json").read_text())["loader"]
+    newest = run_dir / "checkpoints" / f"step_{max(steps_in(run_dir / 'checkpoints'))}"
+    state = json.loads((newest / "state.json").read_text())["loader"]
     rows = MagicMock(__len__=lambda self: state["samples"])
     rows.batch = lambda places, epoch: Batch({}, {"uid": [f"train-{epoch}-{place}" for place in places]})
     return PromptLoader(rows, 4, seed=state["seed"]).at(range(count))["uid"]
