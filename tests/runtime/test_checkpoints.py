@@ -491,7 +491,8 @@ def test_a_run_ends_with_a_checkpoint_when_the_next_step_may_come_after_the_limi
     assert "saved at step 3: trainer.save_by_s = 100, and the next step may come too late" in capsys.readouterr().out
 
 
-def test_the_longest_save_counts_and_the_last_step_is_the_end_as_always(saving):
+def test_the_longest_save_counts_and_the_last_step_is_the_end_as_always(saving, monkeypatch):
+    monkeypatch.delenv("MEGARL_JOB_BEGAN", raising=False)
     _, checkpoints, _ = saving
     clock = iter([0.0, 10.0, 20.0])
     checkpoints._save_by = SaveBy(100.0, lambda: next(clock))

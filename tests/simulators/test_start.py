@@ -39,6 +39,10 @@ def test_it_starts_without_megarl_and_its_packages(tmp_path: Path) -> None:
     loaded = json.loads(done.stdout)
     assert [name for name in loaded if name.partition(".")[0] == "megarl"] == [
         "megarl",
-        *(f"megarl.simulators{part}" for part in ("", ".clip", ".plain", ".protocol", ".registry", ".wire", ".worker")),
+        *(
+            f"megarl.simulators{part}"
+            for part in ("", ".clip", ".parents", ".plain", ".protocol", ".registry", ".wire")
+        ),
+        "megarl.simulators.worker",
     ]
     assert not {"pydantic", "torch", "worker", "protocol"} & set(loaded)
