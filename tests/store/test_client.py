@@ -351,8 +351,8 @@ def test_calls_leave_no_records_in_rays_control_store(workers: dict[str, Any]) -
         return [gcs_pb2.TaskEvents.FromString(event).task_info.func_or_class_name for event in events]
 
     with store(workers, "unrecorded", 60.0):
-        assert ray.get(workers["train1"].call.remote("post", "m", 1), timeout=60) is None
-        assert ray.get(workers["train1"].work.remote(0.0), timeout=60) is None
+        assert ray.get(workers["train1"].call.remote("post", "m", 1), timeout=180) is None
+        assert ray.get(workers["train1"].work.remote(0.0), timeout=180) is None
         end = time.monotonic() + 120
         while "Worker.work" not in (made := calls()):
             assert time.monotonic() < end, "no process reports its calls"
