@@ -103,7 +103,7 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
 
 
 def filter_asks_models(config: RunConfig) -> list[str]:
-    """What the filter reads of that which `add_logprobs` and `add_greedy` write."""
+    """Fields of `add_logprobs` and `add_greedy` that the filter reads."""
     of_trainer = correction.rollout_correction, correction.rollout_as_old, logprob.old_logp, logprob.sum_pi_squared
     stages = *of_trainer, logprob.ref_logp, logprob.teacher_logp, logprob.teacher_topk, rollout.greedy_rollout
     written = {field for stage in stages for field in contract_of(stage).writes}

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def in_own_sessions() -> Iterator[None]:
-    """What Ray starts within this block is out of reach of a terminal and of `kill -- -GROUP`.
+    """Put what Ray starts within this block out of reach of a terminal and of `kill -- -GROUP`.
 
     Its control store and node manager would end at once, and no step could be finished without them. They end with the
     thread that started them all the same.

@@ -47,7 +47,7 @@ def teams_of(c: Controller) -> Teams | None:
 
 
 class SavedRun(Protocol):
-    """What the loop of a team asks of the run's checkpoints; collective over the team.
+    """Answers the questions of a team's loop about the run's checkpoints; collective over the team.
 
     Attributes:
         ends: the step that was saved last is the last one of this job, as far as this team decides it.

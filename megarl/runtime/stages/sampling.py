@@ -136,7 +136,7 @@ def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bo
 
 
 def asked_of_groups(config: RunConfig) -> str | None:
-    """What `admitted` asks of a group, for messages; None: nothing."""
+    """The condition that `admitted` sets for a group, for messages; None: there is none."""
     sampling, chosen = config.algorithm.dynamic_sampling, config.algorithm.filter
     asked = [sampling.kept_groups] if sampling.enabled else []
     asked += [f"a sample that the filter {chosen.name} keeps"] if config.filter_admits else []
