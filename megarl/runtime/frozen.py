@@ -79,7 +79,7 @@ def seal_frozen(c: Controller, name: str, key: str, source: str, checkpoint: str
 
 
 def changed_files(folder: Path, files: Mapping[str, Seal], world: WorkerGroup) -> list[str]:
-    """Lines that tell the model in `folder` from one with these `files`; equal on all ranks. Collective over `world`."""
+    """Differences of the model in `folder` from one with these `files`; equal on all ranks. Collective over `world`."""
     lines = faults(folder, files, world, per_machine=True)
     if lines:
         return lines
