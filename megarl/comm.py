@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl import phase
+from megarl import tracing
 from megarl.errors import WorkerError
 from megarl.metrics import Metrics
 from megarl.processes import LOOPBACK, address_towards
@@ -216,8 +216,8 @@ class WorkerGroup:
             if _TOO_LATE.search(str(error)) is None:
                 raise
             raise WorkerError(
-                f"rank {self.ranks[self.rank]} of {self.name} timed out waiting for {what} in phase {phase.current()} "
-                f"(deadline {self.deadline_s:g} s, cluster.timeout_s): {error}"
+                f"rank {self.ranks[self.rank]} of {self.name} timed out waiting for {what} in phase "
+                f"{tracing.current()} (deadline {self.deadline_s:g} s, cluster.timeout_s): {error}"
             ) from error
 
 

@@ -59,7 +59,7 @@ SETTINGS = (
 ROWS = """
 import os, time
 from pathlib import Path
-from megarl import phase
+from megarl import tracing
 from megarl.recipes.arithmetic import make_rows
 
 FILE = Path(__file__).with_name("hold")
@@ -69,12 +69,12 @@ def hold(path):
         step, wanted = FILE.read_text().split()
     except (FileNotFoundError, ValueError):
         return
-    if path == wanted and phase.step_now >= int(step) and "RANK" in os.environ:
+    if path == wanted and tracing.step_now >= int(step) and "RANK" in os.environ:
         FILE.with_name("held_" + os.environ["RANK"]).touch()
         while FILE.exists():
             time.sleep(0.002)
 
-phase.on_change(hold)
+tracing.on_change(hold)
 """
 
 

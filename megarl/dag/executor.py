@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node, Status
 from megarl.errors import MegarlError
-from megarl.phase import phase
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch

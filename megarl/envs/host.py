@@ -21,7 +21,7 @@ from typing import Any
 
 from megarl.envs.protocol import Action, Environment, Step
 from megarl.errors import MegarlError
-from megarl.phase import beat
+from megarl.tracing import beat
 
 _BEAT_EVERY_S = 1.0
 _THREADS = 16

@@ -19,6 +19,18 @@ from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
+from megarl.offload_schedule import (
+    ACTOR,
+    CRITIC,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    REFERENCE,
+    SERVERS,
+    TEACHER,
+    WEIGHTS,
+    needed,
+)
 from megarl.planning.activations import Activations, Needed, Passes
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.robot import call_columns, encoder_bytes, tower_bytes
@@ -31,18 +43,6 @@ from megarl.planning.shards import (
     layout_key,
     parameter_bytes,
     state_bytes,
-)
-from megarl.residency import (
-    ACTOR,
-    CRITIC,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    REFERENCE,
-    SERVERS,
-    TEACHER,
-    WEIGHTS,
-    needed,
 )
 
 ROUGH = 1.5
@@ -395,7 +395,7 @@ class _Models:
         self._offloads = dict.fromkeys(self.state, config.actor.engine.offload) | others
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
-        """What is on the device in a phase, see `megarl.residency`. On a CPU gradients are all that can leave."""
+        """Return the parts on the device in a phase (`megarl.offload_schedule`). On a CPU only gradients can leave."""
         wanted = needed(phase, role)
         return self._always + [
             part

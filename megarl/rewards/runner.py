@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError, RewardError
 from megarl.metrics import Metrics
-from megarl.phase import beat
 from megarl.rewards.pool import ScorerPool
 from megarl.rewards.registry import REWARDS, Scorer, load_scorer, mode_of, time_limit_s
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Outcome, Result, Sample, ScoringFailure, score
+from megarl.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig

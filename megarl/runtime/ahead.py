@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
 from megarl.models.copies import ParameterCopies
-from megarl.phase import phase, set_step
 from megarl.runtime.drawn import Drawn, files_ahead
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import evaluate_drawn, validates
+from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from torch import Tensor

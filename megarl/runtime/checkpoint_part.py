@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.phase import phase
 from megarl.runtime.checkpoints import FOLDER, teams_of
+from megarl.tracing import phase
 from megarl.training.saving import UnderWay
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class CheckpointPart:
 
         trained = self._c.trained
         if trained:
-            with self._c.residency.phase("resume"):
+            with self._c.offload.phase("resume"):
                 load(source, trained, verify(source, self._world, trained))
         elif self._teams is not None:
             load_random_states(source, self._c.layout)
@@ -100,7 +100,7 @@ class CheckpointPart:
         if tag is not None:
             self._under_way.wait()
             began = time.monotonic()
-            with phase("checkpoint"), self._c.residency.phase("checkpoint"):
+            with phase("checkpoint"), self._c.offload.phase("checkpoint"):
                 c, root, more = self._c, self._c.run_dir / FOLDER, {} if files is None else files()
                 saving = begin_part(root, step, tag, c.trained, self._teams, c.layout, more)
             self._under_way.began(saving, began)

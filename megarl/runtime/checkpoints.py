@@ -12,7 +12,6 @@ from megarl.artifacts import batch
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
-from megarl.phase import phase
 from megarl.runtime.changes import Command, announcements
 from megarl.runtime.drawn import describe_drawn, refuse_left_out, refuse_other_drawing, steps_held
 from megarl.runtime.flow_files import left_out
@@ -20,6 +19,7 @@ from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.robots import check_same_statistics, statistics_file
 from megarl.runtime.save_by import SaveBy
 from megarl.runtime.validate import due, validates
+from megarl.tracing import phase
 from megarl.training.saving import UnderWay
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class Checkpoints:
 
         c = self._c
         assert c.loading is not None, "only training runs resume"
-        with c.residency.phase("resume"):
+        with c.offload.phase("resume"):
             c.context.step, state = load(source, c.trained, self._meta)
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
@@ -406,7 +406,7 @@ class Checkpoints:
         }
         self._under_way.wait()
         began = time.monotonic()
-        with phase("checkpoint"), c.residency.phase("checkpoint"):
+        with phase("checkpoint"), c.offload.phase("checkpoint"):
             saving = begin(
                 self._root,
                 step,

@@ -12,9 +12,9 @@ from megarl.data.demonstrations import write_demonstrations
 from megarl.data.loader import PromptLoader
 from megarl.errors import ConfigError
 from megarl.models.vla.cloning import CloningExamples
-from megarl.phase import keep_beating, phase
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
 from megarl.runtime.setup import warn_if_repeated
+from megarl.tracing import keep_beating, phase
 
 if TYPE_CHECKING:
     from pathlib import Path

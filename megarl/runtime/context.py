@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
 from megarl.metrics import Metrics
-from megarl.residency import Residency
+from megarl.offload_schedule import OffloadSchedule
 from megarl.rollout import seeds
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class StepContext:
         config: of the run.
         layout: the ranks of this run, and this one among them.
         hf_config: of the policy.
-        residency: has on the device what each phase needs; roles enter its phases by themselves.
+        offload: has on the device what each phase needs; roles enter its phases by themselves.
         kl_controller: weight of the KL penalty in the reward.
         resting: steps at the start in which the policy is not trained, while a critic warms up.
         step: the training step that runs (1-based; 0 before the first).
@@ -87,7 +87,7 @@ class StepContext:
     config: RunConfig
     layout: Layout
     hf_config: PretrainedConfig
-    residency: Residency
+    offload: OffloadSchedule
     kl_controller: KLController
     resting: int = 0
     step: int = 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.data.loader import PromptLoader
     from megarl.data.prompts import PromptDataset
-    from megarl.residency import Residency
+    from megarl.offload_schedule import OffloadSchedule
     from megarl.rollout.robots.trials import Trials
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
@@ -84,9 +84,9 @@ class Controller:
         return self.context.layout
 
     @property
-    def residency(self) -> Residency:
+    def offload(self) -> OffloadSchedule:
         """Has on the device what each phase needs."""
-        return self.context.residency
+        return self.context.offload
 
     @property
     def hf_config(self) -> PretrainedConfig:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.phase import phase
 from megarl.runtime.roles import CriticRole
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
@@ -28,7 +28,7 @@ def make_critic(c: Controller, start: str | None) -> CriticRole:
     from megarl.training.engine import MegatronEngine
 
     config, source = c.config.critic, c.config.critic.path
-    with phase("load_critic"), c.residency.phase("load"):
+    with phase("load_critic"), c.offload.phase("load"):
         hf_config = c.hf_config
         if source is not None:  # not the policy's configuration: RoPE or windows may differ
             own = c.config.model.model_copy(update={"path": source, "hf_config": None})

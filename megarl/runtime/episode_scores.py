@@ -17,7 +17,7 @@ from megarl.config.embedding import EmbeddingSettings
 from megarl.data.batch import Batch
 from megarl.device import device
 from megarl.errors import ConfigError
-from megarl.phase import phase
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,9 +18,9 @@ from megarl.dag.stage import Kind
 from megarl.data.balance import max_over_mean
 from megarl.data.groups import ORDINAL, group_places
 from megarl.errors import ConfigError
-from megarl.phase import phase
 from megarl.runtime.pool import GroupPool
 from megarl.store.crossing import tokens_of
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph

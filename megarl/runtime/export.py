@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.trained import BEST, LAST, Exported, exported, write_exported
-from megarl.phase import phase
-from megarl.residency import ACTOR
+from megarl.offload_schedule import ACTOR
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -68,7 +68,7 @@ def _load_best(c: Controller, source: Path) -> int | None:
     from megarl.training.shards import CheckpointError
 
     try:
-        with c.residency.phase("restore", ACTOR):
+        with c.offload.phase("restore", ACTOR):
             return load(source, {ACTOR: c.actor.engine})[0]
     except CheckpointError as error:  # on all ranks alike
         if c.layout.rank == 0:
@@ -96,7 +96,7 @@ def trial_command(config: RunConfig, run_dir: Path) -> str:
 def _write(c: Controller, model: ModelRole, name: str) -> None:
     from megarl.models.weights import export_weights
 
-    with c.residency.phase("export", model.name):
+    with c.offload.phase("export", model.name):
         folder, source = c.run_dir / name, c.config.model.path
         hf_config, world = model.engine.hf_config, c.layout.world
         export_weights(model.chunks, folder, hf_config, c.tokenizer, world=world, source=source)

@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING
 from megarl.dag.ahead import admission_limit
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
-from megarl.phase import phase, set_step
 from megarl.runtime.ahead import store_of
 from megarl.runtime.flow_files import files_of_flow
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import evaluate_drawn, validates
 from megarl.store.pace import Pace
+from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.executor import Executor

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.artifacts.checkpoint_files import INDEX, read_config, weight_files
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file
 from megarl.errors import ConfigError
-from megarl.phase import phase
+from megarl.tracing import phase
 from megarl.training.intact import Seal, faults, few, seals_of
 
 if TYPE_CHECKING:

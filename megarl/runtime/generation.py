@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, ServerError
-from megarl.phase import keep_beating, phase
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.runtime import rollout_servers, rollout_team
+from megarl.tracing import keep_beating, phase
 
 if TYPE_CHECKING:
     from megarl.rollout.sglang.fleet import Fleet
@@ -56,7 +56,7 @@ def _open_servers(c: Controller, *, draws: bool, trains: bool) -> None:
         c.rollout.engine = rollout_servers.pump_engine(c, c.fleet)
         return
     if config.rollout.colocated:
-        c.residency.add_servers(ServerMemory(c.fleet, config.rollout.sglang.health_timeout_s, layout.world))
+        c.offload.add_servers(ServerMemory(c.fleet, config.rollout.sglang.health_timeout_s, layout.world))
     c.sync = sync = _weights_to_servers(c, c.fleet)
     if draws:
         replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
@@ -115,8 +115,8 @@ def _weights_to_servers(c: Controller, fleet: Fleet) -> WeightSync:
 
 
 def _where_servers_share(c: Controller, name: str) -> contextlib.AbstractContextManager[None]:
-    """A phase of residency, for servers on the trainer's devices: for others nothing has to leave these."""
-    return c.residency.phase(name) if c.config.rollout.colocated else contextlib.nullcontext()
+    """Enter a phase of the offload schedule if the servers share the trainer's devices; else nothing has to leave."""
+    return c.offload.phase(name) if c.config.rollout.colocated else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ def _account(c: Controller, report: SyncReport) -> None:
     from megarl.sync.updater import WeightSync
     from megarl.sync.versions import version_tag
 
-    with phase("probe"), c.residency.phase("probe"):
+    with phase("probe"), c.offload.phase("probe"):
         assert isinstance(c.sync, WeightSync), "servers get their weights from it"
         tag = version_tag(report.version, c.sync.run)
         vocabulary, limit = c.hf_config.vocab_size, c.config.sync.timeout_s

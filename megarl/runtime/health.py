@@ -1,11 +1,11 @@
 """What a worker tells about itself while it runs and when it fails, and how a launcher reads it.
 
     worker                         RUN_DIR                          launcher
-    megarl.phase -> Heartbeat ->   heartbeats/rank_K   -> read_beat -> Watch   no beat for too long: a hang
+    megarl.tracing -> Heartbeat ->   heartbeats/rank_K   -> read_beat -> Watch   no beat for too long: a hang
     exception    -> write_error -> errors/rank_K.json  -> read_errors          which rank failed first, and where
 
 A heartbeat is progress of the work, not a sign of life: it changes when a phase opens or closes and when long work
-inside a phase says that it moves on (`megarl.phase.beat`: decode steps, micro-batches, tensors read or written), so a
+inside a phase says that it moves on (`megarl.tracing.beat`: decode steps, micro-batches, tensors read or written), so a
 rank that waits for ever looks stuck although its process is healthy. Each beat is a copy into a memory-mapped file of
 one block (about 2 microseconds), so every one is recorded and none has to be rate-limited.
 """
@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from megarl import phase
+from megarl import tracing
 from megarl.artifacts.lock import is_taken
 from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import folder_gone
@@ -83,14 +83,14 @@ class Heartbeat:
         self._changes = 0
         self._over = False
         self._begin_file()
-        phase.on_change(self.beat)
+        tracing.on_change(self.beat)
 
     def _begin_file(self) -> None:
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         temporary.write_bytes(bytes(_SIZE))
         with temporary.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE)
-        self._record(phase.current())
+        self._record(tracing.current())
         temporary.rename(self._path)  # a reader never meets a file without a first beat
         self._looked = time.monotonic()
 
@@ -112,7 +112,7 @@ class Heartbeat:
     def _record(self, path: str) -> None:
         text = f"{self._host} {path}".encode()[:_TEXT_MAX]
         self._changes += 1
-        head = (self._changes, phase.step_now, os.getpid(), time.time(), len(text), self._over)
+        head = (self._changes, tracing.step_now, os.getpid(), time.time(), len(text), self._over)
         _HEADER.pack_into(self._map, 0, 2 * self._changes - 1, *head)
         self._map[_HEADER.size : _HEADER.size + len(text)] = text
         _HEADER.pack_into(self._map, 0, 2 * self._changes, *head)
@@ -120,7 +120,7 @@ class Heartbeat:
     def finish(self) -> None:
         """Record that the work of this process is done: without that it has failed, whatever its exit code."""
         self._over, self._looked = True, -math.inf
-        self.beat(phase.current())
+        self.beat(tracing.current())
 
 
 def _beat_path(run_dir: Path, rank: int) -> Path:
@@ -177,8 +177,8 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
     """Describe `error`, raised in this process, with the phase and step it was raised in."""
     return RankFailure(
         rank=rank,
-        phase=phase.failed_at(error),
-        step=phase.step_now,
+        phase=tracing.failed_at(error),
+        step=tracing.step_now,
         type=type(error).__name__,
         message=mask(str(error)),
         traceback=mask("".join(traceback.format_exception(error))),

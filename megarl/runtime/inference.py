@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
-from megarl.phase import phase, set_step
-from megarl.residency import ACTOR
+from megarl.offload_schedule import ACTOR
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_controller
 from megarl.runtime.stages.rollout import generate as draw
 from megarl.runtime.validate import evaluate as evaluate_controller
+from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
@@ -76,7 +76,7 @@ def _restore(c: Controller) -> None:
 
     resume = c.config.trainer.resume
     if resume not in ("auto", "never"):
-        with phase("resume"), c.residency.phase("restore", ACTOR):
+        with phase("resume"), c.offload.phase("restore", ACTOR):
             c.context.step, _ = load(Path(resume), {ACTOR: c.actor.engine})
         set_step(c.context.step)
     open_rollout(c)

@@ -18,7 +18,6 @@ from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
 from megarl.dag.executor import Executor
 from megarl.dag.node import Role
-from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.ahead import Pushes, RolloutSteps, draws_apart, find_drawn
@@ -41,6 +40,7 @@ from megarl.runtime.start import RunStart, all_ready, announce_start, follow_sta
 from megarl.runtime.teacher import make_teacher
 from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import evaluate_drawn, validates
+from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph

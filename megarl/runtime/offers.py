@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
-from megarl.phase import phase
 from megarl.runtime.ahead import store_of
 from megarl.runtime.flow import GATE, OPEN, SAVES, WANTED
 from megarl.runtime.generation import publish
 from megarl.runtime.validate import validates
 from megarl.store.core import FORMED
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.runtime.controller import Controller

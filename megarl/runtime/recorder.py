@@ -12,13 +12,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from megarl import phase as phases
+from megarl import tracing
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
 from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
+from megarl.offload_schedule import MEETING, MOVES
 from megarl.processes import own_worker_name, worker_number
-from megarl.residency import MEETING, MOVES
 from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
@@ -112,7 +112,7 @@ class Recorder:
 
     def _finish(self, status: Status) -> None:
         refuse_if_taken(self._c.run_dir)
-        self._trace.write(phases.drain())
+        self._trace.write(tracing.drain())
         self._trace.close()
         if self._tracker is not None:
             self._tracker.finish(status)
@@ -137,7 +137,7 @@ class Recorder:
         told = self._read_others(step) if leads else []  # the step is over when all teams are through
         wall, cpu = self._start
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
-        events = phases.drain()
+        events = tracing.drain()
         self._trace.write(events)
         # The ranks of one replica saw the same samples: only its first one speaks for them.
         local = c.context.metrics if c.layout.is_lead else Metrics()
@@ -181,7 +181,7 @@ class Recorder:
             return []
         found = []
         for team in self._others:
-            with phases.phase("await_metrics", waits_for=team.name):
+            with tracing.phase("await_metrics", waits_for=team.name):
                 if self.drawn is not None and Role.ROLLOUT in team.roles:
                     found += self.drawn(step)
                 else:
@@ -208,8 +208,8 @@ class Recorder:
         return made | {"perf/max_memory_gb": memory}
 
 
-def _stage_seconds(events: list[phases.PhaseEvent]) -> dict[str, float]:
-    """Seconds of the phases right below the outermost one, by name, and of the step's moves of `megarl.residency`.
+def _stage_seconds(events: list[tracing.PhaseEvent]) -> dict[str, float]:
+    """Return the seconds of the phases right below the outermost one, by name, and of the step's offloading moves.
 
     Moves at the start and around a checkpoint, and waiting until all ranks have made room, are no moves of a step.
     """

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from megarl.artifacts import start
 from megarl.artifacts.trained import steps_in
 from megarl.errors import ConfigError
-from megarl.phase import keep_beating, phase
 from megarl.processes import write_atomically
 from megarl.runtime.frozen import Frozen, changed_files, frozen_in, seal_frozen
 from megarl.runtime.roles import ReferenceRole
 from megarl.runtime.setup import build_engine, check_embeddings
+from megarl.tracing import keep_beating, phase
 from megarl.training.intact import few
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def keep_start(c: Controller) -> str:
 def _export_actor(c: Controller, folder: Path) -> None:
     from megarl.models.weights import export_weights
 
-    with phase("keep_reference"), c.residency.phase("load"):
+    with phase("keep_reference"), c.offload.phase("load"):
         world, source = c.layout.world, c.config.model.path
         export_weights(c.actor.chunks, folder, c.hf_config, c.tokenizer, world=world, source=source)
 
@@ -173,7 +173,7 @@ def make_reference(c: Controller, begin: RunStart) -> ReferenceRole:
 
     source = now_at(c.run_dir, begin.reference or "")
     seal_frozen(c, "reference", begin.reference_key, source, begin.source)
-    with phase("load_reference"), c.residency.phase("load"):
+    with phase("load_reference"), c.offload.phase("load"):
         # Not the policy's configuration: RoPE or windows may differ.
         hf_config = load_hf_config(
             c.config.model.model_copy(update={"path": source, "hf_config": None}), "reference.path"

@@ -32,13 +32,13 @@ from megarl.models.vla.actions import ActionCodec, ActionTokens, gripper_rule
 from megarl.models.vla.calls import PolicyFamily, policy_family, prompt_ids
 from megarl.models.vla.cloning import cloning_statistics
 from megarl.models.weights.files import resolve_folder
-from megarl.phase import keep_beating, phase
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts, Player
 from megarl.rollout.robots.policy import Draw, DrawingPolicy
 from megarl.rollout.robots.trials import Trials, limited, part_trials, val_sets
 from megarl.rollout.robots.view import View
 from megarl.simulators.wire import plain_spec, spec_of
+from megarl.tracing import keep_beating, phase
 from megarl.training.calls import CallForm
 
 if TYPE_CHECKING:

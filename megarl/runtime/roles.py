@@ -1,6 +1,6 @@
 """The roles that stages name in their signatures: the models of a run, where samples come from, and who scores them.
 
-    role         has on the device while it works (megarl.residency)          gives
+    role         has on the device while it works (megarl.offload_schedule)   gives
     actor        parameters; in an update also optimizer state and gradients  log_probs, train_step
     critic       the same                                                     values, train_step
     reference    parameters                                                   log_probs
@@ -8,8 +8,8 @@
     rollout      the actor's parameters or a server's weights, and a cache    drawing, engine
     scorer       nothing                                                      runner, by_environment
 
-A model enters its phase of residency by itself, so that a stage cannot forget to. Which models there are follows from
-the nodes of the graph. All methods of models are collective over the ranks of the layout.
+A model enters its phase of the offload schedule by itself, so that a stage cannot forget to. Which models there are
+follows from the nodes of the graph. All methods of models are collective over the ranks of the layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megarl import phase, residency
+from megarl import offload_schedule, tracing
 from megarl.data.messages import PromptColumn
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ModelRole:
 
     def __init__(self, engine: MegatronEngine, c: StepContext, *, offloads: bool) -> None:
         self.engine, self._c = engine, c
-        c.residency.add(self.name, engine, offloads=offloads)
+        c.offload.add(self.name, engine, offloads=offloads)
 
     @property
     def chunks(self) -> list[PolicyModel]:
@@ -54,7 +54,7 @@ class ModelRole:
         return self.engine.chunks
 
     def _log_probs(self, samples: Batch, temperature: float | None) -> Jagged:
-        with self._c.residency.phase("score", self.name):
+        with self._c.offload.phase("score", self.name):
             wanted = self._c.temperature if temperature is None else temperature
             return self.engine.logprobs(samples, wanted, entropy=False)[0]
 
@@ -62,7 +62,7 @@ class ModelRole:
 class ActorRole(ModelRole):
     """The policy that is trained."""
 
-    name = residency.ACTOR
+    name = offload_schedule.ACTOR
 
     @property
     def step(self) -> int:
@@ -78,42 +78,42 @@ class ActorRole(ModelRole):
         self, mini: Batch, loss: LossFn, divisor: Divisor | None = None, taught: Taught | None = None
     ) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
-        with self._c.residency.phase("update", self.name):
+        with self._c.offload.phase("update", self.name):
             return self.engine.train_step(mini, loss, self._c.temperature, divisor, taught)
 
     def sft_step(self, batch: Batch) -> Metrics:
         """One supervised optimizer step; see `MegatronEngine.sft_step`."""
-        with self._c.residency.phase("update", self.name):
+        with self._c.offload.phase("update", self.name):
             return self.engine.sft_step(batch)
 
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
         """Start a new phase of training from the current parameters."""
-        with self._c.residency.phase("update", self.name):
+        with self._c.offload.phase("update", self.name):
             self.engine.reset_optimizer(optim, total_steps)
 
 
 class CriticRole(ModelRole):
     """The value model of PPO."""
 
-    name = residency.CRITIC
+    name = offload_schedule.CRITIC
 
     def values(self, samples: Batch) -> Jagged:
         """The return that it predicts at every response token (float32), from the tokens before it."""
-        with self._c.residency.phase("score", self.name):
+        with self._c.offload.phase("score", self.name):
             values = self.engine.values(samples)
         self._c.count_pass(samples, head=False)
         return values
 
     def train_step(self, mini: Batch, loss: LossFn) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.value_step`."""
-        with self._c.residency.phase("update", self.name):
+        with self._c.offload.phase("update", self.name):
             return self.engine.value_step(mini, loss)
 
 
 class ReferenceRole(ModelRole):
     """The frozen policy that RL starts from."""
 
-    name = residency.REFERENCE
+    name = offload_schedule.REFERENCE
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """As `ActorRole.log_probs`."""
@@ -125,7 +125,7 @@ class ReferenceRole(ModelRole):
 class TeacherRole(ModelRole):
     """The frozen model that a policy is distilled from. It has a shape of its own: its work is not in `perf/flops`."""
 
-    name = residency.TEACHER
+    name = offload_schedule.TEACHER
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """As `ActorRole.log_probs`."""
@@ -133,7 +133,7 @@ class TeacherRole(ModelRole):
 
     def top_tokens(self, samples: Batch, k: int) -> Jagged:
         """Its k likeliest tokens among the policy's at every response token; see `MegatronEngine.top_tokens`."""
-        with self._c.residency.phase("score", self.name):
+        with self._c.offload.phase("score", self.name):
             return self.engine.top_tokens(samples, k, self._c.hf_config.vocab_size, self._c.temperature)
 
 
@@ -169,9 +169,9 @@ class RolloutRole:
     @contextmanager
     def drawing(self, c: StepContext, count: int) -> Iterator[Callable[[int], None]]:
         """Memory and the console are ready for `count` samples inside; gives the function that counts them."""
-        name = phase.current().rpartition("/")[2]
+        name = tracing.current().rpartition("/")[2]
         held = nullcontext() if self.pushed is None else self.pushed.held()
-        with c.residency.phase("generate"), held, c.progress(name, count) as advance:
+        with c.offload.phase("generate"), held, c.progress(name, count) as advance:
             yield advance
 
 

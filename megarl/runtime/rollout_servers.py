@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.phase import phase
 from megarl.rendezvous import run_key
 from megarl.runtime.rollout_team import WEIGHTS
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.comm import WorkerGroup

@@ -20,9 +20,9 @@ from megarl.dag.stage import Role
 from megarl.data.loader import refuse_other_data
 from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.metrics import Metrics
-from megarl.phase import phase
 from megarl.processes import LOOPBACK
 from megarl.rendezvous import run_key
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.comm import WorkerGroup

@@ -27,9 +27,8 @@ from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.hf import check_trainable, moe_layers
 from megarl.models.weights import init_random, load_weights
-from megarl.phase import keep_beating, phase
+from megarl.offload_schedule import OffloadSchedule
 from megarl.rendezvous import join
-from megarl.residency import Residency
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
@@ -42,6 +41,7 @@ from megarl.runtime.robots import call_form, open_robots
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 from megarl.runtime.team import OwnTeam
 from megarl.sync.updater import NullSync
+from megarl.tracing import keep_beating, phase
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.forms import TEXT, Form
 from megarl.training.parallel import Layout, init_parallel
@@ -105,7 +105,7 @@ def build_controller(
         config,
         layout,
         hf_config,
-        Residency(layout.world.barrier) if config.rollout.colocated else Residency(),
+        OffloadSchedule(layout.world.barrier) if config.rollout.colocated else OffloadSchedule(),
         KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
         form=form_of(config, hf_config),
         cuts=team.plan.cuts if config.placement.share == "tokens" else None,

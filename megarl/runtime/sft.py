@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from megarl.config.run import RunConfig
 from megarl.data.loader import PromptLoader
 from megarl.data.sft import SFTDataset
-from megarl.phase import phase, set_step
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_controller, warn_if_repeated
 from megarl.runtime.validate import due, evaluate
+from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.phase import phase
 from megarl.runtime.reference import drop_refused_start, keep_reference, keep_start, unchanged_model
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.runtime.controller import Controller

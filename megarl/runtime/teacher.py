@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError
-from megarl.phase import phase
 from megarl.runtime.frozen import seal_frozen
 from megarl.runtime.roles import TeacherRole
 from megarl.runtime.setup import build_engine, check_embeddings
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ def make_teacher(c: Controller, start: RunStart) -> TeacherRole:
     path = c.config.teacher.path
     assert path is not None, "the checks ask for it"
     seal_frozen(c, "teacher", "teacher.path", path, start.source)
-    with phase("load_teacher"), c.residency.phase("load"):
+    with phase("load_teacher"), c.offload.phase("load"):
         hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
         check_same_tokens(c.tokenizer, _tokenizer(c.config.model, path), path)
         check_embeddings(hf_config, c.hf_config, "teacher.path")

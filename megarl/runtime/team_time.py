@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megarl.metrics import Metrics
-    from megarl.phase import PhaseEvent
     from megarl.runtime.team import OwnTeam
+    from megarl.tracing import PhaseEvent
 
 _AWAIT = "await_"  # begins the names of phases that wait for something else than samples
 SAMPLES, WEIGHTS = "samples", "weights"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.stage import Role
 from megarl.errors import MegarlError
 from megarl.metrics import Metrics
-from megarl.phase import phase
 from megarl.rewards.scoring import ERROR_KEY
 from megarl.runtime.stages.reward import collect, submit
 from megarl.runtime.stages.rollout import generate
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

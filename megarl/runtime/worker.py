@@ -22,10 +22,10 @@ from megarl.artifacts.resolved import proposed, withdraw
 from megarl.artifacts.run_folder import RunFolder
 from megarl.errors import UserError
 from megarl.imports import import_callable
-from megarl.phase import phase
 from megarl.processes import die_with_parents, raise_descriptor_limit, worker_number
 from megarl.runtime.health import Heartbeat, report
 from megarl.runtime.signals import leave_to_launcher
+from megarl.tracing import phase
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

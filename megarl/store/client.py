@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from megarl import phase
+from megarl import tracing
 from megarl.store.core import GroupInfo, StoreError
 from megarl.store.notice import Notice
 from megarl.store.objects import Piece, payloads_of, put_object
@@ -65,7 +65,7 @@ class StoreClient:
         self._changes = 0
         self._waits_for = ""
         self._notice = Notice(actor, team, self._slice_s)
-        phase.on_change(self._moved)
+        tracing.on_change(self._moved)
         self._serial = self._ping().heard  # of the last call that changes something; another process may have made it
         threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
 
@@ -363,7 +363,7 @@ class StoreClient:
         )
 
     def _who(self) -> str:
-        return f"team {self.team!r} rank {self.rank} in phase {phase.current()}"
+        return f"team {self.team!r} rank {self.rank} in phase {tracing.current()}"
 
     # -- progress ----------------------------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class StoreClient:
         """This worker's own deadline is here, so to its launcher it is alive; to other teams it stands still."""
         before, self._waits_for = self._waits_for, what
         try:
-            with phase.keep_beating(limit_s=math.inf, every_s=self._slice_s):
+            with tracing.keep_beating(limit_s=math.inf, every_s=self._slice_s):
                 yield
         finally:
             self._waits_for = before
@@ -393,4 +393,4 @@ class StoreClient:
                     return
 
     def _word(self) -> Ping:
-        return Ping(self._changes, phase.current(), phase.step_now, self._waits_for)
+        return Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.node import Node
 from megarl.data.batch import Batch, Jagged
 from megarl.data.groups import ORDINAL, group_places
-from megarl.phase import phase
 from megarl.store.core import GroupInfo, StoreError
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph

@@ -21,9 +21,9 @@ from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.fill import local_shards
 from megarl.models.weights.plan import Box
-from megarl.phase import beat
 from megarl.sync.fp8 import quantize_blocks
 from megarl.sync.plan import ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan, box_count
+from megarl.tracing import beat
 
 Held = dict[tuple[str, Box], Tensor]
 HOST = torch.device("cpu")

@@ -31,7 +31,6 @@ from megarl.errors import ServerError, WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_hf_tensors, layout_of_all
 from megarl.models.weights.fill import coordinate
-from megarl.phase import phase
 from megarl.sync import verify
 from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
 from megarl.sync.plan import TrainerRank, holdings, make_plan
@@ -45,6 +44,7 @@ from megarl.sync.transports.disk import DiskTransport
 from megarl.sync.transports.distributed import DistributedTransport
 from megarl.sync.transports.tensor import TensorTransport
 from megarl.sync.versions import version_tag
+from megarl.tracing import phase
 
 T = TypeVar("T")
 

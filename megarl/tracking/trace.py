@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from megarl.artifacts.jsonl import JsonlWriter
 from megarl.artifacts.records import Needs, parse_object, tell_once
-from megarl.phase import PhaseEvent
+from megarl.tracing import PhaseEvent
 from megarl.tracking.restarts import read_restarts
 
 #: Of the ranks' files, that trace.json is made of: about 300,000 phases, in some seconds and 200 MB of memory.

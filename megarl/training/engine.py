@@ -28,8 +28,8 @@ from megarl.metrics import Metrics
 from megarl.models.build import build_policy
 from megarl.models.config import transformer_config
 from megarl.models.policy import PolicyModel
-from megarl.phase import beat, phase
-from megarl.residency import PARAMETERS, PARTS
+from megarl.offload_schedule import PARAMETERS, PARTS
+from megarl.tracing import beat, phase
 from megarl.training import microbatch, offload, optimizer
 from megarl.training.forms import TEXT, Form
 from megarl.training.guard import check_finite
@@ -371,7 +371,7 @@ class MegatronEngine:
 
     @property
     def parts(self) -> frozenset[str]:
-        """What the engine has of `megarl.residency.PARTS`; a frozen one has parameters only."""
+        """What the engine has of `megarl.offload_schedule.PARTS`; a frozen one has parameters only."""
         return frozenset((PARAMETERS,) if self.optimizer is None else PARTS)
 
     @property
@@ -408,7 +408,7 @@ class MegatronEngine:
         if missing:
             raise RuntimeError(
                 f"the {self.name} engine's {' and '.join(missing)} are not on the device: this belongs into a phase of "
-                "megarl.residency that needs them"
+                "megarl.offload_schedule that needs them"
             )
 
 

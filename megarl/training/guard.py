@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl import phase
+from megarl import tracing
 from megarl.comm import WorkerGroup
 from megarl.device import device
 from megarl.errors import MegarlError
@@ -51,7 +51,7 @@ def check_finite(
         "parameters": _bad_gradients(chunks),
     }
     lines = [
-        f"loss or gradient is not finite at optimizer step {step} in phase {phase.current()} "
+        f"loss or gradient is not finite at optimizer step {step} in phase {tracing.current()} "
         f"(gradient norm {grad_norm}); no parameter was changed"
     ]
     for rank, found in enumerate(world.all_gather_json(finding)):

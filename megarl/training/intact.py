@@ -15,7 +15,7 @@ from typing import BinaryIO, TypeAlias
 import xxhash
 
 from megarl.comm import WorkerGroup
-from megarl.phase import beat
+from megarl.tracing import beat
 
 #: bytes and checksum
 Seal: TypeAlias = list[int | str]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.device import empty_cache, synchronize
-from megarl.residency import GRADIENTS, PARAMETERS
+from megarl.offload_schedule import GRADIENTS, PARAMETERS
 from megarl.training.optimizer import parts
 
 
@@ -60,7 +60,7 @@ class Parked:
 
 
 def park(wrapped: Iterable[Any], optimizer: Any | None, part: str) -> Parked:
-    """Empty the storages of one part (`megarl.residency.PARTS`) of (DDP-wrapped) model chunks and their optimizer.
+    """Empty the storages of one part (see `megarl.offload_schedule`) of (DDP-wrapped) model chunks and their optimizer.
 
     The parameters are there when another part leaves.
     """

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from megarl.comm import WorkerGroup
 from megarl.errors import WorkerError
-from megarl.phase import beat, current, phase
 from megarl.processes import write_atomically
+from megarl.tracing import beat, current, phase
 from megarl.training.intact import Seal, few, size_at
 from megarl.training.shards import CheckpointError, Snapshot, write_file
 

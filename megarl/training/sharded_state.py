@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megarl.comm import WorkerGroup
-from megarl.residency import OPTIMIZER, PARAMETERS
+from megarl.offload_schedule import OPTIMIZER, PARAMETERS
 from megarl.training.boxes import Box, BoxPlace, boxes_of, places_of
 from megarl.training.intact import few
 from megarl.training.optimizer import parts

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.device import has_cuda, synchronize
 from megarl.errors import UserError
-from megarl.phase import beat
+from megarl.tracing import beat
 from megarl.training.boxes import Box, Shape, overlap
 from megarl.training.intact import Seal, opened_size, size_at
 

@@ -13,7 +13,7 @@ from megarl.dag.stage import Contract, stage
 from megarl.data.batch import Batch, Jagged
 from megarl.device import ProcessState
 from megarl.errors import ConfigError, UserError
-from megarl.phase import drain, failed_at
+from megarl.tracing import drain, failed_at
 
 
 def prompts(n: int = 3) -> Batch:

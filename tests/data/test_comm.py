@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl import phase
+from megarl import tracing
 from megarl.comm import WorkerGroup, team_world
 from megarl.errors import WorkerError
 from megarl.metrics import Metrics
@@ -91,7 +91,7 @@ def _wait_for_nobody(world: WorkerGroup) -> str:
     short = WorkerGroup("the impatient", world.process_group, 0.2)
     hasty = short.subgroup([0, 1], "two impatient ranks")
     if world.rank == 0 and hasty is not None:
-        with phase.phase("step/probe"), pytest.raises(WorkerError) as found:
+        with tracing.phase("step/probe"), pytest.raises(WorkerError) as found:
             hasty.all_gather_json(None)
         return str(found.value).partition(": ")[0]
     return ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import phase
+from megarl import tracing
 from megarl.errors import DataError, MegarlError
 from megarl.processes import oom_kills
 from megarl.runtime import health
@@ -19,8 +19,8 @@ from megarl.runtime.health import Heartbeat, RankFailure, Watch, failure_of, rea
 
 @pytest.fixture(autouse=True)
 def _no_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase, "_on_change", [])
-    monkeypatch.setattr(phase, "step_now", 0)
+    monkeypatch.setattr(tracing, "_on_change", [])
+    monkeypatch.setattr(tracing, "step_now", 0)
 
 
 def failure(rank: int = 0, type: str = "RuntimeError", message: str = "x", at: float = 0.0) -> RankFailure:
@@ -30,8 +30,8 @@ def failure(rank: int = 0, type: str = "RuntimeError", message: str = "x", at: f
 def test_a_beat_follows_the_phase(tmp_path: Path) -> None:
     Heartbeat(tmp_path, 3)
     first = read_beat(tmp_path, 3)
-    phase.set_step(5)
-    with phase.phase("rollout"), phase.phase("decode"):
+    tracing.set_step(5)
+    with tracing.phase("rollout"), tracing.phase("decode"):
         inside = read_beat(tmp_path, 3)
 
     assert first is not None
@@ -117,10 +117,10 @@ def test_watch_counts_phase_changes_as_progress(tmp_path: Path) -> None:
 def test_long_work_inside_a_phase_is_no_hang(tmp_path: Path) -> None:
     Heartbeat(tmp_path, 0)
     watch = Watch(tmp_path, [0], timeout_s=0.3, start_timeout_s=60)
-    with phase.phase("generate"):
+    with tracing.phase("generate"):
         for _ in range(5):
             time.sleep(0.1)
-            phase.beat()
+            tracing.beat()
             assert watch.check([0]) is None
 
 
@@ -132,7 +132,7 @@ def test_a_download_beats_in_the_background_up_to_its_limit(tmp_path: Path) -> N
         assert beat is not None
         return beat.changes
 
-    with phase.keep_beating(limit_s=0.2, every_s=0.01):
+    with tracing.keep_beating(limit_s=0.2, every_s=0.01):
         time.sleep(0.4)
         at_the_limit = changes()
         time.sleep(0.1)
@@ -140,8 +140,8 @@ def test_a_download_beats_in_the_background_up_to_its_limit(tmp_path: Path) -> N
 
 
 def test_a_failure_keeps_its_phase_and_exit_code(tmp_path: Path) -> None:
-    phase.set_step(4)
-    with pytest.raises(DataError) as caught, phase.phase("load"):
+    tracing.set_step(4)
+    with pytest.raises(DataError) as caught, tracing.phase("load"):
         raise DataError("broken JSON", where="a.jsonl:3")
     write_error(tmp_path, failure_of(caught.value, rank=2))
 

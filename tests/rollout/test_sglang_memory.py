@@ -7,7 +7,7 @@ import pytest
 from megarl.comm import WorkerGroup
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
-from megarl.residency import CACHE, WEIGHTS
+from megarl.offload_schedule import CACHE, WEIGHTS
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.memory import ServerMemory

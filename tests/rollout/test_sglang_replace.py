@@ -182,7 +182,7 @@ def test_a_server_that_hangs_more_often_than_it_may_is_an_error_that_names_it(tm
 
 
 def test_memory_is_not_left_to_a_server_that_hangs(tmp_path: Path, capsys: Any) -> None:
-    from megarl.residency import WEIGHTS
+    from megarl.offload_schedule import WEIGHTS
     from megarl.rollout.sglang.memory import ServerMemory
 
     with alone(tmp_path, None, servers=1, max_restarts=0) as (fleet, _):

@@ -12,7 +12,7 @@ from megarl.algorithms.kl import KLController
 from megarl.config.fields import iter_keys, names_component
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
-from megarl.residency import Residency
+from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import changes, checkpoints
 from megarl.runtime.changes import EFFECTS, announcements, changed_keys
 from megarl.runtime.checkpoints import Checkpoints
@@ -182,7 +182,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         kl_controller=controller,
         loading=loader,
         trained={},
-        residency=Residency(),
+        offload=OffloadSchedule(),
         scores=None,
     )
     c.context = c

@@ -17,7 +17,7 @@ from megarl.config.asynchrony import AsyncConfig
 from megarl.config.run import RunConfig, TrainerConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.residency import Residency
+from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import Checkpoints, teams_of
 from megarl.runtime.team import OwnTeam
@@ -77,7 +77,7 @@ def worker(tmp_path, monkeypatch):
             layout=layout,
             hf_config=None,
             loading=loader,
-            residency=Residency(),
+            offload=OffloadSchedule(),
             frozen={},
             context=SimpleNamespace(kl_controller=loader, surplus=None, scores=None, layout=layout),
             mail=FolderMail(tmp_path / "mail"),

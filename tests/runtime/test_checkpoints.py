@@ -19,7 +19,7 @@ from megarl.config.training import SFTConfig
 from megarl.dag.placement import together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, DataError, UserError
-from megarl.residency import PARTS, Residency
+from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.runtime import export, loop, start
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import ReferencePlace, kept_reference, put_aside, unchanged_model
@@ -161,7 +161,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     placement = together(config, (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.ROLLOUT))
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=None, layout=layout, actor=actor)
-    c.residency, c.held = Residency(), {}
+    c.offload, c.held = OffloadSchedule(), {}
     c.context, c.team, c.hf_config = SimpleNamespace(), OwnTeam(placement.teams[0], placement), None
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda *_: c)
@@ -219,7 +219,7 @@ def with_state(run_dir, monkeypatch, state, roles=(), **sections):
     c = checkpoints._c
     c.config = RunConfig.model_validate({"name": "run", **sections})
     c.team = SimpleNamespace(store=None, placement=together(c.config, (Role.ACTOR, Role.ROLLOUT)))
-    c.residency, c.context = Residency(), SimpleNamespace(surplus=None, scores=None, config=c.config)
+    c.offload, c.context = OffloadSchedule(), SimpleNamespace(surplus=None, scores=None, config=c.config)
     c.context.kl_controller = SimpleNamespace(load_state_dict=lambda _: None)
     return checkpoints
 
@@ -302,7 +302,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
         config=config, run_dir=run_dir, trained={}, scores=None, loading=part, frozen={}, kl_controller=part
     )
     c.team, c.hf_config = ONE_TEAM, None
-    c.residency, c.context = Residency(), c
+    c.offload, c.context = OffloadSchedule(), c
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     part.check_state = lambda state: None
     checkpoints = Checkpoints(c)
@@ -337,11 +337,11 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
     monkeypatch.setattr(export, "_write", write)
     c = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True)), run_dir=run_dir)
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
-    c.actor, c.models, c.residency = SimpleNamespace(engine=SimpleNamespace(layout=c.layout)), {}, Residency()
+    c.actor, c.models, c.offload = SimpleNamespace(engine=SimpleNamespace(layout=c.layout)), {}, OffloadSchedule()
     c.team = SimpleNamespace(leads=True)
     critic = SimpleNamespace(parts={*PARTS}, held={*PARTS})
     critic.hold = lambda *parts: setattr(critic, "held", {*parts})
-    c.residency.add("critic", critic, offloads=True)
+    c.offload.add("critic", critic, offloads=True)
     c.context = SimpleNamespace(step=3)
     export.export(c, root)
     assert [model.folder for model in exported(run_dir)] == (["hf"] if damaged else ["hf", "hf_best"])
@@ -423,7 +423,7 @@ def saving(monkeypatch, tmp_path):
     c = SimpleNamespace(
         config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path, frozen={}
     )
-    c.loading, c.kl_controller, c.surplus, c.trained, c.residency = part, part, None, {}, Residency()
+    c.loading, c.kl_controller, c.surplus, c.trained, c.offload = part, part, None, {}, OffloadSchedule()
     c.context, c.team, c.scores, c.hf_config = c, ONE_TEAM, None, None
     c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer

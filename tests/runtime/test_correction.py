@@ -18,7 +18,7 @@ from megarl.data.batch import Batch
 from megarl.data.versions import set_versions
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
-from megarl.residency import Residency
+from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import ActorRole
 from tests.dist import layout_for, run_distributed, single_process, world
@@ -141,7 +141,7 @@ def worker(engine, layout, mode: str, correction: dict) -> SimpleNamespace:
         all_sum=all_sum,
         temperature=1.0,
         metrics=Metrics(),
-        residency=Residency(),
+        offload=OffloadSchedule(),
         seeds=Seeds(0),
         step=3,
     )

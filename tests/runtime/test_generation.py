@@ -11,7 +11,7 @@ from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
-from megarl.residency import PARTS, Residency
+from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang import launch
 from megarl.runtime import generation
@@ -38,8 +38,8 @@ def controller(tmp_path) -> Any:
             calls.append(" ".join(["actor", *sorted(parts)]))
             actor.held = frozenset(parts)
 
-    actor.hold, residency = hold, Residency()
-    residency.add("actor", actor, offloads=True)
+    actor.hold, offload = hold, OffloadSchedule()
+    offload.add("actor", actor, offloads=True)
     fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[], replaced=0)
     c = SimpleNamespace(
         calls=calls,
@@ -48,7 +48,7 @@ def controller(tmp_path) -> Any:
         layout=SimpleNamespace(rank=1, world=WorkerGroup.alone()),
         run_dir=tmp_path,
         actor=actor,
-        residency=residency,
+        offload=offload,
         servers=SimpleNamespace(hold=told("servers")),
         fleet=fleet,
         sync=SimpleNamespace(
@@ -86,7 +86,7 @@ def test_gradients_and_optimizer_are_away_before_servers_start(controller, monke
 
 def test_a_server_that_comes_back_starts_while_gradients_and_optimizer_are_away(controller) -> None:
     controller.fleet.servers = [SimpleNamespace(state="starting")]
-    controller.residency.add_servers(controller.servers)
+    controller.offload.add_servers(controller.servers)
     generation.publish(controller, 3)
     assert controller.calls == [OFFLOAD, "servers", "refresh", "wait", "servers weights", "push"]
 
@@ -127,9 +127,9 @@ def test_any_generation_has_the_servers_cache(controller) -> None:
 
     controller.rollout.engine.generate = answer
     prompts = Batch({"prompt_ids": Jagged.from_list([[4, 5]]), "uid": ["a"]})
-    controller.residency.add_servers(controller.servers)
+    controller.offload.add_servers(controller.servers)
     generation.publish(controller, 0)
-    with controller.residency.phase("update", "actor"):
+    with controller.offload.phase("update", "actor"):
         pass
     generation.publish(controller, 1)
     controller.calls.clear()

@@ -11,12 +11,12 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
-from megarl.phase import PhaseEvent, drain, phase
-from megarl.residency import Residency
+from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import health, recorder
 from megarl.runtime.context import no_progress
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.team import OwnTeam
+from megarl.tracing import PhaseEvent, drain, phase
 from tests.mail import FolderMail
 
 
@@ -138,9 +138,9 @@ def test_moves_are_those_of_the_step_without_the_wait_for_other_ranks():
 
 def test_the_wait_for_other_ranks_has_a_name_of_its_own():
     drain()
-    residency = Residency()
-    residency.add_servers(SimpleNamespace(hold=lambda *parts: None))
-    with phase("step"), residency.phase("publish"):
+    offload = OffloadSchedule()
+    offload.add_servers(SimpleNamespace(hold=lambda *parts: None))
+    with phase("step"), offload.phase("publish"):
         pass
     assert [event.path for event in drain()] == ["step/residency/meet", "step/residency", "step"]
 
@@ -181,7 +181,7 @@ class Clock:
         self.seconds, self.events = 0, []
         monkeypatch.setattr(recorder.time, "perf_counter", lambda: float(self.seconds))
         monkeypatch.setattr(recorder.time, "time_ns", lambda: self.seconds * 10**9)
-        monkeypatch.setattr(recorder.phases, "drain", self.drain)
+        monkeypatch.setattr(recorder.tracing, "drain", self.drain)
 
     def spend(self, path: str, seconds: int, waits_for: str = "") -> None:
         begun, self.seconds = self.seconds, self.seconds + seconds

@@ -18,7 +18,7 @@ from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
-from megarl.residency import Residency
+from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.flow import FlowSteps
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages import logprob
@@ -71,7 +71,7 @@ def worker(**sections: Any) -> SimpleNamespace:
         loader=([next(names) for _ in range(3)] for _ in itertools.count()),
         surplus=None,
         cuts=None,
-        residency=Residency(),
+        offload=OffloadSchedule(),
         metrics=Metrics(),
         step=1,
         temperature=1.0,

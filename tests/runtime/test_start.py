@@ -12,7 +12,7 @@ from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.residency import Residency
+from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import reference
 from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
 from megarl.runtime.team import OwnTeam
@@ -43,7 +43,7 @@ def worker(tmp_path, monkeypatch):
             layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
             team=OwnTeam(placement[name], placement, mail),
             context=SimpleNamespace(step=0),
-            residency=Residency(),
+            offload=OffloadSchedule(),
             frozen={},
         )
 

@@ -12,10 +12,10 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
-from megarl.phase import PhaseEvent
 from megarl.runtime import team_time
 from megarl.runtime.team import OwnTeam
 from megarl.runtime.team_time import AllTeams, TeamTime
+from megarl.tracing import PhaseEvent
 
 PLANS = tuple(
     TeamPlan(name, roles, devices, first, ParallelConfig(), ())

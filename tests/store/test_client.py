@@ -109,7 +109,7 @@ class Worker:
 
     def work(self, seconds: float) -> None:
         """Be busy, visibly."""
-        from megarl.phase import phase
+        from megarl.tracing import phase
 
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -117,8 +117,8 @@ class Worker:
                 time.sleep(0.1)
 
     def _told(self, call: Any) -> str | None:
-        from megarl.phase import phase
         from megarl.store.core import StoreError
+        from megarl.tracing import phase
 
         try:
             with phase("test"):

@@ -14,9 +14,9 @@ from megarl.dag.executor import Executor
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
 from megarl.metrics import Metrics
-from megarl.phase import drain
 from megarl.store.core import Core, GroupInfo, StoreError
 from megarl.store.crossing import TeamCrossing
+from megarl.tracing import drain
 from tests.store import teams
 
 FIELDS = ("loss", "ref_logp", "values", "response_ids")

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl import phase
+from megarl import tracing
 from megarl.sync.transports.delta import start_relay
 
 TRAINER = """
@@ -23,7 +23,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.procs
 def test_the_start_of_a_relay_beats_and_leaves_no_file_open(tmp_path, monkeypatch):
     beats: list[str] = []
-    monkeypatch.setattr(phase, "_on_change", [beats.append])
+    monkeypatch.setattr(tracing, "_on_change", [beats.append])
     process, _ = start_relay(tmp_path, "key", 60.0)
     try:
         assert beats  # the relay imports torch, which takes many polls

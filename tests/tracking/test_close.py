@@ -10,8 +10,8 @@ import time
 import pytest
 
 from megarl.config.run import TrackingConfig
-from megarl.phase import PhaseEvent
 from megarl.processes import has_ended, identity
+from megarl.tracing import PhaseEvent
 from megarl.tracking import mlflow_log, tracker
 from megarl.tracking.close import close_if_killed, complete_trace
 from megarl.tracking.trace import TraceWriter

@@ -16,8 +16,8 @@ from megarl.artifacts.trained import best_step, better_before, exported
 from megarl.cluster import last_step
 from megarl.config.run import TrackingConfig
 from megarl.launchers.common import process_of
-from megarl.phase import PhaseEvent
 from megarl.runtime.health import failure_of, forget, read_errors, write_error
+from megarl.tracing import PhaseEvent
 from megarl.tracking.close import close_if_killed, close_run
 from megarl.tracking.mlflow_log import close_open_run
 from megarl.tracking.report import write_report

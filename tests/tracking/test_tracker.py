@@ -10,7 +10,7 @@ from rich.console import Console
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.run import TrackingConfig
 from megarl.errors import ConfigError
-from megarl.phase import PhaseEvent
+from megarl.tracing import PhaseEvent
 from megarl.tracking.close import close_run
 from megarl.tracking.console import ConsoleView, summary
 from megarl.tracking.names import number

@@ -17,7 +17,7 @@ from megarl.config.algorithm import Aggregation
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
 from megarl.data.versions import set_versions
-from megarl.residency import Residency
+from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import ActorRole, CriticRole
 from tests.dist import fresh_layout, run_distributed
@@ -74,7 +74,7 @@ def controller(engine, loss: dict, correction: dict | None = None, critic: dict 
         temperature=1.0,
         step=1,
         layout=engine.layout,
-        residency=Residency(),
+        offload=OffloadSchedule(),
         seeds=Seeds(0),
     )
 

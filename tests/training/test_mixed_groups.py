@@ -22,7 +22,7 @@ from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.metrics import Metrics
-from megarl.residency import Residency
+from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages.advantage import advantage
@@ -169,7 +169,7 @@ def worker(engine, mode: str) -> SimpleNamespace:
         layout=layout,
         all_sum=all_sum,
         metrics=Metrics(),
-        residency=Residency(),
+        offload=OffloadSchedule(),
         seeds=Seeds(0),
         temperature=1.0,
         step=8,

@@ -14,8 +14,8 @@ from megarl.artifacts.trained import steps_in
 from megarl.config.model import ParallelConfig
 from megarl.config.training import OptimConfig
 from megarl.errors import WorkerError
-from megarl.phase import phase
 from megarl.processes import free_port
+from megarl.tracing import phase
 from megarl.training import checkpoint, saving, together
 from megarl.training.shards import CheckpointError
 from megarl.training.together import Part, Teams, begin_part

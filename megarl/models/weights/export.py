@@ -16,7 +16,7 @@ from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import coordinate, local_shards
 from megarl.models.weights.metadata import write_metadata
 from megarl.models.weights.plan import Box, Coordinate, Piece, hf_tensors, slices_for
-from megarl.phase import beat
+from megarl.tracing import beat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from megarl.artifacts.checkpoint_files import INDEX, file_names, quantized_block
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.errors import ConfigError
 from megarl.models.weights.plan import Box
-from megarl.phase import keep_beating
+from megarl.tracing import keep_beating
 
 _COMPARED_ROWS = 4096
 #: The last one: parts of robot policies in files of their own, see artifacts/robot_policy.py.

@@ -17,8 +17,8 @@ from megarl.models.hf import vision_of
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.plan import Box, Coordinate, Shard, hf_tensors, slices_for
-from megarl.phase import beat
 from megarl.processes import is_first_process
+from megarl.tracing import beat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
 from megarl.errors import MegarlError
-from megarl.phase import beat
 from megarl.rollout.embedded.attention import Attend, DecodeAttention, KernelAttention, PromptAttention
 from megarl.rollout.embedded.cache import KVCache, free_bytes
 from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bucket, row_bucket, slots_below
@@ -27,6 +26,7 @@ from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.sampler import Sampler
 from megarl.rollout.embedded.scheduler import Prefill, Scheduler
 from megarl.rollout.engine import FinishReason, Request
+from megarl.tracing import beat
 
 _CHECK_EVERY_GPU = 8
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megarl.config.rollout import SamplingConfig
-from megarl.phase import beat
 from megarl.rollout.embedded.attention import ExtendAttention
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.rows import CacheRows, RowAssignment
 from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.engine import FinishReason
+from megarl.tracing import beat
 
 Drawn = tuple[list[int], list[float], FinishReason]
 _LOOK_EVERY = 8  # decode steps between two questions whether to go on: these may be collective

@@ -26,7 +26,6 @@ from megarl.comm import WorkerGroup
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
-from megarl.phase import beat
 from megarl.rollout.engine import Completion, Generation, Request
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.client import Dispatch, GenerationClient, for_others
@@ -34,6 +33,7 @@ from megarl.rollout.sglang.fleet import Fleet, LostServer, Server
 from megarl.rollout.sglang.samples import ServedSample, samples_of
 from megarl.rollout.sglang.turns import ServerTurns
 from megarl.sync.versions import version_tag
+from megarl.tracing import beat
 
 _MEET_EVERY_S = 5.0
 

@@ -22,9 +22,9 @@ from typing import Any, Literal
 from megarl.comm import WorkerGroup
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError, count
-from megarl.phase import beat
 from megarl.rollout.sglang.api import UNTRUSTED, ServerApi
 from megarl.rollout.sglang.server import HEALTH_S, POLL_S, ServerProcess, health
+from megarl.tracing import beat
 
 State = Literal["starting", "catching_up", "current", "failed"]
 

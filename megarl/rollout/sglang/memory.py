@@ -1,7 +1,7 @@
 """Servers that share their devices with the trainer: parts of them leave the devices, and come back.
 
-`megarl.residency` says which parts are there in which phase. Weights that leave a device are not kept anywhere: the
-next synchronisation brings the new ones. Needs SGLang's memory saver, which the servers are started with when
+`megarl.offload_schedule` says which parts are there in which phase. Weights that leave a device are not kept anywhere:
+the next synchronisation brings the new ones. Needs SGLang's memory saver, which the servers are started with when
 `rollout.sglang.colocated` is set; on a CPU the calls free nothing.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from megarl.comm import WorkerGroup
 from megarl.errors import ServerError
-from megarl.residency import CACHE, WEIGHTS
+from megarl.offload_schedule import CACHE, WEIGHTS
 from megarl.rollout.sglang.fleet import Fleet, Server
 
 

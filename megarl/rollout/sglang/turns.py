@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megarl.errors import ServerError
-from megarl.phase import beat
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang.client import Dispatch, for_others, taken
 from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.samples import ServedSample
+from megarl.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig

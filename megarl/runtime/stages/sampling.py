@@ -54,9 +54,9 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         NoSignalError: the batch is not full, and is not to be filled.
     """
     from megarl.data.groups import group_places
-    from megarl.phase import phase
     from megarl.runtime.pool import GroupPool
     from megarl.runtime.stages import logprob
+    from megarl.tracing import phase
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
     if not settings.enabled or c.config.async_.order == "as_ready":  # then groups without signal never come here

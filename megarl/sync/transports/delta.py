@@ -27,7 +27,6 @@ from torch import Tensor
 from megarl.comm import WorkerGroup
 from megarl.config.sync import SyncConfig
 from megarl.errors import ConfigError, ServerError, WorkerError
-from megarl.phase import beat
 from megarl.processes import ending
 from megarl.simulators.parents import as_parent
 from megarl.sync.delta import Delta, make_delta, patch_header
@@ -37,6 +36,7 @@ from megarl.sync.receiver import UpdateStep
 from megarl.sync.relay import KEY_VARIABLE
 from megarl.sync.shared import Handle
 from megarl.sync.transports.base import Target, Transport
+from megarl.tracing import beat
 
 _BUFFERS = 2  # of a sender
 _WORTH = 0.5  # a delta of more than this part of the bucket is not worth its arithmetic

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.residency import PARTS, PHASES, Residency, needed
+from megarl.offload_schedule import PARTS, PHASES, OffloadSchedule, needed
 
 ALL = frozenset(PARTS)
 JUST_PARAMETERS = frozenset({"parameters"})
@@ -35,20 +35,20 @@ class Servers:
 
 
 class Device:
-    """A residency with all models, and what happened on its device."""
+    """An offload schedule with all models, and what happened on its device."""
 
     def __init__(self, *, offloads: bool = True, servers: bool = False) -> None:
         self.log: list[Any] = []
-        self.residency = Residency(lambda: self.log.append("meet"))
+        self.offload = OffloadSchedule(lambda: self.log.append("meet"))
         for name, parts in (("actor", ALL), ("critic", ALL), ("reference", JUST_PARAMETERS)):
-            self.residency.add(name, Model(name, self.log, parts), offloads=offloads)
+            self.offload.add(name, Model(name, self.log, parts), offloads=offloads)
         self.servers = Servers(self.log)
         if servers:
-            self.residency.add_servers(self.servers)
+            self.offload.add_servers(self.servers)
 
     def during(self, *phase: str) -> dict[str, frozenset[str]]:
-        with self.residency.phase(*phase):
-            return self.residency.resident
+        with self.offload.phase(*phase):
+            return self.offload.resident
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_nothing_moves_twice_and_nothing_at_the_end():
     device.during("score", "actor")
     assert device.log == [("servers", "weights")]
     device.during("update", "actor")
-    assert device.residency.resident["actor"] == ALL, "the next phase decides"
+    assert device.offload.resident["actor"] == ALL, "the next phase decides"
 
 
 def test_models_that_may_not_leave_stay():
@@ -143,10 +143,10 @@ def test_models_that_may_not_leave_stay():
 def test_a_phase_inside_another_gives_way_to_it_again():
     device = Device(servers=True)
     device.during("publish")
-    with device.residency.phase("update", "critic"):
+    with device.offload.phase("update", "critic"):
         device.log.clear()
         device.during("update", "actor")
-        assert device.residency.resident["critic"] == ALL
+        assert device.offload.resident["critic"] == ALL
     assert [entry[0] for entry in device.log if entry[0] != "servers"] == ["critic", "actor", "actor", "critic"]
 
 
@@ -155,21 +155,21 @@ def test_an_error_in_a_phase_moves_nothing_and_the_next_phase_starts_from_there(
     device.during("publish")
 
     def fail() -> None:
-        with device.residency.phase("generate"), device.residency.phase("score", "reference"):
+        with device.offload.phase("generate"), device.offload.phase("score", "reference"):
             device.log.clear()
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert device.log == [], "the outer phase is not restored: other ranks may not come to a collective"
-    assert device.residency.resident["reference"] == JUST_PARAMETERS
+    assert device.offload.resident["reference"] == JUST_PARAMETERS
     assert device.during("score", "actor")["reference"] == frozenset()
 
 
 def test_a_model_that_does_not_come_leaves_a_state_that_the_next_phase_can_use():
     device = Device()
     device.during("generate")
-    critic = device.residency._models["critic"]
+    critic = device.offload._models["critic"]
     hold, critic.hold = critic.hold, None
     with pytest.raises(TypeError):
         device.during("update", "critic")
@@ -180,8 +180,8 @@ def test_a_model_that_does_not_come_leaves_a_state_that_the_next_phase_can_use()
 def test_a_model_that_comes_into_a_phase_is_put_where_the_phase_wants_it():
     device = Device()
     teacher = Model("teacher", device.log, JUST_PARAMETERS)
-    with device.residency.phase("load"):
-        device.residency.add("teacher", teacher, offloads=True)
+    with device.offload.phase("load"):
+        device.offload.add("teacher", teacher, offloads=True)
         assert teacher.held == frozenset()
 
 
@@ -228,7 +228,7 @@ def test_a_finished_run_exports_its_best_actor_after_its_last():
 @pytest.mark.parametrize(
     ("phase", "says"),
     [
-        (("generated",), f"no phase 'generated' of residency; allowed: {', '.join(PHASES)}"),
+        (("generated",), f"no phase 'generated' of the offload schedule; allowed: {', '.join(PHASES)}"),
         (("update",), "'update' was entered for the role None; allowed: one of actor, critic"),
         (("score", "critik"), "role 'critik'; allowed: one of actor, critic, reference, teacher"),
         (("generate", "actor"), "role 'actor'; allowed: none"),
@@ -238,7 +238,7 @@ def test_what_is_not_in_the_table_is_refused(phase, says):
     with pytest.raises(ValueError, match=says):
         Device().during(*phase)
     with pytest.raises(ValueError, match="no role 'judge'"):
-        Residency().add("judge", Model("judge", []), offloads=True)
+        OffloadSchedule().add("judge", Model("judge", []), offloads=True)
 
 
 def test_the_actor_s_parameters_never_leave():

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from megarl import phase as phases
+from megarl import tracing
 
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 """Parts of a model. `PARTS` is the order in which they come back; they leave in the reverse order."""
@@ -78,7 +78,7 @@ def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
         ValueError: no such phase or role, or a phase of one model without its name; names those that there are.
     """
     if phase not in PHASES:
-        raise ValueError(f"there is no phase {phase!r} of residency; allowed: {', '.join(PHASES)}")
+        raise ValueError(f"there is no phase {phase!r} of the offload schedule; allowed: {', '.join(PHASES)}")
     row = PHASES[phase]
     if (ROLE in row) != (role is not None) or (role is not None and role not in MODELS):
         allowed = f"one of {', '.join(MODELS)}" if ROLE in row else "none"
@@ -112,7 +112,7 @@ class Model(Holder, Protocol):
         ...
 
 
-class Residency:
+class OffloadSchedule:
     """Moves models and servers on and off the device, as the table says. Every rank enters the same phases.
 
     What a phase needs is moved when it begins. A phase inside another one gives way to it again at its end; after the
@@ -196,11 +196,11 @@ class Residency:
         told = self._servers is None or servers == self._granted
         if told and name != _STARTS and all(parts[role] == model.held for role, model in self._models.items()):
             return
-        with phases.phase(MOVES):
+        with tracing.phase(MOVES):
             for role, model in self._models.items():
                 model.hold(*(parts[role] & model.held))
             if name == _STARTS or (not told and servers - (self._granted or frozenset())):
-                with phases.phase(MEETING):
+                with tracing.phase(MEETING):
                     self._meet()
             if self._servers is not None and not told:  # one that was restarted holds everything until it is told
                 self._servers.hold(*sorted(servers))
