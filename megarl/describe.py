@@ -18,15 +18,16 @@ END = "<!-- end of keys -->"
 
 
 def reference() -> str:
-    """Markdown: one table per section with key, accepted values, default and meaning."""
+    """Markdown: one table per section of keys, one of every class of sections."""
     defaults = _defaults()
     lines: list[str] = []
     keys = list(iter_keys())
-    lines += _table("Run", "One recipe.", [key for key in keys if "." not in key.path], defaults)
+    first = _first_of_a_class(keys)
+    lines += _table("Run", "One recipe.", [key for key in keys if "." not in key.path], defaults, first)
     for key in keys:
-        if key.section is not None:
+        if key.section is not None and first[key.path] == key.path:
             inside = [other for other in keys if other.path.rpartition(".")[0] == key.path]
-            lines += _table(f"`{key.path}`", _sentence(key.section), inside, defaults)
+            lines += _table(f"`{key.path}`", _sentence(key.section), inside, defaults, first)
             if issubclass(key.section, ComponentSection):
                 lines += _own_keys(key.path, key.path, key.section.named_by)
             elif key.path == "reward":
@@ -34,7 +35,7 @@ def reference() -> str:
         elif (entries := entries_of(key.info)) is not None:
             inside = [Key(f"{key.path}.NAME.{name}", info, None) for name, info in entries.model_fields.items()]
             own = {entry.path: entry.info.get_default(call_default_factory=True) for entry in inside}
-            lines += _table(f"`{key.path}.NAME`", _sentence(entries), inside, own)
+            lines += _table(f"`{key.path}.NAME`", _sentence(entries), inside, own, {})
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -72,8 +73,20 @@ def _defaults() -> dict[str, Any]:
     return flat
 
 
-def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any]) -> list[str]:
-    rows = [_row(key, defaults[key.path]) for key in keys]
+def _first_of_a_class(keys: list[Key]) -> dict[str, str]:
+    """Path of a section -> path of the section whose table it shares: the actor's, else the first of its class."""
+    sections = sorted(
+        (key for key in keys if key.section is not None), key=lambda key: not key.path.startswith("actor.")
+    )
+    first: dict[type[Section] | None, str] = {}
+    return {key.path: first.setdefault(key.section, key.path) for key in sections}
+
+
+def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any], first: dict[str, str]) -> list[str]:
+    rows = [
+        _row(key, defaults[key.path]) if key.section is None else _section_row(key, first[key.path], defaults)
+        for key in keys
+    ]
     return [f"### {title}", "", sentence, "", "| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""]
 
 
@@ -102,15 +115,19 @@ def _cells(cells: list[str]) -> str:
 
 def _row(key: Key, default: Any) -> str:
     name = key.path.rpartition(".")[2]
-    if key.section is not None:
-        anchor = key.path.replace(".", "")
-        cells = [f"[`{name}`](#{anchor})", "section", "", key.info.description or ""]
-    else:
-        shown = f"`{_yaml(default)}`"
-        if default is PydanticUndefined:
-            shown = "file name" if key.path == "name" else "required"
-        cells = [f"`{name}`", describe_allowed(key.info), shown, key.info.description or ""]
-    return _cells(cells)
+    shown = f"`{_yaml(default)}`"
+    if default is PydanticUndefined:
+        shown = "file name" if key.path == "name" else "required"
+    return _cells([f"`{name}`", describe_allowed(key.info), shown, key.info.description or ""])
+
+
+def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:
+    """The row links to the table at `first`, and names the defaults that differ from it."""
+    others = [path for path in defaults if path.startswith(f"{key.path}.")]
+    own = {path: _yaml(defaults[path]) for path in others if defaults[path] != defaults[first + path[len(key.path) :]]}
+    differing = ", ".join(f"`{path.rpartition('.')[2]}` {shown}" for path, shown in own.items())
+    meaning = f"{key.info.description or ''}" + (f"; default of {differing}" if differing else "")
+    return _cells([f"[`{key.path.rpartition('.')[2]}`](#{first.replace('.', '')})", "section", "", meaning])
 
 
 def _yaml(value: Any) -> str:

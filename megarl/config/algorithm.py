@@ -111,18 +111,18 @@ class FilterConfig(ComponentSection):
 
 
 class ResamplingConfig(ComponentSection):
-    """PF-PPO: the samples of a step are drawn again from themselves, by their scores, before they are trained on."""
+    """PF-PPO: the samples of a step are resampled by their scores before they are trained on."""
 
     name: str = Field("none", description="registered weight of a sample, none, file.py:fn or pkg.mod:fn")
 
     @property
     def active(self) -> bool:
-        """Whether anything is drawn again."""
+        """Whether samples are resampled."""
         return self.name != ResamplingConfig.model_fields["name"].default
 
 
 class DistillationConfig(ComponentSection):
-    """A loss term that draws the policy to the teacher (`teacher.path`), on the policy's own samples."""
+    """A loss term that pulls the policy to the teacher (`teacher.path`), on the policy's own samples."""
 
     named_by: ClassVar[str] = "estimator"
 
@@ -164,5 +164,5 @@ class AlgorithmConfig(Section):
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="DAPO group filter"
     )
-    resampling: ResamplingConfig = Field(default_factory=ResamplingConfig, description="samples drawn again (PF-PPO)")
+    resampling: ResamplingConfig = Field(default_factory=ResamplingConfig, description="resampling by score (PF-PPO)")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="DAPO length penalty")

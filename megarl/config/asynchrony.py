@@ -14,17 +14,17 @@ class AsyncConfig(Section):
 
     max_staleness: NonNegativeInt = Field(
         0,
-        description="k: what step t is trained on was begun with the weights after step t - 1 - k or later, so that 0 "
-        "waits for every step; more needs the rollout in a team of its own",
+        description="k: samples of step t were begun with the weights after step t - 1 - k or later; 0 waits for every "
+        "step; more needs the rollout in a team of its own",
     )
     order: Literal["in_order", "as_ready"] = Field(
         "in_order",
-        description="in_order: step t is drawn with exactly the weights after step t - 1 - k, so that 1 draws a step "
-        "while the one before it is trained; as_ready: k is 1 or more, and a step is trained on groups "
-        "that are ready, in whatever order they get so",
+        description="in_order: step t is generated with exactly the weights after step t - 1 - k, so that 1 generates "
+        "a step while the one before it is trained; as_ready: k is 1 or more, and a step trains on the groups that are "
+        "finished first, in any order",
     )
     partial: bool = Field(
         False,
-        description="true: new weights interrupt samples, which go on with them; needs as_ready. false: a sample is "
-        "drawn with the weights that it was begun with",
+        description="true: new weights interrupt samples, which go on with them; needs as_ready. false: a sample ends "
+        "with the weights that it was begun with",
     )

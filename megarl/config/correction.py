@@ -80,7 +80,7 @@ class RejectionRule(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """Corrects the gap between the policy that drew the samples and the one that is trained; null: as the preset."""
+    """Gap between the policy that generated the samples and the one that is trained; null: as the preset."""
 
     preset: Preset = Field("disabled", description="named set of the knobs below; disabled only measures")
     mode: Literal["decoupled", "bypass"] | None = Field(

@@ -42,9 +42,9 @@ class PlacementConfig(Section):
     )
     share: Literal["dealt", "tokens"] = Field(
         "dealt",
-        description="which replica of a team trains on which samples, or scores them, in whole groups: dealt: group k "
-        "goes to replica k modulo their number; tokens: equally many groups of every mini-batch each, tokens as even "
-        "as can be. A mini-batch holds the same prompts either way. Replicas that draw their samples exchange them",
+        description="how whole groups are shared by the replicas of a team. dealt: round-robin; tokens: equally many "
+        "groups of every mini-batch each, tokens as even as possible. A mini-batch holds the same prompts either way. "
+        "Replicas that generate their own samples exchange them",
     )
     spill: bool = Field(
         False,

@@ -13,7 +13,7 @@ from megarl.config.sglang import SGLangConfig
 
 
 class SamplingConfig(Section):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: NonNegativeFloat = Field(1.0, le=100, description="0 is greedy")
@@ -72,7 +72,7 @@ class RolloutConfig(Section):
 
     @property
     def colocated(self) -> bool:
-        """Samples are drawn on servers that share the trainer's devices."""
+        """Samples are generated on servers that share the trainer's devices."""
         return self.engine == "sglang" and self.sglang.colocated
 
 
@@ -87,7 +87,7 @@ def env_section(env: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
 
 
 class HeldOutSamplingConfig(Section):
-    """How tokens of held-out responses are drawn: one greedy response, and what is not said is as in training."""
+    """How held-out responses are sampled: one greedy response; null: as in training."""
 
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: NonNegativeFloat = Field(0.0, le=100, description="0 is greedy")

@@ -30,7 +30,7 @@ class TrainerConfig(Section):
         description="passes over the training prompts, in place of steps, which are then computed from them; the last "
         "batch is filled from the next pass. null: steps",
     )
-    seed: int = Field(0, description="seed of everything that is drawn")
+    seed: int = Field(0, description="seed of everything random")
     save_every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only at the end")
     keep_last: PositiveInt = Field(2, description="checkpoints kept in addition to the best")
     resume_every: NonNegativeInt = Field(
@@ -166,7 +166,7 @@ class RunConfig(Section):
 
     @property
     def filter_admits(self) -> bool:
-        """Whether `algorithm.filter` chooses where samples are drawn: a group it leaves nothing of is replaced."""
+        """Whether `algorithm.filter` chooses where samples are generated: a group it leaves nothing of is replaced."""
         return self.algorithm.filter.active and self.async_.order == "as_ready"
 
     @property
@@ -176,7 +176,7 @@ class RunConfig(Section):
 
     @property
     def validation_sampling(self) -> SamplingConfig:
-        """How held-out responses are drawn: as in training, but for what `validation.sampling` says."""
+        """How held-out responses are sampled: as in training, except where `validation.sampling` says otherwise."""
         return self.validation.sampling.after(self.rollout.sampling)
 
     @property

@@ -66,7 +66,7 @@ class ActorConfig(Section):
         description="prompts per optimizer step over all ranks; null: data.batch_size (one step, on-policy)",
     )
     ppo_epochs: PositiveInt = Field(1, description="passes over the step's samples")
-    shuffle: bool = Field(False, description="deal the prompts to mini-batches at random, differently in every pass")
+    shuffle: bool = Field(False, description="assign prompts to mini-batches at random, differently in every pass")
 
 
 class CriticConfig(Section):

@@ -27,10 +27,10 @@ class FractionSettings(Settings):
 
 
 class ClipCovSettings(FractionSettings, DualClipSettings):
-    """Clip range, and the covariances that tokens are drawn between."""
+    """Clip range, and the covariances of tokens that may be chosen."""
 
-    cov_low: float = Field(1.0, description="smallest covariance of a token that may be drawn")
-    cov_high: float = Field(5.0, description="largest covariance of a token that may be drawn")
+    cov_low: float = Field(1.0, description="smallest covariance of a token that may be chosen")
+    cov_high: float = Field(5.0, description="largest covariance of a token that may be chosen")
 
     def problems(self, path: str) -> list[ConfigError]:
         """Bounds that hold nothing between them."""
