@@ -4,7 +4,7 @@
 samples goes there, and what they make of it comes back. CPU-seconds per step, of the core with its journal and of what
 drives it, what is held after many steps, and the CPU-seconds of a minute in which all of them wait. `ready`: the same
 number of groups with `async.order=as_ready`, by 512 workers or by 8, in the calls that these make in a minute
-(`megarl.store.pace`) for groups of log-normal times.
+(`megarl.disaggregated.pace`) for groups of log-normal times.
 
 `replay`: seconds in which a store that died reads a million of these events from its journal. That of a run is shorter,
 because a snapshot of the state takes the place of the calls.
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.benchmarks.store_calls import measure_clients, measure_core, measure_replay, teams
-from megarl.store.core import GroupInfo
+from megarl.disaggregated.buffer.core import GroupInfo
 
 CHUNKS, CHUNK_BYTES = 32, 32 << 20
 BATCH_GROUPS, BATCH_SAMPLES, TOKENS = 512, 16, 5_000
@@ -76,7 +76,7 @@ class Process:
         import torch
 
         from megarl.data.wire import Block, Span
-        from megarl.store.client import StoreClient
+        from megarl.disaggregated.buffer.client import StoreClient
 
         torch.set_num_threads(1)
         self._client = StoreClient.connect("bench", team, 0, 60.0)
@@ -221,7 +221,7 @@ def drive(copy_s: Callable[[bool], float], apart: bool = False) -> dict[str, lis
     """
     import ray
 
-    from megarl.store.actor import start_store
+    from megarl.disaggregated.buffer.actor import start_store
 
     folder = tempfile.TemporaryDirectory()
     handle = start_store("bench", teams(1), max(CHUNKS, BATCH_GROUPS), "dealt", Path(folder.name) / "journal")

@@ -19,10 +19,10 @@ from megarl.benchmarks.store_pace import calls_of_minute, make, prompts_at_first
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.store.core import Core, GroupInfo
-from megarl.store.durable import ROOM, DurableCore
-from megarl.store.flow import Finished, FlowSettings
-from megarl.store.standing import Ping, Roll
+from megarl.disaggregated.buffer.core import Core, GroupInfo
+from megarl.disaggregated.buffer.durable import ROOM, DurableCore
+from megarl.disaggregated.buffer.flow import Finished, FlowSettings
+from megarl.disaggregated.buffer.progress import Ping, Roll
 
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
 EVENTS = 1_000_000
@@ -242,7 +242,7 @@ class Member:
         import numpy as np
 
         from megarl.data.wire import Block, Span
-        from megarl.store.client import StoreClient
+        from megarl.disaggregated.buffer.client import StoreClient
 
         self._client, self._rank = StoreClient.connect("clients", team, rank, 120.0), rank
         self._drawn: list[int] = []
@@ -297,7 +297,7 @@ def measure_clients() -> dict[str, float]:
     import psutil
     import ray
 
-    from megarl.store.actor import start_store
+    from megarl.disaggregated.buffer.actor import start_store
 
     groups = groups_of_step()
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=1 << 28, log_to_driver=False)

@@ -1,4 +1,4 @@
-"""Calls of a replica that draws for a minute, as `megarl.store.pace` makes them: `calls_of_minute`."""
+"""Calls of a replica that draws for a minute, as `megarl.disaggregated.pace` makes them: `calls_of_minute`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import random
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from megarl.store.core import GroupInfo
-from megarl.store.flow import Finished
-from megarl.store.pace import Pace
+from megarl.disaggregated.buffer.core import GroupInfo
+from megarl.disaggregated.buffer.flow import Finished
+from megarl.disaggregated.pace import Pace
 
 MINUTE_S, TICK_S, SPREAD = 60.0, 0.02, 0.5
 #: Of a group, as the rollout's team tells them.

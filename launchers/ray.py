@@ -25,6 +25,9 @@ from typing import TYPE_CHECKING, Any
 from megarl.artifacts.lock import ATTEMPT
 from megarl.credentials import PASSWORD, USER
 from megarl.dag.stage import Role
+from megarl.disaggregated.buffer.actor import JOURNAL
+from megarl.disaggregated.buffer.flow import FlowSettings
+from megarl.disaggregated.buffer.size import LEAST, object_store_bytes, refuse_too_large
 from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
 from megarl.launchers.common import CAUGHT, Job, layout_environment, own_environment, process_environment
@@ -36,9 +39,6 @@ from megarl.leftovers import ray_folder
 from megarl.machine import available_cores
 from megarl.processes import FINISHED, JOB_BEGAN, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
 from megarl.simulators.parents import PARENTS, end_with_parents
-from megarl.store.actor import JOURNAL
-from megarl.store.flow import FlowSettings
-from megarl.store.size import LEAST, object_store_bytes, refuse_too_large
 
 if TYPE_CHECKING:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -239,7 +239,7 @@ class RayWorkers:
 
     def _start_store(self) -> None:
         """What goes from team to team goes through it."""
-        from megarl.store.actor import start_store
+        from megarl.disaggregated.buffer.actor import start_store
 
         job = self._job
         assert job.placement is not None, "there are several teams"

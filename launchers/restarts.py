@@ -2,7 +2,7 @@
 
     a process of the reference's team dies, or hangs    ->  the rest of the team is ended
     the store forgets what is lost with it              ->  new processes on the same devices, which meet at a new port,
-    (megarl.store.core.Core.restart_team)                   begin after the last step that is over
+    (megarl.disaggregated.buffer.core.Core.restart_team)                   begin after the last step that is over
 
 Only after a death: what the program raises itself it would raise again, unless it ran out of memory.
 """

@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from megarl import __version__, cluster
+from megarl import __version__
 from megarl.artifacts.records import read_run
 from megarl.benchmarks import algorithms, checkpoint, envs, plan_truth, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.checks import epochs
-from megarl.checks import plan_command as planning
+from megarl.commands import cluster
+from megarl.commands import plan as planning
+from megarl.commands import simulate as simulation
+from megarl.commands.parser import Parser
 from megarl.credentials import mask
 from megarl.errors import ConfigError, MegarlError, UserError
-from megarl.parser import Parser
-from megarl.simulation import command as simulation
 from megarl.unread import nobody_reads, run_quietly
 
 if TYPE_CHECKING:
@@ -193,8 +194,8 @@ def _read_recipe(arguments: argparse.Namespace) -> RunConfig:
 def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Print what the command would do, and raise what stands in its way."""
     from megarl.checks.checklist import Checklist
+    from megarl.checks.dry_run import make_plan
     from megarl.checks.hub import check_hub
-    from megarl.checks.plan import make_plan
     from megarl.config.base import raise_problems
 
     rows = Checklist()
@@ -370,7 +371,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from megarl.runtime.convert import convert, describe
+    from megarl.commands.convert import convert, describe
 
     convert(arguments.source, arguments.target, dtype=arguments.dtype, max_shard_gb=arguments.max_shard_gb)
     print(describe(arguments.target))
@@ -392,7 +393,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megarl.doctor import clean, report
+    from megarl.commands.doctor import clean, report
 
     print(clean() if arguments.clean else report())
     return 0
@@ -401,7 +402,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _parity(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megarl.runtime.parity_job import as_table, parity
+    from megarl.commands.parity_job import as_table, parity
 
     if not arguments.source.is_dir():
         raise UserError("no such folder", where="megarl doctor parity", found=str(arguments.source))

@@ -2,7 +2,7 @@
 
     synchronous   draw t with the weights t - 1, train t                        every G(t) + T
     in order      draw up to k steps ahead of training                          k = 1: every max(G(t + 1), T)
-    flowing       groups come and go by the rules of `megarl.store.flow`        simulated
+    flowing       groups come and go by the rules of `megarl.disaggregated.buffer.flow`        simulated
 
 T is a step of training, and G(t) what the samples of step t take on the slots that there are. A simulation jumps from
 one end (of a sample, of a step of training) to the next, and lets both teams do in no time what they can do then.
@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from megarl.benchmarks.overlap.work import Work
-from megarl.store.core import GroupInfo
-from megarl.store.flow import Flow, FlowSettings
+from megarl.disaggregated.buffer.core import GroupInfo
+from megarl.disaggregated.buffer.flow import Flow, FlowSettings
 
 
 def makespan(seconds: Iterable[float], slots: int) -> float:
@@ -33,7 +33,7 @@ def synchronous(work: Work, steps: int) -> list[float]:
 
 
 def in_order(work: Work, steps: int, lag: int = 1) -> list[float]:
-    """`async.max_staleness` k from 1: step t is drawn with the weights t - 1 - k; see `megarl.runtime.ahead.Pushes`.
+    """`async.max_staleness` k from 1: step t is drawn with the weights t - 1 - k; see `in_order_loop.Pushes`.
 
     Weights go between two steps of training: v, when step v + k is drawn, and at the latest before step v + k is
     trained. With k = 1 training waits for that after every step.
@@ -85,7 +85,7 @@ def _generation(work: Work, step: int) -> float:
 
 
 class _Flowing:
-    """One replica that draws, and a trainer; see megarl.runtime.flow for what they do."""
+    """One replica that draws, and a trainer; see megarl.disaggregated.as_ready_loop for what they do."""
 
     def __init__(self, work: Work, steps: int, max_staleness: int, partial: bool) -> None:
         self._work, self._steps, self._lag, self._partial = work, steps, max_staleness, partial

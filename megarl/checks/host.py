@@ -14,6 +14,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.data.frames import SIMULATOR
+from megarl.disaggregated.buffer.size import object_store_bytes
 from megarl.envs.robots.settings import SimulatorSettings
 from megarl.planning.memory import (
     Memory,
@@ -28,7 +29,6 @@ from megarl.planning.memory import (
 from megarl.planning.robot import episode_bytes, recorder_bytes
 from megarl.planning.shards import Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.rewards.runner import reward_processes
-from megarl.store.size import object_store_bytes
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
 _WORKER = 0.65e9

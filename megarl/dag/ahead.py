@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.dag.placement import Handover, Placement, TeamPlan
 
 KEY, ORDER, PARTIAL = "async.max_staleness", "async.order", "async.partial"
-#: A team may be k + 1 steps ahead of who reads its mail, which lasts for `megarl.store.core.KEPT` steps; where both
+#: A team may be k + 1 steps ahead of who reads its mail, which lasts for `buffer.core.KEPT` steps; where both
 #: samples and steps that are formed of them run ahead, it is twice that.
 MOST = 30
 #: The stage whose place a stream of groups takes.

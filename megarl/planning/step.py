@@ -38,7 +38,7 @@ _KEPT = (
     *("_moved", "_home", "_links", "_spread"),
 )
 _FIELD_BYTES = 8.0
-"""Of a token's field between teams, as `megarl.store.size` counts them."""
+"""Of a token's field between teams, as `megarl.disaggregated.buffer.size` counts them."""
 
 
 def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | None]:

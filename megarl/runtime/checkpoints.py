@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.artifacts import batch
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
+from megarl.disaggregated.as_ready_checkpoint import left_out
+from megarl.disaggregated.in_order_checkpoint import describe_drawn, refuse_left_out, refuse_other_drawing, steps_held
 from megarl.errors import ConfigError, close_matches
 from megarl.runtime.changes import Command, announcements
-from megarl.runtime.drawn import describe_drawn, refuse_left_out, refuse_other_drawing, steps_held
-from megarl.runtime.flow_files import left_out
 from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.robots import check_same_statistics, statistics_file
 from megarl.runtime.save_by import SaveBy
@@ -74,7 +74,7 @@ class SavedRun(Protocol):
 class Checkpoints:
     """Saves and restores a controller. All methods are collective over its team, which is that of the actor.
 
-    Other teams have a `megarl.runtime.checkpoint_part.CheckpointPart`.
+    Other teams have a `megarl.disaggregated.checkpoint_part.CheckpointPart`.
 
     Args:
         c: of the actor's team.

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
+from megarl.disaggregated import rollout_servers, rollout_team
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.engine import SglangEngine
-from megarl.runtime import rollout_servers, rollout_team
 from megarl.tracing import keep_beating, phase
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """The training loop around a task graph. Every rank runs it by itself; the steps of a rollout in a team of its own are
-in megarl.runtime.ahead:
+in megarl.disaggregated.in_order_loop:
 
 resume or cold start (the team of the actor; the others are told)
 publish the weights to where samples are drawn, validate
@@ -18,35 +18,35 @@ from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
 from megarl.dag.executor import Executor
 from megarl.dag.node import Role
+from megarl.disaggregated.as_ready_loop import FlowSteps, find_flow, flows
+from megarl.disaggregated.checkpoint_part import CheckpointPart
+from megarl.disaggregated.in_order_loop import Pushes, RolloutSteps, draws_apart, find_drawn
+from megarl.disaggregated.rollout_team import resume_loader, share_loader
+from megarl.disaggregated.start import RunStart, all_ready, announce_start, follow_start
+from megarl.disaggregated.team import OwnTeam
+from megarl.disaggregated.weight_updates import Offers
 from megarl.processes import write_atomically
 from megarl.runtime import sft
-from megarl.runtime.ahead import Pushes, RolloutSteps, draws_apart, find_drawn
-from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
 from megarl.runtime.critic import make_critic
 from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
-from megarl.runtime.flow import FlowSteps, find_flow, flows
 from megarl.runtime.frozen import seal_frozen
 from megarl.runtime.generation import open_rollout, publish
-from megarl.runtime.offers import Offers
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference
-from megarl.runtime.rollout_team import resume_loader, share_loader
 from megarl.runtime.setup import build_controller
 from megarl.runtime.stages.reward import PENDING
-from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
 from megarl.runtime.teacher import make_teacher
-from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import evaluate_drawn, validates
 from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
+    from megarl.disaggregated.buffer.channel import TeamCrossing
     from megarl.runtime.controller import Controller
     from megarl.runtime.roles import ModelRole
-    from megarl.store.crossing import TeamCrossing
     from megarl.tracking.tracker import Part
 
 
@@ -144,7 +144,7 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
     team = c.team
     if team.store is None:
         return None
-    from megarl.store.crossing import TeamCrossing
+    from megarl.disaggregated.buffer.channel import TeamCrossing
 
     keeps = draws_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
@@ -167,7 +167,7 @@ def _flow(
     source: Path | None,
 ) -> None:
     """What a rollout's team does whose samples go to training as they get ready."""
-    from megarl.store.pool import PoolCrossing
+    from megarl.disaggregated.buffer.pool import PoolCrossing
 
     team = c.team
     assert team.store is not None, "there are other teams"

@@ -16,6 +16,7 @@ from megarl import tracing
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
 from megarl.device import peak_memory_gb
+from megarl.disaggregated.team_time import AllTeams, TeamTime
 from megarl.metrics import Metrics
 from megarl.offload_schedule import MEETING, MOVES
 from megarl.processes import own_worker_name, worker_number
@@ -23,7 +24,6 @@ from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
 from megarl.runtime.heap import heap_bound, resident_bytes
-from megarl.runtime.team_time import AllTeams, TeamTime
 from megarl.runtime.validate import VALIDATE
 from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
@@ -31,9 +31,9 @@ from megarl.tracking.trace import TraceWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megarl.disaggregated.buffer.channel import TeamCrossing
+    from megarl.disaggregated.buffer.pool import PoolCrossing
     from megarl.runtime.controller import Controller
-    from megarl.store.crossing import TeamCrossing
-    from megarl.store.pool import PoolCrossing
     from megarl.tracking.tracker import Part, Status, Tracker
 
 log = logging.getLogger(__name__)

@@ -105,7 +105,7 @@ def evaluate_drawn(c: Controller, recorder: Recorder, step: int) -> float | None
 
     That of the actor is told all of it, and others know nothing.
     """
-    from megarl.runtime.rollout_team import post_validation, read_validation
+    from megarl.disaggregated.rollout_team import post_validation, read_validation
 
     trains = c.team.holds(Role.ACTOR)
     if not c.team.holds(Role.ROLLOUT):

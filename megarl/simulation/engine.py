@@ -1,8 +1,8 @@
 """Discrete events: the teams of a run as processes that wait for each other as the real ones do.
 
-rollout's team     draws by `megarl.store.flow` (as_ready, with the store's own rules) or step by step (in_order)
+rollout's team     draws by `buffer.flow` (as_ready, with the store's own rules) or step by step (in_order)
 actor's team       waits for samples and other teams' nodes, computes, pushes weights by the rules of
-                   `megarl.runtime.ahead.Pushes` and `megarl.runtime.offers.Offers`
+                   `megarl.disaggregated.in_order_loop.Pushes` and `megarl.disaggregated.weight_updates.Offers`
 other teams        walk their nodes of every step
 coordinator        answers one call at a time
 """

@@ -1,4 +1,4 @@
-"""`async.order` as_ready: group after group, by the store's own rules (`megarl.store.flow`, `megarl.store.pace`)."""
+"""`async.order` as_ready: group after group, by the store's own rules (`buffer.flow`, `pace`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import simpy
 
+from megarl.disaggregated.buffer.core import GroupInfo
+from megarl.disaggregated.buffer.flow import Flow, FlowSettings
+from megarl.disaggregated.pace import Pace
 from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.engine import Simulation, Steps, serve
-from megarl.store.core import GroupInfo
-from megarl.store.flow import Flow, FlowSettings
-from megarl.store.pace import Pace
 
 _INFO = GroupInfo("", 0, (), 0)
 _MOMENT = 1e-6  # seconds: time goes on, however a difference is rounded
@@ -51,7 +51,7 @@ class Flowing:
             self._replicas.append(replica)
             replica.process = self._s.env.process(replica.run())
 
-    # -- the trainer's end, see megarl.runtime.offers ----------------------------------------------------------------
+    # -- the trainer's end, see weight_updates ------------------------------------------------------
 
     def samples(self, step: int) -> Generator[simpy.Event, Any, list[int]]:
         """The groups of a step, when they can be formed."""
@@ -119,7 +119,7 @@ class Flowing:
 
 
 class _Replica:
-    """See `megarl.runtime.flow.FlowSteps`."""
+    """See `megarl.disaggregated.as_ready_loop.FlowSteps`."""
 
     def __init__(self, rules: Flowing, drawing: ReplicaClock) -> None:
         s = rules._s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.artifacts.facts import ModelFacts
-from megarl.checks.plan import make_plan
+from megarl.checks.dry_run import make_plan
 from megarl.checks.recipe import check_config
 
 APART = (

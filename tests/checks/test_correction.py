@@ -4,7 +4,7 @@ import typing
 
 import pytest
 
-from megarl.checks.plan import make_plan
+from megarl.checks.dry_run import make_plan
 from megarl.config.correction import PRESETS, Preset, ResolvedCorrection, RolloutCorrectionConfig, describe_correction
 from megarl.config.load import dump_config, load_config
 from megarl.dag.pipeline import Pipeline

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.checks import weights
-from megarl.checks.plan import make_plan
+from megarl.checks.dry_run import make_plan
 from megarl.checks.recipe import check_config, validate
 from megarl.config.base import ConfigErrors
 

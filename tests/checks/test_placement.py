@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checks import dry_run as plan_module
 from megarl.checks import packages
-from megarl.checks import plan as plan_module
-from megarl.checks.plan import make_plan
+from megarl.checks.dry_run import make_plan
 from megarl.checks.recipe import check_config
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config

@@ -15,11 +15,11 @@ import psutil
 
 from megarl.artifacts.batch import SAVE
 from megarl.config.run import RunConfig
+from megarl.disaggregated.buffer.client import StoreClient
 from megarl.errors import UserError
 from megarl.processes import STORE, TEAM, WORKER, worker_number
 from megarl.rendezvous import join
 from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
-from megarl.store.client import StoreClient
 from megarl.tracing import phase, set_step
 
 HERE_FOR_LONG_S = 60.0  # far beyond every deadline of the tests

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.cluster import last_step
+from megarl.commands.cluster import last_step
 from megarl.launchers.submit import jobs_of, state_of
 from tests.launchers import slurm_cluster
 

@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 from megarl.config.run import RunConfig
+from megarl.disaggregated.buffer import size as store_size
+from megarl.disaggregated.buffer.size import LEAST
 from megarl.errors import ConfigError, WorkerError
 from megarl.launchers import ray as ray_launcher
 from megarl.launchers import ray_health
 from megarl.launchers.common import run_workers
 from megarl.launchers.ray_health import ClusterRay, within
 from megarl.processes import free_port
-from megarl.store import size as store_size
-from megarl.store.size import LEAST
 from tests.launchers import test_launchers as every
 from tests.runtime import harness
 

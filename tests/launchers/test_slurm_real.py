@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.cluster import last_step
+from megarl.commands.cluster import last_step
 from megarl.launchers.submit import jobs_of, state_of
 from tests.launchers import slurm_cluster, slurm_runs
 from tests.launchers.slurm_runs import a_slurm, said, slow_reward, wait, wait_for_end, wait_for_step

@@ -137,7 +137,7 @@ def train(
         work: what each rank does with the arguments of `work_of_rank`, in place of it.
     """
     from megarl.config.load import load_config
-    from tests.store.served import served
+    from tests.disaggregated.buffer.served import served
 
     config = load_config(recipe, overrides)
     apart = config.placement.teams or config.placement.auto
@@ -154,7 +154,7 @@ def work_of_rank(recipe: str, run_dir: str, overrides: list[str], teams: list[di
     """The run, as one of its ranks; `teams`: environments of the workers of several teams."""
     from megarl.config.load import load_config
     from megarl.recipes import entry
-    from tests.store.served import enter
+    from tests.disaggregated.buffer.served import enter
 
     if teams:
         import torch.distributed as dist

@@ -18,13 +18,14 @@ from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
 from megarl.dag.placement import together
 from megarl.dag.stage import Role
+from megarl.disaggregated import start
+from megarl.disaggregated.team import OwnTeam
 from megarl.errors import ConfigError, DataError, UserError
 from megarl.offload_schedule import PARTS, OffloadSchedule
-from megarl.runtime import export, loop, start
+from megarl.runtime import export, loop
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import ReferencePlace, kept_reference, put_aside, unchanged_model
 from megarl.runtime.save_by import SaveBy
-from megarl.runtime.team import OwnTeam
 from megarl.training.shards import FormatError
 from tests.runtime.harness import RECIPE
 

@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from tests.runtime import harness, test_ahead, test_flow
+from tests.disaggregated import test_as_ready_loop as test_flow
+from tests.disaggregated import test_in_order_loop as test_ahead
+from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900), pytest.mark.campaign("kills")]
 

@@ -10,12 +10,12 @@ from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
+from megarl.disaggregated.team import OwnTeam
 from megarl.metrics import Metrics
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import health, recorder
 from megarl.runtime.context import no_progress
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.team import OwnTeam
 from megarl.tracing import PhaseEvent, drain, phase
 from tests.mail import FolderMail
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from megarl.artifacts.trained import steps_in
-from tests.runtime import harness, test_ahead, test_flow
+from tests.disaggregated import test_as_ready_loop as test_flow
+from tests.disaggregated import test_in_order_loop as test_ahead
+from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
 
@@ -97,7 +99,7 @@ def before(owner: Any, name: str, die: Callable[[], None], when: Callable[..., b
 
 def before_rewards_are_given(step: int, die: Callable[[], None]) -> None:
     """Responses are: others may have read them."""
-    from megarl.store.crossing import TeamCrossing
+    from megarl.disaggregated.buffer.channel import TeamCrossing
 
     before(TeamCrossing, "give", die, lambda self, c, node, board: c.step == step and node.id == "reward")
 
@@ -116,7 +118,7 @@ def in_the_middle_of_a_push(step: int, die: Callable[[], None]) -> None:
 
 
 def before_its_part_of_a_checkpoint(step: int, die: Callable[[], None]) -> None:
-    from megarl.runtime.ahead import RolloutSteps
+    from megarl.disaggregated.in_order_loop import RolloutSteps
 
     before(RolloutSteps, "_save", die, lambda self, version: version == step)
 
@@ -128,7 +130,7 @@ def while_it_writes_that(step: int, die: Callable[[], None]) -> None:
 
 
 def when_something_is_put(step: int, die: Callable[[], None]) -> None:
-    from megarl.store.pool import PoolCrossing
+    from megarl.disaggregated.buffer.pool import PoolCrossing
 
     puts: list[Any] = []
     before(PoolCrossing, "swap", die, lambda self, c, ready, *_: (puts.extend(ready), len(puts) > 4 * step)[1])
@@ -136,6 +138,6 @@ def when_something_is_put(step: int, die: Callable[[], None]) -> None:
 
 def at_a_gate(step: int, die: Callable[[], None]) -> None:
     """It has come there, and gets no weights any more."""
-    from megarl.runtime import flow
+    from megarl.disaggregated import as_ready_loop as flow
 
     before(flow, "publish", die, lambda c, version: version >= step)

@@ -17,9 +17,9 @@ from megarl.config.data import DataConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
+from megarl.disaggregated.as_ready_loop import FlowSteps
 from megarl.metrics import Metrics
 from megarl.offload_schedule import OffloadSchedule
-from megarl.runtime.flow import FlowSteps
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages import logprob
 from megarl.runtime.stages.sampling import NoSignalError, admitted, asked_of_groups, dynamic_sampling

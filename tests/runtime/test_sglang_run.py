@@ -16,9 +16,10 @@ from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import load_hf_config
 from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from tests.disaggregated import test_as_ready_loop as test_flow
 from tests.rollout.forked import forked_servers
 from tests.rollout.servers import need_interpreter
-from tests.runtime import harness, test_flow
+from tests.runtime import harness
 from tests.runtime.harness import metrics, run, start, wait_for, write_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ from megarl.artifacts import records
 from megarl.artifacts.repair import repair
 from megarl.artifacts.timings import read_timings
 from megarl.artifacts.trained import best_step, better_before, exported
-from megarl.cluster import last_step
+from megarl.commands.cluster import last_step
 from megarl.config.run import TrackingConfig
 from megarl.launchers.common import process_of
 from megarl.runtime.health import failure_of, forget, read_errors, write_error

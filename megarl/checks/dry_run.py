@@ -1,0 +1,262 @@
+"""What a recipe would do, as text: resolved keys, task graph, ranks, memory, checks. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.checks.checklist import Check
+from megarl.checks.host import host_memory
+from megarl.checks.layout import divides_devices
+from megarl.checks.machine import gpu_room
+from megarl.checks.recipe import Checked, check_config
+from megarl.config.correction import describe_correction
+from megarl.config.load import dump_config
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.dag.ahead import describe_ahead
+from megarl.dag.draw import as_text
+from megarl.dag.graph import TaskGraph
+from megarl.dag.measured import read_measured
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.stage import Role
+from megarl.disaggregated.buffer.size import handover_bytes, object_store_bytes, steps_held
+from megarl.errors import ConfigError, count
+from megarl.machine import Machine, this_machine
+from megarl.planning.memory import Memory, device_memory, held, server_bytes
+
+ROWS_SHOWN = 64
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A plan as text, and what stands in the way of running it; the text names these problems, and no more."""
+
+    text: str
+    problems: list[ConfigError]
+
+
+def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequence[Check] = ()) -> RunPlan:
+    """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded.
+
+    Args:
+        more: checks that were made elsewhere.
+    """
+    machine = this_machine()
+    checked = check_config(config, launcher=launcher, job=job, machine=machine)
+    known = {check.key for check in checked.items if check.status == "fail"}  # what reads a file finds it missing, too
+    checks = [*checked.items, *(one for one in more if one.status != "fail" or one.key not in known)]
+    sections = {"Configuration": dump_config(config)}
+    if job == "train":
+        sections["Task graph"] = _graph_text(config, checked)
+        sections["Rollout correction"] = "\n".join(describe_correction(config))
+    else:
+        sections[f"What megarl {job} does"] = "\n".join(_job_lines(config, job))
+    if checked.placement is not None and checked.placement.separate:
+        sections["Teams"] = _teams_text(config, checked, checked.placement, machine)
+    sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config, checked.placement)
+    found = memory_and_checks(config, checked, checks, job, machine)
+    failed = [check for check in checks if check.status == "fail"]
+    text = _as_text(sections)
+    return RunPlan(f"{text}\n\n{found}. Nothing was started.", [check.problem() for check in failed])
+
+
+def memory_and_checks(
+    config: RunConfig, checked: Checked, checks: Sequence[Check], job: str, machine: Machine | None = None
+) -> str:
+    """The sections of a plan about memory and checks, and how many of these there are.
+
+    Args:
+        checked: the recipe.
+        checks: that are shown.
+        machine: None: this one.
+    """
+    sections = {}
+    if job == "train":
+        sections["Memory per rank (estimate)"] = _memory_text(config, checked, machine or this_machine())
+    sections["Checks"] = "\n".join(_check_lines(check) for check in checks)
+    counts = ", ".join(f"{sum(c.status == s for c in checks)} {s}" for s in ("ok", "warn", "fail", "skip"))
+    return f"{_as_text(sections)}\n\n{counts}"
+
+
+def _as_text(sections: Mapping[str, str]) -> str:
+    return "\n\n".join(f"== {title} ==\n{body.rstrip()}" for title, body in sections.items())
+
+
+def _job_lines(config: RunConfig, job: str) -> list[str]:
+    """What a command other than train does with this recipe."""
+    model, sft, data, resume = config.model, config.sft, config.data, config.trainer.resume
+    start = model.path or f"a fresh model (seed {model.init_seed})"
+    if job == "sft":
+        files = ", ".join(sft.train_files or data.train_files)
+        goal = "" if sft.stop_at_accuracy is None else f", or until the accuracy is {sft.stop_at_accuracy:g}"
+        lines = [f"fine-tunes {start} on {files}", f"{sft.steps} steps of {sft.batch_size} examples{goal}"]
+        return [*lines, "writes metrics, checkpoints/" + (" and hf/" if config.trainer.export_hf else "")]
+    sampling = config.validation_sampling
+    greedy = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    return [
+        f"draws responses of {start if resume in ('auto', 'never') else resume} to {', '.join(data.val_files)}",
+        f"{sampling.n} per prompt, {greedy}, at most {sampling.max_new_tokens} tokens",
+        f"scores them with {config.reward.name}" if job == "eval" else "writes them to responses.jsonl",
+    ]
+
+
+def _graph_text(config: RunConfig, checked: Checked) -> str:
+    if checked.graph is None:
+        return "cannot be built, see the checks"
+    placement = checked.placement
+    handovers = () if placement is None else placement.handovers
+    return as_text(checked.graph, placement, {one.key: handover_bytes(config, one) for one in handovers})
+
+
+def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machine: Machine) -> str:
+    """Who holds what on how many workers, what its ranks need, and what the samples between teams need."""
+    rows = [("team", "roles", "layout", "workers", "GB per rank", "nodes")]
+    known = checked.sizes[Role.ACTOR] is not None
+    for team in placement.teams:
+        memory = "?"
+        if known and divides_devices(team):
+            memory = f"{_peak(_team_memory(config, checked, team, machine), machine, config)[1] / 1e9:.3f}"
+        roles = ", ".join(role.value for role in team.roles)
+        rows.append((team.name, roles, _layout_text(team), str(team.devices), memory, ", ".join(team.nodes) or "-"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    if config.placement.auto == "measured" and checked.graph is not None:
+        lines += _measured_lines(config, checked.graph, placement)
+    store = object_store_bytes(config, placement) / 1e9
+    steps = count(steps_held(config), "step")
+    lines.append(f"object store of a Ray that the run starts: {store:.3f} GB of shared memory ({steps} of samples)")
+    actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
+    if actor != rollout:
+        lines.append(f"async: {describe_ahead(config)}")
+    return "\n".join(lines)
+
+
+def _measured_lines(config: RunConfig, graph: TaskGraph, placement: Placement) -> list[str]:
+    """What the teams' workers were shared out by."""
+    run = read_measured(config, graph)
+    steps = f"medians of steps {run.timings.first} to {run.timings.last}"
+    lines = [f"shared out by device-seconds of a step in {config.placement.measured} ({steps}):"]
+    width = max(len(team.name) for team in placement.teams)
+    for team in placement.teams:
+        parts = [
+            f"{id} by servers" if id in run.served else f"{id} {run.timings.seconds[id]:.3g} s x {run.workers[id]}"
+            for id in team.nodes
+        ]
+        lines.append(f"  {team.name:<{width}}  {run.device_seconds(team.nodes):.3g} = {' + '.join(parts) or 'nothing'}")
+    return lines
+
+
+def _layout_text(team: TeamPlan) -> str:
+    """What differs from one process per replica, and the replicas."""
+    sizes = team.parallel.model_dump(exclude_defaults=True)
+    words = [name if value is True else f"{name} {value}" for name, value in sizes.items()]
+    return ", ".join([*words, f"dp {team.replicas}"])
+
+
+def _team_memory(config: RunConfig, checked: Checked, team: TeamPlan, machine: Machine) -> Memory:
+    gpu = _on_gpus(config, machine)
+    return device_memory(config, checked.sizes, team, gpu=gpu, room=gpu_room(config, machine) if gpu else None)
+
+
+def _on_gpus(config: RunConfig, machine: Machine) -> bool:
+    return machine.has_gpu or config.cluster.device_memory_gb is not None
+
+
+def coordinates(rank: int, nproc: int, parallel: ParallelConfig) -> dict[str, int]:
+    """Place of a rank in Megatron's order tp-cp-ep-dp-pp (the first changes fastest); edp is expert data parallel."""
+    dp = nproc // parallel.model_parallel_size
+    etp = parallel.expert_tp
+    place = _unravel(rank, {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp})
+    expert = _unravel(rank, {"etp": etp, "ep": parallel.ep, "edp": nproc // (etp * parallel.ep * parallel.pp)})
+    return {name: place[name] for name in ("dp", "pp", "cp", "tp")} | {
+        name: expert[name] for name in ("ep", "etp", "edp")
+    }
+
+
+def _unravel(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    place = {}
+    for name, size in sizes.items():
+        rank, place[name] = divmod(rank, size)
+    return place
+
+
+def _ranks_text(config: RunConfig, placement: Placement | None) -> str:
+    if placement is None or not all(map(divides_devices, placement.teams)):
+        return "the processes do not divide into replicas, see the checks"
+    nproc, per_node = config.cluster.nproc, max(1, config.cluster.nproc // config.cluster.nnodes)
+    layouts = [team.parallel for team in placement.teams]
+    names = ["dp", "pp", "cp", "tp"]
+    names += ["ep", "etp", "edp"] if any(parallel.ep > 1 or parallel.etp for parallel in layouts) else []
+    # Ray chooses the machines of several teams.
+    columns = ["worker", "rank", *names] if placement.separate else ["rank", "node", *names]
+    width = max(len(team.name) for team in placement.teams)
+    lines = [f"{'team':<{width}}"] if placement.separate else [""]
+    lines[0] += "".join(f"{name:>{max(6, len(name) + 1)}}" for name in columns)
+    for worker in range(nproc):
+        if nproc > ROWS_SHOWN and ROWS_SHOWN // 2 <= worker < nproc - ROWS_SHOWN // 2:
+            if worker == ROWS_SHOWN // 2:
+                lines.append(f"   ... {nproc - ROWS_SHOWN} ranks left out ...")
+            continue
+        team = placement.of_worker(worker)
+        rank = worker - team.first
+        place = coordinates(rank, team.devices, team.parallel)
+        second = rank if placement.separate else worker // per_node
+        row = "".join(f"{value:>6}" for value in [second, *(place[name] for name in names)])
+        lines.append(f"{team.name:<{width}}{worker:>7}{row}" if placement.separate else f"{worker:>6}{row}")
+    return "\n".join(lines)
+
+
+def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
+    placement, facts = checked.placement, checked.sizes[Role.ACTOR]
+    if facts is None or placement is None or not all(map(divides_devices, placement.teams)):
+        return "not known: " + (
+            "the model's sizes are not known here" if facts is None else "the layout does not divide"
+        )
+    gpu = _on_gpus(config, machine)
+    lines = []
+    for team in placement.teams:
+        if placement.separate:
+            lines.append(f"team {team.name}")
+        memory = _team_memory(config, checked, team, machine)
+        adapts = {part: gpu and part.shrinks and part.bytes > part.least for part in memory.terms()}
+        lines += [
+            _memory_line(part.what + (", at most" if up_to else ""), part.bytes) for part, up_to in adapts.items()
+        ]
+        name, size = _peak(memory, machine, config)
+        lines.append(_memory_line(f"peak ({name})", size))
+    ranks = -(-config.cluster.nproc // config.cluster.nnodes)
+    host = host_memory(config, checked.sizes, placement, gpu=gpu).peak
+    lines.append(_memory_line(f"host memory of a machine ({count(ranks, 'rank')})", host.bytes))
+    if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
+        if not gpu:  # there it is one of the terms
+            lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
+        if gpu_room(config, machine) is None:
+            lines.append(
+                "(a server's cache comes on top, of a GPU up to memory_fraction of what is free, on a CPU up to "
+                "max_total_tokens)"
+            )
+        if config.rollout.sglang.colocated:
+            lines.append("(on GPUs, the servers are on the trainer's devices)")
+    return "\n".join(lines)
+
+
+def _peak(memory: Memory, machine: Machine, config: RunConfig) -> tuple[str, float]:
+    """(name, bytes) of the fullest moment. On a GPU what adapts to the room there is counts with its least."""
+    gpu = _on_gpus(config, machine)
+    sizes = {moment.name: held(moment.terms) if gpu else moment.bytes for moment in memory.moments}
+    name = max(sizes, key=lambda key: sizes[key])
+    return name, sizes[name]
+
+
+def _memory_line(name: str, size: float) -> str:
+    return f"{name:<48}{size / 1e9:>10.3f} GB"
+
+
+def _check_lines(check: Check) -> str:
+    if check.status in ("ok", "skip"):
+        return f"[{check.status:>4}] {check.name}: {check.message}"
+    if check.status == "fail":  # the command ends with all problems, where they are seen
+        return f"[fail] {check.name}: {f'{check.key}, ' if check.key else ''}see the end"
+    lines = str(check.problem()).splitlines()
+    return "\n".join([f"[{check.status:>4}] {check.name}: {lines[0]}", *(f"       {line}" for line in lines[1:])])

@@ -1,0 +1,317 @@
+"""`megarl launch`, `status`, `logs` and `cancel`: runs as batch jobs of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.dag.placement import Placement
+    from megarl.launchers.submit import SubmittedJob
+
+_LOOK_S = 0.5
+_TAIL = 20  # lines that `megarl logs` begins with
+_NOTES = 10  # of what has happened, that `megarl status` shows
+
+
+def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], RunConfig]) -> None:
+    """The commands' arguments.
+
+    Args:
+        commands: of the program's parser.
+        read_recipe: makes the configuration of recipe and overrides.
+    """
+    launch = commands.add_parser(
+        "launch",
+        help="submit a run to a cluster",
+        description="Write the batch script of a run to its folder, and submit it to Slurm; what belongs to the site "
+        "stands in ~/.config/megarl/clusters.yaml. Or create its objects in Kubernetes (docs/launching.md).",
+    )
+    launch.add_argument("recipe", metavar="RECIPE", help="a recipe file or the name of a shipped one")
+    launch.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
+    where = launch.add_mutually_exclusive_group(required=True)
+    where.add_argument("--slurm", action="store_true", help="by sbatch")
+    where.add_argument("--kubernetes", action="store_true", help="as a JobSet or a RayJob, by kubectl")
+    launch.add_argument("--job", choices=("train", "sft", "eval"), default="train", help="command (default: train)")
+    launch.add_argument("--launcher", choices=("local", "torchrun", "ray"), help="default: launch.launcher")
+    launch.add_argument("--run-dir", type=Path, help="run folder that all nodes see; one that holds a run is continued")
+    launch.add_argument("--dry-run", action="store_true", help="print the scripts and what is wrong; submit nothing")
+    launch.set_defaults(
+        run=lambda arguments: (_kubernetes if arguments.kubernetes else _launch)(arguments, read_recipe(arguments))
+    )
+    for name, run, text in (
+        ("status", _status, "show how a submitted run stands"),
+        ("logs", _logs, "show what a run prints"),
+        ("cancel", _cancel, "end the job of a submitted run; it can be continued"),
+    ):
+        parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run folder")
+        if name == "logs":
+            parser.add_argument("-f", "--follow", action="store_true", help="until the run ends")
+        parser.set_defaults(run=run)
+
+
+def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
+    from megarl.launchers.site import naming_site, with_site
+
+    filled = with_site(config)
+    with naming_site(config, filled):
+        return _submit(arguments, filled)
+
+
+def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
+    """Check the job, and hand it to Slurm.
+
+    Args:
+        config: with what the site's file says.
+    """
+    from megarl.launchers.common import make_run_dir
+    from megarl.launchers.preflight import check_run_folder
+    from megarl.launchers.slurm import Submission, job_script, node_script, plan
+    from megarl.launchers.slurm_settings import check_settings, doubtful, memory_bytes, unset_limit
+    from megarl.launchers.submit import check_cluster, excluded, submit, write_scripts
+
+    launcher = _launcher(arguments.launcher or config.launch.launcher, config)
+    slurm = config.launch.slurm
+    memory = ("launch.slurm.memory", memory_bytes(slurm.memory))
+    image, show = slurm.image is not None, arguments.dry_run
+    _, found = _check(config, launcher, arguments.job, image=image, memory=memory, show=show)
+    parent = Path(config.tracking.dir) / config.name
+    run_dir = (arguments.run_dir or parent / "STAMP").resolve()
+    job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
+    check_settings(job)
+    for doubt in filter(None, [unset_limit(job), *doubtful(job)]):
+        _warn(doubt)
+    if arguments.dry_run:
+        files = {"job.sh": job_script(job), "node.sh": node_script(job), "plan.json": json.dumps(plan(job), indent=1)}
+        for name, text in files.items():
+            print(f"== launch/{name} ==\n{text}")
+        _close(found)
+        return 0
+    check_cluster(job)
+    run_dir = make_run_dir(config, arguments.run_dir, arguments.job)
+    if not (seen := check_run_folder(run_dir)).ok:
+        raise UserError("the run folder cannot be used", where="--run-dir", found=seen.reason, fix="name another")
+    if (active := _active_job(run_dir)) is not None:
+        raise UserError(
+            "this run has a job that has not ended",
+            where="--run-dir",
+            found=f"job {active[0]}, {active[1]}",
+            fix=f"wait for it, or megarl cancel {run_dir}",
+        )
+    job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
+    write_scripts(job)
+    for node, reason in excluded(run_dir).items():
+        print(f"left out: {node}: {reason} (launch/excluded.jsonl)")
+    print(f"run folder: {run_dir}\njob: {submit(job)}")
+    print(f"  megarl status {run_dir}\n  megarl logs -f {run_dir}\n  megarl cancel {run_dir}")
+    return 0
+
+
+def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
+    from megarl.launchers.kubernetes import as_yaml, create, doubtful, make_job, manifests, quantity
+
+    run_dir = None if arguments.run_dir is None else str(arguments.run_dir)
+    job = make_job(config, arguments.job, arguments.launcher, run_dir, time.strftime("%Y%m%d-%H%M%S"))
+    given = job.settings.memory
+    memory = ("launch.kubernetes.memory", None if given is None else quantity(given))
+    show = arguments.dry_run
+    placement, found = _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory, show=show)
+    for doubt in doubtful(config, arguments.job, placement):
+        _warn(doubt)
+    if arguments.dry_run:
+        print(as_yaml(manifests(job)), end="")
+        _close(found)
+        return 0
+    print(create(job))
+    space = "" if job.settings.namespace is None else f" --namespace {job.settings.namespace}"
+    kind = "rayjob" if job.launcher == "ray" else "jobset"
+    print(f"run folder in the pods: {job.run_dir}\n  kubectl get{space} {kind} {job.name}")
+    print(f"  kubectl delete{space} {kind}/{job.name} configmap/{job.name}")
+    return 0
+
+
+def _check(
+    config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None], show: bool
+) -> tuple[Placement | None, str]:
+    """Refuse what cannot work, and show what is doubtful; this machine is none of the job's.
+
+    Args:
+        image: nodes run an image, whose servers' interpreter is not known here.
+        memory: key and bytes of a node's memory; None: it is not said.
+        show: the estimate of memory and all checks are asked for.
+
+    Returns:
+        The teams of the job; None: they are not known. And what is asked for, as text.
+    """
+    from megarl.checks.dry_run import memory_and_checks
+    from megarl.checks.host import host_memory
+    from megarl.checks.recipe import check_config
+    from megarl.config.base import raise_problems
+    from megarl.dag.stage import Role
+
+    checked = check_config(config, launcher=launcher, job=job, here=False)
+    checks = [check for check in checked.items if not (image and check.key == "rollout.sglang.python")]
+    shown = memory_and_checks(config, checked, checks, job) if show else ""
+    raise_problems([check.problem() for check in checks if check.status == "fail"])
+    for check in checks:
+        if check.status == "warn":
+            _warn(str(check.problem()))
+    (key, size), placement = memory, checked.placement
+    if size is None or placement is None or checked.sizes[Role.ACTOR] is None:
+        return placement, shown
+    gpu = config.cluster.device_memory_gb is not None
+    needed = host_memory(config, checked.sizes, placement, gpu=gpu, job=job).needed
+    if needed.least > size:
+        _warn(
+            f"{key}: {size / 1e9:,.3g} GB, and the processes of a node hold {needed.least / 1e9:,.3g} GB or more there"
+        )
+    return placement, shown
+
+
+def _close(found: str) -> None:
+    """Memory and checks below what --dry-run has printed, which is handed on as it is."""
+    sys.stdout.flush()
+    print(f"{found}. Nothing was submitted.", file=sys.stderr)
+
+
+def _warn(text: str) -> None:
+    """Not in what --dry-run prints, which is handed on as it is."""
+    print(f"megarl: warning: {text}", file=sys.stderr)
+
+
+def _launcher(name: str, config: RunConfig) -> str:
+    return "torchrun" if config.cluster.nnodes > 1 and name == "local" else name
+
+
+def _active_job(run_dir: Path) -> tuple[str, str] | None:
+    from megarl.launchers.submit import jobs_of, state_of
+
+    for told in reversed(jobs_of(run_dir)):
+        state = state_of(told.number)
+        if state.active:
+            return told.number, state.name
+    return None
+
+
+def _submitted(run_dir: Path) -> list[SubmittedJob]:
+    """The jobs of a run.
+
+    Raises:
+        UserError: the folder is not there, or has none.
+    """
+    from megarl.launchers.submit import jobs_of
+
+    if not run_dir.is_dir():
+        raise UserError(
+            "this is no folder" if run_dir.exists() else "there is no such folder",
+            where="RUN_DIR",
+            found=str(run_dir),
+            allowed="a run folder that megarl launch RECIPE --slurm has made",
+            fix="name the one that megarl launch has printed; it is below tracking.dir, as runs/NAME/STAMP",
+        )
+    jobs = jobs_of(run_dir)
+    if not jobs:
+        log = run_dir / "log.txt"
+        ran = f"the run was started without a batch job, and what it prints is in {log}: tail -f {log}"
+        raise UserError(
+            "no job was submitted for this folder",
+            where="RUN_DIR",
+            found=str(run_dir),
+            allowed="a run folder that megarl launch RECIPE --slurm has made",
+            fix=ran if log.is_file() else f"megarl launch RECIPE --slurm --run-dir {run_dir} submits one",
+        )
+    return jobs
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megarl.launchers.submit import excluded, latest_tests, notes_of, state_of
+
+    run_dir = arguments.run_dir.resolve()
+    table = Table(title=str(run_dir))
+    for column in ("job", "submitted", "state", "ran", "limit", "nodes"):
+        table.add_column(column)
+    for told in _submitted(run_dir):
+        state = state_of(told.number)
+        table.add_row(told.number, told.submitted, state.name, state.ran, state.limit, state.nodes or told.nodes)
+    Console().print(table)
+    print(f"run: {_run_text(run_dir)}")
+    notes = notes_of(run_dir)
+    restarts = sum(note["kind"] == "restart" for note in notes)
+    if notes:
+        print(f"started again after lost nodes: {restarts}")
+    for node, reason in excluded(run_dir).items():
+        print(f"left out: {node}: {reason}")
+    for node, found in latest_tests(run_dir).items():
+        print(f"pre-flight: {node}: {found}")
+    for note in notes[-_NOTES:]:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["time"]))
+        print(f"{at} job {note['job']}: {note['text']}")
+    return 0
+
+
+def _run_text(run_dir: Path) -> str:
+    """How far the run itself says it is."""
+    from megarl.artifacts.records import read_run, setting
+
+    run, done = read_run(run_dir), last_step(run_dir)
+    if not run and done is None:
+        return "not begun"
+    status, steps = run.get("status", "status unknown"), setting(run, "trainer", "steps")
+    of = "" if steps is None else f" of {steps}"
+    return f"{status}, step {done}{of}" if done is not None else f"{status}, before step 1"
+
+
+def last_step(run_dir: Path) -> int | None:
+    """The last training step in metrics.jsonl; None: there is none."""
+    from megarl.artifacts.jsonl import STEP, read_jsonl
+
+    lines = read_jsonl(run_dir / "metrics.jsonl", needs=STEP)
+    steps = [line["step"] for line in lines if line["stage"] == "train"]
+    return steps[-1] if steps else None
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    from megarl.launchers.submit import cancel
+
+    run_dir = arguments.run_dir.resolve()
+    _submitted(run_dir)
+    active = _active_job(run_dir)
+    if active is None:
+        print("no job of this run waits or runs")
+        return 0
+    cancel(active[0])
+    print(f"job {active[0]} is ending; to go on: megarl launch RECIPE --slurm --run-dir {run_dir}")
+    return 0
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    run_dir = arguments.run_dir.resolve()
+    _submitted(run_dir)
+    files: dict[Path, IO[str]] = {}
+    while True:
+        over = not arguments.follow or _active_job(run_dir) is None  # asked before reading: the last lines are shown
+        for file in [run_dir / "log.txt", *sorted((run_dir / "launch").glob("job-*.txt"))]:
+            if file not in files and file.is_file():
+                files[file] = file.open(encoding="utf-8", errors="replace")
+                text = files[file].read().splitlines(keepends=True)[-_TAIL:]
+            else:
+                text = [files[file].read()] if file in files else []
+            if "".join(text).strip() and len(files) > 1:
+                print(f"-- {file.name}")
+            sys.stdout.write("".join(text))
+        sys.stdout.flush()
+        if over:
+            return 0
+        time.sleep(_LOOK_S)

@@ -1,0 +1,144 @@
+"""The reference of keys, from the models and components: `python -m megarl.commands.describe docs/recipes.md`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from megarl.components import COMPONENTS
+from megarl.config.base import ComponentSection, Section
+from megarl.config.fields import Key, describe_allowed, entries_of, iter_keys
+from megarl.config.run import RunConfig
+
+BEGIN = "<!-- keys: written by python -m megarl.commands.describe docs/recipes.md, do not edit below -->"
+END = "<!-- end of keys -->"
+
+
+def reference() -> str:
+    """Markdown: one table per section of keys, one of every class of sections."""
+    defaults = _defaults()
+    lines: list[str] = []
+    keys = list(iter_keys())
+    first = _first_of_a_class(keys)
+    lines += _table("Run", "One recipe.", [key for key in keys if "." not in key.path], defaults, first)
+    for key in keys:
+        if key.section is not None and first[key.path] == key.path:
+            inside = [other for other in keys if other.path.rpartition(".")[0] == key.path]
+            lines += _table(f"`{key.path}`", _sentence(key.section), inside, defaults, first)
+            if issubclass(key.section, ComponentSection):
+                lines += _own_keys(key.path, key.path, key.section.named_by)
+            elif key.path == "reward":
+                lines += _own_keys(key.path, "reward.kwargs", "name")
+        elif (entries := entries_of(key.info)) is not None:
+            inside = [Key(f"{key.path}.NAME.{name}", info, None) for name, info in entries.model_fields.items()]
+            own = {entry.path: entry.info.get_default(call_default_factory=True) for entry in inside}
+            lines += _table(f"`{key.path}.NAME`", _sentence(entries), inside, own, {})
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write_reference(file: Path) -> bool:
+    """Replace what stands between the markers in `file`; True when the file changed.
+
+    Raises:
+        ValueError: the file lacks a marker.
+    """
+    old = file.read_text(encoding="utf-8")
+    if BEGIN not in old or END not in old:
+        raise ValueError(f"{file} needs the lines {BEGIN!r} and {END!r}")
+    head, _, rest = old.partition(BEGIN)
+    new = f"{head}{BEGIN}\n\n{reference()}\n{END}{rest.partition(END)[2]}"
+    if new != old:
+        file.write_text(new, encoding="utf-8")
+    return new != old
+
+
+def _defaults() -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def walk(values: dict[str, Any], prefix: str, model: type[Section]) -> None:
+        for key in iter_keys(model):
+            if "." in key.path:
+                continue
+            value = values[key.path]
+            flat[prefix + key.path] = value
+            if key.section is not None:
+                value = key.section().model_dump() if value is None else value
+                walk(value, f"{prefix}{key.path}.", key.section)
+
+    walk(RunConfig(name="").model_dump(), "", RunConfig)
+    flat["name"] = PydanticUndefined
+    return flat
+
+
+def _first_of_a_class(keys: list[Key]) -> dict[str, str]:
+    """Path of a section -> path of the section whose table it shares: the actor's, else the first of its class."""
+    sections = sorted(
+        (key for key in keys if key.section is not None), key=lambda key: not key.path.startswith("actor.")
+    )
+    first: dict[type[Section] | None, str] = {}
+    return {key.path: first.setdefault(key.section, key.path) for key in sections}
+
+
+def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any], first: dict[str, str]) -> list[str]:
+    rows = [
+        _row(key, defaults[key.path]) if key.section is None else _section_row(key, first[key.path], defaults)
+        for key in keys
+    ]
+    return [f"### {title}", "", sentence, "", "| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""]
+
+
+def _own_keys(path: str, place: str, named_by: str) -> list[str]:
+    """Markdown: the keys that the components of a section have for themselves, at `place`; one row where several share
+    a key. `named_by` is the section's key that names one."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for name in COMPONENTS.names(path):
+        model = COMPONENTS.settings_of(path, name)
+        for key, info in model.model_fields.items() if model else ():
+            default = f"`{_yaml(info.get_default(call_default_factory=True))}`"
+            rows.setdefault((f"`{key}`", describe_allowed(info), default, info.description or ""), []).append(
+                f"`{name}`"
+            )
+    if not rows:
+        return []
+    lines = [_cells([key, ", ".join(names), *rest]) for (key, *rest), names in rows.items()]
+    head = ["| Key | Read by | Values | Default | Meaning |", "|---|---|---|---|---|"]
+    where = "" if place == path else f", in `{place}`"
+    return [f"Keys of the components that `{path}.{named_by}` may choose{where}:", "", *head, *lines, ""]
+
+
+def _cells(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _row(key: Key, default: Any) -> str:
+    name = key.path.rpartition(".")[2]
+    shown = f"`{_yaml(default)}`"
+    if default is PydanticUndefined:
+        shown = "file name" if key.path == "name" else "required"
+    return _cells([f"`{name}`", describe_allowed(key.info), shown, key.info.description or ""])
+
+
+def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:
+    """The row links to the table at `first`, and names the defaults that differ from it."""
+    others = [path for path in defaults if path.startswith(f"{key.path}.")]
+    own = {path: _yaml(defaults[path]) for path in others if defaults[path] != defaults[first + path[len(key.path) :]]}
+    differing = ", ".join(f"`{path.rpartition('.')[2]}` {shown}" for path, shown in own.items())
+    meaning = f"{key.info.description or ''}" + (f"; default of {differing}" if differing else "")
+    return _cells([f"[`{key.path.rpartition('.')[2]}`](#{first.replace('.', '')})", "section", "", meaning])
+
+
+def _yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _sentence(section: type[Section]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+if __name__ == "__main__":
+    print("changed" if write_reference(Path(sys.argv[1])) else "up to date")

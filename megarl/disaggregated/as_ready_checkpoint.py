@@ -1,0 +1,188 @@
+"""What the rollout's team has begun and no step has been trained on, in a checkpoint (`async.order=as_ready`).
+
+Each replica writes its groups; whoever reads them shares them out by their prompts' numbers:
+
+    flow_0.safetensors    finished ones: number of the group, uid, sample_id, fields as node/field; one row per sample
+    flow_0.json           versions of all, by number; finished: what they hold, their metrics; drafts of the others;
+                          prompts to be drawn again; metrics of samples that came to nothing
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.disaggregated.handed import joined, parted
+from megarl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from megarl.dag.placement import Handover
+    from megarl.data.batch import Batch
+    from megarl.disaggregated.buffer.pool import Ready
+    from megarl.rollout.stream import Draft
+    from megarl.runtime.controller import Controller
+    from megarl.training.parallel import Layout
+
+_NUMBER = "group_number"
+
+
+def files_of_flow(
+    c: Controller, version: int, under_way: Mapping[int, int], drafts: Mapping[int, Sequence[Draft]], carried: Metrics
+) -> dict[str, bytes]:
+    """Name and content of all that this rank adds to the checkpoint of step `version`.
+
+    Finished groups are in the store.
+
+    Args:
+        c: in a team whose samples go to training as they get ready; the actor's waits for these files.
+        version: of the weights, which nobody has drawn with.
+        under_way: versions of the weights that the first tokens of unfinished groups were drawn with, by number.
+        drafts: of these.
+        carried: metrics of samples that came to nothing, which no finished group has.
+    """
+    from megarl.disaggregated.buffer.pool import unused_groups
+
+    store, layout = c.team.store, c.layout
+    assert store is not None, "there are other teams"
+    if not layout.is_lead:
+        return {}
+    ready, versions = unused_groups(store, version, layout.dp_rank, layout.dp_size)
+    again = store.flow_state()["again"] if layout.rank == 0 else []
+    return flow_files(layout, ready, {**versions, **under_way}, drafts, again, carried)
+
+
+def flow_files(
+    layout: Layout,
+    ready: Sequence[Ready],
+    versions: Mapping[int, int],
+    drafts: Mapping[int, Sequence[Draft]],
+    again: Sequence[int],
+    carried: Metrics,
+) -> dict[str, bytes]:
+    """Name and content of this replica's files; only its first rank writes them.
+
+    Args:
+        layout: of this rank.
+        ready: finished groups.
+        versions: of the weights that the first tokens of all groups were drawn with, by number.
+        drafts: of groups that are under way, as far as something of them was drawn.
+        again: prompts that nobody draws, and that have to be drawn; of the team's first rank.
+        carried: metrics of samples that came to nothing, which no finished group has.
+    """
+    if not layout.is_lead:
+        return {}
+    told = {
+        "versions": {str(number): version for number, version in versions.items()},
+        "finished": [
+            {
+                "numbers": one.numbers,
+                "groups": [list(group) for group in one.groups],
+                "metrics": one.metrics.to_json(),
+            }
+            for one in ready
+        ],
+        "drafts": {str(number): [asdict(draft) for draft in some] for number, some in drafts.items()},
+        "again": list(again),
+        "carried": carried.to_json(),
+    }
+    files = {f"{_stem(layout.dp_rank)}.json": json.dumps(told).encode()}
+    if ready:
+        from megarl.data.batch import Batch
+
+        files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat([_board(one) for one in ready]).to_bytes()
+    return files
+
+
+def _board(ready: Ready) -> Batch:
+    """One row per sample, with all that was handed over of it."""
+    import torch
+
+    from megarl.data.groups import group_places
+
+    board = joined(ready.samples)
+    number = torch.zeros(len(board), dtype=torch.int64)
+    for own, places in zip(ready.numbers, group_places(board["uid"]), strict=True):
+        number[places] = own
+    board.set(_NUMBER, number)
+    return board
+
+
+@dataclass(frozen=True)
+class HeldFlow:
+    """What all replicas wrote.
+
+    Attributes:
+        versions: of the weights that the first tokens of every group were drawn with, by number.
+        finished: numbers of those that are finished.
+        drafts: of the others, as far as something was drawn.
+        again: prompts that nobody had begun to draw again.
+        carried: metrics of samples that came to nothing, which no finished group has.
+    """
+
+    versions: dict[int, int]
+    finished: dict[int, tuple[list[Any], dict[str, Any]]]
+    drafts: dict[int, list[Draft]]
+    again: list[int]
+    carried: Metrics
+    _board: Batch | None
+
+    def mine(self, rank: int, size: int, without: Collection[int]) -> list[int]:
+        """Numbers of the groups of replica `rank` of `size`."""
+        return [number for number in sorted(self.versions) if number not in without][rank::size]
+
+    def ready_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[Ready]:
+        """Those of `numbers` that are finished, one by one, as a team hands them over."""
+        from megarl.disaggregated.buffer.core import GroupInfo
+        from megarl.disaggregated.buffer.pool import Ready
+
+        found = []
+        for number in numbers:
+            if number not in self.finished:
+                continue
+            assert self._board is not None, "finished groups have samples"
+            (uid, ordinal, ids, tokens), metrics = self.finished[number]
+            rows = (self._board[_NUMBER] == number).nonzero().flatten().tolist()
+            info = GroupInfo(uid, ordinal, tuple(ids), tokens)
+            samples = parted(self._board.select(rows), handovers)
+            found.append(Ready([number], [info], samples, Metrics.from_json(metrics)))
+        return found
+
+
+def read_flow(folder: Path, parts: int) -> HeldFlow:
+    """What `parts` replicas wrote into a checkpoint."""
+    from megarl.data.batch import Batch
+    from megarl.rollout.stream import Draft
+
+    versions: dict[int, int] = {}
+    finished: dict[int, tuple[list[Any], dict[str, Any]]] = {}
+    drafts: dict[int, list[Draft]] = {}
+    again: list[int] = []
+    carried = Metrics()
+    boards = []
+    for part in range(parts):
+        told = json.loads((folder / f"{_stem(part)}.json").read_text())
+        versions |= {int(number): version for number, version in told["versions"].items()}
+        drafts |= {int(number): [Draft(**draft) for draft in some] for number, some in told["drafts"].items()}
+        again += told["again"]
+        carried.merge(Metrics.from_json(told.get("carried", {})))  # an older version did not keep them
+        for one in told["finished"]:
+            for place, (number, group) in enumerate(zip(one["numbers"], one["groups"], strict=True)):
+                finished[number] = group, {} if place else one["metrics"]
+        if told["finished"]:
+            boards.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
+    return HeldFlow(versions, finished, drafts, again, carried, Batch.concat(boards) if boards else None)
+
+
+def left_out(folder: Path, parts: int) -> int:
+    """Of the checkpoint that `parts` replicas wrote into: how many prompts before its loader's place nobody has drawn.
+
+    It is one that holds no samples, so these are all that a run in order would miss.
+    """
+    return sum(len(json.loads((folder / f"{_stem(part)}.json").read_text())["again"]) for part in range(parts))
+
+
+def _stem(part: int) -> str:
+    return f"flow_{part}"

@@ -1,0 +1,408 @@
+"""The team of the rollout when samples go to training as they get ready (`async.order=as_ready`).
+
+    rollout's team, every replica by itself              store                    actor's team
+    prompts that may begin             <-.
+    draw, walk the nodes: groups       --+-- swap ---->  forms steps  --------->  train v + 1
+    gate n: nothing is drawn   open/n ----------------------------------------->  which has trained v since
+    follow                     <--- gate/n: v, weights/v ----------------------   push
+
+Between two gates a replica draws with one version of the weights. With `async.partial` the actor's team asks for the
+gate after every step (`wanted/n`); what is under way stops, and goes on with the new weights. Without, a gate opens
+when everything is drawn that may begin with this version, and the actor's team comes to it between two steps; it asks
+and waits only where it has to: at a validation, where a save may be due, at the end, and when these weights are too old
+for the next step.
+
+A group whose rewards are being computed is put aside at the node that waits for them, and drawing goes on. With
+`async.partial` the weights may change meanwhile; a checkpoint waits for these rewards.
+
+Metrics of samples travel with them. What a replica measures of itself is counted in the step whose weights end its
+stretch. What is finished is in the store: a checkpoint takes it from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.dag.ahead import admission_limit
+from megarl.dag.stage import Role
+from megarl.disaggregated.as_ready_checkpoint import files_of_flow
+from megarl.disaggregated.in_order_loop import store_of
+from megarl.disaggregated.pace import Pace
+from megarl.disaggregated.rollout_team import tell_loader
+from megarl.metrics import Metrics
+from megarl.runtime.generation import publish
+from megarl.runtime.validate import evaluate_drawn, validates
+from megarl.tracing import phase, set_step
+
+if TYPE_CHECKING:
+    from megarl.dag.executor import Executor
+    from megarl.data.batch import Batch
+    from megarl.disaggregated.as_ready_checkpoint import HeldFlow
+    from megarl.disaggregated.buffer.pool import PoolCrossing, Ready
+    from megarl.disaggregated.checkpoint_part import CheckpointPart
+    from megarl.rollout.engine import Completion
+    from megarl.rollout.stream import Draft, Stream
+    from megarl.runtime.controller import Controller
+    from megarl.runtime.recorder import Recorder
+
+OPEN, WANTED, GATE, OPENED = "open", "wanted", "gate", "flow_opened"
+SAVES = "saves"  # whether a checkpoint of a step may be written: told before its weights go
+PLACE = "flow_place"  # of the loader, when prompts begin to be handed out
+_LOOK_S = 0.1  # between two looks for whether the weights are wanted
+
+
+def flows(c: Controller) -> bool:
+    """Samples go to training as they get ready."""
+    return c.config.async_.order == "as_ready"
+
+
+def find_flow(source: Path) -> HeldFlow | None:
+    """What a checkpoint has of groups that no step was trained on; None: nothing."""
+    from megarl.disaggregated.as_ready_checkpoint import read_flow
+    from megarl.training.checkpoint import read_state
+
+    saved = read_state(source).get("drawn")
+    return None if saved is None else read_flow(source, saved["parts"])
+
+
+def tell_place(c: Controller) -> None:
+    """Where prompts stand, for the checkpoint of the step that the context has; nobody begins anything meanwhile."""
+    assert c.loader is not None, "checks refuse a training run without data"
+    c.loader.go_to(store_of(c).flow_state()["next"])
+    tell_loader(c)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Groups that have come as far as the node that waits for their rewards.
+
+    Attributes:
+        numbers: of their prompts.
+        board: their samples.
+        metrics: of these samples, as far as they have come.
+        aside: what other teams use of them (`PoolCrossing.aside`).
+    """
+
+    numbers: list[int]
+    board: Batch
+    metrics: Metrics
+    aside: dict[str, Batch]
+
+
+@dataclass
+class FlowSteps:
+    """What a rollout's team does until the last weights have come. All ranks of a replica make the same calls.
+
+    Attributes:
+        c: this rank's controller.
+        executor: walks this team's nodes after the one that draws, as far as they do not wait for rewards.
+        scored: walks those after them.
+        crossing: of the executor.
+        recorder: of this rank.
+        checkpoints: this team's part of them.
+        held: what a checkpoint has of groups that were begun; None: nothing, or it has been taken up.
+    """
+
+    c: Controller
+    executor: Executor
+    scored: Executor
+    crossing: PoolCrossing
+    recorder: Recorder
+    checkpoints: CheckpointPart
+    held: HeldFlow | None
+    _gate: int = 1  # metrics number 0 are those before the first step
+    _dry: bool = False  # nothing more may begin with these weights
+    _looked: float = 0.0
+    _wanted: bool = False
+    _prompts: dict[int, Batch] = field(default_factory=dict)  # under way, by number
+    _versions: dict[int, int] = field(default_factory=dict)  # of first tokens: all groups that are not finished
+    _waiting: list[int] = field(default_factory=list)  # to be begun as soon as there is room
+    _drafts: dict[int, list[Draft]] = field(default_factory=dict)  # of these
+    _scoring: deque[Scoring] = field(default_factory=deque)  # in the order in which the rewards come
+    _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
+    _rejected: list[list[float]] = field(default_factory=list)  # scores of groups, since the last one that was not
+    _pace: Pace = field(init=False)
+    _over: int = 0  # groups that are finished, and that the store has not been told of
+    _unsent: list[Ready] = field(default_factory=list)  # those of them that are of use, where this rank gives them
+    _refused: list[int] = field(default_factory=list)  # the others
+
+    def run(self) -> None:
+        """Draw until the weights of the last step have come."""
+        c = self.c
+        version = c.context.step
+        stream = self._make_stream()
+        try:
+            self._open()
+            self.recorder.start_step()
+            while version < c.config.trainer.steps:
+                set_step(version + 1)
+                with phase("step"):
+                    self._draw(stream, version)
+                    version = self._pass_gate()
+                    self._validate(version)
+                self._save(version, stream)
+        finally:
+            stream.close()
+
+    # -- begin -------------------------------------------------------------------------------------------------------
+
+    def _make_stream(self) -> Stream:
+        from megarl.rollout.stream import Stream
+
+        c, config = self.c, self.c.config
+        sampling, most = config.rollout.sampling, config.rollout.max_running
+        if c.fleet is not None:
+            most = config.rollout.sglang.max_concurrency * len(c.fleet.servers) // c.layout.dp_size
+        fair = -(-admission_limit(config) // c.layout.dp_size)  # the others have room, too
+        groups = min(max(1, most // sampling.n), fair)
+        self._pace = Pace(groups, fair)
+        longest = config.data.max_prompt_tokens + sampling.max_new_tokens
+        return Stream(c.rollout.engine, sampling, c.rollout.eos_ids, groups * sampling.n, longest)
+
+    def _open(self) -> None:
+        """Tell the store where prompts begin, and hand it what a checkpoint has."""
+        c, store, held = self.c, store_of(self.c), self.held
+        assert c.loader is not None, "checks refuse a training run without data"
+        if c.layout.rank == 0:
+            begun = {} if held is None else held.versions
+            again = [] if held is None else held.again
+            store.post(PLACE, c.loader.state_dict())
+            late = store.open_flow(c.context.step, c.loader.number, begun, again)
+            if late:
+                print(f"{len(late)} groups of the checkpoint come too late with these settings, and are drawn again")
+            store.post(OPENED, late)
+        late = store.read(OPENED)
+        if held is None:
+            return
+        if c.layout.rank == 0:
+            self._carried = held.carried
+        mine = held.mine(c.layout.dp_rank, c.layout.dp_size, without=late)
+        if c.layout.is_lead:
+            for ready in held.ready_of(mine, c.team.placement.given_by(c.team.plan.name)):
+                self.crossing.swap(c.context, [ready], [], c.context.step, 0)
+        self._waiting = [number for number in mine if number not in held.finished]
+        self._versions = {number: held.versions[number] for number in self._waiting}
+        # Not of those that are too old: they are drawn again from their first token on; and so are all if n changed.
+        n, found = c.config.rollout.sampling.n, held.drafts
+        self._drafts = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
+        self.held = None  # its samples are the store's now
+
+    # -- one stretch -------------------------------------------------------------------------------------------------
+
+    def _draw(self, stream: Stream, version: int) -> None:
+        """Draw with `version` until the gate is to be opened."""
+        c, interrupts = self.c, self.c.config.async_.partial
+        # Ranks that meet while they draw: replicas that ask the same servers do so together.
+        together = c.layout.mp_group if c.fleet is None else c.layout.world
+        self._pace.begin(time.monotonic())
+        with c.rollout.drawing(c.context, 0):
+            stream.open()
+            while True:
+                self._admit(stream, version)
+                told = together.all_gather_json([self._look(), stream.busy, bool(self._scoring)])
+                self._wanted = self._wanted or any(wanted for wanted, _, _ in told)
+                drawing, scoring = any(busy for _, busy, _ in told), any(some for _, _, some in told)
+                if not (drawing or scoring) or (interrupts and self._wanted):
+                    break
+                if drawing:
+                    with phase("rollout"):
+                        groups = stream.wait(self._is_called)
+                    if groups:
+                        self._score(groups)
+                self._finish_scored(least=0 if drawing else 1)
+            stream.interrupt()
+        self._swap(version, 0)
+
+    def _admit(self, stream: Stream, version: int) -> None:
+        """Begin what may begin, as far as there is room; from time to time the store takes and hands out groups."""
+        room, most = 0, 0
+        if not self._wanted:
+            self._begin_waiting(stream)
+            room = stream.free // self.c.config.rollout.sampling.n
+            most = self._pace.missing(room, len(self._waiting))
+        if self._dry:  # others may begin only in the place of those that are of no use
+            most = min(most, len(self._refused))
+        idle = not stream.busy and not self._next_is_scored()
+        if self._is_due(most, empty=idle or min(room, most) > 0):
+            self._swap(version, most)
+            if not self._wanted:
+                self._begin_waiting(stream)
+
+    def _begin_waiting(self, stream: Stream) -> None:
+        while self._waiting and stream.free >= self.c.config.rollout.sampling.n:
+            self._begin(stream, self._waiting.pop(0))
+
+    def _is_due(self, most: int, *, empty: bool = False) -> bool:
+        """The store is to be called now. Collective over the replica."""
+        if not (most or self._over):
+            return False
+        lead, finished = self.c.layout.is_lead, self._over > 0
+        due = self._pace.is_due(time.monotonic(), most, finished=finished, empty=empty) if lead else None
+        return bool(self.c.layout.mp_group.broadcast_json(due))
+
+    def _swap(self, version: int, most: int) -> None:
+        """Hand over what is finished, and take up to `most` prompts. Collective over the replica."""
+        if not (most or self._over):
+            return
+        c, numbers = self.c, None
+        with phase("give"):
+            if c.layout.is_lead:
+                numbers = self.crossing.swap(c.context, self._unsent, self._refused, version, most)
+            numbers = c.layout.mp_group.broadcast_json(numbers)
+        self._pace.called()
+        self._dry = len(numbers) < most or (self._dry and len(self._refused) == most)
+        self._over, self._unsent, self._refused = 0, [], []
+        self._versions |= dict.fromkeys(numbers, version)
+        self._waiting += numbers
+
+    def _begin(self, stream: Stream, number: int) -> None:
+        c = self.c
+        assert c.loader is not None, "it has given numbers"
+        self._prompts[number] = prompt = c.loader.at([number])
+        (ids,), (uid,) = prompt["prompt_ids"].unbind(), prompt["uid"]
+        seeds = [partial(c.context.seeds.sample, uid, sample) for sample in range(c.config.rollout.sampling.n)]
+        stream.add(number, ids.tolist(), seeds, self._drafts.pop(number, None))
+
+    def _is_called(self) -> bool:
+        """Something else is to be done than drawing. Collective over the replica."""
+        group = self.c.layout.mp_group
+        if self._next_is_scored() or self._is_due(0):
+            return True
+        if not self.c.config.async_.partial:
+            return False
+        if not self._wanted:
+            self._wanted = group.broadcast_json(self._look() if group.rank == 0 else None)
+        return self._wanted
+
+    def _look(self) -> bool:
+        """Whether the actor's team wants the gate to be opened, as far as this rank has seen; the first one looks."""
+        now = time.monotonic()
+        if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
+            return self._wanted
+        self._looked = now
+        return store_of(self.c).has_come(f"{WANTED}/{self._gate}")
+
+    def _score(self, groups: Sequence[tuple[int, list[Completion]]]) -> None:
+        """Walk the nodes after the one that draws, as far as they do not wait for rewards."""
+        from megarl.data.batch import Batch
+        from megarl.runtime.stages.rollout import record_lengths, responses
+
+        c, numbers = self.c, [number for number, _ in groups]
+        with self._measuring(Metrics()) as metrics:
+            prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
+            board = responses(c.rollout, prompts, [done for _, done in groups])
+            record_lengths(c.context, board)
+            self.crossing.give(c.context, self.executor.graph[c.team.plan.nodes[0]], board)
+            board = self.executor.run(c.context, board)
+        self._scoring.append(Scoring(numbers, board, metrics, self.crossing.aside))
+        self.crossing.aside = {}
+
+    @contextmanager
+    def _measuring(self, metrics: Metrics) -> Iterator[Metrics]:
+        """Samples are measured into `metrics`."""
+        context = self.c.context
+        kept, context.metrics = context.metrics, metrics
+        try:
+            yield metrics
+        finally:
+            context.metrics = kept
+
+    def _next_is_scored(self) -> bool:
+        """The rewards of the first groups that wait for theirs are there. Collective over the replica."""
+        from megarl.runtime.stages.reward import is_scored
+
+        if not self._scoring:
+            return False
+        lead = self.c.layout.is_lead
+        return bool(self.c.layout.mp_group.broadcast_json(is_scored(self._scoring[0].board) if lead else None))
+
+    def _finish_scored(self, *, least: int) -> None:
+        """Go on with the groups whose rewards are there, and wait for those of the `least` first ones."""
+        while self._scoring and (least > 0 or self._next_is_scored()):
+            self._finish(self._scoring.popleft())
+            least -= 1
+
+    def _finish(self, groups: Scoring) -> None:
+        """Walk the other nodes; the groups are to be handed over with what all of them measured."""
+        c, numbers = self.c, groups.numbers
+        self.crossing.aside = groups.aside
+        with self._measuring(self._carried.merge(groups.metrics)):
+            board = self.scored.run(c.context, groups.board)
+            useless = self._useless(numbers, board)
+        ready = self.crossing.collect(numbers, board, self._carried)
+        wanted = [number for number in numbers if number not in useless]
+        for number in numbers:
+            del self._versions[number]
+        self._over += len(numbers)
+        self._refused += sorted(useless)  # others may begin in their place
+        if not wanted:
+            return  # what was measured counts with the next ones
+        self._carried = Metrics()
+        if ready is not None:
+            self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
+
+    def _useless(self, numbers: Sequence[int], board: Batch) -> set[int]:
+        """The groups that dynamic sampling or the filter rejects; equal on the ranks of a replica.
+
+        Raises:
+            NoSignalError: they have rejected as many groups in a row as `max_rounds` rounds of a step would be.
+        """
+        from megarl.runtime.stages import sampling
+
+        config, seen = self.c.config, list[list[float]]()
+        asked = sampling.asked_of_groups(config)
+        if asked is None:
+            return set()
+        good = sampling.admitted(self.c.context, board, seen)
+        if any(good):
+            self._rejected = []
+        self._rejected += [scores for scores, kept in zip(seen, good, strict=True) if not kept]
+        if len(self._rejected) >= config.algorithm.dynamic_sampling.max_rounds * config.data.batch_size:
+            what = f"replica {self.c.layout.dp_rank}: none of its last {len(self._rejected)} groups has {asked}"
+            others = "loosen algorithm.filter, " if config.filter_admits else ""
+            raise sampling.no_signal(what, "these groups", self._rejected, others)
+        return {number for number, kept in zip(numbers, good, strict=True) if not kept}
+
+    # -- between two stretches ---------------------------------------------------------------------------------------
+
+    def _pass_gate(self) -> int:
+        """Let the actor's team replace the weights; the version that is drawn with from here on."""
+        c, gate = self.c, self._gate
+        with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
+            if c.layout.is_lead:
+                store_of(c).arrive(f"{OPEN}/{gate}")
+            version = int(c.mail.read(f"{GATE}/{gate}"))
+        publish(c, version)
+        c.context.step = version
+        self.recorder.end_step(gate)  # what it has measured until here
+        self.recorder.start_step()
+        self._gate, self._dry, self._wanted = gate + 1, False, False
+        return version
+
+    def _validate(self, version: int) -> None:
+        if validates(self.c.config, version):
+            evaluate_drawn(self.c, self.recorder, version)
+
+    def _save(self, version: int, stream: Stream) -> None:
+        """This team's part of the checkpoint of step `version`, if there is one."""
+        c = self.c
+        if not c.mail.read(f"{SAVES}/{version}"):
+            self.checkpoints.poll()
+            return
+        self._finish_scored(least=len(self._scoring))
+        self._swap(version, 0)
+        tell_place(c)  # nobody begins anything before the next stretch
+        drafts = stream.drafts() | self._drafts
+        files = partial(self._files, version, drafts)
+        self.checkpoints.after_step(version, last=version == c.config.trainer.steps, files=files)
+
+    def _files(self, version: int, drafts: dict[int, list[Draft]]) -> dict[str, bytes]:
+        self.c.layout.world.barrier()  # every replica has put what it has
+        return files_of_flow(self.c, version, self._versions, drafts, self._carried)

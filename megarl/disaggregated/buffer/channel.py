@@ -1,0 +1,235 @@
+"""Around the nodes of a team: what other teams made is taken before a node uses it, what they use is given after it.
+
+Samples go group by group, so that the takers need no layout of the giver's; groups that the same replicas take share
+blocks of bytes. A board of samples belongs to the node that made them (`Inputs.samples`). Where that node was another
+team's, the store says which groups this replica works on; everything else that comes for these samples comes for just
+these groups, and is put to the samples that it belongs to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from megarl.dag.node import Node
+from megarl.data.batch import Batch, Jagged
+from megarl.data.groups import ORDINAL, group_places
+from megarl.disaggregated.buffer.core import GroupInfo, StoreError
+from megarl.tracing import phase
+
+if TYPE_CHECKING:
+    from megarl.dag.graph import TaskGraph
+    from megarl.dag.placement import Handover, Placement
+    from megarl.disaggregated.buffer.client import StoreClient
+
+#: Comes with every handover: which samples it belongs to.
+NAMES = ("uid", "sample_id")
+
+
+@dataclass(frozen=True)
+class Gift:
+    """What a rank has handed over in one walk under one key: its groups, and the samples with the fields that went."""
+
+    node: str
+    groups: list[GroupInfo]
+    samples: Batch
+
+
+class TeamCrossing:
+    """See `megarl.dag.executor.Crossing`. Every rank of a team has one; they do not talk to each other.
+
+    Records in `context.metrics`, in 10^9 bytes: `store/given_gb`, given by this rank, `store/read_gb`, read by it.
+
+    Args:
+        graph: that the teams walk.
+        placement: of its nodes.
+        client: of this worker.
+        replica: number of the replica that this worker is part of.
+        is_lead: it gives for its replica.
+        keeps: `given` is wanted.
+        dealt: `placement.share` says which groups a replica takes, by their numbers.
+        stays: it needs the samples of a step until `done` is called, not just until its last node has run: should its
+            process die before, it walks the step again.
+
+    Attributes:
+        given: what it has given in the last walk, by the keys of handovers; empty unless it `keeps` that.
+        tokens: of the samples that its replica has worked on since it was made, prompts included.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        placement: Placement,
+        client: StoreClient,
+        replica: int,
+        is_lead: bool,
+        *,
+        keeps: bool = False,
+        dealt: bool = False,
+        stays: bool = False,
+    ) -> None:
+        self._graph, self._placement, self._client = graph, placement, client
+        self._replica, self._is_lead, self._keeps, self._dealt = replica, is_lead, keeps, dealt
+        self._stays = stays
+        self._team = placement[client.team]
+        self._taken: set[str] = set()
+        self._samples: str | None = None  # whose samples are on the board; None: prompts
+        self._groups: list[GroupInfo] | None = None  # of the board; None: not counted yet
+        self.given: dict[str, Gift] = {}
+        self.tokens = 0
+
+    def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
+        """`board` with what other teams have made that `node` uses, waiting for it.
+
+        A field that its writer did not write in this step is not there.
+
+        Raises:
+            StoreError: it does not come, or is not of the samples on the board.
+        """
+        if node.id == self._team.nodes[0]:
+            self._taken, self._samples, self._groups, self.given = set(), None, None, {}
+        inputs = self._graph.inputs(node.id)
+        for handover in self._placement.taken(self._team.name):
+            if handover.key in self._taken or handover.node not in {inputs.sources.get(f) for f in handover.fields}:
+                continue
+            with phase("take"):
+                if handover.samples != self._samples:
+                    board, self._samples = None, handover.samples
+                    with phase("wait", waits_for=self._placement.of_node(handover.samples).name):
+                        self._groups = self._client.assignment(context.step, handover.samples, self._replica)
+                board = self._receive(context, handover, board)
+            self._taken.add(handover.key)
+        assert inputs.samples == self._samples, "a placement lets every team learn which samples it works on"
+        return board
+
+    def give(self, context: Any, node: Node, board: Batch) -> None:
+        """Hand over what other teams use of what `node` wrote; after the team's last node it is done with the step,
+        unless it `stays`.
+
+        Raises:
+            StoreError: a column cannot be sent, or the store refuses it.
+        """
+        if node.declared.resamples:
+            self._samples, self._groups = node.id, None
+        if self._is_lead:
+            for handover in self._placement.given(node.id):
+                with phase("give"):
+                    self._send(context, handover, board)
+        if node.id == self._team.nodes[-1]:
+            self.tokens += sum(group.tokens for group in self._held(board))
+            if not self._stays:
+                self._client.done(context.step)
+
+    def done(self, step: int) -> None:
+        """All that other teams may want of `step` is theirs: a crossing that `stays` needs nothing of it any more."""
+        if self._stays:
+            self._client.done(step)
+
+    def give_again(self, step: int, given: Mapping[str, Gift]) -> None:
+        """In place of a walk of `step`, by a team that takes nothing: hand over what an earlier one gave.
+
+        Raises:
+            StoreError: the store refuses it.
+        """
+        for key, gift in given.items():
+            takers = next(one.takers for one in self._placement.given_by(self._team.name) if one.key == key)
+            together = self._together(takers, gift.groups)
+            payloads = gift.samples.to_blocks(group_places(gift.samples["uid"]), together)
+            self._client.give(step, key, gift.groups, payloads)
+        self._client.done(step)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _receive(self, context: Any, handover: Handover, board: Batch | None) -> Batch:
+        """`board` with the fields of `handover`; a new one where there is none yet."""
+        groups = self._held(board)
+        with phase("wait", waits_for=handover.giver):
+            payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
+        context.metrics.sum("store/read_gb", sum(map(len, {payload.block for payload in payloads})) / 1e9)
+        try:
+            came = Batch.from_blocks(payloads)
+        except ValueError as error:
+            raise self._wrong(context, handover, str(error)) from error
+        if not groups:  # a group of another replica, of which only the fields are of interest
+            came = came.select([])
+        ids = list(chain.from_iterable(group.sample_ids for group in groups))
+        if came["sample_id"] != ids:
+            place = next(
+                (i for i, pair in enumerate(zip(came["sample_id"], ids, strict=False)) if pair[0] != pair[1]), 0
+            )
+            raise self._wrong(
+                context,
+                handover,
+                f"{len(came)} samples came for the {len(ids)} of this replica; they differ from number {place}: "
+                f"{came['sample_id'][place : place + 1]} for {ids[place : place + 1]}",
+            )
+        if board is None:
+            came.set(ORDINAL, [group.ordinal for group in groups for _ in group.sample_ids])
+            return came
+        where = [place for places in group_places(board["uid"]) for place in places]
+        if where != list(range(len(board))):  # samples of a group may stand anywhere on a board
+            came = came.select(sorted(range(len(where)), key=where.__getitem__))
+        for name in came.names():
+            board.set(name, came[name])
+        return board
+
+    def _send(self, context: Any, handover: Handover, board: Batch) -> None:
+        groups = self._held(board)
+        sent = outgoing(handover, board)
+        places = group_places(board["uid"])
+        try:
+            payloads = sent.to_blocks(places, self._together(handover.takers, groups))
+            size = self._client.give(context.step, handover.key, groups, payloads)
+        except ValueError as error:  # of a column that cannot be sent
+            raise self._wrong(context, handover, str(error)) from error
+        context.metrics.sum("store/given_gb", size / 1e9)
+        if self._keeps:
+            self.given[handover.key] = Gift(handover.node, groups, sent)
+
+    def _together(self, takers: Sequence[str], groups: Sequence[GroupInfo]) -> list[int]:
+        """Of each group, a number that it shares with those that go to the same replica of every taker."""
+        parts = math.lcm(*(self._placement[name].replicas for name in takers))
+        return [group.ordinal % parts for group in groups] if self._dealt or parts == 1 else []
+
+    def _held(self, board: Batch | None) -> list[GroupInfo]:
+        """The groups of the board, which come from the store, or are of samples that this team made itself."""
+        if self._groups is None:
+            assert board is not None, "a board that is not there yet has groups from the store"
+            self._groups = groups_of(board, self._replica, self._team.replicas)
+        return self._groups
+
+    def _wrong(self, context: Any, handover: Handover, what: str) -> StoreError:
+        return StoreError(
+            f"step {context.step}, {handover.key!r} ({', '.join(handover.fields)}), team {self._team.name!r} "
+            f"replica {self._replica}: {what}"
+        )
+
+
+def outgoing(handover: Handover, board: Batch) -> Batch:
+    """What `handover` takes of a board to other teams: its fields, and the names of the samples; on the CPU."""
+    keep = {*handover.fields, *NAMES}
+    return board.drop([name for name in board.names() if name not in keep]).to("cpu")
+
+
+def groups_of(board: Batch, replica: int = 0, replicas: int = 1) -> list[GroupInfo]:
+    """The groups of a board. They have their numbers from it, or as prompts are dealt to `replica` of `replicas`."""
+    tokens, ids = tokens_of(board), board["sample_id"]
+    return [
+        GroupInfo(
+            board["uid"][places[0]],
+            board[ORDINAL][places[0]] if ORDINAL in board else number * replicas + replica,
+            tuple(ids[place] for place in places),
+            sum(tokens[place] for place in places),
+        )
+        for number, places in enumerate(group_places(board["uid"]))
+    ]
+
+
+def tokens_of(board: Batch) -> Sequence[int]:
+    """Prompt and response tokens of every sample."""
+    parts = [board[name] for name in ("prompt_ids", "response_ids") if name in board]
+    lengths = [part.lengths.tolist() for part in parts if isinstance(part, Jagged)]
+    return [sum(some) for some in zip(*lengths, strict=True)] if lengths else [0] * len(board)

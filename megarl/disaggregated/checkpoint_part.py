@@ -1,0 +1,108 @@
+"""What another team than the actor's does for the checkpoints of a run: a critic saves itself, and comes back; a
+rollout its random states, and what it has drawn ahead (megarl.disaggregated.in_order_checkpoint).
+
+team of the actor (megarl.runtime.checkpoints)       this team
+find(): all files, where the run goes on    ----->   load(): its own files of that checkpoint
+after_step(): is a step saved?              ----->   after_step(): its engines (megarl.training.together)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import Role
+from megarl.runtime.checkpoints import FOLDER, teams_of
+from megarl.tracing import phase
+from megarl.training.saving import UnderWay
+
+if TYPE_CHECKING:
+    from megarl.runtime.controller import Controller
+
+
+class CheckpointPart:
+    """A `SavedRun`: saves and restores what this team has of it. All methods are collective over the team.
+
+    Args:
+        c: of a team that is not the actor's.
+    """
+
+    def __init__(self, c: Controller) -> None:
+        self._c, self._world = c, c.layout.world
+        self._teams = teams_of(c)
+        self._under_way = UnderWay()
+        self.ends = False  # the launcher ends this team
+
+    def load(self, source: Path) -> None:
+        """Restore what this team has in a checkpoint of a step of RL: engines that learn, and random states.
+
+        Raises:
+            CheckpointError: its files are not intact as this team sees them, or of another model.
+        """
+        from megarl.training.checkpoint import load, load_random_states, verify
+
+        trained = self._c.trained
+        if trained:
+            with self._c.offload.phase("resume"):
+                load(source, trained, verify(source, self._world, trained))
+        elif self._teams is not None:
+            load_random_states(source, self._c.layout)
+
+    def poll(self) -> None:
+        """After a step that no checkpoint may follow: has what is being written come to its end?
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoint before it is whole.
+        """
+        self._under_way.poll()
+
+    def may_save(self, step: int) -> bool:
+        """The actor's team tells."""
+        return False
+
+    def begin(self) -> None:
+        """Only the actor's team has something to do then."""
+
+    def rate_start(self, numbers: dict[str, float]) -> None:
+        """Only the actor's team tells which checkpoint is the best."""
+
+    def after_step(
+        self,
+        step: int,
+        numbers: dict[str, float] | None = None,
+        accuracy: float | None = None,
+        *,
+        last: bool,
+        files: Callable[[], Mapping[str, bytes]] | None = None,
+    ) -> None:
+        """Begin to write this team's part of the checkpoint of `step`, if it has one and the actor's team saves it.
+
+        The next steps run while it is written; after the last one it is complete.
+
+        Args:
+            step: of the checkpoint.
+            numbers, accuracy: only the actor's team decides by them.
+            last: no step follows.
+            files: asked for the contents by name of what this rank adds, if the step is saved.
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoint before it is whole.
+        """
+        from megarl.training.together import begin_part
+
+        if self._teams is None:
+            return
+        with phase("await_checkpoint", waits_for=self._c.team.of(Role.ACTOR)):
+            tag = self._teams.announced(step)
+        self._under_way.poll()
+        if tag is not None:
+            self._under_way.wait()
+            began = time.monotonic()
+            with phase("checkpoint"), self._c.offload.phase("checkpoint"):
+                c, root, more = self._c, self._c.run_dir / FOLDER, {} if files is None else files()
+                saving = begin_part(root, step, tag, c.trained, self._teams, c.layout, more)
+            self._under_way.began(saving, began)
+        if last:
+            self._under_way.wait()

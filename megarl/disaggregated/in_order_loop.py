@@ -1,0 +1,229 @@
+"""The team of the rollout when it is not the actor's: it draws, `async.max_staleness` steps ahead of training.
+
+    rollout's team (k = 1)                              actor's team
+    draw 2, weights 0        drawn/2 -------------->    train 1
+    take weights 1           <------ weights/1 -----    push them: nothing is drawn with weights 0 any more
+    validate them            validation/1 --------->    record of step 1
+    what was drawn for 2     checkpoint/draw/1 ---->    checkpoint of step 1
+    draw 3, weights 1        drawn/3 -------------->    train 2
+    take weights 2           <------ weights/2 -----    push them
+
+With k = 0 it draws step t + 1 after weights t have come, and nothing of it is in a checkpoint. At the end of a run, T,
+nothing is drawn for weights T - k to T - 1: those that are not validated do not come.
+
+No wait closes a circle: weights t wait for what is drawn for step t + k, which waits for weights t - 1 and no others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import Role
+from megarl.disaggregated.in_order_checkpoint import Drawn, files_ahead
+from megarl.disaggregated.rollout_team import tell_loader
+from megarl.metrics import Metrics
+from megarl.models.copies import ParameterCopies
+from megarl.runtime.generation import publish
+from megarl.runtime.validate import evaluate_drawn, validates
+from megarl.tracing import phase, set_step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.config.run import RunConfig
+    from megarl.dag.executor import Executor
+    from megarl.disaggregated.buffer.channel import TeamCrossing
+    from megarl.disaggregated.buffer.client import StoreClient
+    from megarl.disaggregated.checkpoint_part import CheckpointPart
+    from megarl.runtime.controller import Controller
+    from megarl.runtime.recorder import Recorder
+
+
+DRAWN = "drawn"  # mail: all replicas have drawn this step
+
+
+def draws_apart(c: Controller) -> bool:
+    """This team draws samples, and another one trains on them."""
+    return c.team.holds(Role.ROLLOUT) and not c.team.leads
+
+
+def is_drawn_with(config: RunConfig, version: int) -> bool:
+    """Whether the rollout's team draws anything with `version`: samples, or held-out responses.
+
+    Other versions do not go there. At the end of a run nothing is drawn between them, so that one could replace the
+    one before it while that is still being taken.
+    """
+    steps, lag = config.trainer.steps, config.async_.max_staleness
+    return version == steps or version + lag < steps or validates(config, version)
+
+
+def store_of(c: Controller) -> StoreClient:
+    """Holds what this team and the others exchange."""
+    assert c.team.store is not None, "checks want the rollout in a team of its own"
+    return c.team.store
+
+
+class Pushes:
+    """The actor's end: weights go to where samples are drawn, version by version. Collective over the actor's team.
+
+    With k > 1 the rollout's team may still draw with the version before when a new one is there. Then training goes on,
+    and a copy of the new one waits in host memory until its turn has come; there are k copies at most.
+
+    Args:
+        c: this rank's controller.
+    """
+
+    def __init__(self, c: Controller) -> None:
+        self._c, self._lag = c, c.config.async_.max_staleness
+        self._waiting: deque[tuple[int, list[Tensor]]] = deque()
+
+    def before_step(self, step: int) -> None:
+        """Push what waits and may go by now, and what waits until `step` is drawn.
+
+        Training of `step` needs its samples anyway. Where drawing takes longer than training, the rollout's team would
+        else have nothing to do while `step` is trained.
+        """
+        self._push_waiting(until=step - self._lag)
+
+    def after_step(self, version: int, *, saves: bool) -> None:
+        """The weights after step `version` are those of now; `saves`: a checkpoint of it may be written."""
+        config = self._c.config
+        now = self._lag <= 1 or saves or validates(config, version)
+        none_waits = self._push_waiting(until=version if now else 0)
+        if not is_drawn_with(config, version):
+            return
+        if none_waits and self._may_go(version, wait=now):
+            publish(self._c, version)
+        else:
+            self._waiting.append((version, ParameterCopies(self._c.actor.chunks).take()))
+
+    def _push_waiting(self, *, until: int) -> bool:
+        """Push the versions that wait, as far as they may go, and wait for those up to `until`; are there none left?"""
+        while self._waiting:
+            version, values = self._waiting[0]
+            if not self._may_go(version, wait=version <= until):
+                return False
+            with ParameterCopies(self._c.actor.chunks).replaced(values):
+                publish(self._c, version)
+            self._waiting.popleft()
+        return True
+
+    def _may_go(self, version: int, *, wait: bool) -> bool:
+        """Whether nothing is drawn any more with the weights that `version` replaces; `wait` until it is so.
+
+        Without staleness it is trained on these samples only after they are all drawn.
+        """
+        c, step = self._c, min(version + self._lag, self._c.config.trainer.steps)
+        if not self._lag:
+            return True
+        team = c.team.placement.of_role(Role.ROLLOUT)
+        assert team is not None, "every run draws samples"
+        if wait:
+            with phase("await_drawn", waits_for=team.name):
+                c.mail.read(f"{DRAWN}/{step}")
+            return True
+        found = store_of(c).peek(f"{DRAWN}/{step}") is not None if c.layout.rank == 0 else None
+        return bool(c.layout.world.broadcast_json(found))
+
+
+@dataclass
+class RolloutSteps:
+    """The steps of a rollout's team. All methods are collective over it.
+
+    Attributes:
+        c: this rank's controller.
+        executor: walks this team's nodes.
+        crossing: of the executor.
+        recorder: of this rank.
+        checkpoints: this team's part of them.
+        held: what a checkpoint has for the first steps.
+    """
+
+    c: Controller
+    executor: Executor
+    crossing: TeamCrossing
+    recorder: Recorder
+    checkpoints: CheckpointPart
+    held: list[Drawn]
+    _ahead: list[Drawn] = field(default_factory=list)  # of steps that the newest checkpoint does not have
+
+    def run(self) -> None:
+        """All steps that are left, and the weights after the last ones."""
+        c, config = self.c, self.c.config
+        first, steps, lag = c.context.step, config.trainer.steps, config.async_.max_staleness
+        for step in range(first + 1, steps + 1):
+            c.context.step = step
+            set_step(step)
+            self.recorder.start_step()
+            with phase("step"):
+                drawn = self._give_held() if self.held else self._draw()
+                if lag and drawn is not None:
+                    self._ahead.append(drawn)
+                self._tell()
+                if step - lag > first:
+                    self._follow(step - lag)
+            self.recorder.end_step(step)
+            if step - lag > first:
+                self._save(step - lag)
+        for version in range(max(first, steps - lag) + 1, steps + 1):
+            with phase("step"):
+                self._follow(version)
+            self._save(version)
+
+    def _draw(self) -> Drawn | None:
+        """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""
+        c = self.c
+        assert c.loader is not None, "checks refuse a training run without data"
+        with phase("load"):
+            prompts = next(c.loader)
+        self.executor.run(c.context, prompts, more=c.loader)
+        if not c.config.async_.max_staleness:
+            return None
+        return Drawn(self.crossing.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
+
+    def _give_held(self) -> Drawn:
+        """What the walk gave before the run was interrupted goes to the other teams in its place."""
+        c, drawn = self.c, self.held.pop(0)
+        c.context.metrics.merge(drawn.metrics)
+        with phase("give"):
+            self.crossing.give_again(c.context.step, drawn.given)
+        return drawn
+
+    def _tell(self) -> None:
+        """This replica has drawn this step, and measured that; and that is where the loader stands."""
+        c = self.c
+        tell_loader(c)
+        # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
+        if c.layout.is_lead:
+            store_of(c).arrive(f"{DRAWN}/{c.context.step}")  # what others wait for: one piece of mail of all replicas
+
+    def _follow(self, version: int) -> None:
+        c, config = self.c, self.c.config
+        if not is_drawn_with(config, version):
+            return
+        publish(c, version)
+        if validates(config, version):
+            evaluate_drawn(c, self.recorder, version)
+
+    def _save(self, version: int) -> None:
+        """This team's part of the checkpoint of step `version`, if there is one."""
+        self._ahead = [drawn for drawn in self._ahead if drawn.step > version]
+        files = partial(files_ahead, self.c.layout, version, self._ahead)
+        self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
+
+
+def find_drawn(c: Controller, source: Path, step: int) -> list[Drawn]:
+    """What the checkpoint of `step` has for the steps after it, this replica's share, in a team that draws ahead."""
+    from megarl.disaggregated.in_order_checkpoint import read_drawn, steps_held
+    from megarl.training.checkpoint import read_state
+
+    saved = read_state(source).get("drawn")
+    if saved is None:
+        return []
+    given = c.team.placement.given_by(c.team.plan.name)
+    steps = range(step + 1, step + 1 + steps_held(saved))
+    return [read_drawn(source, step, ahead, saved["parts"], c.layout, given) for ahead in steps]

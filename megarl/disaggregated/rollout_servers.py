@@ -1,0 +1,128 @@
+"""SGLang servers of a rollout role in a team of its own: that team looks after them, the actor's team fills them.
+
+    team of the actor                                          team of the rollout (the pump)
+                       <-- servers/start: addresses, states --   starts the servers, or finds them
+    weights have a name -- run --------------------------------->
+                       <-- servers/t: what is left of them ----   walk t is over: restarts what failed
+    push version t, weights/t: who holds it -------------------->  asks those, and no others
+
+Both have a `Fleet` of the same servers; the pump's knows the processes, and the other one learns from it before every
+push. A server that comes back during a walk is filled at the next push: nobody pushes in between. Here t counts
+versions; where the rollout runs ahead (in_order_loop) the walk before weights t is that of a later step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import Role
+from megarl.disaggregated.rollout_team import WEIGHTS
+from megarl.rendezvous import run_key
+from megarl.tracing import phase
+
+if TYPE_CHECKING:
+    from megarl.comm import WorkerGroup
+    from megarl.config.run import RunConfig
+    from megarl.rollout.sglang.engine import SglangEngine
+    from megarl.rollout.sglang.fleet import Fleet
+    from megarl.runtime.controller import Controller
+    from megarl.training.together import Mail
+
+SERVERS, RUN = "servers", "run"
+_START = "start"
+
+
+def servers_key(config: RunConfig, run_dir: Path) -> str | None:
+    """API key of the servers, which both teams know; None: servers that run already have none.
+
+    Raises:
+        ConfigError: the variable that holds it is not set.
+    """
+    settings = config.rollout.sglang
+    return settings.external_key() if settings.urls else run_key(run_dir, "requests to servers")
+
+
+# -- the pump's end ---------------------------------------------------------------------------------------------------
+
+
+def pump_engine(c: Controller, fleet: Fleet) -> SglangEngine:
+    """What draws on the servers of `fleet`, which the actor's team fills. Collective over the rollout's team.
+
+    Every replica of the layout sends its own requests.
+    """
+    from megarl.rollout.sglang.engine import Replica, SglangEngine
+
+    layout = c.layout
+    if layout.rank == 0:
+        c.mail.post(f"{SERVERS}/{_START}", fleet.reports())
+    with phase("await_trainer", waits_for=c.team.of(Role.ACTOR)):
+        run = c.mail.read(RUN)
+    replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
+    return SglangEngine(c.config.rollout.sglang, fleet, replica, None, run)
+
+
+def follow_servers(
+    engine: SglangEngine, fleet: Fleet, version: int, mail: Mail, world: WorkerGroup, trainer: str
+) -> None:
+    """Draw with `version` from here on, on the servers that hold it. Collective over the rollout's team.
+
+    The team `trainer` fills them.
+    """
+    with phase("start_servers"):
+        fleet.refresh()
+        if world.rank == 0:
+            mail.post(f"{SERVERS}/{version}", fleet.reports())
+    with phase("await_weights", waits_for=trainer):
+        said = mail.read(f"{WEIGHTS}/{version}")
+    for number, why in said["failed"]:
+        fleet.mark_failed(fleet.servers[number], why)
+    for number in said["updated"]:
+        fleet.acknowledge(fleet.servers[number], version)
+    engine.weight_version = version
+
+
+# -- the trainer's end ------------------------------------------------------------------------------------------------
+
+
+def connect_servers(c: Controller) -> Fleet:
+    """The servers that the rollout's team looks after. Collective over the actor's team.
+
+    Raises:
+        ConfigError: as `servers_key`.
+    """
+    from megarl.rollout.sglang.api import ServerApi
+    from megarl.rollout.sglang.fleet import Fleet, Server
+
+    settings, key = c.config.rollout.sglang, servers_key(c.config, c.run_dir)
+    with phase("await_servers", waits_for=c.team.of(Role.ROLLOUT)):
+        reports = c.mail.read(f"{SERVERS}/{_START}")
+    servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(len(reports))]
+    fleet = Fleet(servers, settings, world=c.layout.world)
+    fleet.adopt(reports)
+    return fleet
+
+
+def learn_of_servers(fleet: Fleet, version: int, mail: Mail, pump: str) -> None:
+    """Before the push of `version`: which servers the team `pump` has. Every rank of the actor's team."""
+    with phase("await_servers", waits_for=pump):
+        fleet.adopt(mail.read(f"{SERVERS}/{version}"))
+
+
+def name_run(run: str, world: WorkerGroup, mail: Mail) -> None:
+    """Tell the pump what the weights of this run are called; see `megarl.sync.versions`."""
+    if world.rank == 0:
+        mail.post(RUN, run)
+
+
+def announce_servers(fleet: Fleet, version: int, world: WorkerGroup, mail: Mail) -> None:
+    """Tell the pump which servers hold this version.
+
+    Raises:
+        ServerError: none does.
+    """
+    fleet.need_one()
+    if world.rank == 0:
+        failed = [[server.number, server.why] for server in fleet.servers if server.state == "failed"]
+        updated = [server.number for server in fleet.current(version)]
+        mail.post(f"{WEIGHTS}/{version}", {"updated": updated, "failed": failed})

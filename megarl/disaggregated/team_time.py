@@ -1,0 +1,111 @@
+"""What a team does with its time: it works, or it waits, for which team and what; and which team bounds the step.
+
+rank of the critic's team     phases that name another team      mean over the team's ranks, in team/critic/...
+  step/take/wait     3 s      waits_for draw                     wait_for/draw_s 3, wait/samples_s 3
+  await_checkpoint   1 s      waits_for train                    wait_for/train_s 1, wait/checkpoint_s 1
+  all else           6 s                                         busy_s 6, busy 0.6
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.disaggregated.team import OwnTeam
+    from megarl.metrics import Metrics
+    from megarl.tracing import PhaseEvent
+
+_AWAIT = "await_"  # begins the names of phases that wait for something else than samples
+SAMPLES, WEIGHTS = "samples", "weights"
+
+
+class TeamTime:
+    """The time of one rank of one of several teams.
+
+    Args:
+        team: of this rank.
+    """
+
+    def __init__(self, team: OwnTeam) -> None:
+        self._team, self._name = team, f"team/{team.plan.name}"
+        self._since: int | None = None
+        self._tokens = 0
+        self._kinds = {SAMPLES, WEIGHTS}  # what has been waited for so far
+
+    def start_step(self) -> None:
+        """A step begins. Of a team that does not lead it began with the end of the one before: it may have waited since
+        then."""
+        if self._since is None or self._team.leads:
+            self._since = time.time_ns()
+
+    def end_step(self, metrics: Metrics, events: Iterable[PhaseEvent], tokens: int | None) -> None:
+        """Count the step that ends now.
+
+        Args:
+            metrics: of this rank, which it is counted in.
+            events: phases that have ended.
+            tokens: of the samples that this rank's replica has worked on since the run began; None: another rank
+                speaks for the replica.
+        """
+        assert self._since is not None, "a step has begun"
+        now, since = time.time_ns(), self._since
+        self._since = now
+        seconds, waited = max(now - since, 1) / 1e9, 0.0
+        whom = dict.fromkeys((team.name for team in self._team.others), 0.0)
+        what = dict.fromkeys(self._kinds, 0.0)
+        for event in events:
+            if event.waits_for and event.start_ns >= since:
+                kind = _kind(event)
+                whom[event.waits_for] += event.seconds
+                what[kind] = what.get(kind, 0.0) + event.seconds
+                waited += event.seconds
+        self._kinds.update(what)
+        spent = {"wait_s": waited, "busy_s": max(0.0, seconds - waited)}
+        spent |= {f"wait_for/{name}_s": s for name, s in whom.items()}
+        spent |= {f"wait/{name}_s": s for name, s in what.items()}
+        for name, s in spent.items():  # the mean over ranks; more than one end in a step adds up
+            metrics.sum(f"{self._name}/{name}", s / self._team.plan.devices)
+        metrics.mean(f"{self._name}/busy", max(0.0, seconds - waited), seconds)
+        if self._team.begins_again:
+            metrics.max(f"{self._name}/restarts", self._team.restarts)
+        if tokens is not None:  # of all replicas, in the mean of their seconds
+            metrics.mean(f"{self._name}/tokens_per_s", tokens - self._tokens, seconds / self._team.plan.replicas)
+            self._tokens = tokens
+
+
+def _kind(event: PhaseEvent) -> str:
+    """What it waited for."""
+    name = event.path.rsplit("/", 1)[-1]
+    return name.removeprefix(_AWAIT) if name.startswith(_AWAIT) else SAMPLES
+
+
+class AllTeams:
+    """What the leading team adds to what each team has counted.
+
+    Args:
+        teams: names of all teams of the run.
+    """
+
+    def __init__(self, teams: Iterable[str]) -> None:
+        self._busy: dict[str, float | None] = dict.fromkeys(teams)
+
+    def look(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """`perf/bottleneck/NAME`: 1 for the busiest team, which bounds the run, 0 for the others.
+
+        A team that draws until it is called may have told nothing of this step. Then it has spent 0 seconds on it, and
+        is as busy as it last was. As long as one has told nothing at all, nobody is the busiest.
+        """
+        found: dict[str, float] = {}
+        for name in self._busy:
+            if f"team/{name}/busy" in numbers:
+                self._busy[name] = numbers[f"team/{name}/busy"]
+                continue
+            others = [f"wait_for/{other}_s" for other in self._busy if other != name]
+            found |= {f"team/{name}/{what}": 0.0 for what in ("busy_s", "wait_s", *others)}
+        known = {name: busy for name, busy in self._busy.items() if busy is not None}
+        if len(known) == len(self._busy):
+            busiest = max(known, key=known.__getitem__)
+            found |= {f"perf/bottleneck/{name}": float(name == busiest) for name in known}
+        return found

@@ -1,0 +1,29 @@
+from pathlib import Path
+
+from megarl.algorithms.registry import Settings
+from megarl.commands.describe import reference, write_reference
+from megarl.components import COMPONENTS
+from megarl.config.fields import iter_keys
+
+DOC = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+def test_documentation_of_keys_is_up_to_date(tmp_path):
+    copy = tmp_path / "recipes.md"
+    copy.write_text(DOC.read_text())
+    assert not write_reference(copy), "run python -m megarl.commands.describe docs/recipes.md"
+
+
+def test_every_key_has_a_description():
+    assert [key.path for key in iter_keys() if not key.info.description] == []
+
+
+def test_the_key_that_names_a_component_is_that_of_its_section(monkeypatch):
+    class Own(Settings):
+        most: float = 1.0
+
+    monkeypatch.setattr(type(COMPONENTS), "settings_of", lambda *_: Own)
+    text = reference()
+    for key in ("algorithm.kl.estimator", "algorithm.distillation.estimator", "algorithm.filter.name", "reward.name"):
+        assert f"components that `{key}` may choose" in text
+    assert "algorithm.kl.name" not in text

@@ -1,0 +1,101 @@
+"""Where two implementations of a model part ways: nowhere with the same weights, else at the changed place."""
+
+import contextlib
+import math
+import types
+
+import pytest
+import torch
+
+from megarl.commands import parity_job
+from megarl.commands.parity import compare
+from tests.dist import no_parallel, single_process
+from tests.forked import run
+from tests.models.tiny import build_tiny, save_tiny
+from tests.rollout.servers import need_interpreter
+
+SEQUENCES = [torch.arange(3, 20), torch.arange(40, 47)]
+
+
+@pytest.fixture(autouse=True)
+def _parallel():
+    single_process()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3_moe"])
+def test_equal_models_differ_nowhere(name, tmp_path):
+    reference = save_tiny(tmp_path, name)
+    (policy,) = build_tiny(tmp_path)
+    found = compare(reference, policy, SEQUENCES)
+    assert found.first is None
+    assert found.verdict.startswith("they agree: no relative difference above rounding (")
+    assert [place.name for place in found.places[:4]] == ["embedding", "layer 0 attention", "layer 0 mlp", "layer 0"]
+    assert max(place.relative for place in (*found.places, *found.logprobs)) < 1e-5  # measured: about 1e-6
+
+
+def test_first_place_is_the_changed_one(tmp_path):
+    reference = save_tiny(tmp_path, "qwen3")
+    (policy,) = build_tiny(tmp_path)
+    with torch.no_grad():
+        policy.decoder.layers[2].mlp.linear_fc2.weight[0, 0] += 0.5
+    found = compare(reference, policy, SEQUENCES)
+    assert found.first.name == "layer 2 mlp"
+    assert found.verdict.endswith("first at: layer 2 mlp")
+    assert found.first.relative > found.tolerance
+
+
+def test_not_a_number_counts_as_a_difference(tmp_path):
+    reference = save_tiny(tmp_path, "qwen3")
+    (policy,) = build_tiny(tmp_path)
+    with torch.no_grad():
+        policy.decoder.layers[1].self_attention.linear_proj.weight[0, 0] = math.nan
+    assert compare(reference, policy, SEQUENCES).first.name == "layer 1 attention"
+
+
+def test_other_logprobs_are_compared_last(tmp_path):
+    reference = save_tiny(tmp_path, "qwen3")
+    (policy,) = build_tiny(tmp_path)
+    wrong = [torch.zeros(len(ids) - 1) for ids in SEQUENCES]
+    assert compare(reference, policy, SEQUENCES, {"server": wrong}).first.name == "log-probs, server"
+
+
+def test_the_server_has_ended_before_the_models_are_loaded(tmp_path, monkeypatch):
+    order = []
+
+    @contextlib.contextmanager
+    def fleet(*args, **settings):
+        order.append("server")
+        yield types.SimpleNamespace(servers=[types.SimpleNamespace(api=Api())])
+        order.append("server has ended")
+
+    def load(*args):
+        order.append("models")
+        raise KeyboardInterrupt
+
+    save_tiny(tmp_path, "qwen3")
+    monkeypatch.setattr(parity_job, "find_python", lambda *args, **kind: tmp_path)
+    monkeypatch.setattr("megarl.rollout.sglang.launch.open_fleet", fleet)
+    monkeypatch.setattr(parity_job, "_load_both", load)
+    no_parallel()  # the command makes its own layout
+    with pytest.raises(KeyboardInterrupt):
+        parity_job.parity(tmp_path)
+    assert order == ["server", "server has ended", "models"]
+
+
+class Api:
+    """Every token has log-prob -1."""
+
+    def call(self, path, payload, **settings):
+        rows = [[None, None, None]] + [[-1.0, token, None] for token in payload["input_ids"][1:]]
+        return {"meta_info": {"input_token_logprobs": rows}}
+
+
+@pytest.mark.procs
+@pytest.mark.servers
+@pytest.mark.timeout(600)
+def test_command_compares_a_server_too(tmp_path):
+    need_interpreter()
+    save_tiny(tmp_path, "qwen3")
+    done = run(["doctor", "parity", tmp_path], tmp_path, timeout=500)
+    assert done.code == 0, done.output[-2000:]
+    assert "log-probs, server" in done.output

@@ -1,0 +1,380 @@
+"""The store as workers use it: a real Ray, each worker a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.dag.placement import Placement, place
+from megarl.data.wire import Block, Span
+from tests.disaggregated.buffer import teams
+
+pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
+
+COUNT = 5
+TEAMS = {
+    "train": {"roles": ["actor", "rollout"], "devices": 2},
+    "score": {"roles": ["reference", "critic"], "devices": 1},
+}
+
+
+def placed() -> Placement:
+    from megarl.config.run import RunConfig
+
+    return place(teams.pipeline(), RunConfig(name="x", cluster={"nproc": 3}, placement={"teams": TEAMS}))
+
+
+class Worker:
+    """One worker's process."""
+
+    def __init__(self, team: str, rank: int) -> None:
+        self._team, self._rank = team, rank
+        self._client: Any = None
+
+    def connect(self, name: str, deadline_s: float, start: int = 0) -> str | None:
+        """To another store; the message of the error, if there was one."""
+        from megarl.disaggregated.buffer.client import StoreClient
+
+        def connect() -> None:
+            self._client = StoreClient.connect(name, self._team, self._rank, deadline_s, start)
+
+        return self._told(connect)
+
+    def walk(self, steps: list[int], pause_s: float = 0.0) -> list[dict[str, Any]]:
+        """This worker's part of the steps; what it had after each. It begins each after a pause."""
+        from types import SimpleNamespace
+
+        from megarl.dag.executor import Executor
+        from megarl.disaggregated.buffer.channel import TeamCrossing
+        from megarl.metrics import Metrics
+
+        graph, placement = teams.pipeline(), placed()
+        crossing = TeamCrossing(graph, placement, self._client, self._rank, True, dealt=True)
+        executor = Executor(graph, {}, placement[self._team].nodes, crossing)
+        ended = []
+        for step in steps:
+            time.sleep(pause_s)
+            prompts = teams.prompts(COUNT, self._rank, 2) if self._team == "train" else None
+            context: Any = SimpleNamespace(step=step, metrics=Metrics())
+            board = executor.run(context, prompts)
+            loss = board["loss"].tolist() if "loss" in board else None
+            ended.append({"sample_id": board["sample_id"], "loss": loss, **context.metrics.result()})
+        return ended
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a call returns, or the message of its error."""
+        result: list[Any] = []
+        error = self._told(lambda: result.append(getattr(self._client, method)(*arguments)))
+        return result[0] if error is None else error
+
+    def flags(self, step: int, key: str, uids: list[str]) -> list[bool]:
+        """Does what it fetches own its memory, and may it be written to?"""
+        flags = [part.flags for part in self._client.fetch(step, key, uids)[0].block.parts]
+        return [any(one.owndata for one in flags), any(one.writeable for one in flags)]
+
+    def fetch_but_ones(self, step: int, key: str, uids: list[str]) -> Any:
+        """What it fetches, where bytes of ones are lost: Ray may have those of a process a while after its end."""
+        from unittest import mock
+
+        import ray
+
+        from megarl.disaggregated.buffer import client
+
+        there = client.payloads_of
+
+        def others(refs: Any, limit_s: float) -> Any:
+            found = there(refs, limit_s)
+            if any(payload.block.parts[0][0] == 1 for payload in found):
+                raise ray.exceptions.OwnerDiedError("00", None, "")
+            return found
+
+        with mock.patch.object(client, "payloads_of", others):
+            return self.call("fetch", step, key, uids)
+
+    def give_where_nothing_fits(self, step: int, key: str) -> Any:
+        """The message of the error."""
+        from unittest import mock
+
+        import ray
+
+        with mock.patch.object(ray, "put", side_effect=ray.exceptions.ObjectStoreFullError("full")):
+            return self.call("give", step, key, _infos([["u0", 0, ["u0#0"], 5]]), [_payload(9, 0)])
+
+    def work(self, seconds: float) -> None:
+        """Be busy, visibly."""
+        from megarl.tracing import phase
+
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with phase("busy"):
+                time.sleep(0.1)
+
+    def _told(self, call: Any) -> str | None:
+        from megarl.disaggregated.buffer.core import StoreError
+        from megarl.tracing import phase
+
+        try:
+            with phase("test"):
+                call()
+        except StoreError as error:
+            return str(error)
+        return None
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[dict[str, Any]]:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
+    make = ray.remote(Worker).options(num_cpus=0)
+    yield {f"{team}{rank}": make.remote(team, rank) for team, rank in (("train", 0), ("train", 1), ("score", 0))}
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def store(workers: dict[str, Any], name: str, deadline_s: float) -> Iterator[Any]:
+    """A store that all workers are connected to."""
+    import ray
+
+    from megarl.disaggregated.buffer.actor import start_store
+
+    with tempfile.TemporaryDirectory() as folder:
+        actor = start_store(name, placed(), COUNT, "dealt", Path(folder) / "store.journal")
+        # Deadlines of these tests are shorter than the start of a process.
+        ray.get(actor.__ray_ready__.remote(), timeout=120)
+        assert ray.get([w.connect.remote(name, deadline_s) for w in workers.values()], timeout=120) == [None] * 3
+        yield actor
+        ray.kill(actor)
+
+
+def assert_all_arrived(steps: list[int], ended: list[Any]) -> None:
+    """Every worker had after each step what it has when there are no processes."""
+    from megarl.disaggregated.buffer.core import Core
+
+    placement = placed()
+    here = teams.walk(teams.pipeline(), placement, Core(placement, COUNT, "dealt"), COUNT, steps)
+    for (name, rank), mine in zip((("train", 0), ("train", 1), ("score", 0)), ended, strict=True):
+        for told, (board, metrics) in zip(mine, here[name][rank], strict=True):
+            loss = board["loss"].tolist() if "loss" in board else None
+            assert told == {"sample_id": board["sample_id"], "loss": loss, **metrics.result()}
+
+
+def test_batches_cross_both_ways(workers: dict[str, Any]) -> None:
+    import ray
+
+    steps = [1, 2]
+    with store(workers, "both", 60.0):
+        ended = ray.get([w.walk.remote(steps) for w in workers.values()], timeout=120)
+    assert_all_arrived(steps, ended)
+
+
+def test_batches_cross_while_the_store_dies_again_and_again(workers: dict[str, Any]) -> None:
+    import ray
+
+    steps = list(range(1, 9))
+    with store(workers, "dies", 60.0) as actor:
+        walks = [w.walk.remote(steps, 0.5) for w in workers.values()]
+        for pause_s in (0.7, 1.9):
+            time.sleep(pause_s)
+            ray.kill(actor, no_restart=False)
+        ended = ray.get(walks, timeout=180)
+    assert_all_arrived(steps, ended)
+
+
+def test_a_store_that_died_goes_on_where_it_was(workers: dict[str, Any]) -> None:
+    import ray
+
+    def call(worker: str, *arguments: Any) -> Any:
+        return workers[worker].call.remote(*arguments)
+
+    key = placed().given("pick")[0].key
+    first, second = ([[f"u{k}", k, [f"u{k}#0"], 5]] for k in range(2))
+    with store(workers, "back", 60.0) as actor:
+        waiting = call("score0", "fetch", 1, key, ["u0", "u1"])
+        mail = call("train1", "read", "m")
+        ray.get(call("train0", "give", 1, key, _infos(first), [_payload(3, 1)]), timeout=60)
+        ray.kill(actor, no_restart=False)
+        ray.get(call("train0", "post", "m", "text"), timeout=60)
+        assert ray.get(mail, timeout=60) == "text"
+        ray.get(call("train1", "give", 1, key, _infos(second), [_payload(3, 2)]), timeout=60)
+        assert [bytes(one.block) for one in ray.get(waiting, timeout=60)] == [b"\1\1\1", b"\2\2\2"]
+        assert "mail 'm' has been posted before" in ray.get(call("train0", "post", "m", "text"), timeout=60)
+        again = ray.get(call("train1", "give", 1, key, _infos(second), [_payload(3, 0)]), timeout=60)
+        assert "this rank has given it before" in again
+
+
+def test_bytes_that_went_with_their_process_are_waited_for_until_its_team_gives_them_again(
+    workers: dict[str, Any],
+) -> None:
+    import ray
+
+    key = placed().given("ref_logp")[0].key
+    group = _infos([["u0", 0, ["u0#0"], 5]])
+    with store(workers, "lost", 60.0) as actor:
+        givers = [ray.remote(Worker).options(num_cpus=0).remote("score", 0) for _ in range(2)]
+        first, second = givers
+        assert ray.get(first.connect.remote("lost", 60.0), timeout=60) is None
+        ray.get(first.call.remote("give", 1, key, group, [_payload(1 << 20, 1)]), timeout=60)
+        ray.get(first.call.remote("post", "m", "first"), timeout=60)
+        ray.kill(first)
+        waiting = workers["train0"].fetch_but_ones.remote(1, key, ["u0"])
+        assert ray.wait([waiting], timeout=2.0)[0] == []
+        assert ray.get(actor.restart_team.remote("score", 1, 60.0), timeout=60) is None
+        told = ray.get(workers["score0"].call.remote("give", 1, key, group, [_payload(1, 0)]), timeout=60)
+        assert "team 'score' has begun again since rank 0 of start 0 did" in told, "it is to be gone"
+        assert ray.get(second.connect.remote("lost", 60.0, 1), timeout=60) is None
+        assert ray.wait([waiting], timeout=1.0)[0] == [], ray.get(waiting)
+        ray.get(second.call.remote("post", "m", "second"), timeout=60)
+        ray.get(second.call.remote("give", 1, key, group, [_payload(1 << 20, 2)]), timeout=60)
+        (found,) = ray.get(waiting, timeout=60)
+        assert {*bytes(found.block)} == {2}
+        assert ray.get(workers["train1"].call.remote("read", "m"), timeout=60) == "first"
+        ray.kill(second)
+
+
+def test_readers_map_the_givers_bytes(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "mapped", 60.0):
+        group = [["u0", 0, ["u0#0"], 5]]
+        key = placed().given("pick")[0].key
+        ray.get(workers["train1"].call.remote("give", 1, key, [], []), timeout=60)
+        block = Block((np.zeros(1 << 20, np.uint8), np.zeros(1 << 18, np.uint8)))
+        ray.get(workers["train0"].call.remote("give", 1, key, _infos(group), [Span(block, 0, 1)]), timeout=60)
+        assert ray.get(workers["score0"].flags.remote(1, key, ["u0"]), timeout=60) == [False, False]
+
+
+def _payload(size: int, value: int) -> Span:
+    return Span(Block((np.full(size, value, np.uint8),)), 0, 1)
+
+
+def _infos(rows: list[list[Any]]) -> list[Any]:
+    from megarl.disaggregated.buffer.core import GroupInfo
+
+    return [GroupInfo(uid, ordinal, tuple(ids), tokens) for uid, ordinal, ids, tokens in rows]
+
+
+def test_waits_end_when_no_other_team_moves_and_say_where_they_stand(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "nobody", 2.0):
+        start = time.monotonic()
+        calls = [
+            workers["train0"].call.remote("read", "weights/9"),  # waiting is no progress
+            workers["score0"].call.remote("assignment", 3, "pick", 0),
+        ]
+        train, score = ray.get(calls, timeout=60)
+        assert 2 <= time.monotonic() - start < 20
+    assert "team 'score' rank 0 in phase test timed out waiting for the groups of 'pick' in step 3 after" in score
+    assert "no other team has made progress for 2 s (cluster.timeout_s)\n  team 'train' rank " in score
+    assert "timed out waiting for mail 'weights/9' after" in train
+    assert "team 'score' rank 0: in phase test at step 0, waiting for the groups of 'pick' in step 3, last pro" in train
+
+
+def test_a_wait_lasts_while_another_team_moves(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "busy", 2.0):
+        waiting = workers["score0"].call.remote("read", "weights/1")
+        busy = workers["train0"].work.remote(6.0)
+        assert ray.wait([waiting], timeout=5.0)[0] == []
+        ray.get(busy, timeout=60)
+        ray.get(workers["train1"].call.remote("post", "weights/1", {"x": [1, None]}), timeout=60)
+        assert ray.get(waiting, timeout=60) == {"x": [1, None]}
+
+
+def test_a_store_that_dies_is_named_at_once(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "dying", 60.0) as actor:
+        waiting = workers["score0"].call.remote("read", "weights/1")
+        time.sleep(1.0)
+        start = time.monotonic()
+        ray.kill(actor)
+        told = ray.get(waiting, timeout=60)
+        assert time.monotonic() - start < 20
+    assert "team 'score' rank 0 in phase test, waiting for mail 'weights/1': the store 'dying' is gone" in told
+
+
+def test_a_store_that_was_never_started_is_named(workers: dict[str, Any]) -> None:
+    import ray
+
+    told = ray.get(workers["score0"].connect.remote("no-such", 2.0), timeout=60)
+    assert "team 'score' rank 0: Ray knows no store 'no-such'" in told
+
+
+def test_an_object_store_that_is_full_is_named(workers: dict[str, Any]) -> None:
+    import ray
+
+    key = placed().given("pick")[0].key
+    with store(workers, "full", 60.0):
+        told = ray.get(workers["train0"].give_where_nothing_fits.remote(1, key), timeout=60)
+    assert f"9 bytes of {key!r} of step 1 do not go into this machine's object store: " in told
+
+
+def test_mail_that_comes_is_noticed_without_a_call_for_every_look(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "noticed", 10.0):
+        reader, writer = workers["train0"], workers["score0"]
+        looks = [ray.get(reader.call.remote("has_come", "wanted/1")) for _ in range(100)]
+        assert looks == [False] * 100
+        ray.get(writer.call.remote("post", "wanted/1", True))
+        end = time.monotonic() + 30
+        while not ray.get(reader.call.remote("has_come", "wanted/1")):
+            assert time.monotonic() < end, "nobody noticed the mail in 30 s"
+        assert ray.get(reader.call.remote("has_come", "wanted/2")) is False
+
+
+def test_calls_leave_no_records_in_rays_control_store(workers: dict[str, Any]) -> None:
+    """A step makes dozens of calls, and Ray keeps a record of a kB or two of each of the last 100,000."""
+    import ray
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    def calls() -> list[str]:
+        events = state._connect_and_get_accessor().get_task_events()
+        return [gcs_pb2.TaskEvents.FromString(event).task_info.func_or_class_name for event in events]
+
+    with store(workers, "unrecorded", 60.0):
+        assert ray.get(workers["train1"].call.remote("post", "m", 1), timeout=180) is None
+        assert ray.get(workers["train1"].work.remote(0.0), timeout=180) is None
+        end = time.monotonic() + 120
+        while "Worker.work" not in (made := calls()):
+            assert time.monotonic() < end, "no process reports its calls"
+            time.sleep(0.1)
+    assert not [call for call in made if call.startswith("StoreActor.")]
+
+
+def test_a_refusal_says_who_was_refused(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "refusing", 60.0):
+        told = [ray.get(workers["train0"].call.remote("post", "m", 1), timeout=60) for _ in range(2)]
+    assert told == [None, "team 'train' rank 0 in phase test: mail 'm' has been posted before"]
+
+
+def test_a_block_is_one_object_however_many_groups_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.disaggregated.buffer import client as module
+
+    objects: list[Block] = []
+    monkeypatch.setattr(module, "put_object", lambda block: objects.append(block) or len(objects) - 1)
+    client = module.StoreClient.__new__(module.StoreClient)
+    one, other = (Block((np.zeros(4, np.uint8), np.zeros(size, np.uint8))) for size in (5, 6))
+    pieces, size = client._keep("x", [Span(one, 0, 2), Span(other, 0, 1), Span(one, 2, 5)])
+    assert (objects, size) == ([one, other], 9 + 10)
+    assert pieces == [(0, 0, 2), (1, 0, 1), (0, 2, 5)]

@@ -1,0 +1,229 @@
+"""Rewards that take long do not keep a replica from drawing, where samples go to training as they get ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.comm import WorkerGroup
+from megarl.config.run import RunConfig
+from megarl.data.batch import Batch
+from megarl.disaggregated import as_ready_loop as flow
+from megarl.disaggregated import pace
+from megarl.disaggregated.as_ready_loop import FlowSteps
+from megarl.disaggregated.buffer.pool import Ready
+from megarl.disaggregated.pace import Pace
+from megarl.metrics import Metrics
+from megarl.runtime.stages import rollout as rollout_stages
+from megarl.runtime.stages.reward import PENDING, Pending
+
+LIMIT_S = 30.0
+
+
+class Stream:
+    """Draws a token of every group at a time; group k is over after `lengths[k]` tokens."""
+
+    free = 8
+
+    def __init__(self, lengths: dict[int, int], after_token: Callable[[int], None]) -> None:
+        self._left, self._after, self.tokens = dict(lengths), after_token, 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._left)
+
+    def open(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def end(self) -> None:
+        """All groups are over with the next token."""
+        self._left = dict.fromkeys(self._left, 1)
+
+    def drafts(self) -> dict[int, Any]:
+        return {}
+
+    def wait(self, enough: Callable[[], bool]) -> list[tuple[int, list[Any]]]:
+        while self._left and not enough():
+            self.tokens += 1
+            self._after(self.tokens)
+            self._left = {number: left - 1 for number, left in self._left.items()}
+            if over := [number for number, left in self._left.items() if not left]:
+                self._left = {number: left for number, left in self._left.items() if left}
+                return [(number, []) for number in over]
+        return []
+
+
+class Run:
+    """A replica of its own, whose rewards come when `rewards[number]` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, partial: bool = False) -> None:
+        order = {"max_staleness": 1, "order": "as_ready", "partial": partial}
+        config = RunConfig.model_validate({"name": "x", "trainer": {"save_every": 1}, "async": order})
+        alone = WorkerGroup.alone()
+        layout = SimpleNamespace(mp_group=alone, world=alone, is_lead=True, rank=0, dp_rank=0, dp_size=1)
+        self.wanted: Callable[[], bool] = lambda: False
+        store = SimpleNamespace(
+            has_come=lambda name: self.wanted(),
+            flow_state=lambda: {"next": 5},
+        )
+        team = SimpleNamespace(store=store, plan=SimpleNamespace(nodes=["rollout"]))
+        rollout = SimpleNamespace(drawing=lambda context, step: nullcontext())
+        context = SimpleNamespace(metrics=Metrics(), step=1)
+        loader = SimpleNamespace(go_to=lambda number: None)
+        c: Any = SimpleNamespace(
+            config=config,
+            layout=layout,
+            team=team,
+            rollout=rollout,
+            context=context,
+            fleet=None,
+            loader=loader,
+            mail=SimpleNamespace(read=lambda name: name == "saves/1"),
+        )
+        self.rewards: dict[int, Future[Any]] = {0: Future(), 1: Future()}
+        self.told: list[tuple[int, int]] = []  # groups handed over, and how many tokens had been drawn by then
+        self.calls: list[list[int]] = []  # groups of each call
+        self.asked: list[int] = []  # prompts that each call asks for
+        crossing: Any = SimpleNamespace(aside={}, give=self._give, collect=self._collect, swap=self._swap)
+        submits: Any = SimpleNamespace(run=self._submit, graph={"rollout": None})
+        waits: Any = SimpleNamespace(run=self._wait)
+        checkpoints: Any = SimpleNamespace(after_step=lambda version, last, files: files())
+        self.crossing = crossing
+        self.steps = FlowSteps(c, submits, waits, crossing, SimpleNamespace(), checkpoints, None)  # type: ignore[arg-type]
+        self.steps._pace = Pace(8, 8)
+        self.steps._prompts = {number: Batch({}, {"uid": [number]}) for number in self.rewards}
+        self.steps._versions = dict.fromkeys(self.rewards, 0)
+        monkeypatch.setattr(flow, "_LOOK_S", 0.0)
+        monkeypatch.setattr(flow, "tell_loader", lambda c: None)
+        monkeypatch.setattr(rollout_stages, "responses", lambda role, prompts, drawn: prompts)
+        monkeypatch.setattr(rollout_stages, "record_lengths", lambda c, board: c.metrics.sum("drawn", len(board)))
+
+    def draw(self, lengths: dict[int, int], after_token: Callable[[int], None]) -> Stream:
+        self.stream = Stream(lengths, after_token)
+        self.steps._draw(self.stream, 0)  # type: ignore[arg-type]
+        return self.stream
+
+    def _give(self, context: Any, node: Any, board: Batch) -> None:
+        self.crossing.aside["rollout"] = board
+
+    def _submit(self, context: Any, board: Batch) -> Batch:
+        board.set(PENDING, [Pending(SimpleNamespace(outcomes=self.rewards[n]), 0) for n in board["uid"]])  # type: ignore[arg-type]
+        return board
+
+    def _wait(self, context: Any, board: Batch) -> Batch:
+        for number in board["uid"]:
+            self.rewards[number].result(timeout=LIMIT_S)
+        return board
+
+    def _collect(self, numbers: list[int], board: Batch, metrics: Metrics) -> Ready:
+        aside, self.crossing.aside = self.crossing.aside, {}
+        assert aside["rollout"]["uid"] == numbers, "each group with what was put aside of it"
+        return Ready(numbers, [], aside, metrics)
+
+    def _swap(self, context: Any, ready: list[Ready], useless: list[int], version: int, most: int) -> list[int]:
+        assert all(some.metrics.result() == {"drawn": len(some.numbers)} for some in ready)
+        numbers = [number for some in ready for number in some.numbers]
+        self.told += [(number, self.stream.tokens) for number in numbers]
+        self.calls += [numbers] if numbers else []
+        self.asked.append(most)
+        return []
+
+
+def test_drawing_goes_on_while_rewards_are_computed(monkeypatch):
+    run = Run(monkeypatch)
+
+    def after(token: int) -> None:
+        if token == 6:
+            run.rewards[0].set_result(1.0)
+            run.rewards[1].set_result(1.0)
+
+    run.draw({0: 2, 1: 9}, after)
+    assert run.told == [(0, 6), (1, 9)], "as soon as its rewards are there"
+
+
+def test_rewards_that_come_last_are_waited_for(monkeypatch):
+    run = Run(monkeypatch)
+    run.rewards[1].set_result(1.0)
+    waits = run.steps.scored.run
+
+    def come(context: Any, board: Batch) -> Batch:
+        if not run.rewards[0].done():
+            run.rewards[0].set_result(1.0)
+        return waits(context, board)
+
+    run.steps.scored.run = come  # type: ignore[method-assign]
+    run.draw({0: 2, 1: 9}, lambda token: None)
+    assert run.told == [(0, 9), (1, 9)], "nothing else is left to be drawn"
+
+
+def test_an_interrupt_does_not_wait_for_rewards_and_a_checkpoint_does(monkeypatch):
+    run = Run(monkeypatch, partial=True)
+    run.wanted = lambda: run.stream.tokens >= 4
+    stream = run.draw({0: 2, 1: 1_000_000}, lambda token: None)
+    assert stream.tokens < 1_000_000
+    assert run.told == []
+    saved: list[Any] = []
+    monkeypatch.setattr(
+        flow,
+        "files_of_flow",
+        lambda c, version, under_way, drafts, carried: saved.append(([*run.told], under_way)) or {},
+    )
+    run.rewards[0].set_result(1.0)
+    run.steps._save(1, stream)  # type: ignore[arg-type]
+    assert saved == [([(0, stream.tokens)], {1: 0})], "group 0 is put, group 1 under way"
+
+
+def test_what_is_finished_is_put_off_and_handed_over_in_one_call_when_nothing_is_drawn(monkeypatch):
+    run = Run(monkeypatch)
+    put_off(run)
+    run.draw({0: 2, 1: 9}, lambda token: None)
+    assert (run.calls, run.told) == ([[0, 1]], [(0, 9), (1, 9)])
+
+
+def test_what_was_put_off_is_handed_over_before_the_gate(monkeypatch):
+    run = Run(monkeypatch, partial=True)
+    put_off(run)
+    run.wanted = lambda: run.stream.tokens >= 4
+    run.draw({0: 2, 1: 1_000_000}, lambda token: None)
+    assert run.told == [(0, run.stream.tokens)]
+
+
+def test_the_time_that_a_call_is_put_off_ends_while_drawing_goes_on(monkeypatch):
+    run = Run(monkeypatch)
+    put_off(run)
+    monkeypatch.setattr(pace, "_LONGEST_S", 0.1)
+    end = time.monotonic() + LIMIT_S
+
+    def after(token: int) -> None:
+        time.sleep(0.001)
+        if run.told:
+            run.stream.end()
+        assert time.monotonic() < end, "it is handed over when all is drawn, and never before"
+
+    run.draw({0: 2, 1: 1_000_000}, after)
+    assert run.calls == [[0], [1]]
+
+
+def test_a_stretch_begins_with_prompts_for_empty_places_and_with_none_in_hand(monkeypatch):
+    run = Run(monkeypatch)
+    run.steps._pace = Pace(8, 16)
+    run.stream = Stream({}, lambda token: None)
+    run.stream.free = 8 * run.steps.c.config.rollout.sampling.n
+    run.steps._pace.begin(-1e6)
+    put_off(run)
+    run.steps._admit(run.stream, 0)  # type: ignore[arg-type]
+    assert run.asked == [8]
+
+
+def put_off(run: Run) -> None:
+    """The scores are there, and the stretch before was long, so that a call may be put off."""
+    for reward in run.rewards.values():
+        reward.set_result(1.0)
+    run.steps._pace.begin(time.monotonic() - 1e6)

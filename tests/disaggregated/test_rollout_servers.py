@@ -1,0 +1,95 @@
+"""Servers of a rollout role in a team of its own: what its team and that of the actor tell each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.config.run import RunConfig
+from megarl.disaggregated import rollout_servers
+from megarl.errors import ServerError
+from megarl.rendezvous import write_token
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.fleet import Fleet, Server
+from tests.disaggregated.test_rollout_team import Letters
+from tests.dist import single_process, world
+
+CONFIG = RunConfig.model_validate({"name": "pump", "rollout": {"engine": "sglang", "sglang": {"servers": 2}}})
+
+
+@pytest.fixture
+def teams(tmp_path: Path) -> SimpleNamespace:
+    """The pump's fleet of two servers that run, its engine, and the fleet of the trainer."""
+    write_token(tmp_path)
+    mail, key = Letters(), rollout_servers.servers_key(CONFIG, tmp_path)
+    known = [
+        Server(n, ServerApi(f"http://127.0.0.1:{n + 1}", key, f"server {n}"), state="catching_up") for n in range(2)
+    ]
+    pump = Fleet(known, CONFIG.rollout.sglang)
+    rollout_servers.name_run("1f", world(), mail)
+    team = SimpleNamespace(of=lambda role: role.value)
+    c = SimpleNamespace(config=CONFIG, run_dir=tmp_path, layout=single_process(), mail=mail, team=team)
+    engine = rollout_servers.pump_engine(c, pump)
+    trainer = rollout_servers.connect_servers(c)
+    return SimpleNamespace(mail=mail, pump=pump, engine=engine, trainer=trainer)
+
+
+def push(teams: SimpleNamespace, version: int, failed: dict[int, str] | None = None) -> None:
+    """What a push of the trainer does to its fleet; then the pump follows."""
+    world_ = world()
+    teams.pump.refresh()
+    teams.mail.post(f"servers/{version}", teams.pump.reports())
+    rollout_servers.learn_of_servers(teams.trainer, version, teams.mail, "draw")
+    for server in teams.trainer.servers:
+        if server.number in (failed or {}):
+            teams.trainer.mark_failed(server, failed[server.number])
+        elif server.state in ("catching_up", "current"):
+            teams.trainer.acknowledge(server, version)
+    rollout_servers.announce_servers(teams.trainer, version, world_, teams.mail)
+    said = teams.mail.posted.pop(f"servers/{version}")
+    rollout_servers.follow_servers(teams.engine, teams.pump, version, teams.mail, world_, "train")
+    assert teams.mail.posted[f"servers/{version}"] == said
+
+
+def test_the_trainer_knows_the_servers_as_the_pump_does(teams):
+    for mine, theirs in zip(teams.trainer.servers, teams.pump.servers, strict=True):
+        assert (mine.api.url, mine.api.api_key, mine.state) == (theirs.api.url, theirs.api.api_key, "catching_up")
+
+
+def test_servers_that_took_a_version_are_asked(teams):
+    for version in (0, 1):
+        push(teams, version)
+        assert [server.number for server in teams.engine.servers()] == [0, 1]
+        assert teams.engine.weight_version == version
+
+
+def test_a_server_that_took_none_is_not_asked(teams):
+    push(teams, 0, failed={1: "no memory left"})
+    assert [server.number for server in teams.engine.servers()] == [0]
+    assert teams.pump.servers[1].why == "no memory left"
+
+
+def test_a_server_that_was_restarted_is_filled_from_the_start(teams):
+    push(teams, 0)
+    restarted = teams.pump.servers[1]
+    restarted.state, restarted.version, restarted.restarts = "catching_up", None, 1
+    restarted.api = ServerApi("http://127.0.0.1:9", restarted.api.api_key, restarted.api.name)
+    teams.mail.post("servers/1", teams.pump.reports())
+    rollout_servers.learn_of_servers(teams.trainer, 1, teams.mail, "draw")
+    assert teams.trainer.servers[0].version == 0
+    assert (teams.trainer.servers[1].api.url, teams.trainer.servers[1].version) == ("http://127.0.0.1:9", None)
+
+
+def test_a_run_whose_servers_all_failed_ends(teams):
+    with pytest.raises(ServerError, match="no server is left; what was wrong with this one: gone"):
+        push(teams, 0, failed={0: "gone", 1: "gone"})
+
+
+def test_servers_that_are_lost_within_a_step_are_not_waited_for_without_end(teams):
+    push(teams, 0)
+    for server in teams.pump.servers:
+        server.state = "catching_up"
+    with pytest.raises(ServerError, match="the actor's team pushes none before the next one"):
+        teams.engine.recover(0)

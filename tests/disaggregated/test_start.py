@@ -1,0 +1,147 @@
+"""What the team of the actor tells the others of where the run begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.comm import WorkerGroup
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.stage import Role
+from megarl.disaggregated.start import RunStart, all_ready, announce_start, follow_start
+from megarl.disaggregated.team import OwnTeam
+from megarl.offload_schedule import OffloadSchedule
+from megarl.runtime import reference
+from tests.mail import FolderMail
+
+PARALLEL = RunConfig(name="run").actor.parallel
+TEAMS = {"train": (Role.ACTOR, Role.ROLLOUT), "value": (Role.CRITIC,), "frozen": (Role.REFERENCE,)}
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Makes the first worker of a team."""
+    mail = FolderMail(tmp_path / "mail", timeout=0.1)
+
+    def export(c, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").touch()
+
+    monkeypatch.setattr(reference, "_export_actor", export)
+    (tmp_path / "run").mkdir()
+
+    def make(name: str, teams=TEAMS, **settings) -> SimpleNamespace:
+        plans = [TeamPlan(team, roles, 1, first, PARALLEL, ()) for first, (team, roles) in enumerate(teams.items())]
+        placement = Placement(tuple(plans))
+        return SimpleNamespace(
+            config=RunConfig(name="run", **settings),
+            run_dir=tmp_path / "run",
+            layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
+            team=OwnTeam(placement[name], placement, mail),
+            context=SimpleNamespace(step=0),
+            offload=OffloadSchedule(),
+            frozen={},
+        )
+
+    return make
+
+
+def _of_an_older_version(checkpoint: Path) -> Path:
+    """A checkpoint that notes nothing of frozen models."""
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    return checkpoint
+
+
+def test_a_fresh_model_is_written_once_and_both_begin_with_it(worker, tmp_path):
+    kept = str(tmp_path / "run" / "reference.next")
+    start = announce_start(worker("train"), None, None)
+    assert start == RunStart(None, None, kept, kept)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["reference.next"]
+    assert follow_start(worker("value")) == start
+
+
+def test_where_nothing_has_changed_both_begin_with_the_models_own_files(worker, tmp_path):
+    start = announce_start(worker("train", model={"path": str(tmp_path)}), None, None)
+    assert (start.reference, start.critic) == (str(tmp_path), str(tmp_path))
+    assert not list((tmp_path / "run").glob("*/config.json"))
+
+
+def test_a_critic_with_weights_of_its_own_begins_with_none_of_the_actors(worker):
+    settings = {"critic": {"path": "of-its-own"}, "reference": {"path": "elsewhere"}}
+    start = announce_start(worker("train", **settings), None, None)
+    assert (start.reference, start.critic) == ("elsewhere", None)
+
+
+def test_a_start_that_passes_to_a_critic_only_does_not_stay(worker, tmp_path):
+    teams = {"train": TEAMS["train"], "value": TEAMS["value"]}
+    passing = tmp_path / "run" / "start.next"
+    assert announce_start(worker("train", teams), None, None) == RunStart(None, None, None, str(passing))
+    reference.take_up_reference(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(("step", "begun"), [(0, False), (7, True)])
+def test_a_resumed_run_takes_the_reference_that_it_has_kept_and_the_critic_of_its_checkpoint(
+    worker, tmp_path, step, begun
+):
+    run_dir = tmp_path / "run"
+    (run_dir / "reference").mkdir()
+    (run_dir / "reference" / "config.json").touch()
+    source = _of_an_older_version(run_dir / "checkpoints" / f"step_{step}")
+    start = announce_start(worker("train"), step, source)
+    assert start.begun == begun
+    kept = str(run_dir / ("reference" if begun else "reference.next"))
+    assert (start.reference, start.critic) == (kept, None if begun else kept)
+    c = worker("frozen")
+    follow_start(c)
+    assert c.context.step == step
+
+
+def test_a_run_that_goes_on_from_another_one_copies_its_reference(worker, tmp_path):
+    other = tmp_path / "other"
+    (other / "reference").mkdir(parents=True)
+    (other / "reference" / "config.json").write_text("{}")
+    start = announce_start(worker("train"), 7, _of_an_older_version(other / "checkpoints" / "step_7"))
+    assert start.reference == str(other / "reference")
+    assert (tmp_path / "run" / "reference.next" / "config.json").read_text() == "{}"
+
+
+def test_the_start_is_accepted_when_all_teams_are_ready(worker):
+    all_ready(worker("value"))
+    frozen = worker("frozen")
+    frozen.frozen["reference"] = {"key": "", "path": "", "files": {}}
+    with pytest.raises(AssertionError, match="nobody posts ready/frozen"):
+        all_ready(worker("train"))
+    all_ready(frozen)
+    c = worker("train")
+    all_ready(c)
+    assert c.frozen == frozen.frozen  # for the checkpoints, which this team writes
+
+
+def test_a_team_that_begins_again_goes_on_after_the_last_step_that_was_over_with_what_the_run_has_taken_up(
+    worker, tmp_path
+):
+    start = announce_start(worker("train"), None, None)
+    run_dir = tmp_path / "run"
+    assert reference.now_at(run_dir, start.reference) == start.reference
+    reference.take_up_reference(run_dir)
+    c = worker("frozen")
+    c.team = replace(c.team, restarts=1, finished=3)
+    assert follow_start(c) == start
+    assert c.context.step == 3
+    assert reference.now_at(run_dir, start.reference) == str(run_dir / "reference")
+    assert reference.now_at(run_dir, "hub/model") == "hub/model"
+
+
+def test_a_team_that_begins_again_before_the_first_step_goes_on_where_the_run_resumed(worker, tmp_path):
+    c = worker("train")
+    c.team.post(c.layout, "start", {"resumed_at": 7, "source": str(tmp_path), "reference": None, "critic": None})
+    c = worker("frozen")
+    c.team = replace(c.team, restarts=1)
+    follow_start(c)
+    assert c.context.step == 7

@@ -1,0 +1,39 @@
+"""Which team a worker is in."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config.run import ClusterConfig, RunConfig
+from megarl.dag.stage import Role
+from megarl.disaggregated.team import OwnTeam
+from megarl.errors import ConfigError
+from megarl.processes import TEAM
+from megarl.recipes.build import build_task_graph
+
+
+def config(**teams: list[str]) -> RunConfig:
+    placed = {name: {"roles": roles, "devices": 1} for name, roles in teams.items()}
+    settings = {"algorithm": {"kl": {"use": "loss"}}, "placement": {"teams": placed}}
+    return RunConfig(name="run", cluster=ClusterConfig(nproc=max(1, len(teams))), **settings)
+
+
+def test_without_placement_the_only_team_holds_what_the_graph_works_with_and_leads():
+    team = OwnTeam.of_graph(config(), build_task_graph(config()))
+    assert [role for role in Role if team.holds(role)] == [Role.ACTOR, Role.ROLLOUT, Role.REFERENCE]
+    assert (team.leads, team.others, team.store) == (True, [], None)
+
+
+def test_work_without_a_graph_has_one_team_whatever_the_placement():
+    team = OwnTeam.of_all(config(train=["actor", "rollout"], frozen=["reference"]))
+    assert team.leads
+    assert team.holds(Role.ROLLOUT)
+    assert not team.holds(Role.REFERENCE)
+    assert team.others == []
+
+
+def test_a_launcher_that_knows_no_teams_is_refused(monkeypatch):
+    monkeypatch.delenv(TEAM, raising=False)
+    settings = config(train=["actor", "rollout"], frozen=["reference"])
+    with pytest.raises(ConfigError, match=r"placement: (?s:.*)this launcher starts one(?s:.*)train 1, frozen 1"):
+        OwnTeam.of_graph(settings, build_task_graph(settings))
