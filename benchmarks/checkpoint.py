@@ -132,7 +132,7 @@ def _engine(layout: Layout) -> MegatronEngine:
 
     from megarl.config.training import EngineConfig, OptimConfig
     from megarl.training.engine import MegatronEngine
-    from megarl.training.sharded_state import engine_boxes
+    from megarl.training.sharded_state import engine_slices
 
     engine = MegatronEngine(
         Qwen3Config(**MODEL),
@@ -144,7 +144,7 @@ def _engine(layout: Layout) -> MegatronEngine:
         total_steps=1,
         weights=lambda chunks: None,
     )
-    for box in engine_boxes("actor", engine, writing=False):  # makes the optimizer state, and touches every page of it
+    for box in engine_slices("actor", engine, writing=False):  # makes the optimizer state, and touches every page of it
         box.data.fill_(0.5)
     return engine
 

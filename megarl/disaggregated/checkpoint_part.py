@@ -3,7 +3,7 @@ rollout its random states, and what it has drawn ahead (megarl.disaggregated.in_
 
 team of the actor (megarl.runtime.checkpoints)       this team
 find(): all files, where the run goes on    ----->   load(): its own files of that checkpoint
-after_step(): is a step saved?              ----->   after_step(): its engines (megarl.training.together)
+after_step(): is a step saved?              ----->   after_step(): its engines (megarl.training.multi_team_commit)
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CheckpointPart:
         Raises:
             CheckpointError: it could not be written; the checkpoint before it is whole.
         """
-        from megarl.training.together import begin_part
+        from megarl.training.multi_team_commit import begin_part
 
         if self._teams is None:
             return

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megarl.rollout.sglang.engine import SglangEngine
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.controller import Controller
-    from megarl.training.together import Mail
+    from megarl.training.multi_team_commit import Mail
 
 SERVERS, RUN = "servers", "run"
 _START = "start"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
     from megarl.runtime.controller import Controller
     from megarl.sync.updater import SyncReport, WeightSync
-    from megarl.training.together import Mail
+    from megarl.training.multi_team_commit import Mail
 
 ENGINES, LOADER, VALIDATION, WEIGHTS = "engines", "loader", "validation", "weights"
 _KEY = "weights of engines"

@@ -85,7 +85,7 @@ def follow_start(c: Controller) -> RunStart:
 
 
 def all_ready(c: Controller) -> None:
-    """Every team has its models: the actor's waits for that, the others say it, with the seals of those that do not
+    """Every team has its models: the actor's waits for that, the others say it, with the checksums of those that do not
     learn. Collective over a team."""
     c.layout.world.barrier()
     if not c.team.leads:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.context import StepContext
     from megarl.runtime.controller import Controller
-    from megarl.training.together import Teams
+    from megarl.training.multi_team_commit import Teams
 
 
 FOLDER = "checkpoints"
@@ -37,7 +37,7 @@ def teams_of(c: Controller) -> Teams | None:
     team = c.team
     if team.store is None:
         return None
-    from megarl.training.together import Teams
+    from megarl.training.multi_team_commit import Teams
 
     parts = {Role.CRITIC, Role.ROLLOUT}
     beside = tuple(plan.name for plan in team.others if parts & {*plan.roles}) if team.leads else ()
@@ -187,7 +187,7 @@ class Checkpoints:
             FormatError: another version of megarl wrote one.
         """
         from megarl.training.checkpoint import named_steps, verify
-        from megarl.training.intact import few
+        from megarl.training.checksums import few
         from megarl.training.shards import CheckpointError, FormatError
 
         # One rank looks for all: on a shared file system two ranks may see different folders.

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.training.engine import MegatronEngine
+    from megarl.training.multi_team_commit import Mail
     from megarl.training.parallel import Layout
-    from megarl.training.together import Mail
 
 R = TypeVar("R")
 _TRAINED = ("actor", "critic")
@@ -58,7 +58,7 @@ class Controller:
         val_data: held-out prompts, as `loader`.
         fleet: the servers that generate, when there are any.
         loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
-        frozen: seals of the models that do not learn, by name, as checkpoints note them (`megarl.runtime.frozen`).
+        frozen: checksums of the models that do not learn, by name, as checkpoints note them (`megarl.runtime.frozen`).
     """
 
     team: OwnTeam

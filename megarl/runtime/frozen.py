@@ -4,7 +4,7 @@
     resume    the same files, by these                         -> a run goes on with the same reference and teacher
 
 A file is read once by the ranks of each machine together, before the model is loaded, so that it comes from memory
-then. An older version's checkpoint notes nothing: what is there when the run resumes is sealed from then on.
+then. An older version's checkpoint notes nothing: what is there when the run resumes is recorded from then on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.artifacts.checkpoint_files import INDEX, read_config, weight_files
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file
 from megarl.errors import ConfigError
 from megarl.tracing import phase
-from megarl.training.intact import Seal, faults, few, seals_of
+from megarl.training.checksums import FileChecksum, checksums_of, faults, few
 
 if TYPE_CHECKING:
     from megarl.comm import WorkerGroup
@@ -32,12 +32,12 @@ class Frozen:
     Attributes:
         key: of the recipe that names it; empty: the run keeps it in its folder.
         path: what is named there; empty with `key`.
-        files: seals of all files that are read of it, by name.
+        files: checksums of all files that are read of it, by name.
     """
 
     key: str
     path: str
-    files: Mapping[str, Seal]
+    files: Mapping[str, FileChecksum]
 
 
 def frozen_in(checkpoint: Path | str | None) -> dict[str, Frozen]:
@@ -48,7 +48,7 @@ def frozen_in(checkpoint: Path | str | None) -> dict[str, Frozen]:
     return {name: Frozen(**model) for name, model in told.items()}
 
 
-def seal_frozen(c: Controller, name: str, key: str, source: str, checkpoint: str | None) -> None:
+def record_frozen(c: Controller, name: str, key: str, source: str, checkpoint: str | None) -> None:
     """Note the files of a frozen model for the run's checkpoints (`Controller.frozen`). Collective over its team.
 
     Args:
@@ -70,7 +70,7 @@ def seal_frozen(c: Controller, name: str, key: str, source: str, checkpoint: str
         folder = resolve_folder(source, key)
         before = frozen_in(checkpoint).get(name)
         if before is None or (before.key, before.path) != (key, path):
-            model = Frozen(key, path, _seal(folder, key, c.layout.world))
+            model = Frozen(key, path, _checksums(folder, key, c.layout.world))
         elif lines := changed_files(folder, before.files, c.layout.world):
             raise _other_files(key or str(folder), folder, lines)
         else:
@@ -78,7 +78,7 @@ def seal_frozen(c: Controller, name: str, key: str, source: str, checkpoint: str
     c.frozen[name] = asdict(model)
 
 
-def changed_files(folder: Path, files: Mapping[str, Seal], world: WorkerGroup) -> list[str]:
+def changed_files(folder: Path, files: Mapping[str, FileChecksum], world: WorkerGroup) -> list[str]:
     """Differences of the model in `folder` from one with these `files`; equal on all ranks. Collective over `world`."""
     lines = faults(folder, files, world, per_machine=True)
     if lines:
@@ -87,9 +87,9 @@ def changed_files(folder: Path, files: Mapping[str, Seal], world: WorkerGroup) -
     return list(dict.fromkeys(line for part in world.all_gather_json(more) for line in part))
 
 
-def _seal(folder: Path, key: str, world: WorkerGroup) -> dict[str, Seal]:
-    found = seals_of(folder, _files_read(folder), world)
-    if other := [name for name, seals in found.items() if len(seals) > 1]:
+def _checksums(folder: Path, key: str, world: WorkerGroup) -> dict[str, FileChecksum]:
+    found = checksums_of(folder, _files_read(folder), world)
+    if other := [name for name, checksums in found.items() if len(checksums) > 1]:
         raise ConfigError(
             "the machines of this run have different files of one model",
             where=key or str(folder),
@@ -97,7 +97,7 @@ def _seal(folder: Path, key: str, world: WorkerGroup) -> dict[str, Seal]:
             allowed="the same files on every machine",
             fix="copy or download the model again on all machines, or name a folder that they share",
         )
-    return {name: list(seal) for name, (seal,) in found.items()}
+    return {name: list(checksum) for name, (checksum,) in found.items()}
 
 
 def _files_read(folder: Path) -> list[str]:

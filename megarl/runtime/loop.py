@@ -32,7 +32,7 @@ from megarl.runtime.critic import make_critic
 from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
-from megarl.runtime.frozen import seal_frozen
+from megarl.runtime.frozen import record_frozen
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference
@@ -136,7 +136,7 @@ def _make_models(c: Controller, start: RunStart) -> None:
         if c.team.holds(role):
             c.held[role.value] = make()
     if c.context.scores is not None and (encoder := c.context.scores.encoder) is not None:
-        seal_frozen(c, "encoder", *encoder, start.source)
+        record_frozen(c, "encoder", *encoder, start.source)
 
 
 def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:

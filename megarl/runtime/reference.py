@@ -17,11 +17,11 @@ from megarl.artifacts import start
 from megarl.artifacts.trained import steps_in
 from megarl.errors import ConfigError
 from megarl.processes import write_atomically
-from megarl.runtime.frozen import Frozen, changed_files, frozen_in, seal_frozen
+from megarl.runtime.frozen import Frozen, changed_files, frozen_in, record_frozen
 from megarl.runtime.roles import ReferenceRole
 from megarl.runtime.setup import build_engine, check_embeddings
 from megarl.tracing import keep_beating, phase
-from megarl.training.intact import few
+from megarl.training.checksums import few
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -82,19 +82,19 @@ def _note_origin(c: Controller, origin: str) -> None:
 
 def _kept(c: Controller, checkpoint: Path) -> ReferencePlace:
     """The reference of the run that wrote `checkpoint`, kept for this one, too; errors as in `keep_reference`."""
-    sealed = frozen_in(checkpoint).get("reference")
-    if sealed is not None and sealed.key == _INITIAL:  # the checkpoint tells all that the folder does
-        _note_origin(c, sealed.path)
-        return ReferencePlace(sealed.path, _INITIAL)
+    recorded = frozen_in(checkpoint).get("reference")
+    if recorded is not None and recorded.key == _INITIAL:  # the checkpoint tells all that the folder does
+        _note_origin(c, recorded.path)
+        return ReferencePlace(recorded.path, _INITIAL)
     folder = find_kept(checkpoint)
-    if sealed is not None and not sealed.key:
+    if recorded is not None and not recorded.key:
         missing = None if folder is not None else [f"there is no {FOLDER}/ with a model"]
         folder = folder or checkpoint.resolve().parents[1] / FOLDER
         with phase("verify_reference"):
-            lines = missing or changed_files(folder, sealed.files, c.layout.world)
-        c.frozen["reference"] = asdict(sealed)
+            lines = missing or changed_files(folder, recorded.files, c.layout.world)
+        c.frozen["reference"] = asdict(recorded)
         if lines:
-            return _made_again(c, checkpoint, folder, sealed, lines)
+            return _made_again(c, checkpoint, folder, recorded, lines)
     kept = kept_reference(checkpoint)
     # A run that goes on has it in its place.
     if checkpoint.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
@@ -104,7 +104,7 @@ def _kept(c: Controller, checkpoint: Path) -> ReferencePlace:
     return ReferencePlace(str(kept), "") if origin is None else ReferencePlace(origin, _INITIAL)
 
 
-def _made_again(c: Controller, checkpoint: Path, folder: Path, sealed: Frozen, lines: list[str]) -> ReferencePlace:
+def _made_again(c: Controller, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
     """The reference again in place of the damaged one in `folder`: the actor, which a resumed run has not trained yet.
 
     Collective over the actor's team.
@@ -121,7 +121,7 @@ def _made_again(c: Controller, checkpoint: Path, folder: Path, sealed: Frozen, l
                 flush=True,
             )
         _export_actor(c, following)
-        others = changed_files(following, sealed.files, c.layout.world)
+        others = changed_files(following, recorded.files, c.layout.world)
         if not others:
             return ReferencePlace(str(following), "")
         why = f"the policy's initial weights are other ones now ({few(others)})"
@@ -166,13 +166,13 @@ def make_reference(c: Controller, begin: RunStart) -> ReferenceRole:
     """The reference of this run, with the weights that `keep_reference` found. Collective over its team.
 
     Raises:
-        ConfigError: as `seal_frozen`.
+        ConfigError: as `record_frozen`.
     """
     from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
 
     source = now_at(c.run_dir, begin.reference or "")
-    seal_frozen(c, "reference", begin.reference_key, source, begin.source)
+    record_frozen(c, "reference", begin.reference_key, source, begin.source)
     with phase("load_reference"), c.offload.phase("load"):
         # Not the policy's configuration: RoPE or windows may differ.
         hf_config = load_hf_config(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError
-from megarl.runtime.frozen import seal_frozen
+from megarl.runtime.frozen import record_frozen
 from megarl.runtime.roles import TeacherRole
 from megarl.runtime.setup import build_engine, check_embeddings
 from megarl.tracing import phase
@@ -22,14 +22,14 @@ def make_teacher(c: Controller, start: RunStart) -> TeacherRole:
     """The teacher of this run. Collective over its team.
 
     Raises:
-        ConfigError: token ids of the policy mean other things to the teacher, or nothing; or as `seal_frozen`.
+        ConfigError: token ids of the policy mean other things to the teacher, or nothing; or as `record_frozen`.
     """
     from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
 
     path = c.config.teacher.path
     assert path is not None, "the checks ask for it"
-    seal_frozen(c, "teacher", "teacher.path", path, start.source)
+    record_frozen(c, "teacher", "teacher.path", path, start.source)
     with phase("load_teacher"), c.offload.phase("load"):
         hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
         check_same_tokens(c.tokenizer, _tokenizer(c.config.model, path), path)

@@ -13,7 +13,7 @@
 
 A folder without the final name is never read, and is removed by the next save. meta.json lists every other file with
 its size and checksum; `verify` finds what was lost or changed since, and all ranks agree on it. Training goes on while
-a checkpoint is written, see `megarl.training.saving`; how several teams write one, see `megarl.training.together`.
+a checkpoint is written (`megarl.training.saving`), also one of several teams (`megarl.training.multi_team_commit`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ import megarl
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.trained import best_step, steps_in
 from megarl.comm import WorkerGroup
-from megarl.training.intact import Seal, faults, few, seal_text, size_at
+from megarl.training.checksums import FileChecksum, faults, few, size_at, text_checksum
+from megarl.training.multi_team_commit import Part, Teams, folder_of, own_files, refuse_folder, rng_name, size_of
 from megarl.training.rng import load_rng
-from megarl.training.saving import Saving, drop_seals, shard_name
-from megarl.training.sharded_state import load_engines, refuse_foreign, weight_boxes, world_of
+from megarl.training.saving import Saving, drop_checksums, shard_name
+from megarl.training.sharded_state import load_engines, refuse_foreign, weight_slices, world_of
 from megarl.training.shards import CheckpointError, FormatError, Index, label_of, read_index
-from megarl.training.together import Part, Teams, folder_of, own_files, refuse_folder, rng_name, size_of
 
 if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
@@ -87,7 +87,7 @@ def begin(
         keep_last: newest checkpoints to keep, in addition to the best, of those that are `kept`.
         kept: it is not only to go on from, until there is a newer one.
         best: this one is the best so far.
-        teams: the others that write a part of it (`megarl.training.together.begin_part`); None: there are none.
+        teams: the others that write a part of it (`multi_team_commit.begin_part`); None: there are none.
 
     Raises:
         FolderTaken: another attempt has the run folder, in which `root` is.
@@ -121,18 +121,18 @@ def begin(
     return Saving(folder, shard, contents, commit, fix, world, others=others, deadline_s=deadline_s)
 
 
-def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, seals: dict[str, Seal]) -> None:
+def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, checksums: dict[str, FileChecksum]) -> None:
     """All files are on disk: make the folder the checkpoint, and drop old ones."""
     root, step = folder.parent, meta["step"]
-    for name, (size, _) in seals.items():  # as this machine sees the folder, which others have written into
+    for name, (size, _) in checksums.items():  # as this machine sees the folder, which others have written into
         if size_at(folder / name) != size:
             raise OSError(errno.EIO, f"of other size than the {size:,} bytes that were written", str(folder / name))
     refuse_if_taken(root.parent)
-    whole = {**meta, "files": seals}
-    (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_seal(whole)}, indent=1))
+    whole = {**meta, "files": checksums}
+    (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_checksum(whole)}, indent=1))
     _publish(folder, root / f"step_{step}", meta["tag"])
     with contextlib.suppress(OSError):  # nobody reads them any more
-        drop_seals(root / f"step_{step}")
+        drop_checksums(root / f"step_{step}")
     if best:
         _note_best(root, step)
     try:
@@ -230,12 +230,12 @@ def _wrote_for(team: dict[str, Any], engines: Collection[str]) -> bool:
     return bool({*engines} & {*team["engines"]}) if engines else not team["engines"]
 
 
-def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, Seal]:
+def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, FileChecksum]:
     """The files of a checkpoint without those of teams that did not write for `engines`."""
     other = [team["workers"] for team in _teams_in(meta) if not _wrote_for(team, engines)]
     numbers = [first + rank for first, size in other for rank in range(size)]
     left_out = {name for number in numbers for name in (shard_name(number), rng_name(number))}
-    return {name: seal for name, seal in meta["files"].items() if name not in left_out}
+    return {name: checksum for name, checksum in meta["files"].items() if name not in left_out}
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -262,9 +262,9 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
         raise CheckpointError(
             "this checkpoint is damaged or incomplete", where=str(folder), found=wrong, fix=_way_out(folder)
         )
-    boxes = [box for name, engine in engines.items() for box in weight_boxes(name, engine)]
-    more = _surplus(meta, engines, index, {box.key for box in boxes}, world)
-    refuse_foreign(boxes, index, folder, world, more)
+    slices = [part for name, engine in engines.items() for part in weight_slices(name, engine)]
+    more = _surplus(meta, engines, index, {part.key for part in slices}, world)
+    refuse_foreign(slices, index, folder, world, more)
     return index
 
 
@@ -313,8 +313,8 @@ def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = N
         raise FormatError(**other)
     found = [wrong]
     if not wrong:
-        seals = meta["files"] if engines is None else _files_for(meta, engines)
-        found = faults(folder, seals, world, stranger=lambda path: _stranger(path, meta["tag"]))
+        checksums = meta["files"] if engines is None else _files_for(meta, engines)
+        found = faults(folder, checksums, world, stranger=lambda path: _stranger(path, meta["tag"]))
     if found:
         raise CheckpointError(
             "this checkpoint is damaged or incomplete", where=str(folder), found=few(found), fix=_way_out(folder)
@@ -326,7 +326,7 @@ def _stranger(path: Path, tag: str) -> str | None:
     """Says so when the file of a rank is one of another checkpoint."""
     if not path.name.startswith("rank_"):
         return None
-    with contextlib.suppress(CheckpointError, KeyError):  # it is damaged, which its seal says
+    with contextlib.suppress(CheckpointError, KeyError):  # it is damaged, which its checksum says
         label = label_of(path)
         if label["tag"] != tag:
             return f"is of another checkpoint (of step {label['step']})"
@@ -360,7 +360,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     way = _way_out(folder)
     try:
         meta = json.loads((folder / _META).read_text())
-        known, seal = meta.get("format"), meta.pop("checksum", None)
+        known, checksum = meta.get("format"), meta.pop("checksum", None)
     except FileNotFoundError:
         raise CheckpointError(f"there is no {_META}", where=str(folder), fix=way) from None
     except (OSError, ValueError, AttributeError) as error:
@@ -374,13 +374,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
             fix=f"go on with that version; or let its `megarl convert {folder} MODEL_DIR` write the model, and begin a "
             "run with model.path=MODEL_DIR",
         )
-    if seal != _meta_seal(meta):
+    if checksum != _meta_checksum(meta):
         raise CheckpointError(f"{_META} was changed since it was written (checksum)", where=str(folder), fix=way)
     return meta
 
 
-def _meta_seal(meta: dict[str, Any]) -> str:
-    return seal_text(json.dumps(meta, sort_keys=True))
+def _meta_checksum(meta: dict[str, Any]) -> str:
+    return text_checksum(json.dumps(meta, sort_keys=True))
 
 
 def named_steps(root: Path) -> list[int]:

@@ -2,7 +2,7 @@
 
     main thread      snapshot to host memory -> Saving()    poll() after every step    wait() before the next one
     every thread     its files -> seal_K.json (their sizes and checksums), in step_N.tmp-TAG
-    rank 0's thread  waits for every seal_K.json -> commit: meta.json, rename, and then the seals go
+    rank 0's thread  waits for every seal_K.json -> commit: meta.json, rename, and then the checksums go
 
 K is the worker's number among those of all teams. With several of them, rank 0 of the actor's team waits for all.
 
@@ -26,7 +26,7 @@ from megarl.comm import WorkerGroup
 from megarl.errors import WorkerError
 from megarl.processes import write_atomically
 from megarl.tracing import beat, current, phase
-from megarl.training.intact import Seal, few, size_at
+from megarl.training.checksums import FileChecksum, few, size_at
 from megarl.training.shards import CheckpointError, Snapshot, write_file
 
 _POLL_S = 0.05
@@ -44,7 +44,7 @@ class Saving:
         folder: exists; removed again when a rank fails.
         shard: this rank's tensors.
         files: contents by name of this rank's other files.
-        commit: called in rank 0's thread with the seals of all files, once they are all on disk; None: another team
+        commit: called in rank 0's thread with the checksums of all files, once they are all on disk; None: another team
             does it.
         fix: what to do when it cannot be written.
         world: all ranks of the team.
@@ -61,7 +61,7 @@ class Saving:
         folder: Path,
         shard: Snapshot,
         files: Mapping[str, bytes],
-        commit: Callable[[dict[str, Seal]], None] | None,
+        commit: Callable[[dict[str, FileChecksum]], None] | None,
         fix: str,
         world: WorkerGroup,
         *,
@@ -126,7 +126,7 @@ class Saving:
         try:
             _write(self._folder, number, self._shard, self._files, self._progress)
             if self._world.rank == 0 and self._commit is not None:
-                self._commit(self._all_seals())
+                self._commit(self._all_checksums())
         except _Stopped:
             pass
         except BaseException as error:  # raised in the main thread, by `poll`
@@ -140,19 +140,19 @@ class Saving:
             raise _Stopped
         self._written += count
 
-    def _all_seals(self) -> dict[str, Seal]:
-        """Seals of the files of all ranks, and then of other teams' workers, as they come."""
+    def _all_checksums(self) -> dict[str, FileChecksum]:
+        """Return the checksums of the files of all ranks, and then of other teams' workers, as they come."""
         own = range(self._first, self._first + self._world.size)
         for number in own:
-            while not _seal_path(self._folder, number).exists():
+            while not _checksums_path(self._folder, number).exists():
                 self._progress(0)
                 time.sleep(_POLL_S)
         for team, workers in self._others.items():
-            self._await_seals(team, workers)
-        seals: dict[str, Seal] = {}
+            self._await_checksums(team, workers)
+        checksums: dict[str, FileChecksum] = {}
         for number in chain(own, *self._others.values()):
-            seals |= json.loads(_seal_path(self._folder, number).read_text())
-        return seals
+            checksums |= json.loads(_checksums_path(self._folder, number).read_text())
+        return checksums
 
     def _bytes_of_others(self) -> int:
         """What the workers of other teams have written so far, samples that wait for the next step included."""
@@ -163,7 +163,7 @@ class Saving:
                 size += 0 if path.name in own else size_at(path)
         return size
 
-    def _await_seals(self, team: str, workers: range) -> None:
+    def _await_checksums(self, team: str, workers: range) -> None:
         """Until those of the workers of another team are there, as long as its files grow.
 
         Raises:
@@ -171,7 +171,7 @@ class Saving:
         """
         grown, looked, size = time.monotonic(), 0.0, -1
         for number in workers:
-            path = _seal_path(self._folder, number)
+            path = _checksums_path(self._folder, number)
             while not path.exists():
                 self._progress(0)
                 now = time.monotonic()
@@ -232,10 +232,10 @@ def _write(
     folder: Path, number: int, shard: Snapshot, files: Mapping[str, bytes], progress: Callable[[int], None]
 ) -> None:
     name = shard_name(number)
-    seals = {name: shard.write(folder / name, progress)}
+    checksums = {name: shard.write(folder / name, progress)}
     for name, content in files.items():
-        seals[name] = write_file(folder / name, [content], progress)
-    write_atomically(_seal_path(folder, number), json.dumps(seals))
+        checksums[name] = write_file(folder / name, [content], progress)
+    write_atomically(_checksums_path(folder, number), json.dumps(checksums))
 
 
 def shard_name(number: int) -> str:
@@ -243,12 +243,12 @@ def shard_name(number: int) -> str:
     return f"rank_{number}.safetensors"
 
 
-def _seal_path(folder: Path, number: int) -> Path:
+def _checksums_path(folder: Path, number: int) -> Path:
     return folder / f"seal_{number}.json"
 
 
-def drop_seals(folder: Path) -> None:
-    """Remove the seals of a checkpoint that has its name: before, a seal that is not there is still to be written."""
+def drop_checksums(folder: Path) -> None:
+    """Remove the checksum files of a checkpoint that has its name; a missing one before that is yet to be written."""
     for path in folder.glob("seal_*.json"):
         path.unlink()
 

@@ -1,4 +1,4 @@
-"""An engine's parameters and optimizer state as boxes of named whole tensors, and back.
+"""An engine's parameters and optimizer state as slices of named whole tensors, and back.
 
 Every tensor of a checkpoint is stored under the name of its parameter and its place in the whole model, so a run can
 go on under another layout. That holds for optimizer state too because only its tensors are stored, one set per
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from megarl.comm import WorkerGroup
 from megarl.offload_schedule import OPTIMIZER, PARAMETERS
-from megarl.training.boxes import Box, BoxPlace, boxes_of, places_of
-from megarl.training.intact import few
+from megarl.training.checksums import few
 from megarl.training.optimizer import parts
 from megarl.training.shards import CheckpointError, Index, Snapshot, fill, foreign
+from megarl.training.tensor_slices import SlicePlace, TensorSlice, places_of, slices_of
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # isort: skip
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
@@ -39,7 +39,7 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
     """A copy of what this rank writes of all engines, in host memory."""
-    return Snapshot(_all_boxes(engines, writing=True), label)
+    return Snapshot(_all_slices(engines, writing=True), label)
 
 
 def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Index, steps: Mapping[str, int]) -> None:
@@ -50,20 +50,20 @@ def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Ind
     Raises:
         CheckpointError: they hold another model; nothing has been loaded.
     """
-    boxes = _all_boxes(engines, writing=False)
-    refuse_foreign(boxes, index, folder, world_of(engines))
+    slices = _all_slices(engines, writing=False)
+    refuse_foreign(slices, index, folder, world_of(engines))
     with torch.no_grad():
-        fill(boxes, index, folder)
+        fill(slices, index, folder)
     for name, engine in engines.items():
         engine.step = steps[name]
         for part in _optimizers(engine):
             _set_step(part, engine.step)
 
 
-def _all_boxes(engines: Mapping[str, MegatronEngine], *, writing: bool) -> list[Box]:
+def _all_slices(engines: Mapping[str, MegatronEngine], *, writing: bool) -> list[TensorSlice]:
     for engine in engines.values():
         engine.require(PARAMETERS, OPTIMIZER)
-    return [box for name, engine in engines.items() for box in engine_boxes(name, engine, writing=writing)]
+    return [part for name, engine in engines.items() for part in engine_slices(name, engine, writing=writing)]
 
 
 def world_of(engines: Mapping[str, MegatronEngine]) -> WorkerGroup:
@@ -72,16 +72,16 @@ def world_of(engines: Mapping[str, MegatronEngine]) -> WorkerGroup:
 
 
 def refuse_foreign(
-    boxes: Iterable[Box], index: Index, folder: Path, world: WorkerGroup, more: Sequence[str] = ()
+    slices: Iterable[TensorSlice], index: Index, folder: Path, world: WorkerGroup, more: Sequence[str] = ()
 ) -> None:
-    """Check that an index has the boxes of all ranks, of tensors of the same shapes; `more` tells further differences.
+    """Check that an index has the slices of all ranks, of tensors of the same shapes; `more` tells further differences.
 
     Collective over `world`.
 
     Raises:
         CheckpointError: on every rank alike: says which not.
     """
-    everyone = world.all_gather_json([*foreign(boxes, index), *more])
+    everyone = world.all_gather_json([*foreign(slices, index), *more])
     lines = list(dict.fromkeys(line for part in everyone for line in part))
     if lines:
         raise CheckpointError(
@@ -94,25 +94,25 @@ def refuse_foreign(
         )
 
 
-# -- engine to boxes ---------------------------------------------------------------------------------------------------
+# -- engine to slices --------------------------------------------------------------------------------------------------
 
 
-def weight_boxes(name: str, engine: MegatronEngine) -> Iterator[Box]:
+def weight_slices(name: str, engine: MegatronEngine) -> Iterator[TensorSlice]:
     """This rank's whole parameters and buffers."""
     for copy, tensor in _copies(name, engine):
-        yield from boxes_of(copy.places, tensor)
+        yield from slices_of(copy.places, tensor)
 
 
 class _Copy(NamedTuple):
     """This rank's copy of a tensor: where it lies, and is it the first among its tensor- and pipeline-parallel copies,
     and among its data-parallel ones?"""
 
-    places: list[BoxPlace]
+    places: list[SlicePlace]
     first_in_model: bool
     first_in_data: bool
 
 
-def engine_boxes(name: str, engine: MegatronEngine, *, writing: bool) -> Iterator[Box]:
+def engine_slices(name: str, engine: MegatronEngine, *, writing: bool) -> Iterator[TensorSlice]:
     """What this rank holds of an engine, under keys that begin with its name.
 
     With `writing` each element comes from one rank only: from its owner where the distributed optimizer divides the
@@ -129,15 +129,15 @@ def engine_boxes(name: str, engine: MegatronEngine, *, writing: bool) -> Iterato
         copies[id(tensor)] = copy
         piece = owned.get(id(tensor))
         if not writing or (copy.first_in_model and copy.first_in_data and id(tensor) not in divided):
-            yield from boxes_of(copy.places, tensor)
+            yield from slices_of(copy.places, tensor)
         elif copy.first_in_model and piece is not None:
-            yield from boxes_of(copy.places, tensor.detach().view(-1)[piece], piece.start)
+            yield from slices_of(copy.places, tensor.detach().view(-1)[piece], piece.start)
     for part in optimizers:
         for parameter, start, tensors in _state(part):
             copy = copies[id(parameter)]
             if not writing or (copy.first_in_model and (copy.first_in_data or id(parameter) in owned)):
                 for key in _wanted(engine):
-                    yield from boxes_of(copy.places, tensors[key], start, f"optimizer.{key}.")
+                    yield from slices_of(copy.places, tensors[key], start, f"optimizer.{key}.")
 
 
 def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]:

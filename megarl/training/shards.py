@@ -1,6 +1,6 @@
-"""Files of boxes: each rank writes one, any rank reads what it needs out of all of them.
+"""Files of tensor slices: each rank writes one, any rank reads the slices it needs out of all of them.
 
-A file is in the safetensors format, so any tool can open it. A tensor in it is one box, called KEY@OFFSET (as in
+A file is in the safetensors format, so any tool can open it. A tensor in it is one slice, called KEY@OFFSET (as in
 `actor.decoder.layers.0.mlp.linear_fc2.weight@0,64`); the metadata hold the shapes of the whole tensors and a label that
 says which checkpoint the file belongs to. Nothing is pickled.
 """
@@ -21,8 +21,8 @@ from torch import Tensor
 from megarl.device import has_cuda, synchronize
 from megarl.errors import UserError
 from megarl.tracing import beat
-from megarl.training.boxes import Box, Shape, overlap
-from megarl.training.intact import Seal, opened_size, size_at
+from megarl.training.checksums import FileChecksum, opened_size, size_at
+from megarl.training.tensor_slices import Shape, TensorSlice, overlap
 
 #: dtypes as the format calls them
 NAMES = {
@@ -39,7 +39,7 @@ _CHUNK = 16 << 20
 _FLUSHED = 256 << 20  # bytes of a file after which the disk catches up, so that progress is what the disk has taken
 _ALIGNED = 64
 
-#: key -> {"whole": shape, "boxes": [[file, first byte, dtype, offset, shape], ...]}
+#: key -> {"whole": shape, "slices": [[file, first byte, dtype, offset, shape], ...]}
 Index: TypeAlias = dict[str, dict[str, Any]]
 
 
@@ -52,31 +52,31 @@ class FormatError(CheckpointError):
 
 
 class Snapshot:
-    """Copies of boxes in one block of host memory (pinned where there is a GPU), ready to be written.
+    """Copies of slices in one block of host memory (pinned where there is a GPU), ready to be written.
 
     Args:
-        boxes: what to copy. Their tensors may change as soon as this returns.
+        slices: the slices to copy. Their tensors may change as soon as this returns.
         label: says which checkpoint the file belongs to.
     """
 
-    def __init__(self, boxes: Iterable[Box], label: dict[str, Any]) -> None:
+    def __init__(self, slices: Iterable[TensorSlice], label: dict[str, Any]) -> None:
         # The widest numbers first: every tensor is then aligned without gaps, which the format does not allow.
-        ordered = sorted(boxes, key=lambda box: -box.data.element_size())
-        self._memory = torch.empty(sum(box.data.nbytes for box in ordered), dtype=torch.uint8, pin_memory=has_cuda())
+        ordered = sorted(slices, key=lambda part: -part.data.element_size())
+        self._memory = torch.empty(sum(part.data.nbytes for part in ordered), dtype=torch.uint8, pin_memory=has_cuda())
         header: dict[str, Any] = {}
         end = 0
-        for box in ordered:
-            start, end = end, end + box.data.nbytes
-            room = self._memory[start:end].view(box.data.dtype).view(box.data.shape)
-            room.copy_(box.data, non_blocking=True)
-            header[f"{box.key}@{','.join(map(str, box.offset))}"] = {
-                "dtype": NAMES[box.data.dtype],
-                "shape": list(box.data.shape),
+        for part in ordered:
+            start, end = end, end + part.data.nbytes
+            copy = self._memory[start:end].view(part.data.dtype).view(part.data.shape)
+            copy.copy_(part.data, non_blocking=True)
+            header[f"{part.key}@{','.join(map(str, part.offset))}"] = {
+                "dtype": NAMES[part.data.dtype],
+                "shape": list(part.data.shape),
                 "data_offsets": [start, end],
             }
             beat()
         synchronize()
-        wholes = {box.key: box.whole for box in ordered}
+        wholes = {part.key: part.whole for part in ordered}
         text = json.dumps({"__metadata__": {"label": json.dumps(label), "wholes": json.dumps(wholes)}, **header})
         padded = -(-(len(text.encode()) + 8) // _ALIGNED) * _ALIGNED - 8
         self._header = padded.to_bytes(8, "little") + text.encode().ljust(padded)
@@ -86,13 +86,13 @@ class Snapshot:
         """Size of the file."""
         return len(self._header) + self._memory.nbytes
 
-    def write(self, path: Path, progress: Callable[[int], None]) -> Seal:
+    def write(self, path: Path, progress: Callable[[int], None]) -> FileChecksum:
         """Write the file; `progress(bytes)` is called as it grows, and may raise to stop it."""
         return write_file(path, (self._header, self._memory.numpy().data), progress)
 
 
-def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callable[[int], None]) -> Seal:
-    """Write `parts` to disk, flushed. Returns the seal of the file."""
+def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callable[[int], None]) -> FileChecksum:
+    """Write `parts` to disk, flushed. Returns the size and checksum of the file."""
     checksum, size = xxhash.xxh3_64(), 0
     try:
         with path.open("wb") as file:
@@ -130,7 +130,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def label_of(path: Path) -> dict[str, Any]:
-    """What `Snapshot` was given as label.
+    """Return the label that `Snapshot` was given.
 
     Raises:
         CheckpointError: it is none of these files.
@@ -146,55 +146,55 @@ def label_of(path: Path) -> dict[str, Any]:
 
 
 def read_index(folder: Path, names: Iterable[str]) -> Index:
-    """Where every box is that the files `names` of `folder` hold."""
+    """Return the place of every slice in the files `names` of `folder`."""
     index: Index = {}
     for name in names:
         beat()
         header, begin = read_header(folder / name)
         for key, whole in json.loads(header.pop("__metadata__")["wholes"]).items():
-            index.setdefault(key, {"whole": whole, "boxes": []})
-        for box, entry in header.items():
-            key, _, offset = box.rpartition("@")
+            index.setdefault(key, {"whole": whole, "slices": []})
+        for part, entry in header.items():
+            key, _, offset = part.rpartition("@")
             at = [int(number) for number in offset.split(",") if number]
-            index[key]["boxes"].append([name, begin + entry["data_offsets"][0], entry["dtype"], at, entry["shape"]])
+            index[key]["slices"].append([name, begin + entry["data_offsets"][0], entry["dtype"], at, entry["shape"]])
     return index
 
 
-def foreign(boxes: Iterable[Box], index: Index) -> list[str]:
-    """What tells the model that holds `boxes` from the one that was saved; empty when they are the same."""
+def foreign(slices: Iterable[TensorSlice], index: Index) -> list[str]:
+    """List how the model that holds `slices` differs from the one that was saved; empty when it does not."""
     lines = []
-    for box in boxes:
-        entry = index.get(box.key)
+    for part in slices:
+        entry = index.get(part.key)
         if entry is None:
-            lines.append(f"no {box.key}")
-        elif tuple(entry["whole"]) != box.whole and not (box.padded and tuple(entry["whole"][1:]) == box.whole[1:]):
-            lines.append(f"{box.key} is {entry['whole']}, here it is {list(box.whole)}")
+            lines.append(f"no {part.key}")
+        elif tuple(entry["whole"]) != part.whole and not (part.padded and tuple(entry["whole"][1:]) == part.whole[1:]):
+            lines.append(f"{part.key} is {entry['whole']}, here it is {list(part.whole)}")
     return list(dict.fromkeys(lines))
 
 
-def fill(boxes: Sequence[Box], index: Index, folder: Path) -> None:
-    """Copy into the tensors of `boxes` what the files of `folder` hold of them. Reads no more than that.
+def fill(slices: Sequence[TensorSlice], index: Index, folder: Path) -> None:
+    """Copy into the tensors of `slices` their elements from the files of `folder`. Reads nothing else.
 
     Raises:
         CheckpointError: elements are in no file.
     """
     files: dict[str, Tensor] = {}
-    for box in boxes:
+    for part in slices:
         filled = 0
-        for name, begin, dtype, offset, shape in index[box.key]["boxes"]:
-            common = overlap(box.offset, tuple(box.data.shape), tuple(offset), tuple(shape))
+        for name, begin, dtype, offset, shape in index[part.key]["slices"]:
+            common = overlap(part.offset, tuple(part.data.shape), tuple(offset), tuple(shape))
             if common is None:
                 continue
             if name not in files:  # mapped: only the pages that are read come into memory
                 path = folder / name
                 files[name] = torch.from_file(str(path), size=size_at(path), dtype=torch.uint8)
             mine, theirs = common
-            target = box.data[mine]
+            target = part.data[mine]
             target.copy_(_tensor(files[name], begin, _DTYPES[dtype], tuple(shape))[theirs])
             filled += target.numel()
-        if filled != box.data.numel() and not box.padded:
+        if filled != part.data.numel() and not part.padded:
             raise CheckpointError(
-                f"{box.data.numel() - filled} of {box.data.numel()} elements of {box.key} are in no file",
+                f"{part.data.numel() - filled} of {part.data.numel()} elements of {part.key} are in no file",
                 where=str(folder),
                 fix="use another checkpoint",
             )

@@ -17,7 +17,7 @@ from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 from megarl.runtime import loop, reference
-from megarl.runtime.frozen import changed_files, frozen_in, seal_frozen
+from megarl.runtime.frozen import changed_files, frozen_in, record_frozen
 from megarl.runtime.reference import keep_reference
 from tests.runtime import harness
 
@@ -133,28 +133,28 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_teacher_that_has_changed_since_the_checkpoint_is_refused(tmp_path, damage):
     teacher, c = _model(tmp_path / "teacher"), _worker(tmp_path)
-    seal_frozen(c, "teacher", "teacher.path", str(teacher), None)
+    record_frozen(c, "teacher", "teacher.path", str(teacher), None)
     checkpoint = _checkpoint(tmp_path, c)
     again = _worker(tmp_path)
-    seal_frozen(again, "teacher", "teacher.path", str(teacher), str(checkpoint))
+    record_frozen(again, "teacher", "teacher.path", str(teacher), str(checkpoint))
     assert again.frozen == c.frozen
     (teacher / "README.md").touch()  # nobody reads it
-    seal_frozen(_worker(tmp_path), "teacher", "teacher.path", str(teacher), str(checkpoint))
+    record_frozen(_worker(tmp_path), "teacher", "teacher.path", str(teacher), str(checkpoint))
     change, message = DAMAGE[damage]
     change(teacher)
     with pytest.raises(ConfigError, match=rf"teacher\.path: the files of this model are not those(?s:.*){message}"):
-        seal_frozen(_worker(tmp_path), "teacher", "teacher.path", str(teacher), str(checkpoint))
-    seal_frozen(_worker(tmp_path), "teacher", "teacher.path", str(_model(tmp_path / "another")), str(checkpoint))
+        record_frozen(_worker(tmp_path), "teacher", "teacher.path", str(teacher), str(checkpoint))
+    record_frozen(_worker(tmp_path), "teacher", "teacher.path", str(_model(tmp_path / "another")), str(checkpoint))
 
 
 def test_weights_that_would_be_read_in_place_of_the_old_ones_are_a_change(tmp_path):
     teacher, c = _model(tmp_path / "teacher"), _worker(tmp_path)
     (teacher / WEIGHTS).rename(teacher / "model-1.safetensors")
     (teacher / f"{WEIGHTS}.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
-    seal_frozen(c, "teacher", "teacher.path", str(teacher), None)
+    record_frozen(c, "teacher", "teacher.path", str(teacher), None)
     (teacher / WEIGHTS).touch()
     with pytest.raises(ConfigError, match=f"{WEIGHTS} is there now and was not read before"):
-        seal_frozen(_worker(tmp_path), "teacher", "teacher.path", str(teacher), str(_checkpoint(tmp_path, c)))
+        record_frozen(_worker(tmp_path), "teacher", "teacher.path", str(teacher), str(_checkpoint(tmp_path, c)))
 
 
 class _Machines:
@@ -165,20 +165,20 @@ class _Machines:
     def all_gather_json(self, value):
         if isinstance(value, str):
             return [value, "another-machine"]
-        return [value, {name: [seal[0], "0" * 16] if name == WEIGHTS else seal for name, seal in value.items()}]
+        return [value, {name: [known[0], "0" * 16] if name == WEIGHTS else known for name, known in value.items()}]
 
 
 def test_machines_with_different_files_of_a_model_are_refused(tmp_path):
     c = _worker(tmp_path)
     c.layout.world = _Machines()
     with pytest.raises(ConfigError, match=rf"machines of this run have different files(?s:.*){WEIGHTS}"):
-        seal_frozen(c, "teacher", "teacher.path", str(_model(tmp_path / "teacher")), None)
+        record_frozen(c, "teacher", "teacher.path", str(_model(tmp_path / "teacher")), None)
 
 
 @pytest.mark.parametrize("sft_steps", [0, 3])
 def test_a_damaged_reference_that_cannot_be_made_again_ends_the_start(tmp_path, monkeypatch, sft_steps):
     c = _worker(tmp_path, sft={"steps": sft_steps})
-    seal_frozen(c, "reference", "", str(_model(tmp_path / "reference")), None)
+    record_frozen(c, "reference", "", str(_model(tmp_path / "reference")), None)
     checkpoint = _checkpoint(tmp_path, c)
     (tmp_path / "checkpoints" / "step_0").mkdir()
     (tmp_path / "checkpoints" / "step_0" / "meta.json").touch()
@@ -196,7 +196,7 @@ def test_a_reference_that_is_the_policys_own_files_needs_no_folder_in_the_run(tm
     run_dir.mkdir()
     c = _worker(run_dir, model={"path": str(policy)})
     source = keep_reference(c, resumed_from=None, begun=False)
-    seal_frozen(c, "reference", source.key, source.path, None)
+    record_frozen(c, "reference", source.key, source.path, None)
     checkpoint = _checkpoint(run_dir, c)
     shutil.rmtree(run_dir / "reference.next")
     again = _worker(run_dir, model={"path": str(policy)})
@@ -204,4 +204,4 @@ def test_a_reference_that_is_the_policys_own_files_needs_no_folder_in_the_run(tm
     assert json.loads((run_dir / "reference.next" / "origin.json").read_text()) == {"path": str(policy)}
     _zero_a_block(policy)
     with pytest.raises(ConfigError, match=r"model\.path: the files of this model are not those"):
-        seal_frozen(again, "reference", source.key, source.path, str(checkpoint))
+        record_frozen(again, "reference", source.key, source.path, str(checkpoint))

@@ -1,4 +1,4 @@
-"""Boxes against brute force, and files of them."""
+"""Tensor slices against brute force, and files of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.training import shards
-from megarl.training.boxes import Box, BoxPlace, boxes_of, cut, overlap
 from megarl.training.shards import CheckpointError, Snapshot
+from megarl.training.tensor_slices import SlicePlace, TensorSlice, cut, overlap, slices_of
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -23,9 +23,9 @@ def test_a_range_of_a_flat_tensor_is_cut_into_few_boxes_in_order(shape, data):
     whole = torch.arange(numel).view(shape)
     found = []
     for offset, size in cut(shape, start, end):
-        box = whole[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
-        assert box.shape == size
-        found += box.flatten().tolist()
+        part = whole[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
+        assert part.shape == size
+        found += part.flatten().tolist()
     assert found == list(range(start, end))
     assert len(list(cut(shape, start, end))) <= max(2 * len(shape) - 1, 1)
 
@@ -38,8 +38,8 @@ def test_overlaps_are_what_both_boxes_hold(shape, data):
         low = [data.draw(st.integers(0, n - 1)) for n in shape]
         return tuple(low), tuple(data.draw(st.integers(1, n - a)) for a, n in zip(low, shape, strict=True))
 
-    def of(box):
-        return whole[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
+    def of(part):
+        return whole[tuple(slice(a, a + n) for a, n in zip(*part, strict=True))]
 
     one, two = draw(), draw()
     common = overlap(*one, *two)
@@ -56,16 +56,16 @@ def test_overlaps_are_what_both_boxes_hold(shape, data):
 def test_what_some_ranks_wrote_others_read(tmp_path_factory, writers, readers):
     folder = tmp_path_factory.mktemp("files")
     whole = torch.randn(3, 7, 5)
-    place = BoxPlace("w", (3, 7, 5), (0, 0, 0), (3, 7, 5), 0, padded=False)
+    place = SlicePlace("w", (3, 7, 5), (0, 0, 0), (3, 7, 5), 0, padded=False)
     bounds = [round(105 * n / writers) for n in range(writers + 1)]
     for n in range(writers):
         mine = whole.flatten()[bounds[n] : bounds[n + 1]]
-        Snapshot(boxes_of([place], mine, bounds[n]), {"step": 3}).write(folder / f"{n}.safetensors", lambda n: None)
+        Snapshot(slices_of([place], mine, bounds[n]), {"step": 3}).write(folder / f"{n}.safetensors", lambda n: None)
     index = shards.read_index(folder, [f"{n}.safetensors" for n in range(writers)])
     assert shards.label_of(folder / "0.safetensors") == {"step": 3}
     for start in range(0, 105, -(-105 // readers)):
         found = torch.empty(min(-(-105 // readers), 105 - start))
-        wanted = list(boxes_of([place], found, start))
+        wanted = list(slices_of([place], found, start))
         assert shards.foreign(wanted, index) == []
         shards.fill(wanted, index, folder)
         assert torch.equal(found, whole.flatten()[start : start + len(found)])
@@ -75,21 +75,21 @@ def test_files_are_safetensors_of_mixed_dtypes(tmp_path):
     from safetensors.torch import load_file
 
     tensors = {"a": torch.randn(3).bfloat16(), "b": torch.randn(2, 2), "c": torch.tensor(5), "d": torch.ones(1).bool()}
-    boxes = [Box(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()]
-    size, _ = Snapshot(boxes, {}).write(tmp_path / "x.safetensors", lambda n: None)
-    assert (tmp_path / "x.safetensors").stat().st_size == size == Snapshot(boxes, {}).nbytes
+    slices = [TensorSlice(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()]
+    size, _ = Snapshot(slices, {}).write(tmp_path / "x.safetensors", lambda n: None)
+    assert (tmp_path / "x.safetensors").stat().st_size == size == Snapshot(slices, {}).nbytes
     found = load_file(tmp_path / "x.safetensors")
     assert {name.split("@")[0] for name in found} == set(tensors)
     assert all(torch.equal(tensor, tensors[name.split("@")[0]]) for name, tensor in found.items())
 
 
 def test_elements_that_no_file_holds_are_an_error(tmp_path):
-    half = Box("w", (4, 2), (0, 0), torch.ones(2, 2))
+    half = TensorSlice("w", (4, 2), (0, 0), torch.ones(2, 2))
     Snapshot([half], {}).write(tmp_path / "x", lambda n: None)
     index = shards.read_index(tmp_path, ["x"])
-    wanted = Box("w", (4, 2), (1, 0), torch.zeros(3, 2))
+    wanted = TensorSlice("w", (4, 2), (1, 0), torch.zeros(3, 2))
     with pytest.raises(CheckpointError, match="4 of 6 elements of w are in no file"):
         shards.fill([wanted], index, tmp_path)
-    assert shards.foreign([Box("w", (4, 3), (0, 0), torch.zeros(4, 3)), Box("v", (1,), (0,), torch.zeros(1))], index)[
-        :2
-    ] == ["w is [4, 2], here it is [4, 3]", "no v"]
+    assert shards.foreign(
+        [TensorSlice("w", (4, 3), (0, 0), torch.zeros(4, 3)), TensorSlice("v", (1,), (0,), torch.zeros(1))], index
+    )[:2] == ["w is [4, 2], here it is [4, 3]", "no v"]

@@ -1,4 +1,4 @@
-"""Are the files of a folder the ones that were written? A size and a checksum of each, and a reading that is shared.
+"""Sizes and checksums of the files of a folder, to find those that are not as they were written.
 
 XXH3 with 64 bits: 27 GB/s where zlib's CRC-32 takes 2.2 and SHA-256 1.3 (one core of an AMD EPYC), so that reading the
 file is what takes the time. It finds damage, not forgery.
@@ -17,13 +17,13 @@ import xxhash
 from megarl.comm import WorkerGroup
 from megarl.tracing import beat
 
-#: bytes and checksum
-Seal: TypeAlias = list[int | str]
+#: Bytes and checksum of a file.
+FileChecksum: TypeAlias = list[int | str]
 _CHUNK = 16 << 20
 
 
-def seal_of(file: BinaryIO) -> Seal:
-    """Size and checksum of an open file, read once."""
+def checksum_of(file: BinaryIO) -> FileChecksum:
+    """Return size and checksum of an open file, read once."""
     checksum, size = xxhash.xxh3_64(), 0
     while chunk := file.read(_CHUNK):
         checksum.update(chunk)
@@ -44,42 +44,42 @@ def size_at(path: Path) -> int:
         return opened_size(file)
 
 
-def seal_text(text: str) -> str:
-    """Checksum of a text."""
+def text_checksum(text: str) -> str:
+    """Return the checksum of a text."""
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def faults(
     folder: Path,
-    seals: Mapping[str, Seal],
+    checksums: Mapping[str, FileChecksum],
     world: WorkerGroup,
     *,
     stranger: Callable[[Path], str | None] = lambda path: None,
     per_machine: bool = False,
 ) -> list[str]:
-    """What is wrong with the files of `folder`, one line per file that differs from its seal; equal on all ranks.
+    """List the files of `folder` that differ from their checksums, one line for each; equal on all ranks.
 
     Collective over `world`: each rank reads its share, so all of them together read every byte once, or the ranks of
     each machine do, `per_machine`: the folder may be its own. `stranger(path)` may say more of a file that differs.
     """
-    names = _share(sorted(seals), world, per_machine)
-    mine = [line for name in names if (line := _fault(folder / name, seals[name], stranger))]
+    names = _share(sorted(checksums), world, per_machine)
+    mine = [line for name in names if (line := _fault(folder / name, checksums[name], stranger))]
     return list(dict.fromkeys(line for part in world.all_gather_json(mine) for line in part))
 
 
-def seals_of(folder: Path, names: Sequence[str], world: WorkerGroup) -> dict[str, set[tuple[int | str, ...]]]:
-    """Seals of the files `names` of `folder`: of each file one, or several where machines hold other files.
+def checksums_of(folder: Path, names: Sequence[str], world: WorkerGroup) -> dict[str, set[tuple[int | str, ...]]]:
+    """Return the checksums of the files `names` of `folder`: one per file, several where machines hold other files.
 
     Collective over `world`: the ranks of each machine read every byte once together.
     """
     mine = {}
     for name in _share(names, world, per_machine=True):
         with (folder / name).open("rb") as file:
-            mine[name] = seal_of(file)
+            mine[name] = checksum_of(file)
     found: dict[str, set[tuple[int | str, ...]]] = {}
     for part in world.all_gather_json(mine):
-        for name, seal in part.items():
-            found.setdefault(name, set()).add(tuple(seal))
+        for name, checksum in part.items():
+            found.setdefault(name, set()).add(tuple(checksum))
     return found
 
 
@@ -101,12 +101,12 @@ def few(lines: list[str], n: int = 4) -> str:
     return "; ".join(lines[:n]) + (f"; and {len(lines) - n} more" if len(lines) > n else "")
 
 
-def _fault(path: Path, seal: Seal, stranger: Callable[[Path], str | None]) -> str | None:
-    size, checksum = seal
+def _fault(path: Path, expected: FileChecksum, stranger: Callable[[Path], str | None]) -> str | None:
+    size, checksum = expected
     try:
         with path.open("rb") as file:
             found = opened_size(file)
-            if found == size and seal_of(file)[1] == checksum:
+            if found == size and checksum_of(file)[1] == checksum:
                 return None
         if why := stranger(path):
             return f"{path.name} {why}"

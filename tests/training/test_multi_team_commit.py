@@ -16,9 +16,9 @@ from megarl.config.training import OptimConfig
 from megarl.errors import WorkerError
 from megarl.processes import free_port
 from megarl.tracing import phase
-from megarl.training import checkpoint, saving, together
+from megarl.training import checkpoint, multi_team_commit, saving
+from megarl.training.multi_team_commit import Part, Teams, begin_part
 from megarl.training.shards import CheckpointError
-from megarl.training.together import Part, Teams, begin_part
 from tests.dist import fresh_layout, join_team, run_distributed, world
 from tests.mail import FolderMail
 from tests.training import cases
@@ -130,7 +130,7 @@ def _values_write(run) -> None:
 
 
 def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(run, monkeypatch):
-    seen, write_file, seal = [], saving.write_file, saving.write_atomically
+    seen, write_file, write_atomically = [], saving.write_file, saving.write_atomically
 
     def look(function):
         def looking(path, *arguments):
@@ -140,7 +140,7 @@ def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(
         return looking
 
     monkeypatch.setattr(saving, "write_file", look(write_file))
-    monkeypatch.setattr(saving, "write_atomically", look(seal))
+    monkeypatch.setattr(saving, "write_atomically", look(write_atomically))
     other = threading.Thread(target=_values_write, args=(run,), daemon=True)
     other.start()
     checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy).wait()
@@ -153,7 +153,7 @@ def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(
 
 def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays(run):
     part = Part.of(run.critic, 1, 1000, run.layout)
-    run.mail.post("checkpoint/values/2", together.asdict(part))
+    run.mail.post("checkpoint/values/2", multi_team_commit.asdict(part))
     with phase("checkpoint"):
         written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.impatient)
     with pytest.raises(WorkerError) as caught:
@@ -167,7 +167,7 @@ def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays
 def test_a_kill_between_the_parts_leaves_a_folder_that_nobody_reads(run):
     """What the policy's team leaves when all are killed while it waits for the other one."""
     part = Part.of(run.critic, 1, 1000, run.layout)
-    run.mail.post("checkpoint/values/2", together.asdict(part))
+    run.mail.post("checkpoint/values/2", multi_team_commit.asdict(part))
     written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.impatient)
     left = run.root / f"step_2.tmp-{run.policy.announced(2)}"
     end = time.monotonic() + 30

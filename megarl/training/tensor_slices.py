@@ -1,7 +1,7 @@
-"""Where a local tensor lies in a named whole one, cut into boxes.
+"""The place of a local tensor in a named whole tensor, cut into slices.
 
-A box is a contiguous local tensor and the place of its first element in the whole tensor. Ranks of any layout hold such
-boxes: a tensor-parallel shard is one, and the elements 100 to 900 of a flattened shard, which is what a data-parallel
+A slice is a contiguous local tensor and the place of its first element in the whole tensor. Ranks of any layout hold
+slices: a tensor-parallel shard is one, and the elements 100 to 900 of a flattened shard, which is what a data-parallel
 rank owns of its optimizer state, are at most 2 * dims - 1 of them (the end of a row, whole rows, the start of a row):
 
     . . . . . .         offset (1, 4) shape (1, 2)
@@ -10,7 +10,7 @@ rank owns of its optimizer state, are at most 2 * dims - 1 of them (the end of a
     b b b b b b
     c c c . . .
 
-So what one layout wrote another one reads, by copying where boxes overlap, and nobody gathers a whole tensor.
+So one layout reads what another one wrote, by copying where slices overlap, and nobody gathers a whole tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Box:
+class TensorSlice:
     """Contiguous local `data` whose first element is element `offset` of the tensor `key` of shape `whole`.
 
     Attributes:
@@ -48,8 +48,8 @@ class Box:
     padded: bool = False
 
 
-class BoxPlace(NamedTuple):
-    """A contiguous part of a local tensor: its elements from `start` on are a box of the whole tensor `key`."""
+class SlicePlace(NamedTuple):
+    """A contiguous part of a local tensor: its elements from `start` on are a slice of the whole tensor `key`."""
 
     key: str
     whole: Shape
@@ -59,8 +59,8 @@ class BoxPlace(NamedTuple):
     padded: bool
 
 
-def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[BoxPlace]:
-    """The parts of a local tensor, usually one; two for a gate and an up projection that lie in one parameter."""
+def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[SlicePlace]:
+    """Return the parts of a local tensor: usually one, two for a gate and an up projection in one parameter."""
     # On the meta device: what a factory makes are views, and their offsets say which elements they are.
     blank = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     moved = dataclasses.replace(sharded, data=blank)
@@ -71,12 +71,13 @@ def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[BoxPlace]:
             raise ValueError(f"{piece.key}: a part of a parameter that is not contiguous has no place in a checkpoint")
         shape = (1,) * piece.prepend_axis_num + tuple(piece.data.shape)
         whole, offset = tuple(piece.global_shape), tuple(piece.global_offset)
-        found.append(BoxPlace(piece.key, whole, offset, shape, piece.data.storage_offset(), piece.allow_shape_mismatch))
+        start, padded = piece.data.storage_offset(), piece.allow_shape_mismatch
+        found.append(SlicePlace(piece.key, whole, offset, shape, start, padded))
     return found
 
 
-def boxes_of(places: Sequence[BoxPlace], data: Tensor, start: int = 0, prefix: str = "") -> Iterator[Box]:
-    """The boxes of the elements from `start` on of a local tensor, which are the flat `data`."""
+def slices_of(places: Sequence[SlicePlace], data: Tensor, start: int = 0, prefix: str = "") -> Iterator[TensorSlice]:
+    """Yield the slices that cover `data`, the flat elements of a local tensor from `start` on."""
     data = data.detach().view(-1)
     for place in places:
         first = max(start, place.start)
@@ -84,13 +85,13 @@ def boxes_of(places: Sequence[BoxPlace], data: Tensor, start: int = 0, prefix: s
         for offset, shape in cut(place.shape, first - place.start, last - place.start):
             count = math.prod(shape)
             at = tuple(a + b for a, b in zip(place.offset, offset, strict=True))
-            box = data[first - start : first - start + count].view(shape)
-            yield Box(prefix + place.key, place.whole, at, box, place.padded)
+            part = data[first - start : first - start + count].view(shape)
+            yield TensorSlice(prefix + place.key, place.whole, at, part, place.padded)
             first += count
 
 
 def cut(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Offset and shape of the boxes that make up the elements `start` to `end` - 1 of a row-major tensor, in order.
+    """Yield offset and shape of the slices that make up elements `start` to `end` - 1 of a row-major tensor, in order.
 
     >>> list(cut((5, 6), 10, 27))
     [((1, 4), (1, 2)), ((2, 0), (2, 6)), ((4, 0), (1, 3))]
@@ -119,7 +120,7 @@ def _in_row(shape: Shape, row: int, start: int, end: int) -> Iterator[tuple[Shap
 
 
 def overlap(offset: Shape, shape: Shape, other: Shape, other_shape: Shape) -> tuple[tuple[slice, ...], ...] | None:
-    """The common part of two boxes, as indices into the first and into the second; None when there is none."""
+    """Return the common part of two slices as indices into the first and the second; None when there is none."""
     mine, others = [], []
     for a, size, b, other_size in zip(offset, shape, other, other_shape, strict=True):
         low, high = max(a, b), min(a + size, b + other_size)

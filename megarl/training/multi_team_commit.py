@@ -7,7 +7,7 @@
     makes step_4.tmp-4f2a81c0, if all of it fits
     checkpoint_folder/4  {"problem": null}    -------->
     rank_0.safetensors ... seal_0.json ...               rank_2.safetensors ... seal_2.json ...
-    waits for the seals of all, meta.json, rename
+    waits for the checksums of all, meta.json, rename
 
 The left column is `megarl.training.checkpoint.begin`. The first rank of a team posts, and every rank reads by itself:
 a team may rightly wait for another one longer than a collective does. Files are named by their worker's number among
