@@ -20,8 +20,8 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.core import Core, GroupInfo
-from megarl.disaggregated.buffer.durable import ROOM, DurableCore
 from megarl.disaggregated.buffer.flow import Finished, FlowSettings
+from megarl.disaggregated.buffer.journal import ROOM, DurableCore
 from megarl.disaggregated.buffer.progress import Ping, Roll
 
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5

@@ -402,7 +402,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _parity(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megarl.commands.parity_job import as_table, parity
+    from megarl.commands.parity import as_table, parity
 
     if not arguments.source.is_dir():
         raise UserError("no such folder", where="megarl doctor parity", found=str(arguments.source))

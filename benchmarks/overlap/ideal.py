@@ -33,7 +33,7 @@ def synchronous(work: Work, steps: int) -> list[float]:
 
 
 def in_order(work: Work, steps: int, lag: int = 1) -> list[float]:
-    """`async.max_staleness` k from 1: step t is drawn with the weights t - 1 - k; see `in_order_loop.Pushes`.
+    """`async.max_staleness` k from 1: step t is drawn with the weights t - 1 - k; see `weight_updates.InOrderUpdates`.
 
     Weights go between two steps of training: v, when step v + k is drawn, and at the latest before step v + k is
     trained. With k = 1 training waits for that after every step.

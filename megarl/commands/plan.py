@@ -168,7 +168,7 @@ def _search(
 
     result = Search(config, graph, model_sizes(config, graph), hardware, given).run(arguments.top or 10)
     if arguments.write is not None:
-        from megarl.commands.plan_recipe import write_recipe
+        from megarl.commands.plan_report import write_recipe
 
         write_recipe(arguments.write, arguments.recipe, result.best[0])
     if arguments.json:

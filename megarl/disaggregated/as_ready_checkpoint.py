@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.disaggregated.handed import joined, parted
+from megarl.disaggregated.buffer.channel import joined, parted
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Handover
     from megarl.data.batch import Batch
-    from megarl.disaggregated.buffer.pool import Ready
+    from megarl.disaggregated.buffer.channel import Ready
     from megarl.rollout.stream import Draft
     from megarl.runtime.controller import Controller
     from megarl.training.parallel import Layout
@@ -43,7 +43,7 @@ def files_of_flow(
         drafts: of these.
         carried: metrics of samples that came to nothing, which no finished group has.
     """
-    from megarl.disaggregated.buffer.pool import unused_groups
+    from megarl.disaggregated.buffer.channel import unused_groups
 
     store, layout = c.team.store, c.layout
     assert store is not None, "there are other teams"
@@ -135,8 +135,8 @@ class HeldFlow:
 
     def ready_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[Ready]:
         """Those of `numbers` that are finished, one by one, as a team hands them over."""
+        from megarl.disaggregated.buffer.channel import Ready
         from megarl.disaggregated.buffer.core import GroupInfo
-        from megarl.disaggregated.buffer.pool import Ready
 
         found = []
         for number in numbers:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megarl.dag.executor import Executor
     from megarl.data.batch import Batch
     from megarl.disaggregated.as_ready_checkpoint import HeldFlow
-    from megarl.disaggregated.buffer.pool import PoolCrossing, Ready
+    from megarl.disaggregated.buffer.channel import PoolCrossing, Ready
     from megarl.disaggregated.checkpoint_part import CheckpointPart
     from megarl.rollout.engine import Completion
     from megarl.rollout.stream import Draft, Stream

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.disaggregated.handed import joined, parted
+from megarl.disaggregated.buffer.channel import joined, parted
 from megarl.errors import ConfigError, count
 from megarl.metrics import Metrics
 

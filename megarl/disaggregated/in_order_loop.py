@@ -16,7 +16,6 @@ No wait closes a circle: weights t wait for what is drawn for step t + k, which 
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,14 +25,11 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.in_order_checkpoint import Drawn, files_ahead
 from megarl.disaggregated.rollout_team import tell_loader
 from megarl.metrics import Metrics
-from megarl.models.copies import ParameterCopies
 from megarl.runtime.generation import publish
 from megarl.runtime.validate import evaluate_drawn, validates
 from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megarl.config.run import RunConfig
     from megarl.dag.executor import Executor
     from megarl.disaggregated.buffer.channel import TeamCrossing
@@ -65,69 +61,6 @@ def store_of(c: Controller) -> StoreClient:
     """Holds what this team and the others exchange."""
     assert c.team.store is not None, "checks want the rollout in a team of its own"
     return c.team.store
-
-
-class Pushes:
-    """The actor's end: weights go to where samples are drawn, version by version. Collective over the actor's team.
-
-    With k > 1 the rollout's team may still draw with the version before when a new one is there. Then training goes on,
-    and a copy of the new one waits in host memory until its turn has come; there are k copies at most.
-
-    Args:
-        c: this rank's controller.
-    """
-
-    def __init__(self, c: Controller) -> None:
-        self._c, self._lag = c, c.config.async_.max_staleness
-        self._waiting: deque[tuple[int, list[Tensor]]] = deque()
-
-    def before_step(self, step: int) -> None:
-        """Push what waits and may go by now, and what waits until `step` is drawn.
-
-        Training of `step` needs its samples anyway. Where drawing takes longer than training, the rollout's team would
-        else have nothing to do while `step` is trained.
-        """
-        self._push_waiting(until=step - self._lag)
-
-    def after_step(self, version: int, *, saves: bool) -> None:
-        """The weights after step `version` are those of now; `saves`: a checkpoint of it may be written."""
-        config = self._c.config
-        now = self._lag <= 1 or saves or validates(config, version)
-        none_waits = self._push_waiting(until=version if now else 0)
-        if not is_drawn_with(config, version):
-            return
-        if none_waits and self._may_go(version, wait=now):
-            publish(self._c, version)
-        else:
-            self._waiting.append((version, ParameterCopies(self._c.actor.chunks).take()))
-
-    def _push_waiting(self, *, until: int) -> bool:
-        """Push the versions that wait, as far as they may go, and wait for those up to `until`; are there none left?"""
-        while self._waiting:
-            version, values = self._waiting[0]
-            if not self._may_go(version, wait=version <= until):
-                return False
-            with ParameterCopies(self._c.actor.chunks).replaced(values):
-                publish(self._c, version)
-            self._waiting.popleft()
-        return True
-
-    def _may_go(self, version: int, *, wait: bool) -> bool:
-        """Whether nothing is drawn any more with the weights that `version` replaces; `wait` until it is so.
-
-        Without staleness it is trained on these samples only after they are all drawn.
-        """
-        c, step = self._c, min(version + self._lag, self._c.config.trainer.steps)
-        if not self._lag:
-            return True
-        team = c.team.placement.of_role(Role.ROLLOUT)
-        assert team is not None, "every run draws samples"
-        if wait:
-            with phase("await_drawn", waits_for=team.name):
-                c.mail.read(f"{DRAWN}/{step}")
-            return True
-        found = store_of(c).peek(f"{DRAWN}/{step}") is not None if c.layout.rank == 0 else None
-        return bool(c.layout.world.broadcast_json(found))
 
 
 @dataclass

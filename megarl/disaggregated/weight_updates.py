@@ -1,24 +1,90 @@
-"""The actor's end of the gates at which a rollout's team takes weights, where samples go to training as they get ready
-(megarl.disaggregated.as_ready_loop)."""
+"""When the actor's team gives its weights to a rollout in a team of its own, in order and as ready."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import GATE, OPEN, SAVES, WANTED
 from megarl.disaggregated.buffer.core import FORMED
-from megarl.disaggregated.in_order_loop import store_of
+from megarl.disaggregated.in_order_loop import DRAWN, is_drawn_with, store_of
+from megarl.models.copies import ParameterCopies
 from megarl.runtime.generation import publish
 from megarl.runtime.validate import validates
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.runtime.controller import Controller
 
 
-class Offers:
-    """The actor's end of the gates: when the weights go to the rollout's team. Collective over the actor's team.
+class InOrderUpdates:
+    """The actor's end: weights go to where samples are drawn, version by version. Collective over the actor's team.
+
+    With k > 1 the rollout's team may still draw with the version before when a new one is there. Then training goes on,
+    and a copy of the new one waits in host memory until its turn has come; there are k copies at most.
+
+    Args:
+        c: this rank's controller.
+    """
+
+    def __init__(self, c: Controller) -> None:
+        self._c, self._lag = c, c.config.async_.max_staleness
+        self._waiting: deque[tuple[int, list[Tensor]]] = deque()
+
+    def before_step(self, step: int) -> None:
+        """Push what waits and may go by now, and what waits until `step` is drawn.
+
+        Training of `step` needs its samples anyway. Where drawing takes longer than training, the rollout's team would
+        else have nothing to do while `step` is trained.
+        """
+        self._push_waiting(until=step - self._lag)
+
+    def after_step(self, version: int, *, saves: bool) -> None:
+        """The weights after step `version` are those of now; `saves`: a checkpoint of it may be written."""
+        config = self._c.config
+        now = self._lag <= 1 or saves or validates(config, version)
+        none_waits = self._push_waiting(until=version if now else 0)
+        if not is_drawn_with(config, version):
+            return
+        if none_waits and self._may_go(version, wait=now):
+            publish(self._c, version)
+        else:
+            self._waiting.append((version, ParameterCopies(self._c.actor.chunks).take()))
+
+    def _push_waiting(self, *, until: int) -> bool:
+        """Push the versions that wait, as far as they may go, and wait for those up to `until`; are there none left?"""
+        while self._waiting:
+            version, values = self._waiting[0]
+            if not self._may_go(version, wait=version <= until):
+                return False
+            with ParameterCopies(self._c.actor.chunks).replaced(values):
+                publish(self._c, version)
+            self._waiting.popleft()
+        return True
+
+    def _may_go(self, version: int, *, wait: bool) -> bool:
+        """Whether nothing is drawn any more with the weights that `version` replaces; `wait` until it is so.
+
+        Without staleness it is trained on these samples only after they are all drawn.
+        """
+        c, step = self._c, min(version + self._lag, self._c.config.trainer.steps)
+        if not self._lag:
+            return True
+        team = c.team.placement.of_role(Role.ROLLOUT)
+        assert team is not None, "every run draws samples"
+        if wait:
+            with phase("await_drawn", waits_for=team.name):
+                c.mail.read(f"{DRAWN}/{step}")
+            return True
+        found = store_of(c).peek(f"{DRAWN}/{step}") is not None if c.layout.rank == 0 else None
+        return bool(c.layout.world.broadcast_json(found))
+
+
+class AsReadyUpdates:
+    """The actor's end of the gates (see `as_ready_loop`) at which a rollout's team takes weights. Collective.
 
     Args:
         c: this rank's controller.

@@ -20,11 +20,11 @@ from megarl.dag.executor import Executor
 from megarl.dag.node import Role
 from megarl.disaggregated.as_ready_loop import FlowSteps, find_flow, flows
 from megarl.disaggregated.checkpoint_part import CheckpointPart
-from megarl.disaggregated.in_order_loop import Pushes, RolloutSteps, draws_apart, find_drawn
+from megarl.disaggregated.in_order_loop import RolloutSteps, draws_apart, find_drawn
 from megarl.disaggregated.rollout_team import resume_loader, share_loader
 from megarl.disaggregated.start import RunStart, all_ready, announce_start, follow_start
 from megarl.disaggregated.team import OwnTeam
-from megarl.disaggregated.weight_updates import Offers
+from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
 from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
@@ -167,7 +167,7 @@ def _flow(
     source: Path | None,
 ) -> None:
     """What a rollout's team does whose samples go to training as they get ready."""
-    from megarl.disaggregated.buffer.pool import PoolCrossing
+    from megarl.disaggregated.buffer.channel import PoolCrossing
 
     team = c.team
     assert team.store is not None, "there are other teams"
@@ -224,12 +224,12 @@ def _steps(
     c: Controller, executor: Executor, recorder: Recorder, checkpoints: SavedRun, crossing: TeamCrossing | None
 ) -> None:
     config = c.config
-    weights: Offers | Pushes | None = None  # other teams than the actor's have none to give
+    weights: AsReadyUpdates | InOrderUpdates | None = None  # other teams than the actor's have none to give
     if c.team.leads and flows(c):
-        weights = Offers(c)
+        weights = AsReadyUpdates(c)
         recorder.drawn = weights.metrics
     elif c.team.leads:
-        weights = Pushes(c)
+        weights = InOrderUpdates(c)
     for step in range(c.context.step + 1, config.trainer.steps + 1):
         c.context.step = step
         set_step(step)

@@ -31,8 +31,7 @@ from megarl.tracking.trace import TraceWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from megarl.disaggregated.buffer.channel import TeamCrossing
-    from megarl.disaggregated.buffer.pool import PoolCrossing
+    from megarl.disaggregated.buffer.channel import PoolCrossing, TeamCrossing
     from megarl.runtime.controller import Controller
     from megarl.tracking.tracker import Part, Status, Tracker
 

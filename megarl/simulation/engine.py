@@ -2,7 +2,7 @@
 
 rollout's team     draws by `buffer.flow` (as_ready, with the store's own rules) or step by step (in_order)
 actor's team       waits for samples and other teams' nodes, computes, pushes weights by the rules of
-                   `megarl.disaggregated.in_order_loop.Pushes` and `megarl.disaggregated.weight_updates.Offers`
+                   `disaggregated.weight_updates`
 other teams        walk their nodes of every step
 coordinator        answers one call at a time
 """

@@ -38,11 +38,11 @@ class Ordered:
         return self._numbers(step)
 
     def before_step(self, step: int) -> Steps:
-        """See `megarl.disaggregated.in_order_loop.Pushes`."""
+        """See `megarl.disaggregated.weight_updates.InOrderUpdates`."""
         yield from self._push_waiting(until=step - self._lag)
 
     def after_step(self, step: int) -> Steps:
-        """See `megarl.disaggregated.in_order_loop.Pushes`."""
+        """See `megarl.disaggregated.weight_updates.InOrderUpdates`."""
         s = self._s
         s.outcome.age.append(float(min(self._lag, step - 1)))
         now = self._lag <= 1 or step == s.steps

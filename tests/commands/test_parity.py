@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from megarl.commands import parity_job
+from megarl.commands import parity as parity_command
 from megarl.commands.parity import compare
 from tests.dist import no_parallel, single_process
 from tests.forked import run
@@ -73,12 +73,12 @@ def test_the_server_has_ended_before_the_models_are_loaded(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     save_tiny(tmp_path, "qwen3")
-    monkeypatch.setattr(parity_job, "find_python", lambda *args, **kind: tmp_path)
+    monkeypatch.setattr(parity_command, "find_python", lambda *args, **kind: tmp_path)
     monkeypatch.setattr("megarl.rollout.sglang.launch.open_fleet", fleet)
-    monkeypatch.setattr(parity_job, "_load_both", load)
+    monkeypatch.setattr(parity_command, "_load_both", load)
     no_parallel()  # the command makes its own layout
     with pytest.raises(KeyboardInterrupt):
-        parity_job.parity(tmp_path)
+        parity_command.parity(tmp_path)
     assert order == ["server", "server has ended", "models"]
 
 

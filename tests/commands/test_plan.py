@@ -11,7 +11,7 @@ import pytest
 
 from megarl import cli
 from megarl.checks import server_places, sglang
-from megarl.commands.plan_recipe import write_recipe
+from megarl.commands.plan_report import write_recipe
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from tests.planning.planned import H100

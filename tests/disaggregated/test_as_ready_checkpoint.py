@@ -11,8 +11,8 @@ import torch
 from megarl.dag.placement import Handover
 from megarl.data.batch import Batch, Jagged
 from megarl.disaggregated.as_ready_checkpoint import flow_files, read_flow
+from megarl.disaggregated.buffer.channel import Ready
 from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.disaggregated.buffer.pool import Ready
 from megarl.metrics import Metrics
 from megarl.rollout.stream import Draft
 

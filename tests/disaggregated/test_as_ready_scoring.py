@@ -17,7 +17,7 @@ from megarl.data.batch import Batch
 from megarl.disaggregated import as_ready_loop as flow
 from megarl.disaggregated import pace
 from megarl.disaggregated.as_ready_loop import FlowSteps
-from megarl.disaggregated.buffer.pool import Ready
+from megarl.disaggregated.buffer.channel import Ready
 from megarl.disaggregated.pace import Pace
 from megarl.metrics import Metrics
 from megarl.runtime.stages import rollout as rollout_stages

@@ -7,7 +7,7 @@ import torch
 
 from megarl.dag.placement import Handover
 from megarl.data.batch import Batch
-from megarl.disaggregated.handed import joined, parted
+from megarl.disaggregated.buffer.channel import joined, parted
 
 NAMES = {"uid": ["a", "b"], "sample_id": ["a#0", "b#0"]}
 BOTH = Handover("rollout", "draw", ("x",), ("frozen", "train"), "rollout")

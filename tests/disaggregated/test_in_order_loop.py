@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
-from megarl.disaggregated import in_order_loop as ahead
+from megarl.disaggregated import weight_updates
 from megarl.tracking.close import complete_trace
 from tests.forked import Command
 from tests.runtime import harness
@@ -186,8 +186,8 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
         layout=SimpleNamespace(rank=0, world=world),
         actor=SimpleNamespace(chunks=[]),
     )
-    monkeypatch.setattr(ahead, "publish", lambda c, version: said.append(version))
-    pushes = ahead.Pushes(c)
+    monkeypatch.setattr(weight_updates, "publish", lambda c, version: said.append(version))
+    pushes = weight_updates.InOrderUpdates(c)
     for step in range(1, 6):
         pushes.before_step(step)
         said.append(f"train {step}")

@@ -130,7 +130,7 @@ def while_it_writes_that(step: int, die: Callable[[], None]) -> None:
 
 
 def when_something_is_put(step: int, die: Callable[[], None]) -> None:
-    from megarl.disaggregated.buffer.pool import PoolCrossing
+    from megarl.disaggregated.buffer.channel import PoolCrossing
 
     puts: list[Any] = []
     before(PoolCrossing, "swap", die, lambda self, c, ready, *_: (puts.extend(ready), len(puts) > 4 * step)[1])

@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.disaggregated.buffer.core import Core, GroupInfo, StoreError, Topic
-from megarl.disaggregated.buffer.durable import DurableCore, Word
+from megarl.disaggregated.buffer.core import Core, GroupInfo, Share, StoreError, Topic
 from megarl.disaggregated.buffer.flow import FlowGroup, FlowSettings
+from megarl.disaggregated.buffer.journal import DurableCore, Word
 from megarl.disaggregated.buffer.progress import Ping, Roll, Standing
-from megarl.disaggregated.buffer.shares import Share
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Placement

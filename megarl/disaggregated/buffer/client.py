@@ -22,19 +22,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from megarl import tracing
 from megarl.disaggregated.buffer.core import GroupInfo, StoreError
-from megarl.disaggregated.buffer.notice import Notice
-from megarl.disaggregated.buffer.objects import Piece, payloads_of, put_object
 from megarl.disaggregated.buffer.progress import Ping, Standing
 
 if TYPE_CHECKING:
     from megarl.data.wire import Block, Span
-    from megarl.disaggregated.buffer.durable import Word
     from megarl.disaggregated.buffer.flow import Finished, FlowGroup
+    from megarl.disaggregated.buffer.journal import Word
+
 
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
 _AGAIN_S = 0.5  # between two tries to reach a store that died
@@ -394,3 +393,62 @@ class StoreClient:
 
     def _word(self) -> Ping:
         return Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)
+
+
+class Notice:
+    """A worker's look-out for mail, under one name at a time.
+
+    Args:
+        actor: the store's handle.
+        team: of the worker.
+        slice_s: seconds after which a call comes back without mail.
+    """
+
+    def __init__(self, actor: Any, team: str, slice_s: float) -> None:
+        self._actor, self._team, self._slice_s = actor, team, slice_s
+        self._name, self._call = "", None
+
+    def has_come(self, name: str) -> bool:
+        """Whether there is mail under this name, as far as the store has told."""
+        import ray
+
+        if self._call is None or self._name != name:
+            self._name, self._call = name, self._actor.read.remote(self._team, name, self._slice_s)
+        if not ray.wait([self._call], timeout=0)[0]:
+            return False
+        call, self._call = self._call, None
+        try:
+            found, _ = ray.get(call)
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
+            return False  # it may begin again; if not, the worker's next other call says so
+        return found is not None
+
+
+#: A payload: the object that is its block, and its samples in it, from and to.
+Piece: TypeAlias = tuple[Any, int, int]
+_FREED_S = 7.0  # until all givers have heard what nobody needs, in their words every 5 s, and Ray has its memory back
+
+
+def payloads_of(pieces: Sequence[Piece], limit_s: float) -> list[Span]:
+    """What these pieces are, as soon as their objects are on this machine."""
+    import ray
+
+    from megarl.data.wire import Span
+
+    objects = list(dict.fromkeys(ref for ref, _, _ in pieces))
+    blocks = dict(zip(objects, ray.get(objects, timeout=limit_s), strict=True))
+    return [Span(blocks[ref], start, stop) for ref, start, stop in pieces]
+
+
+def put_object(block: Block) -> Any:
+    """A reference to `block` in this machine's object store. What takers are done with leaves it seconds later."""
+    import ray
+
+    end = time.monotonic() + _FREED_S
+    while True:
+        try:
+            return ray.put(block)
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)

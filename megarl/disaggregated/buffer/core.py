@@ -19,14 +19,13 @@ come here; a reference to them may be any object.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from megarl.dag.placement import Handover, Placement
 from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.flow import Finished, Flow, FlowGroup, FlowSettings
-from megarl.disaggregated.buffer.shares import Share, shared
 from megarl.errors import MegarlError
 from megarl.metrics import Metrics
 
@@ -474,3 +473,26 @@ def _series(name: str) -> tuple[str, int | None]:
     """`weights/7` is number 7 of `weights`."""
     series, _, number = name.rpartition("/")
     return (series, int(number)) if series and number.isdecimal() else (name, None)
+
+
+Share: TypeAlias = Literal["dealt", "tokens"]
+
+
+def shared(groups: Iterable[GroupInfo], parts: int, share: Share, cuts: Sequence[int] = ()) -> list[list[GroupInfo]]:
+    """Groups of each of `parts` parts, by rising ordinal; `cuts`: where mini-batches begin that are shared by tokens.
+
+    >>> from megarl.disaggregated.buffer.core import GroupInfo
+    >>> groups = [GroupInfo(uid, k, (uid,), tokens) for k, (uid, tokens) in enumerate(zip("abcd", [9, 1, 9, 1]))]
+    >>> [[g.uid for g in part] for share in ("dealt", "tokens") for part in shared(groups, 2, share)]
+    [['a', 'c'], ['b', 'd'], ['a', 'b'], ['c', 'd']]
+    """
+    ordered = sorted(groups, key=lambda group: group.ordinal)
+    if share == "dealt":
+        dealt: list[list[GroupInfo]] = [[] for _ in range(parts)]
+        for group in ordered:
+            dealt[group.ordinal % parts].append(group)
+        return dealt
+    from megarl.data.balance import share_groups
+
+    sets = share_groups([group.tokens for group in ordered], parts, cuts)
+    return [[ordered[place] for place in places] for places in sets]

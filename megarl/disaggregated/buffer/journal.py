@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
-from megarl.disaggregated.buffer.core import StoreError
+from megarl.disaggregated.buffer import json_state as frozen
+from megarl.disaggregated.buffer.core import STATE, Core, GroupInfo, StoreError, Topic
+from megarl.disaggregated.buffer.flow import Finished, FlowGroup
 
 _FORMAT = 1
 _CHECKSUM = 9  # bytes: eight digits and a space
@@ -118,3 +123,273 @@ def _record(line: bytes) -> bytes | None:
     """None: it is torn."""
     body = line[_CHECKSUM:-1]
     return body if line[:_CHECKSUM] == b"%08x " % crc32(body) and line[-1:] == b"\n" else None
+
+
+#: Bytes of calls that the journal may hold before the state takes their place, beside five times the state.
+ROOM = 16 << 20
+
+Worker = tuple[str, int]
+
+
+@dataclass(eq=False)
+class Parcel:
+    """The bytes of one call, as long as the core holds a piece of it.
+
+    Attributes:
+        team: of its giver.
+        rank: of its giver.
+        serial: number of the call.
+    """
+
+    team: str
+    rank: int
+    serial: int
+
+
+class ParcelPiece(NamedTuple):
+    """One reference of a parcel."""
+
+    parcel: Parcel
+    place: int
+
+
+class Word(NamedTuple):
+    """What a worker is told of the bytes that it gave.
+
+    Attributes:
+        heard: number of the last call of this worker.
+        gone: numbers of its calls whose bytes are needed no more, since it was told last; an answer that is lost takes
+            them with it.
+        lacking: numbers of calls whose bytes are needed, and whose references have to be given again.
+        held: numbers of all calls whose bytes are needed; None: this is only what is new.
+    """
+
+    heard: int
+    gone: list[int]
+    lacking: list[int]
+    held: list[int] | None = None
+
+
+class _Refusal(NamedTuple):
+    message: str
+
+
+#: Of one call: its answer, and what has come by it.
+_Outcome = tuple[Any, list[Topic]]
+_Change = Callable[[Core, list[Any], list[ParcelPiece]], _Outcome]
+
+
+def _give(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
+    team, rank, step, key, groups = arguments
+    return None, core.give(team, rank, step, key, list(map(_info, groups)), pieces)
+
+
+def _swap(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
+    team, rank, finished, keys, *rest = arguments
+    groups = [Finished(number, _info(info), metrics) for number, info, metrics in finished]
+    refs = {key: pieces[place * len(groups) :][: len(groups)] for place, key in enumerate(keys)}
+    return core.swap(team, rank, groups, refs, *rest)
+
+
+def _plain(method: str, *, tells: bool = False, answers: bool = False) -> _Change:
+    """A method without groups and references. It returns what has come by it, or its answer, or nothing of interest."""
+
+    def change(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
+        found = getattr(core, method)(*arguments)
+        return found if answers else None, found if tells else []
+
+    return change
+
+
+def _info(group: list[Any]) -> GroupInfo:
+    uid, ordinal, ids, tokens = group
+    return GroupInfo(uid, ordinal, tuple(ids), tokens)
+
+
+#: Every method that may change a core, called with what JSON makes of its arguments.
+_CHANGES: dict[str, _Change] = {
+    "give": _give,
+    "swap": _swap,
+    "post": _plain("post", tells=True),
+    "arrive": _plain("arrive", tells=True),
+    "done": _plain("done"),
+    "open_flow": _plain("open_flow", answers=True),
+    "assignment": _plain("assignment"),
+    "fetch": _plain("fetch"),
+    "restart_team": _plain("restart_team"),
+}
+_CLASSES = (*STATE, Parcel, ParcelPiece, _Refusal)
+
+
+def _note_gone(gone: defaultdict[Worker, list[int]], worker: Worker, serial: int) -> None:
+    gone[worker].append(serial)
+
+
+class DurableCore:
+    """A core and its journal.
+
+    Args:
+        make: a new core, the same whenever it is called.
+        path: of the journal.
+        name: of the store. The journal of another one is replaced.
+        room: see `ROOM`.
+
+    Raises:
+        StoreError: the journal is damaged, or cannot be written.
+    """
+
+    def __init__(self, make: Callable[[], Core], path: Path, name: str, room: int = ROOM) -> None:
+        self._make, self._room = make, room
+        self._core = make()
+        self._said: dict[Worker, tuple[int, Any]] = {}  # number and answer of the last call of each
+        self._parcels: dict[Worker, weakref.WeakValueDictionary[int, Parcel]] = {}
+        self._refs: weakref.WeakKeyDictionary[Parcel, Sequence[Any]] = weakref.WeakKeyDictionary()
+        self._gone: defaultdict[Worker, list[int]] = defaultdict(list)  # that the worker has not been told of
+        self._lacking: defaultdict[Worker, weakref.WeakSet[Parcel]] = defaultdict(weakref.WeakSet)
+        self._journal = Journal(path, name)
+        self._most = room
+        parse = json.JSONDecoder().raw_decode  # half the time of json.loads for records so short
+        for record in self._journal.records():
+            found, _ = parse(record.decode())
+            if isinstance(found, dict):
+                self._restore(found["state"])
+                self._most = room + 5 * len(record)
+            else:
+                self._do(*found)
+        self._gone.clear()  # workers that gave before this process began are told of all that is held
+
+    def change(
+        self, team: str, rank: int, serial: int, call: str, refs: Sequence[Any] = ()
+    ) -> tuple[Any, list[Topic] | None]:
+        """Do a call, if it is not a repeated one.
+
+        Args:
+            team: of the worker.
+            rank: of the worker.
+            serial: number of the call, one more than that of the call before; or the same: it is repeated.
+            call: JSON of a list: the name of the method, and its arguments without references.
+            refs: of the call.
+
+        Returns:
+            The answer, and what has come by it; None: references came again, and anything may have come by that.
+
+        Raises:
+            StoreError: the core refuses it, or calls of this worker are missing.
+        """
+        topics: list[Topic] | None = None
+        last = self._last(team, rank)
+        if serial == last + 1:
+            topics = self._do(team, rank, serial, len(refs), json.loads(call))
+            self._append(f"[{json.dumps(team)},{rank},{serial},{len(refs)},{call}]")
+        elif serial != last:
+            raise StoreError(
+                f"team {team!r} rank {rank}: this is its call {serial}, and the last that the store knows of is {last}"
+            )
+        self.bind(team, rank, serial, refs)
+        answer = self._said[team, rank][1]
+        if isinstance(answer, _Refusal):
+            raise StoreError(answer.message)
+        return answer, topics
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What the core answers. Where it has made up its mind to answer so, that is in the journal."""
+        before = self._core.decisions
+        try:
+            return getattr(self._core, method)(*arguments)
+        finally:
+            if self._core.decisions != before:
+                self._append(json.dumps(["", 0, 0, 0, [method, *arguments]]))
+
+    def fetch(self, team: str, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
+        """See `Core.fetch`; None, too: a giver has to give references again."""
+        return self._refs_of(self.ask("fetch", team, step, key, uids))
+
+    def unused(self, step: int) -> list[FlowGroup] | None:
+        """See `Core.unused`; None: a giver has to give references again."""
+        groups: list[FlowGroup] = self.ask("unused", step)
+        found = []
+        for group in groups:
+            refs = self._refs_of(list(group.refs.values()))
+            if refs is None:
+                return None
+            found.append(replace(group, refs=dict(zip(group.refs, refs, strict=True))))
+        return found
+
+    def _refs_of(self, pieces: Sequence[ParcelPiece] | None) -> list[Any] | None:
+        if pieces is None:
+            return None
+        found = []
+        for piece in pieces:
+            refs = self._refs.get(piece.parcel)
+            if refs is None:
+                return None
+            found.append(refs[piece.place])
+        return found
+
+    def bind(self, team: str, rank: int, serial: int, refs: Sequence[Any]) -> None:
+        """These are the references of a call of this worker; of one that is forgotten they are not kept."""
+        parcel = self._of(team, rank).get(serial)
+        if parcel is not None:
+            self._refs[parcel] = refs
+            self._lacking[team, rank].discard(parcel)
+
+    def word(self, team: str, rank: int, *, whole: bool = False) -> Word:
+        """To a worker: what is new; or the `whole`, which takes long where it gave much that is needed."""
+        gone = self._gone.pop((team, rank), [])
+        lacking = sorted(parcel.serial for parcel in self._lacking[team, rank])
+        return Word(self._last(team, rank), gone, lacking, sorted(self._of(team, rank)) if whole else None)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _last(self, team: str, rank: int) -> int:
+        return self._said[team, rank][0] if (team, rank) in self._said else 0
+
+    def _do(self, team: str, rank: int, serial: int, count: int, call: list[Any]) -> list[Topic]:
+        """A call, now or as the journal has it; without a number: what the core made up its mind about."""
+        method, *arguments = call
+        pieces: list[ParcelPiece] = []
+        if count:
+            parcel = Parcel(team, rank, serial)
+            pieces = [ParcelPiece(parcel, place) for place in range(count)]
+        try:
+            answer, topics = _CHANGES[method](self._core, arguments, pieces)
+        except StoreError as error:
+            answer, topics = _Refusal(str(error)), []
+        if count:
+            self._keep(parcel)
+        if serial:
+            self._said[team, rank] = serial, answer
+        return topics
+
+    def _of(self, team: str, rank: int) -> weakref.WeakValueDictionary[int, Parcel]:
+        """What a worker gave that is needed."""
+        worker = (team, rank)
+        if worker not in self._parcels:
+            self._parcels[worker] = weakref.WeakValueDictionary()
+        return self._parcels[worker]
+
+    def _keep(self, parcel: Parcel) -> None:
+        worker, serial = (parcel.team, parcel.rank), parcel.serial
+        self._of(*worker)[serial] = parcel
+        self._lacking[worker].add(parcel)
+        weakref.finalize(parcel, _note_gone, self._gone, worker, serial).atexit = False
+
+    def _append(self, record: str) -> None:
+        self._journal.append(record)
+        if self._journal.size > self._most:
+            state = json.dumps({"state": self._state()}, separators=(",", ":"))
+            self._journal.replace([state])
+            self._most = self._room + 5 * self._journal.size
+
+    def _state(self) -> Any:
+        """All that calls have changed, as JSON."""
+        new = vars(self._make())
+        core = {name: value for name, value in vars(self._core).items() if value != new[name]}
+        parcels = [parcel for some in self._parcels.values() for parcel in some.values()]
+        return frozen.freeze((core, self._said, parcels), _CLASSES)
+
+    def _restore(self, state: Any) -> None:
+        core, self._said, parcels = frozen.thaw(state, _CLASSES)
+        vars(self._core).update(core)
+        for parcel in parcels:
+            self._keep(parcel)

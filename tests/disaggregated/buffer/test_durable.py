@@ -18,8 +18,8 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.core import Core, GroupInfo, StoreError
-from megarl.disaggregated.buffer.durable import DurableCore, Word
 from megarl.disaggregated.buffer.flow import Finished, FlowSettings
+from megarl.disaggregated.buffer.journal import DurableCore, Word
 from tests.disaggregated.buffer.teams import by_hand
 
 BOTH, BACK = "rollout>critic+ref", "ref_logp>train"

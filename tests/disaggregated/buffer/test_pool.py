@@ -12,9 +12,9 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
+from megarl.disaggregated.buffer.channel import PoolCrossing, Ready, unused_groups
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.buffer.flow import FlowGroup
-from megarl.disaggregated.buffer.pool import PoolCrossing, Ready, unused_groups
 from megarl.metrics import Metrics
 
 PLACED = Placement(
