@@ -6,8 +6,7 @@
 
 Batches have 4096 responses of 4096 tokens, float32, padded form. Seconds are CPU-seconds, the least of several calls in
 a process of its own with the environment of a worker; memory is how far the first call raised the process's peak
-resident set (on Linux), what it returns included. Losses go forward and backward over micro-batches of 64 responses,
-and are held against one copy of all their inputs in the same process: reading and writing them once.
+resident set (on Linux), what it returns included. Losses go forward and backward over micro-batches of 64 responses.
 rollout_correction has 1024 responses. `scorers` reads hostile texts of 64k characters with every included reward but
 `math`, and its number is the time for texts of twice the length over that (2 is linear). CPU-seconds are more robust on
 a busy machine than wall seconds, but caches are shared: numbers mean something only while nothing else runs.
@@ -49,8 +48,7 @@ class Case:
     Attributes:
         name: as on the command line.
         make: builds the inputs; what it returns is measured.
-        seconds: CPU-seconds not to exceed; None: `copies` says it, or none.
-        copies: how many times the seconds of copying all inputs, not to be exceeded.
+        seconds: CPU-seconds not to exceed.
         megabytes: extra memory not to exceed.
         quality: name and largest value of the number that `make` gives with the call.
         comparable: what another library's function costs, for the table.
@@ -59,7 +57,6 @@ class Case:
     name: str
     make: Callable[[], Made]
     seconds: float | None = None
-    copies: float | None = None
     megabytes: float | None = None
     quality: tuple[str, float] | None = None
     comparable: str = ""
@@ -171,8 +168,8 @@ CASES = [
     Case("grpo", _grpo, seconds=0.05, comparable="0.106 s"),
     Case("gae", _gae, seconds=0.2, megabytes=150, comparable="2.13 s, 548 MB"),
     Case("reinforce_pp", _reinforce_pp, seconds=0.15, comparable="1.57 s"),
-    Case("value_loss", _value_loss, copies=2),
-    Case("ppo", _policy_loss("ppo", MICRO_ROWS), copies=2),
+    Case("value_loss", _value_loss),
+    Case("ppo", _policy_loss("ppo", MICRO_ROWS)),
     Case("ppo_at_once", _policy_loss("ppo", ROWS)),
     Case("gspo", _policy_loss("gspo", MICRO_ROWS)),
     Case("cispo", _policy_loss("cispo", MICRO_ROWS)),
@@ -202,17 +199,7 @@ def measure(case: Case) -> dict[str, Any]:
     quality = None if judge is None else judge(result)
     del result
     seconds = min(_cpu_seconds(call) for _ in range(REPEATS))
-    out = {"case": case.name, "cpu_s": seconds, "extra_mb": extra, "quality": quality, "copy_s": None}
-    if case.copies is not None:
-        inputs = [*_tokens(3), _mask()]
-        targets = [x.clone() for x in inputs]
-
-        def copy() -> None:
-            for target, x in zip(targets, inputs, strict=True):
-                target.copy_(x)
-
-        out["copy_s"] = min(_cpu_seconds(copy) for _ in range(REPEATS))
-    return out
+    return {"case": case.name, "cpu_s": seconds, "extra_mb": extra, "quality": quality}
 
 
 def _cpu_seconds(call: Callable[[], Any]) -> float:
@@ -241,13 +228,10 @@ def _peak() -> float:
 
 def judged(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     """The measured numbers with the target in words, and whether they meet it."""
-    limit, words, met = case.seconds, [], True
-    if case.copies is not None:
-        limit = case.copies * found["copy_s"]
-        words.append(f"{case.copies:g} x copy = {limit:.3f} s")
-    elif limit is not None:
-        words.append(f"{limit:g} s")
-    met &= limit is None or found["cpu_s"] <= limit
+    words, met = [], True
+    if case.seconds is not None:
+        words.append(f"{case.seconds:g} s")
+        met &= found["cpu_s"] <= case.seconds
     if case.megabytes is not None:
         words.append(f"{case.megabytes:g} MB")
         met &= found["extra_mb"] <= case.megabytes

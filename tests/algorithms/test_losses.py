@@ -223,24 +223,6 @@ def test_wrong_aggregation_is_explained(mode, message):
         aggregation_weights(mode, mask, local_counts(mask))
 
 
-@pytest.mark.parametrize("fn", [ppo, value_loss])
-def test_the_fused_loss_takes_one_backward_pass_and_says_so(fn):
-    """float32 on a CPU: the kernel's derivative is used up by the first pass, and has no derivative itself."""
-    x, mask = torch.full((4,), 0.1), torch.ones(4, dtype=torch.bool)
-    cfg = {"cfg": DualClipSettings()} if fn is ppo else {"clip": 0.2}
-
-    def loss_of(x):
-        return fn(x, torch.zeros(4), torch.ones(4), mask, **cfg)[0].sum()
-
-    twice = loss_of(x.requires_grad_())
-    twice.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second backward pass"):
-        twice.backward()
-    (gradient,) = torch.autograd.grad(loss_of(x).square(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
 def test_user_loss_by_import_path():
     cfg = PolicyLossConfig(name="tests.algorithms.test_losses:minus_logp")
     logp, ones = torch.tensor([-1.0, -3.0]), torch.ones(2)

@@ -111,26 +111,29 @@ class Prologue:
 
         `ratio` replaces the token ratio, for losses that work with another one.
         """
-        return Metrics() if self.mask.numel() == 0 else ratio_metrics(self.statistics(clipped, lower, ratio)[None])
-
-    @no_grad
-    def statistics(
-        self, clipped: Tensor | None = None, lower: Tensor | None = None, ratio: Tensor | None = None
-    ) -> Tensor:
-        """What `ratio_metrics` takes, float64 [7], of one or more tokens."""
-        mask, ratio = self.mask, (self.ratio if ratio is None else ratio).detach()
-        none = torch.zeros_like(mask)
-        return torch.stack(
-            [
-                mask.sum().double(),
-                -self.log_ratio.sum().double(),
-                torch.where(mask, ratio, 0).sum().double(),
-                torch.where(mask, ratio, torch.inf).min().double(),
-                torch.where(mask, ratio, -torch.inf).max().double(),
-                (mask & (none if clipped is None else clipped)).sum().double(),
-                (mask & (none if lower is None else lower)).sum().double(),
-            ]
-        )
+        metrics, mask = Metrics(), self.mask
+        if mask.numel() == 0:
+            return metrics
+        ratio, none = (self.ratio if ratio is None else ratio).detach(), torch.zeros_like(mask)
+        numbers = [
+            mask.sum(),
+            -self.log_ratio.sum(),
+            torch.where(mask, ratio, 0).sum(),
+            torch.where(mask, ratio, torch.inf).min(),
+            torch.where(mask, ratio, -torch.inf).max(),
+            (mask & (none if clipped is None else clipped)).sum(),
+            (mask & (none if lower is None else lower)).sum(),
+        ]
+        # One transfer for all of them: each would stall a GPU on its own.
+        count, kl, total, least, most, cut, stopped = torch.stack([x.double() for x in numbers]).tolist()
+        if count:
+            metrics.mean("actor/ppo_kl", kl, count)
+            metrics.min("actor/ratio_min", least)
+            metrics.mean("actor/ratio_mean", total, count)
+            metrics.max("actor/ratio_max", most)
+            metrics.mean("actor/pg_clipfrac", cut, count)
+            metrics.mean("actor/pg_clipfrac_lower", stopped, count)
+        return metrics
 
 
 def capped_ratio(p: Prologue, cap: float | None) -> tuple[Tensor, Tensor]:
@@ -146,25 +149,3 @@ def capped_ratio(p: Prologue, cap: float | None) -> tuple[Tensor, Tensor]:
         return p.ratio, torch.zeros_like(p.mask)
     beyond = (p.difference - math.log(cap)).clamp(min=0)
     return p.log_ratio.clamp(max=math.log(cap)).exp() * (1 + beyond), beyond > 0
-
-
-def ratio_metrics(statistics: Tensor) -> Metrics:
-    """Metrics of blocks of tokens.
-
-    Args:
-        statistics: float64 [blocks, 7]: valid tokens, sums of -d and of the ratio over them, smallest and largest
-            ratio, tokens that the clip and that the dual clip stopped.
-    """
-    metrics = Metrics()
-    # One transfer for all of them: each would stall a GPU on its own.
-    blocks = [block for block in statistics.tolist() if block[0]]
-    if blocks:
-        counts, kls, ratios, least, most, clipped, lower = zip(*blocks, strict=True)
-        count = sum(counts)
-        metrics.mean("actor/ppo_kl", sum(kls), count)
-        metrics.min("actor/ratio_min", min(least))
-        metrics.mean("actor/ratio_mean", sum(ratios), count)
-        metrics.max("actor/ratio_max", max(most))
-        metrics.mean("actor/pg_clipfrac", sum(clipped), count)
-        metrics.mean("actor/pg_clipfrac_lower", sum(lower), count)
-    return metrics

@@ -10,7 +10,6 @@ from megarl.algorithms.losses.base import (
     DualClipSettings,
     Prologue,
     SequenceClipSettings,
-    ratio_metrics,
 )
 from megarl.metrics import Metrics
 
@@ -39,8 +38,7 @@ def ppo(
         offsets: int64 [B + 1] for the packed form; this loss needs no rows.
 
     Returns:
-        Token loss, zero where the mask hides, and metrics. float32 on a CPU goes through a fused kernel: its loss takes
-        one backward pass, and its gradient has no derivative.
+        Token loss, zero where the mask hides, and metrics.
 
     Source: PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729), clip-higher (arXiv 2503.14476).
 
@@ -50,17 +48,9 @@ def ppo(
     >>> ppo(logp, torch.zeros(3), torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), cfg)[0]
     tensor([-1.2000,  0.8000,  3.0000])
     """
-    from megarl.algorithms.losses.fused import WithSlope
-    from megarl.kernels.losses import loss_kernels
-
-    kernels = loss_kernels(logp, old_logp, advantages)
-    if kernels is None:
-        p = Prologue.of(logp, old_logp, advantages, mask)
-        loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)
-        return loss, p.metrics(clipped, lower)
-    inputs = [logp, old_logp, advantages]
-    loss, slope, statistics = kernels.ppo(inputs, mask, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
-    return WithSlope.apply(logp, loss, slope), ratio_metrics(statistics)
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)
+    return loss, p.metrics(clipped, lower)
 
 
 def clipped_surrogate(

@@ -25,18 +25,10 @@ def value_loss(
         clip: eps; None: no clipping.
 
     Returns:
-        Token loss, zero where the mask hides, and metrics. float32 on a CPU goes through a fused kernel: its loss takes
-        one backward pass, and its gradient has no derivative.
+        Token loss, zero where the mask hides, and metrics.
 
     Source: PPO's reference implementation; arXiv 2005.12729.
     """
-    from megarl.algorithms.losses.fused import WithSlope
-    from megarl.kernels.losses import loss_kernels
-
-    kernels = loss_kernels(values, old_values, returns)
-    if kernels is not None:
-        loss, slope, statistics = kernels.value([values, old_values, returns], mask, clip)
-        return WithSlope.apply(values, loss, slope), _metrics(statistics)
     values, old_values, returns = (
         torch.where(mask, at_least_float32(x), 0) for x in (values, old_values.detach(), returns.detach())
     )
@@ -46,15 +38,12 @@ def value_loss(
         bounded = (near - returns).square()
         clipped = bounded > loss
         loss = torch.maximum(loss, bounded)
-    counts = [mask.sum().double(), values.detach().sum().double(), (clipped & mask).sum().double()]
-    return 0.5 * loss, _metrics(torch.stack(counts)[None])
-
-
-def _metrics(statistics: Tensor) -> Metrics:
-    """Metrics of blocks of tokens: number of valid ones, sum of their values, how many the clip stopped."""
+    with torch.no_grad():
+        # One transfer for all of them: each would stall a GPU on its own.
+        sums = torch.stack([x.sum().double() for x in (mask, values, clipped & mask)])
+    count, total, cut = sums.tolist()
     metrics = Metrics()
-    counts, totals, clipped = (sum(column) for column in statistics.t().tolist())
-    if counts:
-        metrics.mean("critic/vpred_mean", totals, counts)
-        metrics.mean("critic/vf_clipfrac", clipped, counts)
-    return metrics
+    if count:
+        metrics.mean("critic/vpred_mean", total, count)
+        metrics.mean("critic/vf_clipfrac", cut, count)
+    return 0.5 * loss, metrics
