@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from megarl.benchmarks.quiet import OthersShare
+    from megarl.benchmarks.program import OthersShare
     from megarl.benchmarks.report import host_class, save
     from megarl.benchmarks.throughput import RESULTS
     from megarl.tracking.machine import machine_info

@@ -1,16 +1,19 @@
-"""Run a program that is measured: to its end, or not at all."""
+"""Run a program that is measured, to its end or not at all, and tell what else used the machine meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 
-from megarl.benchmarks.quiet import OthersShare
+import psutil
+
 from megarl.errors import WorkerError
 
 SHOWN = 3000  # characters of its messages that an error repeats
@@ -96,3 +99,33 @@ def _sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class OthersShare:
+    """Watches the machine while a block runs its programs as child processes that end before the block does.
+
+    Attributes:
+        share: after the block: CPU time that neither the children nor this process used, or that the hypervisor gave to
+            other guests, as a share of what all cores had to give. Wall seconds are worth quoting when it is near 0.
+    """
+
+    share = 0.0
+
+    def __enter__(self) -> OthersShare:
+        self._start = (_busy(), _own(), time.perf_counter())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        busy, own, start = self._start
+        capacity = (time.perf_counter() - start) * (os.cpu_count() or 1)
+        self.share = max(0.0, (_busy() - busy) - (_own() - own)) / capacity
+
+
+def _busy() -> float:
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+
+
+def _own() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

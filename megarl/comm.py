@@ -29,7 +29,7 @@ from megarl.processes import LOOPBACK, address_towards
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 #: The same of two ranks that give each other what they have: 0.4 ms for 16 KB on two cores of an AMD EPYC, where gloo's
-#: reduction takes 0.8 (`python -m megarl.benchmarks.gloo`). The sum of two numbers is the same in either order.
+#: reduction takes 0.8 (docs/benchmarks.md, measured once). The sum of two numbers is the same in either order.
 _BOTH: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 _SMALL = 1 << 19  # bytes; larger ones take as long either way
 _TOO_LATE = re.compile(r"timed? ?out", re.IGNORECASE)

@@ -321,7 +321,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _on_link(arguments)
     from rich.console import Console
 
-    from megarl.benchmarks.quiet import OthersShare
+    from megarl.benchmarks.program import OthersShare
     from megarl.benchmarks.report import host_class, save
     from megarl.benchmarks.throughput import RESULTS
     from megarl.tracking.machine import machine_info

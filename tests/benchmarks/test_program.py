@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.benchmarks import program
 from megarl.benchmarks.program import run_program
 from megarl.errors import WorkerError
 
@@ -63,3 +65,22 @@ def test_a_program_ends_with_the_benchmark(tmp_path: Path, levels: int, ignores:
     assert bench.returncode == 143
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)
+
+
+def test_the_share_is_what_was_busy_and_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_busy", itertools.count(100.0, 7.0).__next__)
+    monkeypatch.setattr(program, "_own", itertools.count(20.0, 3.0).__next__)
+    monkeypatch.setattr(program.time, "perf_counter", itertools.count(0.0, 10.0).__next__)
+    monkeypatch.setattr(program.os, "cpu_count", lambda: 2)
+
+    with program.OthersShare() as others:
+        pass
+
+    assert others.share == pytest.approx((7 - 3) / (10 * 2))
+
+
+def test_what_a_child_used_is_ours() -> None:
+    before = program._own()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+
+    assert 0.5 <= program._own() - before < 5

@@ -22,7 +22,6 @@ ALLOWED = {
     ),
     "benchmarks/checkpoint.py": ({"init_process_group"}, "a program of its own below torchrun"),
     "benchmarks/fake_engine.py": (MAKERS | {"group.WORLD"}, "a world of one process, in which nothing is sent"),
-    "benchmarks/gloo.py": (MAKERS - {"new_group"} | COLLECTIVES, "bare processes: what torch itself can do"),
     "benchmarks/sync/limits.py": (MAKERS | COLLECTIVES, "two bare processes: what torch itself can do"),
     "benchmarks/sync/receiver.py": ({"init_process_group"}, "it stands for a server, which is in no team of ours"),
 }
