@@ -8,11 +8,16 @@ from megarl.config.run import RunConfig
 
 
 def train(config: RunConfig, run_dir: Path) -> None:
-    """`megarl train`: the graph that `algorithm.pipeline` names."""
+    """`megarl train`: the graph that `algorithm.pipeline` names, in one team or in several."""
+    from megarl.dag.placement import place
     from megarl.recipes.build import build_task_graph
-    from megarl.runtime.loop import train as run
 
-    run(config, run_dir, build_task_graph(config))
+    graph = build_task_graph(config)
+    if place(graph, config).separate:
+        from megarl.disaggregated.entry import train as run
+    else:
+        from megarl.runtime.loop import train as run
+    run(config, run_dir, graph)
 
 
 def sft(config: RunConfig, run_dir: Path) -> None:

@@ -50,3 +50,12 @@ def by_group(uid: Sequence[Hashable], values: Sequence[T]) -> list[list[T]]:
     [[1, 3], [2]]
     """
     return [[values[place] for place in places] for places in group_places(uid)]
+
+
+def tokens_of(board: Batch) -> Sequence[int]:
+    """Prompt and response tokens of every sample."""
+    from megarl.data.batch import Jagged
+
+    parts = [board[name] for name in ("prompt_ids", "response_ids") if name in board]
+    lengths = [part.lengths.tolist() for part in parts if isinstance(part, Jagged)]
+    return [sum(some) for some in zip(*lengths, strict=True)] if lengths else [0] * len(board)

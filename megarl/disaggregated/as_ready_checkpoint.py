@@ -176,13 +176,5 @@ def read_flow(folder: Path, parts: int) -> HeldFlow:
     return HeldFlow(versions, finished, drafts, again, carried, Batch.concat(boards) if boards else None)
 
 
-def left_out(folder: Path, parts: int) -> int:
-    """Of the checkpoint that `parts` replicas wrote into: how many prompts before its loader's place nobody has drawn.
-
-    It is one that holds no samples, so these are all that a run in order would miss.
-    """
-    return sum(len(json.loads((folder / f"{_stem(part)}.json").read_text())["again"]) for part in range(parts))
-
-
 def _stem(part: int) -> str:
     return f"flow_{part}"

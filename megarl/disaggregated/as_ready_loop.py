@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING
 from megarl.dag.ahead import admission_limit
 from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_checkpoint import files_of_flow
+from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_loop import store_of
 from megarl.disaggregated.pace import Pace
-from megarl.disaggregated.rollout_team import tell_loader
+from megarl.disaggregated.rollout_team import evaluate_teams, tell_loader
 from megarl.metrics import Metrics
-from megarl.runtime.generation import publish
-from megarl.runtime.validate import evaluate_drawn, validates
+from megarl.runtime.validate import validates
 from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
@@ -388,7 +388,7 @@ class FlowSteps:
 
     def _validate(self, version: int) -> None:
         if validates(self.c.config, version):
-            evaluate_drawn(self.c, self.recorder, version)
+            evaluate_teams(self.c, self.recorder, version)
 
     def _save(self, version: int, stream: Stream) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
+from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_checkpoint import Drawn, files_ahead
-from megarl.disaggregated.rollout_team import tell_loader
+from megarl.disaggregated.rollout_team import evaluate_teams, tell_loader
 from megarl.metrics import Metrics
-from megarl.runtime.generation import publish
-from megarl.runtime.validate import evaluate_drawn, validates
+from megarl.runtime.validate import validates
 from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class RolloutSteps:
             return
         publish(c, version)
         if validates(config, version):
-            evaluate_drawn(c, self.recorder, version)
+            evaluate_teams(c, self.recorder, version)
 
     def _save(self, version: int) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
@@ -151,7 +151,8 @@ class RolloutSteps:
 
 def find_drawn(c: Controller, source: Path, step: int) -> list[Drawn]:
     """What the checkpoint of `step` has for the steps after it, this replica's share, in a team that draws ahead."""
-    from megarl.disaggregated.in_order_checkpoint import read_drawn, steps_held
+    from megarl.disaggregated.in_order_checkpoint import read_drawn
+    from megarl.runtime.buffered_steps import steps_held
     from megarl.training.checkpoint import read_state
 
     saved = read_state(source).get("drawn")

@@ -13,6 +13,7 @@ team makes progress any more. So a version is waited for here, and the inbox has
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.metrics import Metrics
 from megarl.processes import LOOPBACK
 from megarl.rendezvous import run_key
+from megarl.runtime.validate import VALIDATE, evaluate, validate
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from megarl.rollout.embedded.pushed import PushedWeights
     from megarl.runtime.context import StepContext
     from megarl.runtime.controller import Controller
+    from megarl.runtime.recorder import Recorder
     from megarl.sync.updater import SyncReport, WeightSync
     from megarl.training.multi_team_commit import Mail
 
@@ -224,3 +227,30 @@ def read_validation(step: int, mail: Mail, drawer: str) -> tuple[float, Metrics,
     with phase("await_validation", waits_for=drawer):
         said = mail.read(f"{VALIDATION}/{step}")
     return said["accuracy"], Metrics.from_json(said["metrics"]), said["rows"]
+
+
+def evaluate_teams(c: Controller, recorder: Recorder, step: int) -> float | None:
+    """Evaluate in the team that generates, and tell the actor's team. Every team calls at a validation step.
+
+    Returns:
+        The accuracy, in these two teams.
+    """
+    trains = c.team.holds(Role.ACTOR)
+    if not c.team.holds(Role.ROLLOUT):
+        if not trains:
+            return None
+        accuracy, metrics, rows = read_validation(step, c.mail, c.team.of(Role.ROLLOUT))
+        recorder.samples(step, rows)
+        if c.layout.rank == 0:  # reduced over all ranks
+            c.context.metrics.merge(metrics)
+        return accuracy
+    if trains:
+        return evaluate(c, recorder, step, films=True)
+    begun = time.perf_counter()
+    result = validate(c)
+    assert result is not None, "the team that draws has the held-out prompts"
+    result.metrics.max(f"timing_s/{VALIDATE}", time.perf_counter() - begun)
+    metrics = c.layout.dp_group.reduce_metrics(result.metrics)
+    accuracy = metrics.result()["val/acc"]
+    post_validation(step, accuracy, metrics, result.rows, c.layout.world, c.mail)
+    return accuracy

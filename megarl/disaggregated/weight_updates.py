@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import GATE, OPEN, SAVES, WANTED
 from megarl.disaggregated.buffer.core import FORMED
+from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_loop import DRAWN, is_drawn_with, store_of
 from megarl.models.copies import ParameterCopies
-from megarl.runtime.generation import publish
 from megarl.runtime.validate import validates
 from megarl.tracing import phase
 

@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.artifacts import batch
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
-from megarl.disaggregated.as_ready_checkpoint import left_out
-from megarl.disaggregated.in_order_checkpoint import describe_drawn, refuse_left_out, refuse_other_drawing, steps_held
 from megarl.errors import ConfigError, close_matches
+from megarl.runtime.buffered_steps import (
+    describe_buffered,
+    left_out,
+    refuse_left_out,
+    refuse_other_sampling,
+    steps_held,
+)
 from megarl.runtime.changes import Command, announcements
 from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.robots import check_same_statistics, statistics_file
@@ -74,7 +79,7 @@ class SavedRun(Protocol):
 class Checkpoints:
     """Saves and restores a controller. All methods are collective over its team, which is that of the actor.
 
-    Other teams have a `megarl.disaggregated.checkpoint_part.CheckpointPart`.
+    Other teams have a `CheckpointPart` (megarl/disaggregated/checkpoint_part.py).
 
     Args:
         c: of the actor's team.
@@ -162,7 +167,7 @@ class Checkpoints:
                         f"them: {why}"
                     )
         if drawn is not None:
-            refuse_other_drawing(step, drawn, c.config, c.team.placement)
+            refuse_other_sampling(step, drawn, c.config, c.team.placement)
         command: Command = "sft" if key.startswith("sft.") else "train"
         now = c.config.model_dump(mode="json")
         ahead = None if drawn is None else step + steps_held(drawn)
@@ -402,7 +407,7 @@ class Checkpoints:
             "best_metric": settings.best_metric,
             "accuracy": accuracy,
             "frozen": c.frozen,
-            "drawn": None if teams is None else describe_drawn(c.config, c.team.placement, step),
+            "drawn": None if teams is None else describe_buffered(c.config, c.team.placement, step),
         }
         self._under_way.wait()
         began = time.monotonic()

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
     from megarl.data.prompts import PromptDataset
     from megarl.disaggregated.rollout_team import LoaderElsewhere
-    from megarl.disaggregated.team import OwnTeam
     from megarl.offload_schedule import OffloadSchedule
     from megarl.rollout.robots.trials import Trials
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
+    from megarl.runtime.team import OwnTeam
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.training.engine import MegatronEngine
     from megarl.training.multi_team_commit import Mail

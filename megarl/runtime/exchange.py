@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind
 from megarl.data.balance import max_over_mean
-from megarl.data.groups import ORDINAL, group_places
-from megarl.disaggregated.buffer.channel import tokens_of
+from megarl.data.groups import ORDINAL, group_places, tokens_of
 from megarl.errors import ConfigError
 from megarl.runtime.pool import GroupPool
 from megarl.tracing import phase

@@ -3,9 +3,8 @@
     cold start, weights loaded --> open_rollout --> publish(step) --> generate, train --> publish(step) --> ...
 
 A recipe changes from one to the other with `rollout.engine`; the stages see a `RolloutEngine` either way. The cold
-start evaluates on the trainer's own parameters in both cases, and the servers start after it.
-
-With the rollout in a team of its own (rollout_team.py, rollout_servers.py) that team draws, and the actor's pushes.
+start evaluates on the trainer's own parameters in both cases, and the servers start after it. A rollout in a team of
+its own has the same two functions in megarl/disaggregated/generation.py.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import Role
-from megarl.disaggregated import rollout_servers, rollout_team
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.tracing import keep_beating, phase
@@ -30,48 +27,32 @@ MODEL_FOLDER = "servers/model"
 
 
 def open_rollout(c: Controller) -> None:
-    """Make ready what samples are drawn on, as the recipe says. Collective over all ranks of a team; every team calls.
+    """Prepare what generates samples, as the recipe says. Collective over the ranks of the team.
 
-    Servers, and an engine in another team than the actor's, hold no usable weights before the first `publish`.
+    Servers hold no usable weights before the first `publish`.
     """
-    draws, trains = c.team.holds(Role.ROLLOUT), c.team.holds(Role.ACTOR)
-    if not (draws or trains):
-        return
-    if c.config.rollout.engine == "sglang":
-        _open_servers(c, draws=draws, trains=trains)
-    elif not draws:
-        c.sync = rollout_team.connect_engines(c)
-    elif not trains:
-        c.rollout.pushed = rollout_team.open_engine(c)
-
-
-def _open_servers(c: Controller, *, draws: bool, trains: bool) -> None:
-    """Start the servers of `rollout.sglang` in the team that draws, and what fills them in the actor's team."""
     from megarl.rollout.sglang.engine import Replica
-    from megarl.rollout.sglang.memory import ServerMemory
 
-    config, layout = c.config, c.layout
-    c.fleet = _start_servers(c, alone=trains) if draws else rollout_servers.connect_servers(c)
-    if not trains:
-        c.rollout.engine = rollout_servers.pump_engine(c, c.fleet)
+    if c.config.rollout.engine != "sglang":
         return
-    if config.rollout.colocated:
-        c.offload.add_servers(ServerMemory(c.fleet, config.rollout.sglang.health_timeout_s, layout.world))
-    c.sync = sync = _weights_to_servers(c, c.fleet)
-    if draws:
-        replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
-        c.rollout.engine = SglangEngine(
-            config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()), sync.run
-        )
-    else:
-        rollout_servers.name_run(sync.run, layout.world, c.mail)
-    if layout.rank == 0:
-        where = ", ".join(server.api.url for server in c.fleet.servers)
-        print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
+    config, layout = c.config, c.layout
+    c.fleet = fleet = start_servers(c)
+    sync = send_weights_to(c, fleet)
+    replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
+    c.rollout.engine = SglangEngine(
+        config.rollout.sglang, fleet, replica, lambda: account_update(c, sync.catch_up()), sync.run
+    )
+    show_servers(c, fleet, sync)
 
 
-def _start_servers(c: Controller, *, alone: bool) -> Fleet:
-    """The servers of the run, which answer. `alone`: no other team speaks to them."""
+def start_servers(c: Controller, key: str | None = None, host: str | None = None) -> Fleet:
+    """Start the servers of the run, and wait until they answer. Collective.
+
+    Args:
+        c: this rank's state, in the team that generates.
+        key: their API key, which another team knows, too; None: they get one of their own.
+        host: the address at which workers of other teams reach them; None: loopback.
+    """
     from megarl.device import DTYPES, has_cuda
     from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 
@@ -82,7 +63,7 @@ def _start_servers(c: Controller, *, alone: bool) -> Fleet:
         what = f" at {', '.join(urls)}" if urls else f": about 17 s on two free cores; their logs: {logs}"
         print(f"waiting for SGLang servers{what}", flush=True)
     with (
-        _where_servers_share(c, "start_servers"),  # a starting server takes its share of what is free then
+        on_shared_devices(c, "start_servers"),  # a starting server takes its share of what is free then
         phase("start_servers"),
         keep_beating(),
         _addresses_are_the_users(config.rollout.sglang.urls),
@@ -96,25 +77,37 @@ def _start_servers(c: Controller, *, alone: bool) -> Fleet:
             cuda=has_cuda(),
             random_weights=True,
             longest=config.longest_sequence(),
-            key=None if alone else rollout_servers.servers_key(config, c.run_dir),
-            host=None if alone else rollout_team.address_of_worker(config),
+            key=key,
+            host=host,
             world=layout.world,
         )
 
 
-def _weights_to_servers(c: Controller, fleet: Fleet) -> WeightSync:
+def send_weights_to(c: Controller, fleet: Fleet) -> WeightSync:
+    """Make what sends the actor's weights to these servers. Collective over the actor's team."""
     from megarl.device import has_cuda
     from megarl.rollout.sglang.layout import ServerLayout
+    from megarl.rollout.sglang.memory import ServerMemory
     from megarl.rollout.sglang.receiver import SglangReceivers
     from megarl.sync.updater import WeightSync
 
     config = c.config
+    if config.rollout.colocated:
+        c.offload.add_servers(ServerMemory(fleet, config.rollout.sglang.health_timeout_s, c.layout.world))
     sizes = config.rollout.sglang.tp_size, config.rollout.sglang.ep_size
     receivers = SglangReceivers(fleet, ServerLayout.of(c.hf_config, *sizes, on_gpu=has_cuda()))
-    return WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, c.layout.world)
+    c.sync = sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, c.layout.world)
+    return sync
 
 
-def _where_servers_share(c: Controller, name: str) -> contextlib.AbstractContextManager[None]:
+def show_servers(c: Controller, fleet: Fleet, sync: WeightSync) -> None:
+    """Print where the run generates."""
+    if c.layout.rank == 0:
+        where = ", ".join(server.api.url for server in fleet.servers)
+        print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
+
+
+def on_shared_devices(c: Controller, name: str) -> contextlib.AbstractContextManager[None]:
     """Enter a phase of the offload schedule if the servers share the trainer's devices; else nothing has to leave."""
     return c.offload.phase(name) if c.config.rollout.colocated else contextlib.nullcontext()
 
@@ -141,43 +134,13 @@ def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
 
 
 def publish(c: Controller, version: int) -> None:
-    """From here on samples are drawn with the weights as they are now, and carry `version`.
-
-    Collective over all ranks of a team; the actor's calls it, and so does the one that draws, which waits for the
-    weights.
-    """
-    draws = c.team.holds(Role.ROLLOUT)
-    if not c.team.holds(Role.ACTOR):
-        if draws:
-            _follow(c, version)
-        return
-    if c.fleet is not None and draws:
-        _look_after_servers(c)
-    elif c.fleet is not None:
-        rollout_servers.learn_of_servers(c.fleet, version, c.mail, c.team.of(Role.ROLLOUT))
-    if c.fleet is None and not draws:
-        _account(c, rollout_team.push_weights(c, version))
-        return
-    with _where_servers_share(c, "publish"):
-        report = c.sync.push(version)
-    _account(c, report)
-    if draws:
-        c.rollout.engine.weight_version = version
-    elif c.fleet is not None:
-        rollout_servers.announce_servers(c.fleet, version, c.layout.world, c.mail)
-
-
-def _follow(c: Controller, version: int) -> None:
-    """Draw with `version` of the weights, which the actor's team pushes."""
-    trainer = c.team.of(Role.ACTOR)
+    """Generate with the weights as they are now from here on, as `version`. Collective over the ranks of the team."""
     if c.fleet is not None:
-        engine = c.rollout.engine
-        assert isinstance(engine, SglangEngine)
-        rollout_servers.follow_servers(engine, c.fleet, version, c.mail, c.layout.world, trainer)
-        c.context.metrics.max("rollout/servers_replaced", c.fleet.replaced)
-    else:
-        assert c.rollout.pushed is not None, "`open_rollout` comes first"
-        rollout_team.follow_weights(c.rollout.pushed, version, c.mail, trainer)
+        _look_after_servers(c)
+    with on_shared_devices(c, "publish"):
+        report = c.sync.push(version)
+    account_update(c, report)
+    c.rollout.engine.weight_version = version
 
 
 def _look_after_servers(c: Controller) -> None:
@@ -187,7 +150,7 @@ def _look_after_servers(c: Controller) -> None:
     that is free when it starts.
     """
     assert c.fleet is not None
-    with _where_servers_share(c, "start_servers"):
+    with on_shared_devices(c, "start_servers"):
         c.fleet.refresh()
         starting = any(server.state == "starting" for server in c.fleet.servers)  # on all ranks, after `refresh`
         if starting and c.config.rollout.colocated:
@@ -208,7 +171,7 @@ def _write_model_config(c: Controller) -> Path:
     return folder
 
 
-def _account(c: Controller, report: SyncReport) -> None:
+def account_update(c: Controller, report: SyncReport) -> None:
     """Compare what servers compute with the trainer where `sync.verify` wants it, and keep the numbers. Collective."""
     _record(c, report)
     if c.fleet is None or not report.to_probe:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from megarl.data.balance import share_groups
 from megarl.data.batch import Batch
-from megarl.data.groups import ORDINAL, group_places
-from megarl.disaggregated.buffer.channel import tokens_of
+from megarl.data.groups import ORDINAL, group_places, tokens_of
 
 if TYPE_CHECKING:
     from megarl.comm import WorkerGroup

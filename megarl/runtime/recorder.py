@@ -1,8 +1,6 @@
 """From what the ranks measured to one line per step: reduction, timings, throughput, and the tracker on rank 0.
 
-Every team reduces what its ranks measured. The actor's team has the tracker, and adds what the others post:
-
-    critic: step 7, its ranks -> metrics/critic/7 ----> actor: step 7, its ranks + critic's -> metrics.jsonl
+One of several teams has a `TeamRecorder` (megarl/disaggregated/recorder.py).
 """
 
 from __future__ import annotations
@@ -10,13 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 from megarl import tracing
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
 from megarl.device import peak_memory_gb
-from megarl.disaggregated.team_time import AllTeams, TeamTime
 from megarl.metrics import Metrics
 from megarl.offload_schedule import MEETING, MOVES
 from megarl.processes import own_worker_name, worker_number
@@ -29,10 +27,8 @@ from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from megarl.disaggregated.buffer.channel import PoolCrossing, TeamCrossing
     from megarl.runtime.controller import Controller
+    from megarl.tracing import PhaseEvent
     from megarl.tracking.tracker import Part, Status, Tracker
 
 log = logging.getLogger(__name__)
@@ -77,17 +73,9 @@ class Recorder:
         self._trace = TraceWriter(c.run_dir, worker_number(), own_worker_name(), team)
         self._peak: float | None = None
         self._alarms = Alarms()
-        # A cold start is the actor's team's own.
-        self._others = c.team.others if stage == "train" else []
         self._start = (time.perf_counter(), time.process_time())
-        #: In the actor's team, where samples come as they get ready: what the rollout's team has told of a step.
-        self.drawn: Callable[[int], list[dict[str, Any]]] | None = None
-        self._time = TeamTime(c.team) if self._others else None
-        self._all_teams = AllTeams(team.name for team in c.team.placement.teams) if self._others else None
-        #: With several teams: what knows how many tokens this replica has worked on.
-        self.crossing: TeamCrossing | PoolCrossing | None = None
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Self:
         if self._tracker is not None:
             self._c.context.progress = self._tracker.progress
         return self
@@ -119,8 +107,6 @@ class Recorder:
     def start_step(self) -> None:
         """Begin to time a step."""
         self._start = (time.perf_counter(), time.process_time())
-        if self._time is not None:
-            self._time.start_step()
 
     def end_step(self, step: int) -> dict[str, float]:
         """Reduce this step's metrics over all ranks, add timings and throughput, log them.
@@ -133,7 +119,7 @@ class Recorder:
         """
         c, leads = self._c, self._c.team.leads
         refuse_if_taken(c.run_dir)
-        told = self._read_others(step) if leads else []  # the step is over when all teams are through
+        told = self._await_others(step)
         wall, cpu = self._start
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
         events = tracing.drain()
@@ -151,22 +137,15 @@ class Recorder:
         local.max("perf/max_memory_gb", peak)
         local.sum("perf/total_memory_gb", peak)
         local.max("perf/resident_gb", resident_bytes() / 1e9)
-        if self._time is not None:
-            tokens = 0 if self.crossing is None else self.crossing.tokens
-            self._time.end_step(local, events, tokens if c.layout.is_lead else None)
-            if leads and c.layout.rank == 0:
-                for queue, groups in c.team.queues().items():
-                    local.max(f"store/queue/{queue}", groups)
+        self._measure_team(local, events)
         reduced = c.layout.world.reduce_metrics(local)
         for metrics in told:
             reduced.merge(metrics)
-        if not leads:
-            c.team.post(c.layout, f"metrics/{c.team.plan.name}/{step}", reduced.to_json())
+        self._tell_others(step, reduced)
         numbers = reduced.result()
         if leads and "perf/total_tokens" in numbers:
             numbers |= self._perf(numbers)
-        if leads and self._all_teams is not None and step:
-            numbers |= self._all_teams.look(numbers)
+        numbers |= self._compare_teams(step, numbers)
         if self._tracker is not None:
             self._tracker.log(step, numbers)
             for warning in self._alarms.look(step, numbers):
@@ -174,18 +153,21 @@ class Recorder:
         self._heap.after_step()
         return numbers
 
-    def _read_others(self, step: int) -> list[Metrics]:
-        """What the other teams have posted, once each of them is through the step."""
-        if not self._others:
-            return []
-        found = []
-        for team in self._others:
-            with tracing.phase("await_metrics", waits_for=team.name):
-                if self.drawn is not None and Role.ROLLOUT in team.roles:
-                    found += self.drawn(step)
-                else:
-                    found.append(self._c.mail.read(f"metrics/{team.name}/{step}"))
-        return [Metrics.from_json(metrics) for metrics in found]
+    # -- what one of several teams adds: nothing here ------------------------------------------------------------------
+
+    def _await_others(self, step: int) -> list[Metrics]:
+        """Wait until the other teams are through `step`, and return what they measured."""
+        return []
+
+    def _measure_team(self, local: Metrics, events: Iterable[PhaseEvent]) -> None:
+        """Add to `local`, of this rank, what its team did with the time of the step."""
+
+    def _tell_others(self, step: int, reduced: Metrics) -> None:
+        """Tell the team that has the tracker what this one measured."""
+
+    def _compare_teams(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Return numbers that follow from those of all teams."""
+        return {}
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Keep generations for the report."""

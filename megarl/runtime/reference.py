@@ -25,8 +25,8 @@ from megarl.training.checksums import few
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
-    from megarl.disaggregated.start import RunStart
     from megarl.runtime.controller import Controller
+    from megarl.runtime.start import RunStart
 
 FOLDER = "reference"
 _ORIGIN = "origin.json"  # in the place of a model: where it is

@@ -23,7 +23,6 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
 from megarl.data.tokenizer import load_tokenizer
 from megarl.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
-from megarl.disaggregated.team import OwnTeam
 from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.hf import check_trainable, moe_layers
@@ -40,6 +39,7 @@ from megarl.runtime.controller import Controller
 from megarl.runtime.episodes import build_episodes
 from megarl.runtime.robots import call_form, open_robots
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
+from megarl.runtime.team import OwnTeam
 from megarl.sync.updater import NullSync
 from megarl.tracing import keep_beating, phase
 from megarl.training.engine import MegatronEngine, Weights

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config.model import ModelConfig
-    from megarl.disaggregated.start import RunStart
     from megarl.runtime.controller import Controller
+    from megarl.runtime.start import RunStart
 
 
 def make_teacher(c: Controller, start: RunStart) -> TeacherRole:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.dag.stage import Role
 from megarl.errors import MegarlError
 from megarl.metrics import Metrics
 from megarl.rewards.scoring import ERROR_KEY
@@ -98,34 +96,6 @@ def evaluate(c: Controller, recorder: Recorder, step: int, *, films: bool = Fals
         return None
     recorder.samples(step, result.rows)
     return _take_up(c, result)
-
-
-def evaluate_drawn(c: Controller, recorder: Recorder, step: int) -> float | None:
-    """As `evaluate`, in the team that draws the samples of RL, where there are held-out prompts; every team calls.
-
-    That of the actor is told all of it, and others know nothing.
-    """
-    from megarl.disaggregated.rollout_team import post_validation, read_validation
-
-    trains = c.team.holds(Role.ACTOR)
-    if not c.team.holds(Role.ROLLOUT):
-        if not trains:
-            return None
-        accuracy, metrics, rows = read_validation(step, c.mail, c.team.of(Role.ROLLOUT))
-        recorder.samples(step, rows)
-        if c.layout.rank == 0:  # reduced over all ranks
-            c.context.metrics.merge(metrics)
-        return accuracy
-    if trains:
-        return evaluate(c, recorder, step, films=True)
-    begun = time.perf_counter()
-    result = validate(c)
-    assert result is not None, "the team that draws has the held-out prompts"
-    result.metrics.max(f"timing_s/{VALIDATE}", time.perf_counter() - begun)
-    metrics = c.layout.dp_group.reduce_metrics(result.metrics)
-    accuracy = metrics.result()["val/acc"]
-    post_validation(step, accuracy, metrics, result.rows, c.layout.world, c.mail)
-    return accuracy
 
 
 def _take_up(c: Controller, result: Validation) -> float:

@@ -18,9 +18,9 @@ from megarl.config.run import RunConfig, TrainerConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.checkpoint_part import CheckpointPart
-from megarl.disaggregated.team import OwnTeam
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.checkpoints import Checkpoints, teams_of
+from megarl.runtime.team import OwnTeam
 from megarl.training import checkpoint, multi_team_commit
 from megarl.training.shards import CheckpointError, Snapshot
 from tests.dist import run_distributed

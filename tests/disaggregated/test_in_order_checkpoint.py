@@ -14,9 +14,10 @@ from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
 from megarl.disaggregated.buffer.channel import Gift
 from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.disaggregated.in_order_checkpoint import Drawn, describe_drawn, read_drawn, refuse_other_drawing, steps_held
+from megarl.disaggregated.in_order_checkpoint import Drawn, read_drawn
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
+from megarl.runtime.buffered_steps import describe_buffered, refuse_other_sampling, steps_held
 
 GROUPS, SAMPLES = 5, 2
 SAVED, STEP = 3, 5  # the checkpoint of step 3 has what was drawn for step 5
@@ -106,28 +107,28 @@ def config(*, size: int = 8, temperature: float = 0.5, staleness: int = 1) -> Ru
 
 def test_a_checkpoint_says_what_it_has_for_the_next_steps():
     wanted = {"order": "in_order", "steps": 1, "parts": 2, "fields": FIELDS, "settings": SETTINGS}
-    assert describe_drawn(config(), placement(), 8) == wanted
-    assert describe_drawn(config(), placement(), 9) is None
-    assert describe_drawn(config(staleness=0), placement(), 8) is None
-    assert describe_drawn(config(staleness=3), placement(), 5)["steps"] == 3
-    assert describe_drawn(config(staleness=3), placement(), 7)["steps"] == 2
+    assert describe_buffered(config(), placement(), 8) == wanted
+    assert describe_buffered(config(), placement(), 9) is None
+    assert describe_buffered(config(staleness=0), placement(), 8) is None
+    assert describe_buffered(config(staleness=3), placement(), 5)["steps"] == 3
+    assert describe_buffered(config(staleness=3), placement(), 7)["steps"] == 2
 
 
 def test_the_last_checkpoint_of_a_run_as_ready_may_have_prompts_and_no_samples():
     ready = RunConfig.model_validate(config().model_dump() | {"async": {"max_staleness": 2, "order": "as_ready"}})
-    held = [steps_held(describe_drawn(ready, placement(), step)) for step in (6, 7, 8, 9)]
+    held = [steps_held(describe_buffered(ready, placement(), step)) for step in (6, 7, 8, 9)]
     assert held == [2, 2, 1, 0]
-    assert describe_drawn(ready, placement(), 9)["parts"] == 2
+    assert describe_buffered(ready, placement(), 9)["parts"] == 2
 
 
 @pytest.mark.parametrize(("now", "good"), [(0, False), (1, False), (2, True), (3, True), (4, True)])
 def test_a_run_keeps_what_is_left_of_the_steps_that_were_drawn(now, good):
-    state = describe_drawn(config(staleness=3), placement(), 3)
+    state = describe_buffered(config(staleness=3), placement(), 3)
     if good:
-        refuse_other_drawing(3, state, config(staleness=now), placement())
+        refuse_other_sampling(3, state, config(staleness=now), placement())
         return
     with pytest.raises(ConfigError, match="samples of 3 steps") as error:
-        refuse_other_drawing(3, state, config(staleness=now), placement())
+        refuse_other_sampling(3, state, config(staleness=now), placement())
     assert (error.value.where, error.value.allowed) == ("async.max_staleness", "2 or more")
 
 
@@ -136,15 +137,15 @@ def test_a_run_keeps_what_is_left_of_the_steps_that_were_drawn(now, good):
     [({"size": 4}, "data.batch_size", "8"), ({"temperature": 1.0}, "rollout.sampling.temperature", "0.5")],
 )
 def test_what_was_drawn_is_not_trained_on_with_other_settings(changed, key, before):
-    state = describe_drawn(config(), placement(), 3)
-    refuse_other_drawing(3, state, config(staleness=0), placement())
+    state = describe_buffered(config(), placement(), 3)
+    refuse_other_sampling(3, state, config(staleness=0), placement())
     with pytest.raises(ConfigError) as error:
-        refuse_other_drawing(3, state, config(**changed), placement())
+        refuse_other_sampling(3, state, config(**changed), placement())
     assert (error.value.where, error.value.allowed) == (key, before)
     assert f"finish step 4 with {key}={before} and trainer.steps=4" in error.value.fix
     assert "unless optim.decay_steps says" in error.value.fix
     del state["settings"]  # an older version wrote it
-    refuse_other_drawing(3, state, config(**changed), placement())
+    refuse_other_sampling(3, state, config(**changed), placement())
 
 
 @pytest.mark.parametrize(("before", "now"), [("in_order", "as_ready"), ("as_ready", "in_order")])
@@ -152,10 +153,10 @@ def test_the_order_stays_while_samples_wait(before, now):
     def ordered(order: str) -> RunConfig:
         return RunConfig.model_validate(config().model_dump() | {"async": {"max_staleness": 2, "order": order}})
 
-    state = describe_drawn(ordered(before), placement(), 3)
-    refuse_other_drawing(3, state, ordered(before), placement())
+    state = describe_buffered(ordered(before), placement(), 3)
+    refuse_other_sampling(3, state, ordered(before), placement())
     with pytest.raises(ConfigError, match="in another order") as error:
-        refuse_other_drawing(3, state, ordered(now), placement())
+        refuse_other_sampling(3, state, ordered(now), placement())
     assert (error.value.where, error.value.allowed) == ("async.order", before)
     assert f"finish steps 4 to 5 with async.order={before} and trainer.steps=5" in error.value.fix
 
@@ -178,9 +179,9 @@ def test_the_order_stays_while_samples_wait(before, now):
 )
 def test_a_run_that_cannot_hand_it_over_is_refused(now, where, lacking):
     state = {"parts": 1, "fields": FIELDS}
-    refuse_other_drawing(3, state, config(), placement())
-    refuse_other_drawing(3, state, config(), placement(handovers=HANDOVERS[:1]))
+    refuse_other_sampling(3, state, config(), placement())
+    refuse_other_sampling(3, state, config(), placement(handovers=HANDOVERS[:1]))
     with pytest.raises(ConfigError) as error:
-        refuse_other_drawing(3, state, config(), now)
+        refuse_other_sampling(3, state, config(), now)
     assert (error.value.where, error.value.found) == (where, lacking)
     assert "of before and trainer.steps=4" in error.value.fix

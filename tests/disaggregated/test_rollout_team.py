@@ -15,12 +15,11 @@ from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch
 from megarl.data.loader import PromptLoader
-from megarl.disaggregated import rollout_team
+from megarl.disaggregated import entry, rollout_team
 from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.errors import DataError, WorkerError
 from megarl.metrics import Metrics
 from megarl.rendezvous import write_token
-from megarl.runtime import loop
 from tests.dist import single_process, world
 from tests.rollout import cases
 
@@ -183,7 +182,7 @@ def test_a_resumed_run_draws_the_prompts_that_come_next(tmp_path, resumed_at):
     (tmp_path / "state.json").write_text(json.dumps({"loader": written.state_dict()}))
     team = SimpleNamespace(holds=lambda role: role is Role.ROLLOUT, leads=False, store=None)
     c = SimpleNamespace(team=team, layout=SimpleNamespace(world=world()), loader=PromptLoader(data, 4), trained={})
-    loop._resume(c, CheckpointPart(c), tmp_path, begun=resumed_at > 0)
+    entry.resume(c, CheckpointPart(c), tmp_path, begun=resumed_at > 0)
     assert next(c.loader)["number"] == next(written)["number"]
 
 

@@ -12,14 +12,22 @@ from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated.start import RunStart, all_ready, announce_start, follow_start
-from megarl.disaggregated.team import OwnTeam
+from megarl.disaggregated.start import all_ready, announce_start, follow_start
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import reference
+from megarl.runtime.start import RunStart, keep_run_start
+from megarl.runtime.team import OwnTeam
 from tests.mail import FolderMail
 
 PARALLEL = RunConfig(name="run").actor.parallel
 TEAMS = {"train": (Role.ACTOR, Role.ROLLOUT), "value": (Role.CRITIC,), "frozen": (Role.REFERENCE,)}
+
+
+def begin(c, resumed_at: int | None, source: Path | None) -> RunStart:
+    """The actor's team finds where the run begins, and announces it."""
+    start = keep_run_start(c, resumed_at, source)
+    announce_start(c, start)
+    return start
 
 
 @pytest.fixture
@@ -59,28 +67,28 @@ def _of_an_older_version(checkpoint: Path) -> Path:
 
 def test_a_fresh_model_is_written_once_and_both_begin_with_it(worker, tmp_path):
     kept = str(tmp_path / "run" / "reference.next")
-    start = announce_start(worker("train"), None, None)
+    start = begin(worker("train"), None, None)
     assert start == RunStart(None, None, kept, kept)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["reference.next"]
     assert follow_start(worker("value")) == start
 
 
 def test_where_nothing_has_changed_both_begin_with_the_models_own_files(worker, tmp_path):
-    start = announce_start(worker("train", model={"path": str(tmp_path)}), None, None)
+    start = begin(worker("train", model={"path": str(tmp_path)}), None, None)
     assert (start.reference, start.critic) == (str(tmp_path), str(tmp_path))
     assert not list((tmp_path / "run").glob("*/config.json"))
 
 
 def test_a_critic_with_weights_of_its_own_begins_with_none_of_the_actors(worker):
     settings = {"critic": {"path": "of-its-own"}, "reference": {"path": "elsewhere"}}
-    start = announce_start(worker("train", **settings), None, None)
+    start = begin(worker("train", **settings), None, None)
     assert (start.reference, start.critic) == ("elsewhere", None)
 
 
 def test_a_start_that_passes_to_a_critic_only_does_not_stay(worker, tmp_path):
     teams = {"train": TEAMS["train"], "value": TEAMS["value"]}
     passing = tmp_path / "run" / "start.next"
-    assert announce_start(worker("train", teams), None, None) == RunStart(None, None, None, str(passing))
+    assert begin(worker("train", teams), None, None) == RunStart(None, None, None, str(passing))
     reference.take_up_reference(tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -93,7 +101,7 @@ def test_a_resumed_run_takes_the_reference_that_it_has_kept_and_the_critic_of_it
     (run_dir / "reference").mkdir()
     (run_dir / "reference" / "config.json").touch()
     source = _of_an_older_version(run_dir / "checkpoints" / f"step_{step}")
-    start = announce_start(worker("train"), step, source)
+    start = begin(worker("train"), step, source)
     assert start.begun == begun
     kept = str(run_dir / ("reference" if begun else "reference.next"))
     assert (start.reference, start.critic) == (kept, None if begun else kept)
@@ -106,7 +114,7 @@ def test_a_run_that_goes_on_from_another_one_copies_its_reference(worker, tmp_pa
     other = tmp_path / "other"
     (other / "reference").mkdir(parents=True)
     (other / "reference" / "config.json").write_text("{}")
-    start = announce_start(worker("train"), 7, _of_an_older_version(other / "checkpoints" / "step_7"))
+    start = begin(worker("train"), 7, _of_an_older_version(other / "checkpoints" / "step_7"))
     assert start.reference == str(other / "reference")
     assert (tmp_path / "run" / "reference.next" / "config.json").read_text() == "{}"
 
@@ -126,7 +134,7 @@ def test_the_start_is_accepted_when_all_teams_are_ready(worker):
 def test_a_team_that_begins_again_goes_on_after_the_last_step_that_was_over_with_what_the_run_has_taken_up(
     worker, tmp_path
 ):
-    start = announce_start(worker("train"), None, None)
+    start = begin(worker("train"), None, None)
     run_dir = tmp_path / "run"
     assert reference.now_at(run_dir, start.reference) == start.reference
     reference.take_up_reference(run_dir)

@@ -18,14 +18,13 @@ from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
 from megarl.dag.placement import together
 from megarl.dag.stage import Role
-from megarl.disaggregated import start
-from megarl.disaggregated.team import OwnTeam
 from megarl.errors import ConfigError, DataError, UserError
 from megarl.offload_schedule import PARTS, OffloadSchedule
-from megarl.runtime import export, loop
+from megarl.runtime import export, loop, start
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import ReferencePlace, kept_reference, put_aside, unchanged_model
 from megarl.runtime.save_by import SaveBy
+from megarl.runtime.team import OwnTeam
 from megarl.training.shards import FormatError
 from tests.runtime.harness import RECIPE
 
@@ -166,7 +165,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     c.context, c.team, c.hf_config = SimpleNamespace(), OwnTeam(placement.teams[0], placement), None
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda *_: c)
-    monkeypatch.setattr(loop.OwnTeam, "of_graph", lambda *_: None)
+    monkeypatch.setattr(loop, "place", lambda *_: placement)
     monkeypatch.setattr(start, "keep_reference", keep_reference)
     monkeypatch.setattr(loop, "make_reference", lambda *_: None)
     monkeypatch.setattr(loop, "make_critic", refuse)  # after a cold start this would be a run that has begun
@@ -258,7 +257,7 @@ def test_prompts_that_a_run_as_ready_left_out_are_not_skipped_in_order(run_dir, 
 
 
 def test_changes_are_announced_with_the_step_that_is_drawn_already(run_dir, monkeypatch, capsys):
-    monkeypatch.setattr("megarl.runtime.checkpoints.refuse_other_drawing", lambda *_: None)
+    monkeypatch.setattr("megarl.runtime.checkpoints.refuse_other_sampling", lambda *_: None)
     monkeypatch.setattr("megarl.runtime.checkpoints.announcements", lambda *_, begun, drawn: [f"after {drawn}"])
     with_state(run_dir, monkeypatch, {"drawn": {}}).find("trainer.steps", 9)
     assert "changed since the checkpoint: after 4\n" in capsys.readouterr().out

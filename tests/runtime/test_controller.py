@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.run import RunConfig
-from megarl.disaggregated.team import OwnTeam
 from megarl.runtime.controller import Controller
 from megarl.runtime.roles import RolloutRole, ScorerRole
+from megarl.runtime.team import OwnTeam
 
 
 def closing(name: str, closed: list[str]) -> SimpleNamespace:

@@ -10,12 +10,13 @@ from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated.team import OwnTeam
+from megarl.disaggregated.recorder import TeamRecorder
 from megarl.metrics import Metrics
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import health, recorder
 from megarl.runtime.context import no_progress
 from megarl.runtime.recorder import Recorder
+from megarl.runtime.team import OwnTeam
 from megarl.tracing import PhaseEvent, drain, phase
 from tests.mail import FolderMail
 
@@ -200,9 +201,9 @@ def test_the_step_of_the_actors_team_has_what_all_teams_measured(tmp_path, monke
     monkeypatch.setattr(recorder, "peak_memory_gb", lambda: 3.0)
     clock = Clock(monkeypatch)
     beside, lead = (of_team(name, tmp_path) for name in ("frozen", "train"))
-    records = [recorder.Recorder(c, "train", total_steps=2) for c in (beside, lead)]
+    records = [TeamRecorder(c, "train", total_steps=2) for c in (beside, lead)]
     clock.spend("await_start", 3600, "train")  # the other team's cold start
-    records[1].crossing = SimpleNamespace(tokens=600)
+    records[1].channel = SimpleNamespace(tokens=600)
     for record in records:
         record.start_step()
     clock.spend("step/take/wait", 6, "train")

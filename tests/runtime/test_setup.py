@@ -11,9 +11,9 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated.team import OwnTeam
 from megarl.errors import ConfigError
 from megarl.runtime import setup
+from megarl.runtime.team import OwnTeam
 
 
 class Accepted(Exception):

@@ -17,8 +17,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.node import Node
-from megarl.data.batch import Batch, Jagged
-from megarl.data.groups import ORDINAL, group_places
+from megarl.data.batch import Batch
+from megarl.data.groups import ORDINAL, group_places, tokens_of
 from megarl.disaggregated.buffer.core import GroupInfo, StoreError
 from megarl.disaggregated.buffer.flow import Finished
 from megarl.metrics import Metrics
@@ -235,13 +235,6 @@ def groups_of(board: Batch, replica: int = 0, replicas: int = 1) -> list[GroupIn
         )
         for number, places in enumerate(group_places(board["uid"]))
     ]
-
-
-def tokens_of(board: Batch) -> Sequence[int]:
-    """Prompt and response tokens of every sample."""
-    parts = [board[name] for name in ("prompt_ids", "response_ids") if name in board]
-    lengths = [part.lengths.tolist() for part in parts if isinstance(part, Jagged)]
-    return [sum(some) for some in zip(*lengths, strict=True)] if lengths else [0] * len(board)
 
 
 @dataclass(frozen=True)

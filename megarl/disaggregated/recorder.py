@@ -1,4 +1,8 @@
-"""What a team does with its time: it works, or it waits, for which team and what; and which team bounds the step.
+"""The record of a step of several teams: each reduces what its ranks measured, the actor's adds what the others post.
+
+    critic: step 7, its ranks -> metrics/critic/7 ----> actor: step 7, its ranks + critic's -> metrics.jsonl
+
+A team works, or it waits: for which team and for what is counted, and which team bounds the step.
 
 rank of the critic's team     phases that name another team      mean over the team's ranks, in team/critic/...
   step/take/wait     3 s      waits_for draw                     wait_for/draw_s 3, wait/samples_s 3
@@ -9,13 +13,20 @@ rank of the critic's team     phases that name another team      mean over the t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megarl.dag.stage import Role
+from megarl.metrics import Metrics
+from megarl.runtime.recorder import Recorder
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
-    from megarl.disaggregated.team import OwnTeam
-    from megarl.metrics import Metrics
+    from megarl.disaggregated.buffer.channel import PoolCrossing, TeamCrossing
+    from megarl.runtime.controller import Controller
+    from megarl.runtime.team import OwnTeam
     from megarl.tracing import PhaseEvent
+    from megarl.tracking.tracker import Part
 
 _AWAIT = "await_"  # begins the names of phases that wait for something else than samples
 SAMPLES, WEIGHTS = "samples", "weights"
@@ -109,3 +120,52 @@ class AllTeams:
             busiest = max(known, key=known.__getitem__)
             found |= {f"perf/bottleneck/{name}": float(name == busiest) for name in known}
         return found
+
+
+class TeamRecorder(Recorder):
+    """The recorder of training in one of several teams. Arguments as those of `Recorder`.
+
+    Attributes:
+        channel: counts the tokens that this replica has worked on.
+        sampled: of the actor's team, where samples come as they get ready: returns what the rollout's team has told of
+            a step.
+    """
+
+    def __init__(
+        self, c: Controller, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
+    ) -> None:
+        super().__init__(c, stage, total_steps, resume_step, part)
+        self.channel: TeamCrossing | PoolCrossing | None = None
+        self.sampled: Callable[[int], list[dict[str, Any]]] | None = None
+        self._time = TeamTime(c.team)
+        self._all_teams = AllTeams(team.name for team in c.team.placement.teams)
+
+    def start_step(self) -> None:
+        """Begin to time a step."""
+        super().start_step()
+        self._time.start_step()
+
+    def _await_others(self, step: int) -> list[Metrics]:
+        found: list[dict[str, Any]] = []
+        for team in self._c.team.others if self._c.team.leads else ():
+            with phase("await_metrics", waits_for=team.name):
+                if self.sampled is not None and Role.ROLLOUT in team.roles:
+                    found += self.sampled(step)
+                else:
+                    found.append(self._c.mail.read(f"metrics/{team.name}/{step}"))
+        return [Metrics.from_json(metrics) for metrics in found]
+
+    def _measure_team(self, local: Metrics, events: Iterable[PhaseEvent]) -> None:
+        c, tokens = self._c, 0 if self.channel is None else self.channel.tokens
+        self._time.end_step(local, events, tokens if c.layout.is_lead else None)
+        if c.team.leads and c.layout.rank == 0:
+            for queue, groups in c.team.queues().items():
+                local.max(f"store/queue/{queue}", groups)
+
+    def _tell_others(self, step: int, reduced: Metrics) -> None:
+        team = self._c.team
+        if not team.leads:
+            team.post(self._c.layout, f"metrics/{team.plan.name}/{step}", reduced.to_json())
+
+    def _compare_teams(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
+        return self._all_teams.look(numbers) if self._c.team.leads and step else {}

@@ -11,10 +11,10 @@ import megarl
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated import team_time
-from megarl.disaggregated.team import OwnTeam
-from megarl.disaggregated.team_time import AllTeams, TeamTime
+from megarl.disaggregated import recorder
+from megarl.disaggregated.recorder import AllTeams, TeamTime
 from megarl.metrics import Metrics
+from megarl.runtime.team import OwnTeam
 from megarl.tracing import PhaseEvent
 
 PLANS = tuple(
@@ -31,7 +31,7 @@ PLANS = tuple(
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Seconds."""
     now = [100]
-    monkeypatch.setattr(team_time.time, "time_ns", lambda: now[0] * 10**9)
+    monkeypatch.setattr(recorder.time, "time_ns", lambda: now[0] * 10**9)
     return now
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.dag.placement import Placement, TeamPlan, begins_again, place, together
+from megarl.dag.placement import Placement, TeamPlan, together
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
-from megarl.processes import FINISHED, RESTARTS, STORE, TEAM
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
-    from megarl.dag.graph import TaskGraph
     from megarl.disaggregated.buffer.client import StoreClient
     from megarl.training.parallel import Layout
 
@@ -37,32 +33,6 @@ class OwnTeam:
     restarts: int = 0
     finished: int = 0
     begins_again: bool = False
-
-    @classmethod
-    def of_graph(cls, config: RunConfig, graph: TaskGraph) -> OwnTeam:
-        """As the launcher says.
-
-        Raises:
-            ConfigError: the placement has several teams, and the launcher started one.
-            StoreError: the store of the run does not answer.
-        """
-        placement = place(graph, config)
-        if not placement.separate:
-            return cls(placement.teams[0], placement)
-        if TEAM not in os.environ:
-            raise ConfigError(
-                "the roles of this run have several teams, and this launcher starts one",
-                where="placement",
-                found=", ".join(f"{team.name} {team.devices}" for team in placement.teams),
-                fix="start it with --launcher local or ray, or leave placement out",
-            )
-        from megarl.disaggregated.buffer.client import StoreClient
-
-        name, rank = os.environ[TEAM], int(os.environ["RANK"])
-        restarts = int(os.environ.get(RESTARTS, "0"))
-        plan, deadline_s = placement[name], config.cluster.timeout_s
-        store = StoreClient.connect(os.environ[STORE], name, rank, deadline_s, restarts)
-        return cls(plan, placement, store, restarts, int(os.environ.get(FINISHED, "0")), begins_again(config, plan))
 
     @classmethod
     def of_all(cls, config: RunConfig) -> OwnTeam:

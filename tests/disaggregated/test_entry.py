@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.run import ClusterConfig, RunConfig
+from megarl.dag.placement import place
 from megarl.dag.stage import Role
-from megarl.disaggregated.team import OwnTeam
+from megarl.disaggregated.entry import join_run
 from megarl.errors import ConfigError
 from megarl.processes import TEAM
 from megarl.recipes.build import build_task_graph
+from megarl.runtime.team import OwnTeam
 
 
 def config(**teams: list[str]) -> RunConfig:
@@ -19,7 +21,8 @@ def config(**teams: list[str]) -> RunConfig:
 
 
 def test_without_placement_the_only_team_holds_what_the_graph_works_with_and_leads():
-    team = OwnTeam.of_graph(config(), build_task_graph(config()))
+    placement = place(build_task_graph(config()), config())
+    team = OwnTeam(placement.teams[0], placement)
     assert [role for role in Role if team.holds(role)] == [Role.ACTOR, Role.ROLLOUT, Role.REFERENCE]
     assert (team.leads, team.others, team.store) == (True, [], None)
 
@@ -36,4 +39,4 @@ def test_a_launcher_that_knows_no_teams_is_refused(monkeypatch):
     monkeypatch.delenv(TEAM, raising=False)
     settings = config(train=["actor", "rollout"], frozen=["reference"])
     with pytest.raises(ConfigError, match=r"placement: (?s:.*)this launcher starts one(?s:.*)train 1, frozen 1"):
-        OwnTeam.of_graph(settings, build_task_graph(settings))
+        join_run(settings, build_task_graph(settings))

@@ -1,0 +1,180 @@
+"""Training in several teams: what each rank of each team runs.
+
+    actor's team      resume or cold start, announce it    all ready?    steps: walk, weights, validation, checkpoint
+    rollout's team    follow, open the engine              ready         generate, `async.max_staleness` steps ahead
+    other teams       follow, make their models            ready         steps: walk
+
+What goes between teams, and who waits for whom, is in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.run import RunConfig
+from megarl.dag.executor import Executor
+from megarl.dag.placement import begins_again, place
+from megarl.disaggregated.as_ready_loop import FlowSteps, find_flow, flows
+from megarl.disaggregated.buffer.channel import PoolCrossing, TeamCrossing
+from megarl.disaggregated.buffer.client import StoreClient
+from megarl.disaggregated.checkpoint_part import CheckpointPart
+from megarl.disaggregated.generation import open_rollout, publish
+from megarl.disaggregated.in_order_loop import RolloutSteps, draws_apart, find_drawn, store_of
+from megarl.disaggregated.recorder import TeamRecorder
+from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader
+from megarl.disaggregated.start import all_ready, announce_start, follow_start
+from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
+from megarl.errors import ConfigError
+from megarl.processes import FINISHED, RESTARTS, STORE, TEAM
+from megarl.runtime.checkpoints import Checkpoints, SavedRun
+from megarl.runtime.export import show_export
+from megarl.runtime.loop import (
+    accept_start,
+    build_team,
+    end_run,
+    find_start,
+    make_models,
+    part_of,
+    token_exchange,
+    validate_first,
+    validates_first,
+)
+from megarl.runtime.reference import drop_refused_start
+from megarl.runtime.stages.reward import PENDING
+from megarl.runtime.start import RunStart
+from megarl.runtime.team import OwnTeam
+from megarl.runtime.validate import validates
+from megarl.tracing import phase, set_step
+
+if TYPE_CHECKING:
+    from megarl.dag.graph import TaskGraph
+    from megarl.runtime.controller import Controller
+
+
+def join_run(config: RunConfig, graph: TaskGraph) -> OwnTeam:
+    """Connect this worker to the run of several teams that the launcher has started.
+
+    Raises:
+        ConfigError: the launcher started one team.
+        StoreError: the buffer of the run does not answer.
+    """
+    placement = place(graph, config)
+    if TEAM not in os.environ:
+        raise ConfigError(
+            "the roles of this run have several teams, and this launcher starts one",
+            where="placement",
+            found=", ".join(f"{team.name} {team.devices}" for team in placement.teams),
+            fix="start it with --launcher local or ray, or leave placement out",
+        )
+    name, rank = os.environ[TEAM], int(os.environ["RANK"])
+    restarts, finished = (int(os.environ.get(variable, "0")) for variable in (RESTARTS, FINISHED))
+    store = StoreClient.connect(os.environ[STORE], name, rank, config.cluster.timeout_s, restarts)
+    plan = placement[name]
+    return OwnTeam(plan, placement, store, restarts, finished, begins_again(config, plan))
+
+
+def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
+    """Train this team's part of a task graph until `trainer.steps`, from the newest checkpoint when there is one."""
+    c = build_team(config, run_dir, graph, join_run(config, graph))
+    try:
+        share_loader(c)
+        checkpoints: Checkpoints | CheckpointPart
+        if c.team.leads:
+            checkpoints = Checkpoints(c, graph.roles)
+            start = find_start(c, graph, checkpoints)
+            announce_start(c, start)
+        else:
+            checkpoints = CheckpointPart(c)
+            start = follow_start(c)
+        make_models(c, start)
+        open_rollout(c)
+        if start.source is not None:
+            resume(c, checkpoints, Path(start.source), begun=start.begun)
+        all_ready(c)
+        accept_start(c, graph, checkpoints)
+        with TeamRecorder(c, "train", config.trainer.steps, start.shown_from, part_of(config)) as recorder:
+            publish(c, c.context.step)
+            if not start.begun and not c.team.finished and validates_first(config):
+                checkpoints.rate_start(validate_first(recorder, lambda: evaluate_teams(c, recorder, 0)))
+            if isinstance(checkpoints, CheckpointPart) and draws_apart(c):
+                _generate_apart(c, graph, recorder, checkpoints, start)
+            else:
+                _steps(c, graph, recorder, checkpoints)
+            end_run(c, recorder, checkpoints)
+        if c.team.leads and not checkpoints.ends:
+            show_export(c)
+    finally:
+        drop_refused_start(c)
+        c.close()
+
+
+def resume(c: Controller, checkpoints: SavedRun, source: Path, *, begun: bool) -> None:
+    """Restore what this team has in the checkpoint at `source`; unless `begun`, the actor of a cold start is there."""
+    with phase("resume"):
+        if begun:
+            checkpoints.load(source)
+        resume_loader(c, source)
+
+
+def _steps(c: Controller, graph: TaskGraph, recorder: TeamRecorder, checkpoints: SavedRun) -> None:
+    """All steps of a team that does not generate for another one."""
+    config, team = c.config, c.team
+    recorder.channel = channel = _open_channel(c, graph)
+    executor = Executor(graph, c.roles, team.plan.nodes, channel, token_exchange(c, graph))
+    weights: AsReadyUpdates | InOrderUpdates | None = None  # only the actor's team has some to give
+    if team.leads and flows(c):
+        weights = AsReadyUpdates(c)
+        recorder.sampled = weights.metrics
+    elif team.leads:
+        weights = InOrderUpdates(c)
+    for step in range(c.context.step + 1, config.trainer.steps + 1):
+        c.context.step = step
+        set_step(step)
+        accuracy = None
+        recorder.start_step()
+        with phase("step"):
+            prompts = None
+            if c.loader is not None:
+                with phase("load"):
+                    prompts = next(c.loader)
+            if weights is not None:
+                weights.before_step(step)
+            executor.run(c.context, prompts, more=c.loader)
+            if weights is not None:
+                weights.after_step(step, saves=checkpoints.may_save(step))
+            if validates(config, step):
+                accuracy = evaluate_teams(c, recorder, step)
+        numbers = recorder.end_step(step)
+        channel.done(step)
+        checkpoints.after_step(step, numbers, accuracy, last=step == config.trainer.steps)
+        if checkpoints.ends:
+            break
+
+
+def _open_channel(c: Controller, graph: TaskGraph) -> TeamCrossing:
+    """Open this rank's way to other teams around the nodes that it walks."""
+    keeps = draws_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
+    place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
+    return TeamCrossing(
+        graph, c.team.placement, store_of(c), *place, keeps=keeps, dealt=dealt, stays=c.team.plan.may_restart
+    )
+
+
+def _generate_apart(
+    c: Controller, graph: TaskGraph, recorder: TeamRecorder, checkpoints: CheckpointPart, start: RunStart
+) -> None:
+    """Generate in a team of its own until the weights of the last step have come."""
+    source, team = None if start.source is None else Path(start.source), c.team
+    if not flows(c):
+        recorder.channel = channel = _open_channel(c, graph)
+        executor = Executor(graph, c.roles, team.plan.nodes, channel, token_exchange(c, graph))
+        held = [] if source is None else find_drawn(c, source, c.context.step)
+        RolloutSteps(c, executor, channel, recorder, checkpoints, held).run()
+        return
+    recorder.channel = groups = PoolCrossing(team.placement, store_of(c), c.layout.is_lead)
+    nodes = team.plan.nodes[1:]
+    waiting = next((place for place, id in enumerate(nodes) if PENDING in graph[id].declared.consumes), len(nodes))
+    before, after = (Executor(graph, c.roles, some, groups) for some in (nodes[:waiting], nodes[waiting:]))
+    FlowSteps(c, before, after, groups, recorder, checkpoints, None if source is None else find_flow(source)).run()
