@@ -16,9 +16,9 @@ whether somebody wants the weights to be replaced.
 `ray`: a giver and a taker, each a process of its own. Seconds from the first byte given to the last byte read, of bytes
 and of a batch of 512 groups of 16 samples, beside copying as many bytes from one gigabyte of memory to another one
 through shared memory, in the same run, by one thread. All of that memory has been written to before: a worker uses that
-of a step for the next one (`megarl.data.room`). In a first step it is new: `new`, of a batch and of the copy, is into
-memory that the reader gets from the kernel. The seconds are those of the fastest batch: `give` until the store has it,
-`fetch` until the reader sees it in shared memory, `read` until it is a batch.
+of a step for the next one (`megarl.data.buffer_pool`). In a first step it is new: `new`, of a batch and of the copy, is
+into memory that the reader gets from the kernel. The seconds are those of the fastest batch: `give` until the store has
+it, `fetch` until the reader sees it in shared memory, `read` until it is a batch.
 
 `nodes`: the same between two Ray nodes on this machine, each with an object store of its own, beside one loopback
 connection between two processes.
@@ -105,10 +105,10 @@ class Process:
         import numpy as np
 
         from megarl.data.batch import Batch
-        from megarl.data.room import rooms
+        from megarl.data.buffer_pool import buffer_pool
 
         if new:
-            rooms.give_back()
+            buffer_pool.give_back()
         mine = self._client.assignment(step, "rollout", 0)
         payloads = self._client.fetch(step, "rollout>score", [group.uid for group in mine])
         there = time.time()
@@ -140,11 +140,11 @@ class Copy:
         """Of both; the second into `new` memory."""
         import numpy as np
 
-        from megarl.data.room import Rooms
+        from megarl.data.buffer_pool import BufferPool
 
         start = time.perf_counter()
         np.copyto(self._view, self._source)
-        np.copyto(Rooms().take(len(self._source)) if new else self._target, self._view)
+        np.copyto(BufferPool().take(len(self._source)) if new else self._target, self._view)
         return time.perf_counter() - start
 
     def close(self) -> None:

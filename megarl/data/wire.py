@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.data.buffer_pool import buffer_pool
 from megarl.data.jagged import Jagged
-from megarl.data.room import rooms
 
 #: Fields by name, columns by name, number of samples.
 Parts: TypeAlias = tuple[Mapping[str, Tensor | Jagged], Mapping[str, list], int]
@@ -347,7 +347,7 @@ def gather(ranges: Sequence[Range]) -> Parts:
     fields: dict[str, Tensor | Jagged] = {}
     for name, cut in first.head["layout"].items():
         parts = list(chain.from_iterable(block.rows(name, start, stop) for block, start, stop in ranges))
-        memory, entry = rooms.take(sum(map(len, parts))), first.entries[_FIELD + name]
+        memory, entry = buffer_pool.take(sum(map(len, parts))), first.entries[_FIELD + name]
         if parts:
             np.concatenate(parts, out=memory)
         cuts = tuple(block.head["layout"][name] for block, _, _ in ranges)

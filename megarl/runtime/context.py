@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.planning.flops import FlopCounter
     from megarl.runtime.episode_scores import EpisodeScores
-    from megarl.training.forms import Form
     from megarl.training.parallel import Layout
+    from megarl.training.sequence_layout import SequenceLayout
 
 
 @contextlib.contextmanager
@@ -31,8 +31,8 @@ def no_progress(description: str, total: int | None) -> Iterator[Callable[[float
     yield lambda units: None
 
 
-def _text() -> Form:
-    from megarl.training.forms import TEXT
+def _text() -> SequenceLayout:
+    from megarl.training.sequence_layout import TEXT
 
     return TEXT
 
@@ -79,7 +79,7 @@ class StepContext:
         metrics: this rank's part of the step's metrics.
         progress: shows long work on the console; only on the rank that has a tracker, while it has one.
         surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
-        form: how samples become sequences of the model.
+        sequences: how samples become sequences of the model.
         scores: of robots' episodes, in the team that draws them.
         cuts: where mini-batches begin, which replicas share by tokens (`TeamPlan.cuts`); None: groups are dealt.
     """
@@ -94,7 +94,7 @@ class StepContext:
     metrics: Metrics = field(default_factory=Metrics)
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     surplus: Batch | None = None
-    form: Form = field(default_factory=_text)
+    sequences: SequenceLayout = field(default_factory=_text)
     scores: EpisodeScores | None = None
     cuts: tuple[int, ...] | None = None
 
@@ -120,7 +120,7 @@ class StepContext:
         """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward, with the vocabulary."""
         responses = samples["response_ids"].lengths
         count = self.flops.train if train else self.flops.forward
-        lengths = [length for lengths in self.form.sample_columns(samples) for length in lengths]
+        lengths = [length for lengths in self.sequences.sample_columns(samples) for length in lengths]
         self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum()) if head else 0))
 
     def all_sum(self, values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from megarl.processes import own_worker_name, worker_number
 from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
-from megarl.runtime.heap import heap_bound, resident_bytes
+from megarl.runtime.malloc_trim import make_malloc_trim, resident_bytes
 from megarl.runtime.validate import VALIDATE
 from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
@@ -68,7 +68,7 @@ class Recorder:
             )
         #: How the stage ends that has no error.
         self.status: Status = "finished"
-        self._heap = heap_bound()
+        self._malloc_trim = make_malloc_trim()
         team = c.team.plan.name if c.team.others else ""
         self._trace = TraceWriter(c.run_dir, worker_number(), own_worker_name(), team)
         self._peak: float | None = None
@@ -150,7 +150,7 @@ class Recorder:
             self._tracker.log(step, numbers)
             for warning in self._alarms.look(step, numbers):
                 self._tracker.view.note(f"WARNING: {warning}")
-        self._heap.after_step()
+        self._malloc_trim.after_step()
         return numbers
 
     # -- what one of several teams adds: nothing here ------------------------------------------------------------------

@@ -39,7 +39,7 @@ from megarl.rollout.robots.trials import Trials, limited, part_trials, val_sets
 from megarl.rollout.robots.view import View
 from megarl.simulators.wire import plain_spec, spec_of
 from megarl.tracing import keep_beating, phase
-from megarl.training.calls import CallForm
+from megarl.training.vla_sequences import VLALayout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,16 +70,16 @@ class Body:
         codec: its tokens, and what is executed.
         family: how its calls look.
         view: what it sees.
-        form: its calls as sequences of the model.
+        sequences: its calls as sequences of the model.
     """
 
     codec: ActionCodec
     family: PolicyFamily
     view: View
-    form: CallForm
+    sequences: VLALayout
 
 
-def call_form(config: RunConfig, hf: PretrainedConfig) -> CallForm:
+def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
     """How policy calls of the section `robot` go through the model.
 
     Raises:
@@ -95,7 +95,7 @@ def call_form(config: RunConfig, hf: PretrainedConfig) -> CallForm:
             fix="name a robot policy, or leave the section out",
         )
     columns = _tokens(hf).columns(hf.vocab_size)
-    return CallForm(
+    return VLALayout(
         shape,
         policy_family(robot.family, "robot.family"),
         policy_normalisation(getattr(hf, "preprocessor", None), len(shape.towers), shape.towers[0].image),
@@ -107,8 +107,8 @@ def call_form(config: RunConfig, hf: PretrainedConfig) -> CallForm:
     )
 
 
-def body_of(config: RunConfig, form: CallForm, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
-    """How the policy acts whose calls are of `form`; `data`: statistics of what it acts like.
+def body_of(config: RunConfig, sequences: VLALayout, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
+    """How the policy acts whose calls are of `sequences`; `data`: statistics of what it acts like.
 
     Raises:
         ConfigError: section, model and statistics do not fit.
@@ -116,10 +116,10 @@ def body_of(config: RunConfig, form: CallForm, hf: PretrainedConfig, data: Datas
     robot = config.robot
     assert robot is not None, "a recipe with the section `robot`"
     codec = ActionCodec(_tokens(hf), data.action, gripper_rule(robot.gripper, "robot.gripper"))
-    _refuse_other_sizes(robot, codec, form.shape, data)
+    _refuse_other_sizes(robot, codec, sequences.shape, data)
     pipeline = choose(PIPELINES, robot.pictures, "there is no such way of pictures", where="robot.pictures")
-    view = View(tuple(robot.cameras), replace(pipeline, size=form.shape.towers[0].image), data.state)
-    return Body(codec, form.family, view, form)
+    view = View(tuple(robot.cameras), replace(pipeline, size=sequences.shape.towers[0].image), data.state)
+    return Body(codec, sequences.family, view, sequences)
 
 
 def _tokens(hf: PretrainedConfig) -> ActionTokens:
@@ -265,7 +265,7 @@ def open_robots(
     robot = config.robot
     if robot is None:
         return None
-    form, pool = call_form(config, hf), None  # a model that does not fit is refused before simulators are started
+    sequences, pool = vla_layout(config, hf), None  # a model that does not fit is refused before simulators are started
     if layout.is_lead:
         settings = settings_at("robot.simulator", robot.simulator, SimulatorSettings)
         cuda = device().index if has_cuda() else None
@@ -273,10 +273,10 @@ def open_robots(
     told = None if pool is None else [plain_spec(task) for task in pool.tasks.values()]
     tasks = {spec.name: spec for spec in map(spec_of, layout.mp_group.broadcast_json(told))}
     for task in tasks.values():
-        _refuse_other_task(robot, form.shape, task)
+        _refuse_other_task(robot, sequences.shape, task)
     name, data = _statistics(config, layout, tasks)
     hf.action_statistics = {name: data}  # exports of the model bring them
-    body = body_of(config, form, hf, data)
+    body = body_of(config, sequences, hf, data)
     parted = part_trials(
         tasks.values(),
         seed=config.trainer.seed,

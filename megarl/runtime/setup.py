@@ -37,15 +37,15 @@ from megarl.rollout.engine import UnopenedEngine
 from megarl.runtime.context import StepContext
 from megarl.runtime.controller import Controller
 from megarl.runtime.episodes import build_episodes
-from megarl.runtime.robots import call_form, open_robots
+from megarl.runtime.robots import open_robots, vla_layout
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 from megarl.runtime.team import OwnTeam
 from megarl.sync.updater import NullSync
 from megarl.tracing import keep_beating, phase
 from megarl.training.engine import MegatronEngine, Weights
-from megarl.training.forms import TEXT, Form
 from megarl.training.parallel import Layout, init_parallel
 from megarl.training.rng import seed_generators
+from megarl.training.sequence_layout import TEXT, SequenceLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -107,7 +107,7 @@ def build_controller(
         hf_config,
         OffloadSchedule(layout.world.barrier) if config.rollout.colocated else OffloadSchedule(),
         KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
-        form=form_of(config, hf_config),
+        sequences=sequence_layout_of(config, hf_config),
         cuts=team.plan.cuts if config.placement.share == "tokens" else None,
     )
     held: dict[str, ModelRole | RolloutRole | ScorerRole] = {}
@@ -294,13 +294,13 @@ def build_engine(
         weights=weights,
         name=name,
         seed=config.trainer.seed,
-        form=form_of(config, hf_config),
+        sequences=sequence_layout_of(config, hf_config),
     )
 
 
-def form_of(config: RunConfig, hf_config: PretrainedConfig) -> Form:
+def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig) -> SequenceLayout:
     """How samples of a run become sequences of its models."""
-    return TEXT if config.robot is None else call_form(config, hf_config)
+    return TEXT if config.robot is None else vla_layout(config, hf_config)
 
 
 def _prompts(

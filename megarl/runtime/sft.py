@@ -132,5 +132,5 @@ def sft_step(c: Controller, batch: Batch) -> None:
     c.context.count_pass(batch, train=True)
     if c.layout.rank == 0:  # already merged over all ranks
         c.context.metrics.merge(metrics)
-    columns = sum(map(sum, c.context.form.sample_columns(batch)))
+    columns = sum(map(sum, c.context.sequences.sample_columns(batch)))
     c.context.metrics.sum("perf/total_tokens", float(columns))

@@ -31,11 +31,11 @@ from megarl.models.policy import PolicyModel
 from megarl.offload_schedule import PARAMETERS, PARTS
 from megarl.tracing import beat, phase
 from megarl.training import microbatch, offload, optimizer
-from megarl.training.forms import TEXT, Form
 from megarl.training.guard import check_finite
 from megarl.training.heads import Draws, Head, LogProbs, Values
 from megarl.training.microbatch import MicroBatch
 from megarl.training.parallel import Layout
+from megarl.training.sequence_layout import TEXT, SequenceLayout
 from megarl.training.topk import SoftTargets, TopTokens
 
 from megatron.core.distributed import finalize_model_grads  # isort: skip  (megarl imports install the compat hook)
@@ -74,7 +74,7 @@ class MegatronEngine:
         name: role, the first part of the metric names.
         seed: of dropout and whatever else the model draws.
         value_head: a critic: one value per token in place of a vocabulary.
-        form: how rows of a batch become sequences.
+        sequences: how rows of a batch become sequences.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class MegatronEngine:
         name: str = "actor",
         seed: int = 0,
         value_head: bool = False,
-        form: Form = TEXT,
+        sequences: SequenceLayout = TEXT,
     ) -> None:
-        self.form = form
+        self.sequences = sequences
         self.hf_config, self.config, self.optim = hf_config, engine, optim
         self.dtype, self.layout, self.total_steps, self.name = dtype, layout, total_steps, name
         self.device = device()
@@ -150,21 +150,21 @@ class MegatronEngine:
         return found[0].like(torch.stack([columns[:, :k], columns[:, k:]], 2))
 
     def draw(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
-        """Draw all tokens of rows whose form predicts them in one pass.
+        """Draw all tokens of rows whose sequence layout predicts them in one pass.
 
         Collective over the ranks of a replica; replicas may call it at different times.
 
         Args:
-            batch: rows, see `Form`; their `response_ids` only say how many tokens there are.
+            batch: rows, see `SequenceLayout`; their `response_ids` only say how many tokens there are.
             seeds: int64 [B]; what a row is given depends on its own seed and on nothing else that is drawn.
             temperature: 0 takes the likeliest tokens.
 
         Returns:
             Tokens int64 and their log-probs float32, on every rank of the replica.
         """
-        assert self.form.columns is not None, "the form of rows says which tokens may be drawn"
+        assert self.sequences.columns is not None, "the sequence layout says which tokens may be drawn"
         slots = int(batch["response_ids"].lengths[0]) if len(batch) else 1
-        head = Draws(temperature, self.layout.tp_group, self.form.columns, seeds, slots)
+        head = Draws(temperature, self.layout.tp_group, self.sequences.columns, seeds, slots)
         tokens, logp = self._evaluate(batch, head, together=False)
         return tokens.like(tokens.values.long()), logp
 
@@ -175,15 +175,15 @@ class MegatronEngine:
     def _of_samples(self, samples: Batch, head: Head) -> list[Jagged]:
         """The head's numbers for the response tokens of samples."""
         responses = samples["response_ids"]
-        return [responses.like(found.values) for found in self._evaluate(self.form.rows(samples), head)]
+        return [responses.like(found.values) for found in self._evaluate(self.sequences.rows(samples), head)]
 
     @torch.no_grad()
     def _evaluate(self, batch: Batch, head: Head, *, together: bool = True) -> list[Jagged]:
         """The head's numbers for the response tokens of rows; not `together`: other replicas have nothing to do."""
         self.require(PARAMETERS)
         budget = self.config.micro_batch_tokens
-        groups = microbatch.plan(batch, budget, self.layout, self.device, self.form, together=together)
-        micros, length = microbatch.build_all(batch, groups, self.layout, self.device, self.form)
+        groups = microbatch.plan(batch, budget, self.layout, self.device, self.sequences, together=together)
+        micros, length = microbatch.build_all(batch, groups, self.layout, self.device, self.sequences)
         self._train_mode(False)
         last = functools.partial(self._collect, head)
         outputs = self._schedule(micros, length, last, forward_only=True)
@@ -212,7 +212,7 @@ class MegatronEngine:
         return [Jagged.from_lengths(row.to(responses.device), lengths).select(back) for row in rows.unbind()]
 
     def _log_probs(self, temperature: float, entropy: bool = True) -> LogProbs:
-        chunk, columns = self.config.logits_chunk_tokens, self.form.columns
+        chunk, columns = self.config.logits_chunk_tokens, self.sequences.columns
         return LogProbs(temperature, chunk, self.layout.tp_group, entropy, columns)
 
     def _outputs(self, head: Head, hidden: Tensor, chunk: Any, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -270,7 +270,7 @@ class MegatronEngine:
         if self.optimizer is None:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
         self.require(*PARTS)
-        batch = self.form.rows(batch)
+        batch = self.sequences.rows(batch)
         if taught is not None:
             assert isinstance(head, LogProbs), "a policy is taught"
             head = SoftTargets(head, batch[taught.field], taught.floor)
@@ -278,8 +278,8 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with phase("forward_backward"):
-            groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device, self.form)
-            micros, length = microbatch.build_all(batch, groups, self.layout, self.device, self.form)
+            groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device, self.sequences)
+            micros, length = microbatch.build_all(batch, groups, self.layout, self.device, self.sequences)
             results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
         metrics = self._merge(Metrics(), results)
         if divisor is not None:

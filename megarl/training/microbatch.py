@@ -1,7 +1,7 @@
 """From a batch of rows to the packed micro-batches that go through the model.
 
-How a row becomes a sequence is its form (megarl/training/forms.py). Only columns that predict a response token reach
-the vocabulary head.
+The sequence layout (megarl/training/sequence_layout.py) says how a row becomes a sequence. Only columns that predict a
+response token reach the vocabulary head.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from megarl.data.batch import Batch
 from megarl.data.packing import pack, split_to_count
 from megarl.models.packing import PackedSequences, pack_stream
-from megarl.training.forms import TEXT, Form
 from megarl.training.parallel import Layout
+from megarl.training.sequence_layout import TEXT, SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def plan(
     budget: int,
     layout: Layout,
     device: torch.device,
-    form: Form = TEXT,
+    sequences: SequenceLayout = TEXT,
     *,
     together: bool = True,
 ) -> list[list[int]]:
@@ -59,7 +59,7 @@ def plan(
 
     With interleaved pipelining the number is a multiple of the pipeline size.
     """
-    lengths = form.lengths(batch).tolist()
+    lengths = sequences.lengths(batch).tolist()
     wanted = torch.tensor([len(pack(lengths, budget))], device=device)
     count = max(int(layout.dp_group.all_reduce(wanted, "max") if together else wanted), 1)
     if layout.parallel.vpp:
@@ -74,14 +74,14 @@ def build(
     layout: Layout,
     device: torch.device,
     total: int | None = None,
-    form: Form = TEXT,
+    sequences: SequenceLayout = TEXT,
 ) -> MicroBatch:
     """Pack `samples` of `batch`; no samples make a filler that counts for nothing.
 
     The stream is padded to `total` tokens (over all context-parallel ranks) when that is given.
     """
-    laid = form.lay(batch.select(list(samples))) if samples else form.filler()
-    tokens, predicts, lengths, opens = laid.tokens, laid.predicts, list(laid.lengths), list(laid.open_from)
+    packed = sequences.pack(batch.select(list(samples))) if samples else sequences.filler()
+    tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
     if total is not None:
         extra = _fill_up(lengths, total, layout)
         tokens = torch.cat([tokens, tokens.new_zeros(sum(extra))])
@@ -100,8 +100,8 @@ def build(
     rows = (which >= 0).nonzero()[:, 0]
     order = which[rows]
     there = stream.to(device)
-    if laid.seen is not None:
-        there.params.seen = laid.seen.to(device)
+    if packed.seen is not None:
+        there.params.seen = packed.seen.to(device)
     return MicroBatch(
         samples=tuple(samples),
         input_ids=stream.input_ids(tokens).to(device),
@@ -109,13 +109,17 @@ def build(
         packed=there.params,
         rows=rows.to(device),
         order=order.to(device),
-        targets=laid.targets[order].to(device),
-        tokens=len(laid.targets),
+        targets=packed.targets[order].to(device),
+        tokens=len(packed.targets),
     )
 
 
 def build_all(
-    batch: Batch, groups: Sequence[Sequence[int]], layout: Layout, device: torch.device, form: Form = TEXT
+    batch: Batch,
+    groups: Sequence[Sequence[int]],
+    layout: Layout,
+    device: torch.device,
+    sequences: SequenceLayout = TEXT,
 ) -> tuple[list[MicroBatch], int]:
     """All micro-batches, and the stream length that Megatron's schedules expect.
 
@@ -126,11 +130,11 @@ def build_all(
     if layout.parallel.vpp:
         unit = _unit(layout)
         step = math.lcm(unit, layout.cp_size * layout.tp_size)
-        padded = -(-form.lengths(batch) // unit) * unit
-        filler = sum(-(-length // unit) * unit for length in form.filler().lengths)
+        padded = -(-sequences.lengths(batch) // unit) * unit
+        filler = sum(-(-length // unit) * unit for length in sequences.filler().lengths)
         longest = max(int(padded[list(group)].sum()) if group else filler for group in groups)
         total = -(-longest // step) * step
-    return [build(batch, group, layout, device, total, form) for group in groups], total or 1
+    return [build(batch, group, layout, device, total, sequences) for group in groups], total or 1
 
 
 def _unit(layout: Layout) -> int:

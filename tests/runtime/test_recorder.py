@@ -108,7 +108,7 @@ def test_an_error_while_closing_a_finished_run_is_an_error(make):
 
 def test_every_step_ends_with_a_look_at_the_heap(make, monkeypatch):
     steps = []
-    monkeypatch.setattr(recorder, "heap_bound", lambda: SimpleNamespace(after_step=lambda: steps.append(1)))
+    monkeypatch.setattr(recorder, "make_malloc_trim", lambda: SimpleNamespace(after_step=lambda: steps.append(1)))
     monkeypatch.setattr(FakeTracker, "log", lambda self, step, numbers: None, raising=False)
     c, record = make(lambda status: None)
     c.metrics, c.layout.is_lead = Metrics(), True

@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.data.batch import Batch, Jagged
+from megarl.data.buffer_pool import find_malloc_trim
 from megarl.data.frames import CLIP, END_FRAMES, FRAMES
-from megarl.data.room import heap_trim
 from megarl.data.versions import set_versions
 from megarl.rollout.robots.acting import Chunk
 from megarl.simulators.protocol import Observation, TaskSpec
@@ -145,7 +145,7 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
 def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> torch.Tensor:
     """A camera's pictures in one tensor uint8 [N, H, W, 3]; they are no longer in `seen`."""
     found = np.empty((len(seen), *size, 3), np.uint8)
-    trim = heap_trim()
+    trim = find_malloc_trim()
     every = max(1, _TRIM_BYTES // max(1, size[0] * size[1] * 3))
     for number, (place, one) in enumerate(zip(found, seen, strict=True), 1):
         frames = dict(one.frames)

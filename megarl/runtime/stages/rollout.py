@@ -287,7 +287,7 @@ def _record_work(c: StepContext, samples: Batch) -> None:
     if c.config.robot is not None:
         c.count_pass(samples)
         c.metrics.sum("perf/generated_tokens", float(samples["response_mask"].values.sum()))
-        c.metrics.sum("perf/total_tokens", float(sum(map(sum, c.form.sample_columns(samples)))))
+        c.metrics.sum("perf/total_tokens", float(sum(map(sum, c.sequences.sample_columns(samples)))))
         return
     from megarl.data.groups import group_places
     from megarl.data.trajectory import policy_tokens

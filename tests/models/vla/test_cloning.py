@@ -14,7 +14,7 @@ from megarl.data.pictures import PicturePipeline
 from megarl.errors import ConfigError, DataError
 from megarl.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens
 from megarl.models.vla.cloning import CloningExamples, cloning_statistics
-from megarl.training.calls import calls_of
+from megarl.training.vla_sequences import calls_of
 
 K, D, S = 3, 2, 4
 LENGTHS = (5, 2, 0, 7)  # of one no environment step is left

@@ -193,14 +193,14 @@ def test_a_state_needs_its_own_statistics() -> None:
 
 
 def test_runs_normalise_pictures_as_the_checkpoint_says(tmp_path: Path) -> None:
-    from megarl.runtime.robots import call_form
+    from megarl.runtime.robots import vla_layout
 
     recipe = load_config(write_robots_recipe(tmp_path))
     folder = tmp_path / "policy"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(recipe.model.hf_config))
-    usual = call_form(recipe, load_hf_config(ModelConfig(path=str(folder)))).normalise
+    usual = vla_layout(recipe, load_hf_config(ModelConfig(path=str(folder)))).normalise
     assert usual.means == ((0.5, 0.5, 0.5),)
     (folder / PREPROCESSOR).write_text(json.dumps({"means": [[0.25, 0.5, 0.75]], "stds": [[0.125] * 3]}))
-    own = call_form(recipe, load_hf_config(ModelConfig(path=str(folder)))).normalise
+    own = vla_layout(recipe, load_hf_config(ModelConfig(path=str(folder)))).normalise
     assert (own.means, own.deviations) == (((0.25, 0.5, 0.75),), ((0.125,) * 3,))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.data.buffer_pool import BufferPool
 from megarl.data.jagged import Jagged
-from megarl.data.room import Rooms
 
 SIZE = 5 << 20
 
@@ -21,12 +21,12 @@ def address(memory: np.ndarray) -> int:
 
 
 def test_memory_that_nobody_uses_is_used_again() -> None:
-    rooms = Rooms()
-    first = rooms.take(SIZE)
+    buffer_pool = BufferPool()
+    first = buffer_pool.take(SIZE)
     first[:] = 7
     where = address(first)
     del first
-    again = rooms.take(SIZE - (1 << 20))
+    again = buffer_pool.take(SIZE - (1 << 20))
     assert address(again) == where
     assert len(again) == SIZE - (1 << 20)
     assert again[0] == 7, "its pages are there"
@@ -46,49 +46,49 @@ VIEWS: list[Callable[[np.ndarray], object]] = [
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_smallest_view_keeps_all_of_it(view: Callable[[np.ndarray], object]) -> None:
-    rooms = Rooms()
-    memory = rooms.take(SIZE)
+    buffer_pool = BufferPool()
+    memory = buffer_pool.take(SIZE)
     held, where = view(memory), address(memory)
     del memory
     gc.collect()
-    other = rooms.take(SIZE)
+    other = buffer_pool.take(SIZE)
     assert address(other) != where
-    assert rooms.used == 2 * len(other)
+    assert buffer_pool.used == 2 * len(other)
     del held
     gc.collect()
-    assert address(rooms.take(SIZE)) == where
+    assert address(buffer_pool.take(SIZE)) == where
 
 
 def test_there_is_never_more_of_it_than_was_in_use_at_once() -> None:
-    rooms, rng, held, most = Rooms(), np.random.default_rng(0), list[np.ndarray](), 0
+    buffer_pool, rng, held, most = BufferPool(), np.random.default_rng(0), list[np.ndarray](), 0
     for _ in range(300):
         if rng.random() < 0.5 and held:
             held.pop(int(rng.integers(len(held))))
-        memory = rooms.take(int(rng.integers(4 << 20, 16 << 20)))
+        memory = buffer_pool.take(int(rng.integers(4 << 20, 16 << 20)))
         memory[:8] = len(held)
         if rng.random() < 0.8:
             held.append(memory)
         del memory
-        most = max(most, rooms.used)
-        assert rooms.used + rooms.kept <= most
+        most = max(most, buffer_pool.used)
+        assert buffer_pool.used + buffer_pool.kept <= most
     assert len({address(one) for one in held}) == len(held)
-    assert rooms.used <= 2.3 * sum(map(len, held)) + (128 << 20), "memory is not much larger than what is in it"
+    assert buffer_pool.used <= 2.3 * sum(map(len, held)) + (128 << 20), "memory is not much larger than what is in it"
 
 
 def test_what_is_kept_goes_back_when_it_is_asked_for() -> None:
-    rooms = Rooms()
-    held = rooms.take(SIZE)
+    buffer_pool = BufferPool()
+    held = buffer_pool.take(SIZE)
     del held
-    rooms.give_back()
-    assert (rooms.used, rooms.kept) == (0, 0)
+    buffer_pool.give_back()
+    assert (buffer_pool.used, buffer_pool.kept) == (0, 0)
 
 
 def test_memory_may_come_back_in_another_thread_while_it_is_asked_for() -> None:
-    rooms, wrong = Rooms(), list[int]()
+    buffer_pool, wrong = BufferPool(), list[int]()
 
     def work(number: int) -> None:
         for _ in range(200):
-            memory = rooms.take(SIZE)
+            memory = buffer_pool.take(SIZE)
             memory[:64] = number
             memory[-64:] = number
             if {*memory[:64].tolist(), *memory[-64:].tolist()} != {number}:
@@ -100,9 +100,11 @@ def test_memory_may_come_back_in_another_thread_while_it_is_asked_for() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    rooms.take(SIZE)
-    assert rooms.used + rooms.kept <= len(threads) * 2 * SIZE, "a thread has at most the last one and the next"
+    buffer_pool.take(SIZE)
+    assert buffer_pool.used + buffer_pool.kept <= len(threads) * 2 * SIZE, (
+        "a thread has at most the last one and the next"
+    )
 
 
 def test_little_memory_is_the_allocators() -> None:
-    assert Rooms().take(100).base is None
+    assert BufferPool().take(100).base is None

@@ -1,8 +1,8 @@
-"""Memory for large copies, which is used again: the first write to a page costs more than the copy of it.
+"""A pool of memory for large copies: the first write to a page costs more than the copy into it.
 
-In pages of 4 kB the first write to a gigabyte stops 262,144 times for the kernel. So the kernel is asked for large
-pages, and what nobody uses any more is kept for the next who asks. There is never more of it, used or kept, than has
-been in use at the same time.
+With pages of 4 kB the first write to a gigabyte stops 262,144 times for the kernel. So the pool asks the kernel for
+large pages and keeps unused memory for the next request. Used and kept memory together never exceed the largest amount
+that was in use at one time.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from collections.abc import Callable
 import numpy as np
 
 _LARGE = 4 << 20  # below, the allocator's own memory has been written to before
-_STEP = 8  # sizes of one kind: an eighth of a power of two apart, so that the samples of the next step fit, too
+_STEP = 8  # sizes of one kind: an eighth of a power of two apart, so that samples of the next step fit, too
 
 
-class Rooms:
-    """Hands out memory, and takes it back when the last view of it is gone, in whatever thread that happens.
+class BufferPool:
+    """A pool that hands out memory and takes it back when its last view is gone, in whatever thread that happens.
 
     Attributes:
         used: bytes handed out.
-        kept: bytes that wait to be used again.
+        kept: bytes that are free for reuse.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._back: deque[mmap.mmap] = deque()  # which nobody uses any more, and is not counted yet
+        self._back: deque[mmap.mmap] = deque()  # unused again, and not counted yet
         self._spare: list[mmap.mmap] = []  # the longest kept first
         self.used = self.kept = self._most = 0
 
     def take(self, size: int) -> np.ndarray:
-        """uint8 [size], not initialised, writable; it comes back with the last view of it."""
+        """Return writable memory, uint8 [size], not initialised; the pool gets it back with its last view."""
         if size < _LARGE:
             return np.empty(size, dtype=np.uint8)
         with self._lock:
@@ -51,7 +51,7 @@ class Rooms:
         return whole[:size]
 
     def give_back(self) -> None:
-        """What is kept goes back to the system."""
+        """Return the kept memory to the system."""
         with self._lock:
             self._count()
             self._spare.clear()
@@ -64,7 +64,7 @@ class Rooms:
             self.used, self.kept = self.used - len(memory), self.kept + len(memory)
 
     def _fitting(self, size: int) -> mmap.mmap | None:
-        """The smallest that is large enough, and not too large for what asks."""
+        """Take the smallest kept block that is large enough and at most twice as large."""
         found = [memory for memory in self._spare if size <= len(memory) <= 2 * size]
         if not found:
             return None
@@ -88,13 +88,13 @@ class Rooms:
         self.kept -= len(memory)
 
 
-#: Of this process.
-rooms = Rooms()
+#: The pool of this process.
+buffer_pool = BufferPool()
 
 
 @functools.cache
-def heap_trim() -> Callable[[int], object] | None:
-    """glibc's malloc_trim, which gives free pages back to the kernel; None with another C library."""
+def find_malloc_trim() -> Callable[[int], object] | None:
+    """Return glibc's malloc_trim, which gives free pages back to the kernel; None with another C library."""
     try:
         malloc_trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
         malloc_trim.argtypes = [ctypes.c_size_t]  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megarl.runtime.heap import GROWTH, SETTLE, HeapBound, heap_bound
+from megarl.runtime.malloc_trim import GROWTH, SETTLE, MallocTrim, make_malloc_trim
 
 
 class Process:
@@ -15,7 +15,7 @@ class Process:
 
     def __init__(self, used: int) -> None:
         self.used, self.kept, self.highest = used, 0, 0
-        self.bound = HeapBound(lambda: self.used + self.kept, self.trim)
+        self.bound = MallocTrim(lambda: self.used + self.kept, self.trim)
 
     def trim(self) -> None:
         self.kept = 0
@@ -53,7 +53,7 @@ def test_steps_that_need_more_than_before_cost_one_trim() -> None:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 def test_trimming_gives_pages_back() -> None:
-    bound = heap_bound()
+    bound = make_malloc_trim()
     blocks = [b"x" * 50_000 for _ in range(2000)]
     last = b"x" * 50_000  # keeps the end of the heap in use, so that free() by itself returns nothing
     before = bound._resident()

@@ -24,7 +24,7 @@ from megarl.data.pictures import Normalisation
 from megarl.data.versions import VERSION_FIELDS
 from megarl.models.vla.calls import CallLayout, PolicyFamily
 from megarl.models.vla.vision import Seen
-from megarl.training.forms import Laid
+from megarl.training.sequence_layout import PackedRows
 
 #: Fields that may by chance be as long as the response and have nothing to do with its tokens.
 _REPEATED = ("prompt_ids", *VERSION_FIELDS)
@@ -60,7 +60,7 @@ def calls_of(samples: Batch) -> Batch:
 
 
 @dataclass(frozen=True)
-class CallForm:
+class VLALayout:
     """Calls of a policy: rows with `prompt_ids`, `response_ids` (K * D), `frames/CAMERA` and, if it is asked, `states`.
 
     Attributes:
@@ -84,25 +84,25 @@ class CallForm:
     block_only: bool = False
 
     def rows(self, samples: Batch) -> Batch:
-        """See `Form`; rows are given as they are."""
+        """See `SequenceLayout`; rows are given as they are."""
         return calls_of(samples) if "turn_ends" in samples else samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """See `Form`."""
+        """See `SequenceLayout`."""
         more = self._layout(2).length - 2
         calls, prompts = samples["turn_ends"].lengths.tolist(), samples["prompt_ids"].lengths.tolist()
         return [[prompt + more] * count for prompt, count in zip(prompts, calls, strict=True)]
 
     def lengths(self, batch: Batch) -> Tensor:
-        """See `Form`."""
+        """See `SequenceLayout`."""
         wrong = (batch["response_ids"].lengths.cpu() != self.dim * self.chunk).nonzero()
         if len(wrong):
             found = int(batch["response_ids"].lengths[int(wrong[0])])
             raise ValueError(f"call {int(wrong[0])} has {found} tokens, and {self.chunk} actions of {self.dim} numbers")
         return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
 
-    def lay(self, rows: Batch) -> Laid:
-        """See `Form`; targets outside of `columns` have no log-prob.
+    def pack(self, rows: Batch) -> PackedRows:
+        """See `SequenceLayout`; targets outside of `columns` have no log-prob.
 
         Raises:
             ValueError: there is one.
@@ -115,20 +115,20 @@ class CallForm:
             raise ValueError(f"call {call}: token {place} is {int(targets[int(outside[0])])}, no action of {allowed}")
         pictures = torch.stack([rows[FRAMES + camera] for camera in self.cameras], 1).flatten(0, 1)
         states = rows["states"] if self.shape.state else torch.zeros(0, 0)
-        return self._lay([ids.cpu() for ids in rows["prompt_ids"].unbind()], targets, pictures, states)
+        return self._pack([ids.cpu() for ids in rows["prompt_ids"].unbind()], targets, pictures, states)
 
-    def filler(self) -> Laid:
+    def filler(self) -> PackedRows:
         """A call that sees black pictures, and whose targets are the first action token."""
         side, count = self.shape.towers[0].image, len(self.cameras)
         pictures = torch.zeros(count, side, side, 3, dtype=torch.uint8)
         targets = torch.full((self.dim * self.chunk,), self.columns[0])
-        return self._lay([torch.zeros(2, dtype=torch.int64)], targets, pictures, torch.zeros(1, self.shape.state))
+        return self._pack([torch.zeros(2, dtype=torch.int64)], targets, pictures, torch.zeros(1, self.shape.state))
 
     def _layout(self, prompt: int) -> CallLayout:
         parallel, state = self.family.parallel, self.shape.state > 0
         return CallLayout(prompt, self.shape.patches, self.dim, self.chunk, len(self.cameras), state, parallel)
 
-    def _lay(self, prompts: Sequence[Tensor], targets: Tensor, pictures: Tensor, states: Tensor) -> Laid:
+    def _pack(self, prompts: Sequence[Tensor], targets: Tensor, pictures: Tensor, states: Tensor) -> PackedRows:
         layouts = [self._layout(len(prompt)) for prompt in prompts]
         tokens = torch.zeros(sum(one.length for one in layouts), dtype=torch.int64)
         predicts = torch.full_like(tokens, -1)
@@ -159,4 +159,4 @@ class CallForm:
             torch.tensor(state_places, dtype=torch.int64),
             torch.cat([*blank, torch.zeros(0, dtype=torch.int64)]),
         )
-        return Laid([one.length for one in layouts], tokens, predicts, targets, opens, seen)
+        return PackedRows([one.length for one in layouts], tokens, predicts, targets, opens, seen)

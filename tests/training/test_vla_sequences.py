@@ -17,7 +17,7 @@ from megarl.data.pictures import DINO_SIGLIP
 from megarl.metrics import Metrics
 from megarl.models.vla.calls import PolicyFamily
 from megarl.models.vla.config import read_policy_config
-from megarl.training.calls import CallForm, calls_of
+from megarl.training.vla_sequences import VLALayout, calls_of
 from tests.dist import layout_for, run_distributed, single_process
 from tests.models.vla.small import CONFIG, Oracle, save_small
 
@@ -27,10 +27,10 @@ SLOTS, CALLS = DIM * CHUNK, [3, 1, 2, 4, 2]
 TEMPERATURE = 0.7
 
 
-def form_of(folder: Path, **settings: Any) -> CallForm:
+def vla_layout_of(folder: Path, **settings: Any) -> VLALayout:
     family = PolicyFamily(parallel=settings.pop("parallel", True))
     shape = VisionShape.from_config(CONFIG, 32, "small")
-    return CallForm(shape, family, DINO_SIGLIP, CAMERAS, DIM, CHUNK, COLUMNS, **settings)
+    return VLALayout(shape, family, DINO_SIGLIP, CAMERAS, DIM, CHUNK, COLUMNS, **settings)
 
 
 def episodes() -> Batch:
@@ -73,7 +73,7 @@ def engine_of(folder: Path, budget: int = 120, split: dict[str, int] | None = No
         layout=layout_for(layout),
         total_steps=10,
         weights=lambda chunks: load_weights(chunks, folder),
-        form=form_of(folder, **settings),
+        sequences=vla_layout_of(folder, **settings),
     )
 
 
@@ -184,8 +184,8 @@ def test_tokens_that_are_no_actions_are_refused(tmp_path, change, text) -> None:
     lengths = calls["response_ids"].lengths
     lengths[-1] -= len(calls["response_ids"].values) - len(ids)
     calls.set("response_ids", Jagged.from_lengths(ids, lengths))
-    form = form_of(tmp_path)
-    refuse = form.lengths if "tokens, and" in text else form.lay
+    sequences = vla_layout_of(tmp_path)
+    refuse = sequences.lengths if "tokens, and" in text else sequences.pack
     with pytest.raises(ValueError, match=text):
         refuse(calls)
 

@@ -1,7 +1,7 @@
-"""How samples become sequences of the model: text, or policy calls of a robot (megarl/training/calls.py).
+"""The layout of samples as sequences of the model: text, or policy calls of a robot (megarl/training/vla_sequences.py).
 
-A form makes rows of samples, one for each sequence, and lays rows end to end. Which of their columns predict a token of
-the response, and what else the model is to know of them, is all that the engine has to be told.
+A layout makes rows of samples, one for each sequence, and packs rows end to end. It tells the engine which columns
+predict a token of the response, and what else the model needs besides the tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Laid:
-    """Some rows, end to end: T columns, N response tokens.
+class PackedRows:
+    """Rows that were packed end to end: T columns, N response tokens.
 
     Attributes:
         lengths: columns of each row.
@@ -40,8 +40,8 @@ class Laid:
     seen: Seen | None = None
 
 
-class Form(Protocol):
-    """See above.
+class SequenceLayout(Protocol):
+    """The way from samples to packed rows.
 
     Attributes:
         columns: first and one past the last token that log-probs are over; None: all of the vocabulary.
@@ -49,30 +49,30 @@ class Form(Protocol):
 
     @property
     def columns(self) -> tuple[int, int] | None:
-        """See above."""
+        """Return the first and one past the last token that log-probs are over; None: all of the vocabulary."""
 
     def rows(self, samples: Batch) -> Batch:
-        """One row per sequence, with the response tokens of `samples` in their order."""
+        """Return one row per sequence, with the response tokens of `samples` in their order."""
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """Columns of every sequence of each sample, prompt and all of the response: what is counted as work."""
+        """Return the columns of every sequence of each sample, prompt and whole response: they are counted as work."""
 
     def lengths(self, batch: Batch) -> Tensor:
-        """Columns of each row, int64 [B].
+        """Return the columns of each row, int64 [B].
 
         Raises:
             ValueError: a row that cannot go through the model.
         """
 
-    def lay(self, rows: Batch) -> Laid:
-        """Lay these rows end to end; at least one."""
+    def pack(self, rows: Batch) -> PackedRows:
+        """Pack these rows end to end; at least one."""
 
-    def filler(self) -> Laid:
-        """One row that counts for nothing and goes through every parameter: it keeps a rank in step with others."""
+    def filler(self) -> PackedRows:
+        """Return one row without effect that goes through every parameter: it keeps a rank in step with the others."""
 
 
-class TextForm:
-    """A prompt of P and a response of R tokens is fed as P + R - 1 tokens: the last response token predicts nothing.
+class TextLayout:
+    """The layout of text: P prompt and R response tokens become P + R - 1, since the last one predicts nothing.
 
     Response token j is predicted at place P - 1 + j.
     """
@@ -80,33 +80,33 @@ class TextForm:
     columns = None
 
     def rows(self, samples: Batch) -> Batch:
-        """See `Form`; a sample is a sequence."""
+        """Return the samples themselves: a sample is a sequence."""
         return samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """See `Form`."""
+        """See `SequenceLayout`."""
         lengths = samples["prompt_ids"].lengths + samples["response_ids"].lengths
         return [[length] for length in lengths.tolist()]
 
     def lengths(self, batch: Batch) -> Tensor:
-        """See `Form`; a response needs a token to predict, and a prompt to predict it from."""
+        """See `SequenceLayout`; a response needs a token to predict, and a prompt to predict it from."""
         prompts, responses = batch["prompt_ids"].lengths.cpu(), batch["response_ids"].lengths.cpu()
         if len(batch) and min(int(prompts.min()), int(responses.min())) < 1:
             bad = int(((prompts < 1) | (responses < 1)).nonzero()[0])
             raise ValueError(f"sample {bad} has {int(prompts[bad])} prompt and {int(responses[bad])} response tokens")
         return prompts + responses - 1
 
-    def lay(self, rows: Batch) -> Laid:
-        """See `Form`."""
-        return self._lay(rows["prompt_ids"].to("cpu"), rows["response_ids"].to("cpu"))
+    def pack(self, rows: Batch) -> PackedRows:
+        """See `SequenceLayout`."""
+        return self._pack(rows["prompt_ids"].to("cpu"), rows["response_ids"].to("cpu"))
 
-    def filler(self) -> Laid:
-        """One token, with one row."""
+    def filler(self) -> PackedRows:
+        """Return a prompt of one token with a response of one token."""
         one = Jagged.from_list([[0]], dtype=torch.int64)
-        return self._lay(one, one)
+        return self._pack(one, one)
 
     @staticmethod
-    def _lay(prompts: Jagged, responses: Jagged) -> Laid:
+    def _pack(prompts: Jagged, responses: Jagged) -> PackedRows:
         tokens, predicts, done = [], [], 0
         for prompt, response in zip(prompts.unbind(), responses.unbind(), strict=True):
             tokens += [prompt, response[:-1]]
@@ -116,7 +116,7 @@ class TextForm:
             ]
             done += len(response)
         lengths = (prompts.lengths + responses.lengths - 1).tolist()
-        return Laid(lengths, torch.cat(tokens), torch.cat(predicts), responses.values)
+        return PackedRows(lengths, torch.cat(tokens), torch.cat(predicts), responses.values)
 
 
-TEXT = TextForm()
+TEXT = TextLayout()
