@@ -1,1 +1,1 @@
-"""Checks before a start, by subject, on the loaded recipe; the plan of a run, and the memory it needs."""
+"""Checks of a loaded recipe before a start, by subject, and the memory that a run needs."""

@@ -1,4 +1,4 @@
-"""Checks of what single estimators, losses and filters need of the rest of a recipe."""
+"""Checks of the requirements of single estimators, losses and filters on the rest of a recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.errors import ConfigError, UserError
 
 
 def check_algorithm(config: RunConfig, roles: Roles, checks: Checklist) -> None:
-    """What the chosen estimator, loss, filter and teacher cannot work without, or with."""
+    """Check the requirements and conflicts of the chosen estimator, loss, filter and teacher."""
     _check_estimator(config, checks)
     _check_teacher(config, roles, checks)
     _check_distillation(config, checks)
@@ -66,7 +66,7 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_parts(config: RunConfig, checks: Checklist) -> None:
-    """Penalties on the whole reward, for an estimator that reads its parts."""
+    """Check penalties on the whole reward when the estimator reads its parts."""
     algorithm = config.algorithm
     in_reward = algorithm.kl.use == "reward"
     if in_reward or algorithm.overlong.buffer_tokens is not None:
@@ -105,7 +105,7 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 
 def check_distributions(path: str, section: KLConfig | DistillationConfig, checks: Checklist) -> None:
-    """An estimator that compares the likeliest tokens of a teacher."""
+    """Check an estimator that compares the most likely tokens of a teacher."""
     name = section.estimator
     if isinstance(section, KLConfig):
         checks.fail(
@@ -168,7 +168,7 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
 
 
 def _chooses_before(loss: str) -> bool:
-    """Whether the policy loss makes something of the whole mini-batch's advantages before it is cut."""
+    """Return whether the policy loss uses the advantages of the whole mini-batch before it is split."""
     try:
         return POLICY_LOSSES.spec(loss).prepare is not None
     except UserError:
@@ -215,7 +215,7 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
-    """What a loss without a ratio cannot correct for."""
+    """Refuse corrections that a loss without a ratio cannot apply."""
     name, actor = config.algorithm.loss.name, config.actor
     minis = config.data.batch_size // (actor.mini_batch_size or config.data.batch_size) * actor.ppo_epochs
     if minis > 1:

@@ -1,4 +1,4 @@
-"""Are `data.loader_kwargs` arguments that a data function takes? Functions are imported in a process of its own.
+"""Check that `data.loader_kwargs` are arguments that a data function takes. Functions are imported in another process.
 
 python -m megarl.checks.arguments      # sources and arguments as JSON on stdin; the error, if any, as JSON on stdout
 """
@@ -21,7 +21,7 @@ def check_arguments(config: RunConfig, limit_s: float = _LIMIT_S) -> None:
     """Refuse arguments that no source takes; functions that take longer to import are left to the workers.
 
     Raises:
-        ConfigError: what a worker would raise.
+        ConfigError: the error that a worker would raise.
     """
     data, more = config.data, config.sft.train_files or []
     if not data.loader_kwargs:
@@ -35,7 +35,7 @@ def check_arguments(config: RunConfig, limit_s: float = _LIMIT_S) -> None:
 
 
 def main() -> None:
-    """Look at the functions' signatures."""
+    """Check the functions' signatures."""
     request = json.load(sys.stdin)
     sys.path.append(os.getcwd())  # as in workers
     answer(lambda: check_loader_kwargs(DataConfig(**request["data"]), request["more"]))

@@ -1,4 +1,4 @@
-"""Checks of groups that come one by one (`async.order=as_ready`) against engine, layout and model; and of their age."""
+"""Checks of groups that finish one by one (`async.order=as_ready`) against engine, layout, model and staleness."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megarl.planning.shards import layout_key
 
 
 def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:
-    """What `megarl.dag.ahead`, which refuses graphs and teams, does not know of.
+    """Check the settings that `megarl.dag.ahead`, which refuses graphs and teams, cannot see.
 
     Args:
-        facts: sizes of the policy; None: not known here.
+        facts: sizes of the policy; None: unknown here.
     """
     lag, steps = config.async_.max_staleness, config.trainer.steps
     if lag == 0:
@@ -36,7 +36,7 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
         checks.fail(
             "async",
             "algorithm.dynamic_sampling.short",
-            "a step that is drawn as ready has no rounds after which it could be filled",
+            "a step that is generated as ready has no rounds after which it could be filled",
             found="fill",
             allowed="fail",
             fix=f"set algorithm.dynamic_sampling.short=fail, or {ORDER}=in_order {KEY}=0",
@@ -52,9 +52,9 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
 
 
 def _check_engine(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:
-    """An embedded engine whose ranks wait for each other generates in rounds, from which nothing comes early."""
+    """Warn of an embedded engine whose ranks wait for each other: it generates in rounds, no group finishes early."""
     team = placement.of_role(Role.ROLLOUT)
-    assert team is not None, "every run draws samples"
+    assert team is not None, "every run generates samples"
     if team.parallel.cp > 1:
         key = f"{layout_key(config, Role.ROLLOUT)}.cp"
         checks.fail(

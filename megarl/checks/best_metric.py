@@ -1,4 +1,4 @@
-"""Whether a validation of this recipe writes `trainer.best_metric`."""
+"""Check that a validation of this recipe writes `trainer.best_metric`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.recipes.build import PIPELINES
 
 
 def check_best_metric(config: RunConfig, job: str, checks: Checklist) -> None:
-    """Held-out metrics are known beforehand, but for the data sources of the prompts; of others there are many.
+    """Check the metric's name against the held-out metrics, which are known except for the prompts' data sources.
 
     A pipeline of a user may write metrics of its own.
     """

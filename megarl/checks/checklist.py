@@ -10,7 +10,7 @@ from megarl.config.base import ConfigErrors
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, UserError
 
-#: Whose work the nodes of the task graph are; None when there is no graph, or it cannot be built.
+#: The role of each node of the task graph; None when there is no graph, or it cannot be built.
 Roles = Set[Role] | None
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -28,38 +28,38 @@ class Check:
     fix: str | None = None
 
     def problem(self) -> ConfigError:
-        """The check as an error."""
+        """Return the check as an error."""
         return ConfigError(self.message, where=self.key, found=self.found, allowed=self.allowed, fix=self.fix)
 
 
 @dataclass
 class Checklist:
-    """Collects checks in order."""
+    """A list of checks, in order."""
 
     items: list[Check] = field(default_factory=list)
 
     def ok(self, name: str, message: str) -> None:
-        """Note what holds."""
+        """Record a check that passed."""
         self.items.append(Check("ok", name, message))
 
     def skip(self, name: str, why: str) -> None:
-        """Note what could not be checked, and why."""
+        """Record a check that could not be made, and why."""
         self.items.append(Check("skip", name, why))
 
     def fail(self, name: str, key: str, what: str, *, found: object, allowed: object = None, fix: str | None) -> None:
-        """Note a problem that stops the run. `allowed` is a sentence or the legal values."""
+        """Record a problem that stops the run. `allowed` is a sentence or the legal values."""
         self.items.append(Check("fail", name, what, key, found, _words(allowed), fix))
 
     def warn(self, name: str, key: str, what: str, *, found: object = None, fix: str | None = None) -> None:
-        """Note a setting that is legal and most likely not what is wanted."""
+        """Record a setting that is legal but probably not intended."""
         self.items.append(Check("warn", name, what, key, found, None, fix))
 
     def failed(self, key: str | None) -> bool:
-        """Whether a problem at `key` is noted already."""
+        """Return whether a problem at `key` is recorded."""
         return any(check.status == "fail" and check.key == key for check in self.items)
 
     def from_error(self, name: str, error: UserError) -> None:
-        """Note a problem that was raised as an error, or each of several."""
+        """Record a problem that was raised as an error, or each of several."""
         for one in error.problems if isinstance(error, ConfigErrors) else [error]:
             self.items.append(Check("fail", name, one.what, one.where, one.found, one.allowed, one.fix))
 
@@ -73,9 +73,9 @@ class Checklist:
         by: str,
         other: str | None = None,
     ) -> bool:
-        """Check that `number` (of `noun`) is a multiple of `divisor` (told by `by`); name the nearest multiples.
+        """Check that `number` (of `noun`) is a multiple of `divisor` (set by `by`); name the nearest multiples.
 
-        `other`: what may be set in place of `key`, such as `actor.parallel.tp to 2`.
+        `other`: an alternative to changing `key`, such as `actor.parallel.tp to 2`.
         """
         if number % divisor == 0:
             self.ok(name, f"{noun} {number} is divisible by {divisor} ({by})")
@@ -93,7 +93,7 @@ class Checklist:
 
 
 def nearest_multiples(number: int, divisor: int) -> list[int]:
-    """The positive multiples of `divisor` just below and above `number`."""
+    """Return the positive multiples of `divisor` just below and above `number`."""
     lower = number // divisor * divisor
     return [value for value in (lower, lower + divisor) if value > 0]
 

@@ -1,4 +1,4 @@
-"""Checks of what a recipe chooses by name, or by a reference to a user's own function."""
+"""Checks of components that a recipe chooses by name, or by a reference to a user's own function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Spec)
 def check_function_name(
     name: str, text: str, key: str, known: Sequence[str], noun: str, checks: Checklist, *, files: bool = False
 ) -> bool:
-    """A registered name, or a `pkg.mod:fn` (with `files`, or a `file.py:fn`) that can be found. True when it is."""
+    """Return whether this is a registered name, or a `pkg.mod:fn` (`files`: or a `file.py:fn`) that can be found."""
     if text in known:
         checks.ok(name, text)
         return True
@@ -41,9 +41,9 @@ def check_function_name(
 def check_component(
     name: str, section: ComponentSection, registry: Registry[S], checks: Checklist, path: str | None = None
 ) -> Chosen[S] | None:
-    """The component that a section names: that there is one, that the keys are its own, and what is wrong between them.
+    """Check the component that a section names: that it exists, that the keys are its own, and that they agree.
 
-    A user's own is imported for this, in this process. `path` is the section's where it is not the registry's.
+    A user's own component is imported in this process. `path` is the section's where it is not the registry's.
     """
     path = path or registry.key.rpartition(".")[0]
     key = f"{path}.{section.named_by}"
@@ -72,11 +72,11 @@ def check_signature(
     *,
     more: bool = False,
 ) -> bool:
-    """Whether a function takes these arguments, and needs no others: with `more` keywords that are known only later."""
+    """Return whether a function takes these arguments and requires no others, with `more` keywords known only later."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return True  # nothing is known of some that are not written in Python
+        return True  # some functions not written in Python have no signature
     parameters = signature.parameters.values()
     try:
         bound = signature.bind_partial(*positional, **dict.fromkeys(keywords)).arguments
@@ -102,7 +102,7 @@ _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_function(name: str, reference: str, key: str, checks: Checklist) -> bool:
-    """Whether a reference to a function leads to one; nothing is imported."""
+    """Return whether a reference leads to a function; nothing is imported."""
     try:
         check_reference(reference, key)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Checks of `rollout_correction`: knobs that contradict each other are said before anything starts."""
+"""Checks of `rollout_correction`: contradicting keys are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEY = "rollout_correction"
 
 
 def check_correction(config: RunConfig, checks: Checklist) -> None:
-    """Mode and loss, weights, rejection, and what generation they meet."""
+    """Check mode and loss, weights, rejection, and the kind of generation that they apply to."""
     knobs = config.rollout_correction.resolved()
     _check_mode(config, knobs, checks)
     _check_weights(config, knobs, checks)
@@ -122,7 +122,7 @@ def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checkli
 
 
 def _unweighted_terms(config: RunConfig) -> list[str]:
-    """Keys of terms of the update that importance weights do not multiply."""
+    """Return the keys of terms of the update that importance weights do not multiply."""
     algorithm = config.algorithm
     terms = {
         "algorithm.loss.entropy_coef": algorithm.loss.entropy_coef != 0,
@@ -232,7 +232,7 @@ def _check_generation(config: RunConfig, checks: Checklist) -> None:
         checks.warn(
             "sampling",
             "async.max_staleness",
-            "samples are drawn with older weights than those that they train, and nothing corrects for that",
+            "samples are generated with older weights than those that they train, and nothing corrects for that",
             found=lag,
             fix=f"set a preset of {_KEY}, for example decoupled_token_is",
         )

@@ -1,8 +1,8 @@
 """File descriptors of a rank: each gloo group of n ranks holds a socket to each of the other n - 1.
 
 Measured with torch 2.13 on 2, 4 and 8 processes: a group of n costs n + 3 descriptors, also of one rank, and the first
-rank holds one more for each client of the store. With TORCH_GLOO_LAZY_INIT=1 a group costs 4, and each connection one
-from its first use on. Every group has gloo, on GPUs, too: metrics and other plain data travel as CPU tensors.
+rank holds one more for each client of torch's store. With TORCH_GLOO_LAZY_INIT=1 a group costs 4, and each connection
+one from its first use on. Every group has gloo, also on GPUs: metrics and other plain data travel as CPU tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _USUAL = 1024  # the limit that most systems start processes with
 
 
 def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
-    """Ranks of each process group that one rank is in: those of Megatron, and that of its replica; without the world.
+    """Return the size of each process group that a rank is in: Megatron's and that of its replica, without the world.
 
-    The most that any rank has, which is one of the first pipeline stage: the others are in fewer.
+    This is the largest count of any rank, that of the first pipeline stage: other ranks are in fewer groups.
     """
     tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.expert_tp
     dp, expert_dp = nproc // parallel.model_parallel_size, nproc // (etp * ep * pp)
@@ -34,18 +34,18 @@ def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
 
 
 def descriptors(nproc: int, parallel: ParallelConfig) -> int:
-    """The most descriptors that a rank of such a run has open, the first rank with the store included."""
+    """Return the most descriptors that a rank of the run has open: the first rank's, with torch's store."""
     sizes = [*group_sizes(nproc, parallel), nproc]
     return sum(_GROUP + _connections(size, nproc >= LAZY_FROM) for size in sizes) + nproc + _OTHERS
 
 
 def _connections(size: int, lazy: bool) -> int:
-    """Connections of a rank in a group. Rings use two, trees and barriers two per doubling of the ranks."""
+    """Return a rank's connections in a group: two for rings, two per doubling of the ranks for trees and barriers."""
     return min(size - 1, 2 + 2 * size.bit_length()) if lazy else size - 1
 
 
 def check_descriptors(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Compare what a rank needs with the limit of this machine, where that matters; workers raise theirs so far."""
+    """Compare a rank's need with this machine's limit, where it matters; workers raise their own limit up to it."""
     teams = [team for team in placement.teams if divides_devices(team)]
     if not teams:
         return

@@ -1,4 +1,4 @@
-"""Check that the disk of the run folder has room for what the run keeps there."""
+"""Check that the disk of the run folder has room for the files that the run keeps there."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes
 def check_disk(
     config: RunConfig, sizes: Sizes, roles: Roles, job: str, run_dir: Path | None, checks: Checklist
 ) -> None:
-    """Checkpoints and exported models against what is free.
+    """Compare checkpoints and exported models with the free space.
 
     Args:
-        sizes: of each role's model; nothing is checked where the policy's are not known.
+        sizes: of each role's model; nothing is checked where the policy's are unknown.
         roles: of the nodes of the task graph.
         job: train or sft; other commands keep no model.
-        run_dir: where the run is to be; None: below `tracking.dir`.
+        run_dir: folder of the run; None: one below `tracking.dir`.
     """
     if job not in ("train", "sft") or sizes[Role.ACTOR] is None:
         return
@@ -48,7 +48,7 @@ def check_disk(
 
 
 def _checkpoint_bytes(config: RunConfig, sizes: Sizes, roles: Roles) -> float:
-    """Bytes of one checkpoint: everything that learns."""
+    """Return the bytes of one checkpoint: the state of everything that learns."""
     policy = sizes[Role.ACTOR]
     assert policy is not None
     learning = [policy] if Role.CRITIC not in (roles or ()) else [policy, sizes.get(Role.CRITIC) or policy]
@@ -56,9 +56,7 @@ def _checkpoint_bytes(config: RunConfig, sizes: Sizes, roles: Roles) -> float:
 
 
 def _checkpoints(config: RunConfig, job: str) -> int:
-    """Checkpoints that lie on the disk at the same time: those that are kept, the best, one that is only to go on from,
-    and one that is written.
-    """
+    """Return how many checkpoints are on disk at once: those kept, the best, one for resuming, one being written."""
     trainer, steps = config.trainer, config.sft.steps if job == "sft" else config.trainer.steps
     written = 1 if not trainer.save_every else -(-steps // trainer.save_every)
     best = trainer.best_metric is not None and trainer.save_every > 0
@@ -66,13 +64,13 @@ def _checkpoints(config: RunConfig, job: str) -> int:
 
 
 def _passing(config: RunConfig, job: str) -> bool:
-    """Some checkpoints are only to go on from."""
+    """Return whether some checkpoints are only for resuming."""
     every, steps = config.trainer.resume_every, config.sft.steps if job == "sft" else config.trainer.steps
     return 0 < every < steps and (not config.trainer.save_every or every % config.trainer.save_every != 0)
 
 
 def _model_bytes(config: RunConfig, sizes: Sizes) -> float:
-    """Bytes of the models that are exported at the end: the last one, and the best where it may be another one."""
+    """Return the bytes of the models exported at the end: the last one, and the best where it may be another one."""
     policy, trainer = sizes[Role.ACTOR], config.trainer
     assert policy is not None
     models = trainer.export_hf * (1 + (trainer.best_metric is not None and trainer.save_every > 0))

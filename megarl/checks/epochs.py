@@ -1,4 +1,4 @@
-"""How many training steps the epochs of a recipe are: what `trainer.epochs` makes of the training prompts."""
+"""Number of training steps that `trainer.epochs` makes of the training prompts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """The recipe with `trainer.steps` for its `trainer.epochs`, which is said; as it is without them.
+    """Return the recipe with `trainer.steps` computed from `trainer.epochs` and printed; unchanged without epochs.
 
     Prompts are read, rendered and tokenised as the workers do it, since `data.overlong` may drop some.
 
     Raises:
         ConfigError: an epoch is not a number of steps: groups are replaced, or prompts are the trials of a simulator.
-        DataError: as of `PromptDataset`.
+        DataError: as `PromptDataset` raises it.
     """
     epochs = config.trainer.epochs
     if epochs is None:
@@ -48,7 +48,7 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def _why_not(config: RunConfig) -> str | None:
-    """Why epochs are not a number of steps; None: they are."""
+    """Explain why epochs are not a number of steps; None: they are."""
     if config.robot is not None:
         return "the trials of a simulator are known only when it runs"
     if config.algorithm.dynamic_sampling.enabled:

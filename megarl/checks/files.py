@@ -1,4 +1,4 @@
-"""Checks that what a recipe names exists: model, tokenizer, data, reward, checkpoint."""
+"""Checks that the model, tokenizer, data, reward and checkpoint of a recipe exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PADDING = 1024
 
 
 def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist) -> ModelFacts | None:
-    """The policy's source; returns the model's facts, None when they are not known."""
+    """Check the policy's source and return the model's facts, None when they are unknown."""
     if model.path is not None and model.hf_config is not None:
         checks.fail(
             "model",
@@ -66,7 +66,7 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
 
 
 def check_local_weights(role: str, path: str | None, facts: ModelFacts, checks: Checklist) -> None:
-    """The weight files of a model that lies on this machine; `role` names it (model, critic, ...)."""
+    """Check the weight files of a model on this machine; `role` names it (model, critic, ...)."""
     folder = Path(path).expanduser() if path is not None else None
     if folder is None or not folder.is_dir():
         return
@@ -77,7 +77,7 @@ def check_local_weights(role: str, path: str | None, facts: ModelFacts, checks: 
 
 
 def check_only_in_training(facts: ModelFacts | None, checks: Checklist) -> None:
-    """Refuse to train a model whose config asks for what transformers does in training only, and this trainer not."""
+    """Refuse to train a model whose config needs a training-time feature of transformers that this trainer lacks."""
     for error in training_problems(facts.only_in_training, facts.source) if facts is not None else ():
         checks.from_error("training options", error)
 
@@ -180,7 +180,7 @@ def _check_words(words: str, facts: ModelFacts | None, checks: Checklist) -> Non
 
 
 def _check_vocabulary(what: str, tokens: int, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Whether the model has rows for `tokens`, which are `what`, and the special ones."""
+    """Check that the model has rows for `tokens`, which are `what`, and for the special ones."""
     needed = tokens + SPECIAL_TOKENS
     if facts is not None and facts.vocab < needed:
         checks.fail(
@@ -196,7 +196,7 @@ def _check_vocabulary(what: str, tokens: int, facts: ModelFacts | None, checks: 
 
 
 def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
-    """Every source of training and held-out rows; `job` (train, sft, eval, generate) needs one of the two."""
+    """Check every source of training and held-out rows; `job` (train, sft, eval, generate) needs one of the two."""
     data, examples = config.data, config.sft.train_files or []
     needed = "train_files" if job in ("train", "sft") else "val_files"
     if not getattr(data, needed) and not (job == "sft" and examples):
@@ -218,7 +218,7 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
 
 
 def _check_held_out(config: RunConfig, checks: Checklist) -> None:
-    """Whether held-out prompts are trained on; functions are told which split they make."""
+    """Warn when held-out prompts are also trained on; data functions receive the name of their split."""
     data = config.data
     trained = {_same(source) for source in [*data.train_files, *(config.sft.train_files or [])]}
     both = [source for source in data.val_files if _same(source) in trained and not is_module_reference(source)]
@@ -238,7 +238,7 @@ def _same(source: str) -> str:
 
 
 def trains_supervised(config: RunConfig, job: str) -> bool:
-    """True when `job` (train, sft, eval, generate) learns from examples: `megarl sft`, or a cold start."""
+    """Return whether `job` (train, sft, eval, generate) learns from examples: `megarl sft`, or a cold start."""
     return job == "sft" or (job == "train" and config.sft.steps > 0)
 
 
@@ -274,7 +274,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
 
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:
-    """The reward's name, or the function it refers to; its arguments; and its parts, as far as its source tells."""
+    """Check the reward's name or function, its arguments, and its parts, as far as its source shows them."""
     name, included = config.reward.name, config.reward.name in REWARDS.names()
     if included or is_file_reference(name) or is_module_reference(name):
         tree = None
@@ -306,7 +306,7 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -> None:
-    """Parts that the estimator weighs; `names` are those that the source of the reward could give, None: not known."""
+    """Check the parts that the estimator weighs; `names`: those that the source may return, None: unknown."""
     reward, key = config.reward.name, "algorithm.advantage.parts"
     parts = [name for name in config.algorithm.advantage.parts if name != "overall"]
     if reward in REWARDS.names() and parts:
@@ -332,10 +332,10 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
 def check_other_models(
     config: RunConfig, roles: Roles, facts: ModelFacts | None, checks: Checklist
 ) -> dict[Role, ModelFacts | None]:
-    """Reference, critic and teacher, as far as they are on this machine. `facts` are the policy's.
+    """Check reference, critic and teacher, as far as they are on this machine. `facts` are the policy's.
 
     Returns:
-        Their sizes; None: not known here.
+        Their sizes; None: unknown here.
     """
     sizes: dict[Role, ModelFacts | None] = {}
     for work, path in (
@@ -368,7 +368,7 @@ def check_other_models(
 
 
 def _fits_the_policy(role: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
-    """Whether the policy's tokens mean something to this model, and a critic has one value for each."""
+    """Return whether the policy's tokens fit this model; a critic has one value for each."""
     if role == "critic" and found.labels not in (None, 1):
         checks.fail(
             role,
@@ -394,7 +394,7 @@ def _fits_the_policy(role: str, found: ModelFacts, policy: ModelFacts | None, ch
 
 
 def check_places(config: RunConfig, checks: Checklist) -> None:
-    """Folders of a checkpoint and of the run."""
+    """Check the folders of a checkpoint and of the run."""
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         checks.fail(

@@ -1,4 +1,4 @@
-"""How many GPUs each machine of a run needs."""
+"""Number of GPUs that each machine of a run needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.planning.step import occupied
 
 
 def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks: Checklist) -> None:
-    """Say it where the recipe is for GPUs, and warn where it is more than machines have."""
+    """Report it for a recipe for GPUs, and warn when it is more than machines have."""
     cluster = config.cluster
     if cluster.device_memory_gb is None or config.launch.slurm.teams:  # these have machines of several kinds
         return
@@ -22,7 +22,7 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     beside = occupied(config, placement) - workers if starts else 0
     refused = config.rollout.sglang.dp_size > 1 or (beside and placement.asking and cluster.nnodes > 1)
     uneven = bool(beside) and config.rollout.sglang.servers % cluster.nnodes
-    if refused or workers % cluster.nnodes or uneven:  # all of it is noted elsewhere
+    if refused or workers % cluster.nnodes or uneven:  # all of it is checked elsewhere
         return
     here, lent = (workers + beside) // cluster.nnodes, beside // cluster.nnodes
     machines = f"{count(cluster.nnodes, 'machine')} of {count(here, 'GPU')}"
@@ -40,15 +40,15 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
 
 
 def _has(config: RunConfig) -> int:
-    """GPUs that a machine has: as the recipe says, or as is usual."""
+    """Return the GPUs of a machine: as the recipe says, else the usual number."""
     said = (config.launch.slurm.gpus_per_node, config.launch.kubernetes.gpus_per_node)
     return max(USUAL_GPUS, *(number or 0 for number in said))
 
 
 def _more_machines(config: RunConfig, placement: Placement, workers: int, beside: int) -> str:
-    """What makes machines of as many GPUs as is usual, or fewer."""
+    """Describe a change that makes do with machines of the usual number of GPUs, or fewer."""
     settings, servers = [], config.rollout.sglang
-    if beside and placement.asking:  # on several machines servers are where workers lend them GPUs, and nowhere else
+    if beside and placement.asking:  # with several machines servers run only where workers lend them GPUs
         team = placement.of_role(Role.ROLLOUT)
         assert team is not None, "it asks"
         settings = [f"{devices_key(config, team)}={team.devices + beside}", f"cluster.nproc={workers + beside}"]

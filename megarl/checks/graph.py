@@ -1,7 +1,7 @@
-"""The task graph of a recipe: built once per command, and asked for what its nodes work with.
+"""The task graph of a recipe, built once per command, and the roles of its nodes.
 
-Whether there is a critic, whether a reference or a teacher is used, what is filtered and what is sampled again follows
-from the nodes, for an included pipeline and for a user's own alike.
+The nodes tell whether a critic, a reference or a teacher is used, what is filtered and what is resampled, for included
+pipelines and a user's own alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.runtime.stages.resampling import COPIES
 
 
 def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
-    """The graph of `algorithm.pipeline`, or why there is none; None when the name leads nowhere, which is noted."""
+    """Build the graph of `algorithm.pipeline`; return it or its error, None (recorded) for an unknown name."""
     name = config.algorithm.pipeline
     if not check_function_name(
         "pipeline", name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks, files=True
@@ -32,7 +32,7 @@ def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
 
 
 def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: Checklist) -> None:
-    """What stands in the way of the graph, and nodes that the recipe's settings do not fit."""
+    """Check that the graph can be built and that its nodes fit the recipe's settings."""
     if isinstance(built, MissingFieldError) and built.role is Role.ADVANTAGE:
         _check_estimator(config, built, checks)
     elif isinstance(built, UserError):
@@ -46,7 +46,7 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
 
 
 def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> None:
-    """The estimator reads what no node of the pipeline writes."""
+    """Explain that the estimator reads a field that no node of the pipeline writes."""
     name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
     if missing.field == "values":
         checks.fail(
@@ -84,7 +84,7 @@ def _check_critic(config: RunConfig, graph: TaskGraph, checks: Checklist) -> Non
 
 
 def _check_sampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
-    """Dynamic sampling is a node, and a setting: one without the other does nothing."""
+    """Check that dynamic sampling is both a node and a setting: one without the other has no effect."""
     algorithm, pipeline = config.algorithm, config.algorithm.pipeline
     samples_again = Role.DYNAMIC_SAMPLING in graph.roles
     if samples_again and not algorithm.dynamic_sampling.enabled:
@@ -107,12 +107,12 @@ def _check_sampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> N
 
 
 def _check_resampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
-    """A setting that a user's pipeline has to have a node for."""
+    """Check that a user's pipeline has a node for the resampling setting."""
     if config.algorithm.resampling.active and not any(COPIES in node.writes for node in graph):
         checks.fail(
             "resampling",
             "algorithm.resampling.name",
-            "no node of this pipeline draws the samples again, so the setting would do nothing",
+            "no node of this pipeline resamples, so the setting would do nothing",
             found=config.algorithm.resampling.name,
             allowed="none, or a pipeline with megarl.runtime.stages.resampling:resample after the advantage",
             fix="add the nodes with megarl.recipes.grpo.add_advantage, or set algorithm.resampling.name=none",
@@ -120,7 +120,7 @@ def _check_resampling(config: RunConfig, graph: TaskGraph, checks: Checklist) ->
 
 
 def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
-    """Included pipelines call the node `filter`; a user's may filter in another way."""
+    """Check the filter setting. Included pipelines call the node `filter`; a user's may filter in another way."""
     chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline
     if chosen.active and pipeline in PIPELINES and "filter" not in graph:
         checks.fail(

@@ -1,7 +1,7 @@
-"""What all processes of one machine hold in its host memory, estimated from sizes.
+"""Estimate of the host memory that all processes of one machine hold, from sizes.
 
-On a CPU this is what the devices hold, too: every rank of the machine counts, and teams work at the same time. Where
-several machines share a run each of them is taken to hold its part of every team.
+On a CPU this includes the devices' memory: every rank of the machine counts, and teams work at the same time. In a run
+on several machines each is assumed to hold its part of every team.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DATA = 6.0
 
 
 def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: bool, job: str = "train") -> Memory:
-    """Estimate of what all processes of one machine hold in its host memory. `sizes` as in `device_memory`."""
+    """Estimate the host memory of all processes of one machine. `sizes` as in `device_memory`."""
     facts = sizes[Role.ACTOR]
     assert facts is not None, "the policy's sizes are known where memory is estimated"
     ranks = sum(_here(config, team) for team in placement.teams)
@@ -62,12 +62,12 @@ def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: b
 
 
 def _here(config: RunConfig, team: TeamPlan) -> int:
-    """Ranks of a team on one machine."""
+    """Return the ranks of a team on one machine."""
     return -(-team.devices // config.cluster.nnodes)
 
 
 def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str) -> Memory:
-    """What the ranks of a team that are on one machine hold. `facts`: of the policy."""
+    """Estimate the memory of a team's ranks on one machine. `facts`: of the policy."""
     ranks, parallel, dp, actor = _here(config, team), team.parallel, team.replicas, config.actor
     state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp)
     own = ranks * (state["optimizer"] + state["parameters"] / dp) if Role.ACTOR in team.roles else 0.0
@@ -75,9 +75,9 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
     staging = [Term("a checkpoint on its way to disk", own, f"the model's size, {layout}", 0.0)] if own else []
     if gpu:
         offloaded = [term("offloaded state", own, "actor.engine.offload")] if actor.engine.offload and own else []
-        # The buffers are on the device: of host memory nothing is certain.
-        drawn = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
-        responses = [replace(_times(ranks, part), least=0.0) for part in drawn]
+        # The buffers are on the device: none of the host memory is certain.
+        held = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
+        responses = [replace(_times(ranks, part), least=0.0) for part in held]
         return Memory((Moment("a step", (*offloaded, *staging, *responses)),))
     moments = [
         Moment(moment.name, tuple(_times(ranks, part) for part in moment.terms))
@@ -95,8 +95,7 @@ def _times(ranks: int, part: Term) -> Term:
 
 
 def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *, gpu: bool, job: str) -> list[Term]:
-    """Data, reward processes, servers on a CPU: with the ranks that draw samples; weights of past steps, and of later
-    ones."""
+    """Return terms for data, reward processes, servers on a CPU (with sampling ranks), older and newer weights."""
     found = []
     generates = job in ("eval", "generate")
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
@@ -115,9 +114,9 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         found.append(term("weights of past steps", copies, "rollout.stale_steps"))
     actor, lag = placement.of_role(Role.ACTOR), config.async_.max_staleness
     if actor is not None and lag > 1 and config.async_.order == "in_order" and job == "train":
-        # None where training is what bounds the run; one more while one of them is pushed.
+        # None where training bounds the run; one more while one of them is sent.
         weights = _here(config, actor) * (lag + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
-        found.append(Term("weights that wait until they are drawn with", weights, "async.max_staleness", 0.0))
+        found.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
     if config.robot is not None and job != "sft":
         found += _episode_terms(config, facts, team, job)
     servers = config.rollout.sglang
@@ -128,7 +127,7 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
 
 
 def _episode_terms(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str) -> list[Term]:
-    """Pictures of the episodes of a step, on every rank that has them, and frames that simulators hold for clips."""
+    """Return terms for the pictures of a step's episodes, on every rank that has them, and the frames for clips."""
     robot, vision = config.robot, facts.vision
     if robot is None or vision is None:
         return []
@@ -150,6 +149,6 @@ def _episode_terms(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: st
 
 
 def _file_bytes(sources: list[str]) -> int:
-    """Bytes of the data files that lie here; what a hub name or a function gives is not known."""
+    """Return the bytes of the local data files; those of a hub name or a function are unknown."""
     files = [Path(source).expanduser() for source in dict.fromkeys(sources)]
     return sum(file.stat().st_size for file in files if file.is_file())

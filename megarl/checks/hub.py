@@ -1,4 +1,4 @@
-"""Checks that what a recipe takes from the Hugging Face hub is in the local cache, or can be had: in seconds."""
+"""Checks, within seconds, that a recipe's files from the Hugging Face hub are cached or can be downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.data.hub import HubSource, hub_dataset
 
 
 def sources(config: RunConfig, job: str) -> list[HubSource]:
-    """What `job` (train, sft, eval, generate) may take from the hub."""
+    """Return the sources that `job` (train, sft, eval, generate) may take from the hub."""
     models = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     data = {"data.val_files": config.data.val_files}
     if job in ("train", "sft"):
@@ -36,16 +36,16 @@ def sources(config: RunConfig, job: str) -> list[HubSource]:
 
 
 def check_hub(config: RunConfig, job: str, *, ask: bool) -> None:
-    """Refuse what is neither in the cache nor can be had from the hub. Takes `hub.ASK_S` at most.
+    """Refuse sources that are neither in the cache nor available from the hub. Takes `hub.ASK_S` at most.
 
     When the hub cannot be reached and everything is in the cache, a warning says so, and HF_HUB_OFFLINE is set for the
     workers: each would wait for it otherwise.
 
     Args:
-        ask: also call the hub; else only what this machine knows is looked at.
+        ask: also call the hub; else only look at this machine.
 
     Raises:
-        ConfigError: lists all that is missing.
+        ConfigError: lists all missing sources.
     """
     found = sources(config, job)
     missing = [source for source in found if not source.cached]

@@ -1,4 +1,4 @@
-"""Checks of how models are split over processes, against Megatron-Core's rules and the model's sizes."""
+"""Checks of model layouts against Megatron-Core's rules, the number of processes and the model's sizes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from megarl.planning.shards import Sizes, layout_key
 
 
 def devices_key(config: RunConfig, team: TeamPlan) -> str:
-    """Where the number of a team's workers is said."""
+    """Return the key that sets the number of a team's workers."""
     return f"placement.teams.{team.name}.devices" if team.name in config.placement.teams else "cluster.nproc"
 
 
 def divides_devices(team: TeamPlan) -> bool:
-    """Whether a team's workers make whole replicas, of the experts, too."""
+    """Return whether a team's workers make whole replicas, including the experts'."""
     return makes_replicas(team.devices, team.parallel)
 
 
 def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) -> None:
-    """Processes over machines."""
+    """Check the number of processes against the machines."""
     cluster = config.cluster
     if cluster.nnodes > cluster.nproc:
         checks.fail(
@@ -62,7 +62,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
 
 
 def _check_even(config: RunConfig, checks: Checklist) -> None:
-    """Every machine has equally many workers. With teams another number of workers would need other teams."""
+    """Check that every machine has equally many workers. With teams, other numbers of workers need other teams."""
     nproc, nnodes, teams = config.cluster.nproc, config.cluster.nnodes, config.placement.teams
     if nproc % nnodes == 0 or not teams:
         checks.divides("machines", "cluster.nproc", nproc, nnodes, "cluster.nproc", "cluster.nnodes")
@@ -103,7 +103,7 @@ def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) 
 
 
 def check_deadlines(config: RunConfig, checks: Checklist) -> None:
-    """While one rank waits for its rewards the others wait for it, at most `cluster.timeout_s`."""
+    """Check the reward's deadline: while one rank waits for rewards, the others wait up to `cluster.timeout_s`."""
     rewards, cluster = config.reward.timeout_s, config.cluster
     if config.robot is not None:
         return  # no reward function; `check_robot` looks at the simulators'
@@ -119,7 +119,7 @@ def check_deadlines(config: RunConfig, checks: Checklist) -> None:
 
 
 def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks: Checklist) -> None:
-    """The layout of every team against its workers, and against each of its models."""
+    """Check the layout of every team against its workers and each of its models."""
     for team in placement.teams:
         _check_devices(config, team, placement, sizes.get(team.roles[0]), checks)
         checked: list[ModelFacts | None] = []
@@ -133,7 +133,7 @@ def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks:
 def _check_devices(
     config: RunConfig, team: TeamPlan, placement: Placement, facts: ModelFacts | None, checks: Checklist
 ) -> None:
-    """A team's workers make whole replicas. `facts`: of the model of its first role."""
+    """Check that a team's workers make whole replicas. `facts`: of the model of its first role."""
     parallel, key, lead = team.parallel, devices_key(config, team), team.roles[0]
     name = team.name if placement.separate else lead.value
     split = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}"
@@ -163,7 +163,7 @@ def _check_devices(
 
 
 def _tensor_sizes(team: TeamPlan, facts: ModelFacts | None) -> list[int]:
-    """Tensor parallel sizes that divide the workers of a team, and its model where that is known."""
+    """Return tensor parallel sizes that divide a team's workers, and its model where it is known."""
     parallel = team.parallel
     known = divisors(team.devices) if facts is None else tensor_sizes(facts)
     rest = parallel.pp * parallel.cp
@@ -171,7 +171,7 @@ def _tensor_sizes(team: TeamPlan, facts: ModelFacts | None) -> list[int]:
 
 
 def _check_model(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """One model against a layout. `key` is the layout's dotted key, such as `actor.parallel`."""
+    """Check one model against a layout. `key` is the layout's dotted key, such as `actor.parallel`."""
     if facts is None:
         checks.skip(
             f"{role} model split", "the model's sizes are not known here: heads, layers and widths are unchecked"
@@ -192,7 +192,7 @@ def _check_rules(key: str, role: str, parallel: ParallelConfig, checks: Checklis
 
 
 def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
-    """Megatron places experts on etp * ep * pp processes; what is left is the expert data parallel size."""
+    """Check the layout of experts: Megatron places them on etp * ep * pp processes, the rest is data parallel."""
     if parallel.ep == 1 and parallel.etp is None:
         return
     etp = parallel.expert_tp

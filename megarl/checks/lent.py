@@ -1,4 +1,4 @@
-"""Checks of a rollout team whose workers only send requests to servers: these are on the GPUs that the workers lend."""
+"""Checks of a rollout team whose workers only send requests to servers, which run on the GPUs that the workers lend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.launchers.seats import seats
 
 
 def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan) -> list[int]:
-    """Workers of a team on each of its machines, as the Ray launcher will seat them; none: it cannot be known."""
+    """Return a team's workers on each of its machines, as the Ray launcher places them; empty: unknown."""
     apart = config.launch.slurm.teams
     if (own := apart.get(team.name)) is not None:
         return [] if team.devices % own.nodes else [team.devices // own.nodes] * own.nodes
@@ -32,7 +32,7 @@ def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan)
 
 
 def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
-    """Servers of a run on several machines are where workers of the rollout's team lend them GPUs."""
+    """Check that servers of a run on several machines are where workers of the rollout team lend them GPUs."""
     servers = config.rollout.sglang
     if not lends(config, team):
         checks.fail(
@@ -58,7 +58,7 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
 
 
 def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: Checklist) -> None:
-    """Every server has its GPUs on one machine. `machines`: workers on each."""
+    """Check that every server has its GPUs on one machine. `machines`: workers on each."""
     servers, key = config.rollout.sglang, devices_key(config, team)
     ranks = servers.tp_size  # another dp_size than 1 is refused
     needed, most = servers.servers * ranks, sum(workers // ranks for workers in machines)
@@ -93,7 +93,7 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
 
 
 def check_asking(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
-    """Workers that only send requests to servers hold no model, and lend their GPUs to the servers."""
+    """Check a team whose workers only send requests to servers: they hold no model and lend the servers their GPUs."""
     layout, servers, key = config.rollout.parallel, config.rollout.sglang, devices_key(config, team)
     if layout is not None and layout != ParallelConfig():
         checks.warn(
@@ -135,7 +135,7 @@ def check_asking(config: RunConfig, placement: Placement, team: TeamPlan, checks
 
 
 def _fewest(config: RunConfig, placement: Placement, team: TeamPlan) -> int | None:
-    """The fewest workers that a team of whole replicas can have on these machines; None: no fewer than it has."""
+    """Return the fewest workers that a team of whole replicas can have on these machines; None: no fewer than now."""
     others, size = sum(other.devices for other in placement.teams) - team.devices, team.parallel.model_parallel_size
     own = config.launch.slurm.teams.get(team.name)
     for devices in range(size, team.devices, size):

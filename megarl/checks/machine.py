@@ -1,8 +1,8 @@
-"""Checks whether a run fits the machine: processes to cores, and estimated memory to what there is.
+"""Checks that the run fits the machine: processes to cores, and estimated memory to available memory.
 
-What is refused is what cannot work: more workers than can start within their deadline, more memory for certain than
-there is. What is slow or tight is a warning. A dry run may be made on another machine than the run is meant for; there
-the machine's own limits warn only, and those that the recipe names (`cluster.device_memory_gb`) stay.
+Runs that cannot work are refused: more workers than can start within their deadline, or more certain memory than the
+machine has. Slow or tight runs get a warning. A dry run may be made on another machine than the run's; there the
+machine's own limits only warn, and those that the recipe names (`cluster.device_memory_gb`) still refuse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.planning.shards import Sizes, key_value_bytes
 TIGHT = 0.9
 _START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers
 _SLOW = 4  # workers per core
-_LARGEST_GPU_GB = 288.0  # of one GPU that is sold; no device holds more
+_LARGEST_GPU_GB = 288.0  # of the largest GPU sold
 
 
 def check_machine(
@@ -41,12 +41,11 @@ def check_machine(
     job: str,
     starts: bool,
 ) -> None:
-    """Processes and memory of `job`.
+    """Check processes and memory of `job`.
 
     Args:
-        machine: that this process runs on; None: it is none of the run's, and only what the recipe says of its own
-            devices counts.
-        starts: on this machine; False: a dry run.
+        machine: that of this process; None: it is none of the run's, and only the devices that the recipe names count.
+        starts: the run starts on this machine; False: a dry run.
     """
     if machine is None:
         placed = None if config.cluster.device_memory_gb is None else _divided(sizes, placement, checks)
@@ -90,7 +89,7 @@ _HOST = "this machine's memory"
 
 
 def _divided(sizes: Sizes, placement: Placement | None, checks: Checklist) -> Placement | None:
-    """The teams, where their memory can be estimated."""
+    """Return the teams if their memory can be estimated; else record a skipped check."""
     unknown = sizes[Role.ACTOR] is None
     if not unknown and placement is not None and all(map(divides_devices, placement.teams)):
         return placement
@@ -99,14 +98,14 @@ def _divided(sizes: Sizes, placement: Placement | None, checks: Checklist) -> Pl
 
 
 def gpu_room(config: RunConfig, machine: Machine | None) -> GpuRoom | None:
-    """The GPU that the recipe names, or the one that is here; None: neither."""
+    """Return the GPU that the recipe names, or the one of this machine; None: neither."""
     named = config.cluster.device_memory_gb
     size = named * 1e9 if named is not None else machine.gpu_memory if machine is not None else None
     return None if size is None else GpuRoom(size)
 
 
 def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts: bool) -> None:
-    """Workers on a machine without GPUs."""
+    """Check the number of workers on a machine without GPUs."""
     cluster = config.cluster
     here = -(-cluster.nproc // cluster.nnodes)
     needed = here * _START_S / machine.cores
@@ -158,7 +157,7 @@ def _check_store(
     checks: Checklist,
     starts: bool,
 ) -> None:
-    """Shared memory for what goes from team to team, where a Ray is started for the run."""
+    """Check the shared memory for data between teams, where a Ray is started for the run."""
     own = launcher == "local" or (launcher == "ray" and not os.environ.get("RAY_ADDRESS"))
     if placement is None or not placement.separate or not own:
         return
@@ -194,7 +193,7 @@ def _check_devices(
     job: str,
     starts: bool,
 ) -> None:
-    """The fullest rank of every team."""
+    """Check the fullest rank of every team."""
     room = gpu_room(config, machine)
     for team in placement.teams:
         device = device_memory(config, sizes, team, gpu=True, job=job, room=room)
@@ -209,7 +208,7 @@ def _check_devices(
 
 
 def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checklist, *, refuse: bool) -> None:
-    """A server has room for the keys and values of the longest sample."""
+    """Check that a server has room for the keys and values of the longest sample."""
     facts, servers = sizes[Role.ACTOR], config.rollout.sglang
     starts = any(part.what == SERVER_CACHE for part in memory.terms())
     if not starts or facts is None or servers.memory_fraction is None:
@@ -233,7 +232,7 @@ def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checkl
 
 
 def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, checks: Checklist, starts: bool) -> None:
-    """The fullest rank against its GPU: the one that the recipe names, or the one that is here."""
+    """Check the fullest rank against its GPU: the one that the recipe names, or the one of this machine."""
     named = config.cluster.device_memory_gb
     limits = []
     if named is not None:
@@ -243,14 +242,14 @@ def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, ch
         limits.append((machine.gpu_memory, f"this machine's GPU of {machine.gpu_memory / 1e9:.0f} GB", refuse))
     if not limits:
         limits.append((_LARGEST_GPU_GB * 1e9, "any GPU", True))
-    # What is refused comes before what only warns, even where that has less room.
+    # What is refused comes before what only warns, even where the latter has less room.
     refused = [limit for limit in limits if limit[2] and memory.needed.least > limit[0]]
     capacity, what, refuse = min(refused or limits)
     _judge(memory, capacity, what, checks, refuse=refuse)
 
 
 def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, refuse: bool) -> None:
-    """Hold an estimate against `capacity` bytes of `what`."""
+    """Compare an estimate with `capacity` bytes of `what`."""
     needed = memory.needed
     if needed.least > capacity:
         key = needed.largest()[0].keys.partition(",")[0]
@@ -271,7 +270,7 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
         else:
             checks.warn("memory", _key(key), message, found=f"{needed.least / 1e9:,.1f} GB", fix=fix)
         return
-    # What shrinks by itself, and terms that are a sum of many, count with what they take for certain.
+    # Terms that shrink by themselves or sum many others count with their certain part.
     moments = {moment.name: held(moment.terms) for moment in memory.moments}
     name = max(moments, key=lambda key: moments[key])
     if moments[name] > TIGHT * capacity:
@@ -288,13 +287,13 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
 
 
 def _about(moment: Moment) -> str:
-    """The estimate, where it is more than what is certain."""
+    """Return text about the estimate, where it is more than the certain part."""
     about = held(moment.terms)
     return f" (about {about / 1e9:,.1f})" if about > 1.01 * moment.least else ""
 
 
 def _key(keys: str) -> str:
-    """The key to name; what is no key belongs to the model."""
+    """Return the key to name; a term that has no key belongs to the model."""
     return keys if "." in keys else "model"
 
 

@@ -1,4 +1,4 @@
-"""Checks that the packages which only some recipes use are installed. None of them is imported."""
+"""Checks that packages needed by only some recipes are installed. None of them is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.rewards import REWARDS
 def check_packages(
     config: RunConfig, placement: Placement | None, checks: Checklist, launcher: str | None, job: str
 ) -> None:
-    """What launcher, tracking, rewards and data files need in addition to the packages that every run needs."""
+    """Check the packages of launcher, tracking, rewards and data files, beyond those that every run needs."""
     sources = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     tables = next((key for key, names in sources.items() if any(n.endswith(".parquet") for n in names)), None)
     if launcher == "ray":

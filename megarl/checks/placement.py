@@ -1,4 +1,4 @@
-"""Checks of teams: that every role has its devices, and that something can start them."""
+"""Checks of teams: every role has its devices, and the launcher can start them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megarl.launchers.bundles import lends
 def check_placement(
     config: RunConfig, graph: TaskGraph | None, job: str, launcher: str | None, checks: Checklist
 ) -> Placement | None:
-    """The teams of `job`, None when they are not known: there is no graph, or it cannot be placed, which is noted.
+    """Return the teams of `job`; None when there is no graph, or it cannot be placed, which is recorded.
 
-    Only `megarl train` has several teams. Other commands have one of all workers, with the actor's layout; `sft` draws
-    no samples.
+    Only `megarl train` has several teams. Other commands have one team of all workers, with the actor's layout; `sft`
+    generates nothing.
     """
     if job != "train":
         return together(config, (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT))
@@ -31,7 +31,7 @@ def check_placement(
             found=config.placement.measured,
             fix="set placement.auto=measured, or leave it out",
         )
-    if graph is None:  # what is wrong with it is noted
+    if graph is None:  # its error is recorded
         return None if config.placement.asks_for_teams else together(config)
     try:
         found = place(graph, config)
@@ -61,20 +61,21 @@ def _check_launcher(placement: Placement, launcher: str | None, checks: Checklis
 
 
 def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Servers on the trainer's devices take turns with the actor, in its team and on its devices."""
+    """Check that servers on the trainer's devices take turns with the actor, in its team and on its devices."""
     actor, key, servers = placement.of_role(Role.ACTOR), "rollout.sglang.colocated", config.rollout.sglang
     if not config.rollout.colocated or actor is None:
         return
-    draws = placement.of_role(Role.ROLLOUT)
-    if draws is not None and draws is not actor:
-        whole = f", with its devices, and leave the team {draws.name} out" if draws.roles == (Role.ROLLOUT,) else ""
+    generating = placement.of_role(Role.ROLLOUT)
+    if generating is not None and generating is not actor:
+        only = generating.roles == (Role.ROLLOUT,)
+        whole = f", with its devices, and leave the team {generating.name} out" if only else ""
         checks.fail(
             "placement",
             key,
             "servers on the trainer's devices take turns with the actor, and the rollout is in another team",
             found=True,
             allowed="false, or true with actor and rollout in one team",
-            fix=f"set {key}=false, or move rollout from placement.teams.{draws.name}.roles to "
+            fix=f"set {key}=false, or move rollout from placement.teams.{generating.name}.roles to "
             f"placement.teams.{actor.name}.roles{whole}",
         )
     elif servers.servers * servers.ranks > actor.devices:
@@ -90,7 +91,7 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
 
 
 def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """What a rollout in another team than the actor's draws on gets its weights from there."""
+    """Check that the engine of a rollout in another team than the actor's can receive the actor's weights."""
     team, servers = placement.of_role(Role.ROLLOUT), config.rollout.sglang
     if team is None or Role.ACTOR in team.roles:
         return
@@ -133,7 +134,7 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
 
 
 def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """What leaves the device makes room for others of its team."""
+    """Check that offloading makes room for other roles of the same team."""
     for role, engine in ((Role.ACTOR, config.actor.engine), (Role.CRITIC, config.critic.engine)):
         team = placement.of_role(role)
         if team is not None and team.roles == (role,) and engine.offload:

@@ -1,4 +1,4 @@
-"""Checks of a robot policy's own files: the statistics of its actions, and whether a policy call fits the model."""
+"""Checks of a robot policy's own files: the statistics of its actions, and the length of a policy call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
 
 
 def check_policy(config: RunConfig, checks: Checklist) -> None:
-    """What the folder of a policy that is on this machine says; a model that cannot be read is another check's."""
+    """Check the folder of a policy on this machine; a model that cannot be read is left to another check."""
     data = None
     try:
         data = _check_statistics(config)
@@ -45,7 +45,7 @@ def check_policy(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_pictures(config: RunConfig, shape: VisionShape) -> None:
-    """The normalisation that a checkpoint on this machine has is of its towers."""
+    """Check that the image normalisation of a checkpoint on this machine fits its vision towers."""
     folder = None if config.model.path is None else local_folder(config.model.path)
     preprocessor = None if folder is None else read_preprocessor(folder)
     if folder is None or preprocessor is None:
@@ -56,7 +56,7 @@ def _check_pictures(config: RunConfig, shape: VisionShape) -> None:
 
 
 def _check_statistics(config: RunConfig) -> DatasetStatistics | None:
-    """Statistics beside the model: there, readable, of `robot.unnorm_key`, and of actions of `robot.dim` numbers."""
+    """Check the statistics beside the model: readable, with `robot.unnorm_key`, for actions of `robot.dim` numbers."""
     robot, path = config.robot, config.model.path
     assert robot is not None, "a recipe with the section `robot`"
     if robot.statistics == "demonstrations":
@@ -82,7 +82,7 @@ def _check_statistics(config: RunConfig) -> DatasetStatistics | None:
 
 
 def _check_shown(config: RunConfig) -> None:
-    """Statistics of demonstrations need files of them; what experts show is in the simulator's own numbers."""
+    """Check that statistics of demonstrations have their files; experts' actions are in the simulator's own units."""
     robot, files = config.robot, config.sft.train_files or []
     assert robot is not None, "a recipe with the section `robot`"
     if not files or EXPERTS in files:
@@ -104,7 +104,7 @@ def _check_shown(config: RunConfig) -> None:
 
 
 def _check_columns(config: RunConfig, shape: VisionShape, limit: int) -> None:
-    """A call with the shortest prompt; how long the instructions are is known when the simulator has started."""
+    """Check the length of a call with the shortest prompt; instructions are known once the simulator has started."""
     robot = config.robot
     assert robot is not None, "a recipe with the section `robot`"
     pictures, actions = shape.patches * len(robot.cameras), robot.chunk * robot.dim

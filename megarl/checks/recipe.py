@@ -1,4 +1,4 @@
-"""Every check of a recipe that needs no process: what exists, what divides what, what contradicts what."""
+"""All checks of a recipe that need no process: files exist, sizes divide, settings agree."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from megarl.planning.shards import Sizes
 
 
 class ConfigWarning(UserWarning):
-    """A setting is legal and most likely not what is wanted."""
+    """A warning: a setting is legal but probably not intended."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks found.
+    """The result of all checks.
 
     Attributes:
         items: all checks in order, failed ones included.
-        sizes: of each role's model, None where they are not known here.
+        sizes: of each role's model, None where they are unknown here.
         graph: the task graph of a training run, None when it cannot be built.
-        placement: the teams of the job, None when they are not known.
+        placement: the teams of the job, None when they are unknown.
     """
 
     items: list[Check]
@@ -73,17 +73,17 @@ def check_config(
     here: bool = True,
     run_dir: Path | None = None,
 ) -> Checked:
-    """Run all checks. Nothing is downloaded and nothing started but the servers' interpreter, which is asked for its
+    """Run all checks. Nothing is downloaded, and nothing is started except the servers' interpreter, to learn its
     version. The module of a user's pipeline is imported, to build the task graph.
 
     Args:
         hf: sizes of the model; None: read from the local files that the recipe names.
         launcher: also check what this launcher cannot do.
-        job: train, sft, eval or generate: what it does not use is not looked at.
+        job: train, sft, eval or generate: only what it uses is checked.
         machine: also check whether the run fits this machine.
-        starts: the run starts on `machine`; else it may be meant for another one, and what does not fit is a warning.
-        here: False: this machine is none of the run's, and what it has does not count.
-        run_dir: where the run is to be; None: below `tracking.dir`.
+        starts: the run starts on `machine`; else it may be meant for another one, and a misfit is only a warning.
+        here: False: this machine is none of the run's, and its hardware does not count.
+        run_dir: folder of the run; None: one below `tracking.dir`.
     """
     checks = Checklist()
     facts = check_model(config.model, hf, checks)
@@ -124,21 +124,21 @@ def check_config(
 
 
 def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: str, checks: Checklist) -> None:
-    """What the teams ask of machines and models."""
+    """Check the demands of the teams on machines and models."""
     check_machine_gpus(config, placement, job, checks)
     check_layouts(config, placement, sizes, checks)
     check_descriptors(config, placement, checks)
 
 
 def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, job: str, checks: Checklist) -> None:
-    """Sizes of training steps, their learning rates, and how they are measured."""
+    """Check the sizes of training steps, their learning rates, and how they are measured."""
     check_batches(config, placement, checks)
     check_schedules(config, roles, checks)
     check_best_metric(config, job, checks)
 
 
 def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
-    """What a robot's policy does not have: prompts in files, and a reward function."""
+    """Check prompts in files and the reward function, which a robot's policy does not have."""
     check_chat_template(config, checks)
     check_end_tokens(config, checks)
     check_data(config, job, checks)
@@ -154,7 +154,9 @@ def validate(
     job: str = "train",
     run_dir: Path | None = None,
 ) -> Checked:
-    """Raise one ConfigError that lists every failed check; warn (ConfigWarning) of the doubtful ones; return all."""
+    """Raise one ConfigError that lists all failed checks, or warn (ConfigWarning) of doubtful ones. Returns the
+    result.
+    """
     checked = check_config(
         config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True, run_dir=run_dir
     )

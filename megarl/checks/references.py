@@ -1,4 +1,4 @@
-"""References to user code, `pkg.mod:fn` and `file.py:fn`, checked by reading the source: nothing of it is run."""
+"""Checks of references to user code, `pkg.mod:fn` and `file.py:fn`, by reading the source without running it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def check_reference(text: str, key: str) -> ast.Module | None:
     """Find the function `text` refers to.
 
     Returns:
-        The source that it stands in; None when there is none in Python.
+        Its source; None when it has none in Python.
 
     Raises:
-        ConfigError: at `key`: its file, module or name is missing or broken.
+        ConfigError: at `key`: the file, module or name is missing or broken.
     """
     module, _, function = text.rpartition(":")
     file = _file_of(module, text, key) if is_file_reference(text) else _source_of(module, text, key)
@@ -75,7 +75,7 @@ def check_reward_kwargs(tree: ast.Module, reference: str, kwargs: dict[str, obje
 
 
 def signature_of(tree: ast.Module, reference: str) -> inspect.Signature | None:
-    """What the function of a reference takes, as far as its source `tree` tells; None: not at all."""
+    """Return the signature of a referenced function, as far as its source `tree` shows it; None: unknown."""
     found = _definition(tree, reference)
     return None if found is None else _signature(found.args)
 
@@ -83,19 +83,19 @@ def signature_of(tree: ast.Module, reference: str) -> inspect.Signature | None:
 def _definition(tree: ast.Module, reference: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     function = reference.rpartition(":")[2]
     found = [node for node in _statements(tree.body) if isinstance(node, _FUNCTIONS) and node.name == function]
-    # A decorator may change what the function takes.
+    # A decorator may change the signature.
     return found[0] if len(found) == 1 and not found[0].decorator_list else None
 
 
 def strings(tree: ast.Module) -> set[str]:
-    """Every text constant and every keyword of a call in a source: the names that it may give to what it returns."""
+    """Return every text constant and call keyword in a source: names that it may use in the value that it returns."""
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)} | {
         node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg is not None
     }
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """What may be passed; the values of defaults are not known."""
+    """Return the signature of these arguments, without the values of defaults."""
     kind = inspect.Parameter
     plain = [*arguments.posonlyargs, *arguments.args]
     required = len(plain) - len(arguments.defaults)
@@ -131,7 +131,7 @@ def _file_of(path: str, text: str, key: str) -> Path:
 
 
 def _source_of(module: str, text: str, key: str) -> Path | None:
-    """Source file of an importable module; None for one without Python source (an extension module)."""
+    """Return the source file of an importable module; None if it has no Python source (an extension module)."""
     here = str(Path.cwd())
     added = here not in sys.path and "" not in sys.path
     if added:
@@ -157,7 +157,7 @@ def _source_of(module: str, text: str, key: str) -> Path | None:
 
 
 def _top_level_names(tree: ast.Module) -> list[str] | None:
-    """Names that a module defines; None when it cannot be told (`import *`, a module-level `__getattr__`)."""
+    """Return the names that a module defines; None when unknown (`import *`, a module-level `__getattr__`)."""
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -172,7 +172,7 @@ def _top_level_names(tree: ast.Module) -> list[str] | None:
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Module-level statements, also those inside if, try and with."""
+    """Return the module-level statements, also those inside if, try and with."""
     found = []
     for node in body:
         found.append(node)

@@ -1,4 +1,4 @@
-"""Checks of the section `robot`: what a policy that acts in a simulator can be trained with."""
+"""Checks of the section `robot`: settings that a policy acting in a simulator can be trained with."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megarl.data.sources import TEXT
 from megarl.envs.robots.settings import SimulatorSettings
 from megarl.errors import ConfigError
 
-#: Losses whose terms are those of tokens, whatever sequence a token is in.
+#: Losses with one term per token, independent of the token's sequence.
 TOKEN_LOSSES = ("ppo", "cispo", "dro", "gpg", "pg_is", "sapo")
 
 
 def check_robot(config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool = False) -> None:
-    """A recipe with the section `robot`, or data of a simulator without it. `starts`: the run does, on this machine."""
+    """Check a recipe with the section `robot`, or simulator data without it. `starts`: the run starts here."""
     data = config.data
     wanted = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     if config.robot is None:
@@ -73,7 +73,7 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
 
 
 def _check_settings(config: RunConfig, checks: Checklist) -> None:
-    """The simulator's keys, and those of scores."""
+    """Check the keys of the simulator and of scores."""
     robot = config.robot
     assert robot is not None
     if not robot.cameras:
@@ -105,7 +105,7 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_interpreter(config: RunConfig, checks: Checklist, starts: bool) -> None:
-    """The simulator's interpreter, which may be on another machine."""
+    """Check the simulator's interpreter, which may be on another machine."""
     assert config.robot is not None
     python, key = config.robot.simulator.get("python"), "robot.simulator.python"
     if not isinstance(python, str) or shutil.which(os.path.expanduser(python)):
@@ -119,7 +119,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, starts: bool) -> No
 
 
 def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Checklist) -> None:
-    """While one rank waits for a simulator, the others wait for it, at most `cluster.timeout_s`."""
+    """Check the simulator's deadline: while one rank waits for it, the others wait, up to `cluster.timeout_s`."""
     limit = config.cluster.timeout_s
     for name in ("construct_s", "answer_s") if config.cluster.nproc > 1 else ():
         waits = getattr(settings, name) * (settings.retries + 1)
@@ -135,7 +135,7 @@ def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Che
 
 
 def _check_surroundings(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
-    """What a robot's policy cannot be combined with yet; each with its reason."""
+    """Refuse settings that a robot's policy cannot be combined with, each with its reason."""
     rollout, loss = config.rollout, config.algorithm.loss.name
     team = None if placement is None else placement.of_role(Role.ROLLOUT)
     apart = team is not None and placement is not None and team != placement.of_role(Role.ACTOR)
@@ -179,7 +179,7 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
         for name in ("top_p", "top_k", "min_new_tokens", "stop_token_ids"):
             kept = getattr(plain, name)
             value = kept if getattr(sampling, name) is None else getattr(sampling, name)
-            why = "an action is as many tokens as it has numbers, drawn from all of their values"
+            why = "an action is as many tokens as it has numbers, sampled from all of their values"
             refused.append((value != kept, f"{section}.sampling.{name}", why, value, kept))
     for wrong, key, why, found, allowed in refused:
         if wrong:

@@ -1,10 +1,10 @@
-"""What can be known about the rows of a run before its workers start.
+"""Checks of the rows of a run before its workers start.
 
-Files are read, columns are looked for, prompts are rendered and tokenised: what a worker would refuse half a minute
-later is refused here, by the same functions. Only local files of moderate size are read, and tokens are counted for two
-seconds at most. Everything else (hub names, functions, large files, chat templates, tokenizers that only transformers
-reads) is checked by the workers. What a chat template writes is not known here, so that only the form of the messages
-is looked at then, and whether there is a template.
+Files are read, columns are looked up, prompts are rendered and tokenised: errors that a worker would raise half a
+minute later are raised here, by the same functions. Only local files of moderate size are read, and tokens are counted
+for two seconds at most. The workers check everything else (hub names, functions, large files, chat templates,
+tokenizers that only transformers reads). The text of a chat template is unknown here, so only the form of the messages
+is checked then, and that a template exists.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     Raises:
         DataError: a broken file, no rows, a missing column, a prompt without tokens, or none that is short enough; file
             and line are named.
-        ConfigErrors: several of these; of each file one of a kind.
+        ConfigErrors: several of these; per file one of each kind.
         ConfigError: a chat template is asked for, and the tokenizer has none; data.format_prompt does not parse.
     """
     data = config.data
@@ -77,7 +77,7 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
 
 @dataclass(frozen=True)
 class _Rows:
-    """Looks at rows until the time is over, and notes problems. `tokenizer`: None where no text is certain."""
+    """A reader of rows that records problems until its time is over. `tokenizer`: None where no text is certain."""
 
     config: RunConfig
     tokenizer: LightTokenizer | None
@@ -94,12 +94,12 @@ class _Rows:
         scored: bool = False,
         needless: bool = False,
     ) -> bool:
-        """Note what is wrong with the rows of a split; returns whether any was read.
+        """Record the problems of the rows of a split; return whether any row was read.
 
         Args:
             response: the column that supervised examples learn.
-            scored: samples of them get a score.
-            needless: the job can do without the split.
+            scored: their samples are scored.
+            needless: the job does not need the split.
         """
         known: list[Row] = []
         before = len(self.problems)
@@ -124,7 +124,7 @@ class _Rows:
         return bool(known)
 
     def raise_all(self) -> None:
-        """Raise what was noted, if anything was."""
+        """Raise the recorded problems, if there are any."""
         each = {str(problem): problem for problem in self.problems}  # a file may be named twice
         if len(each) == 1:
             raise next(iter(each.values()))
@@ -138,7 +138,7 @@ class _Rows:
             self.problems.append(error)
 
     def _check_texts(self, split: Split, sources: list[str], known: list[Row], response: str | None) -> None:
-        """Render and tokenise, as long as there is time."""
+        """Render and tokenise rows while there is time."""
         data, whole = self.config.data, self.config.whole_conversations
         answers = [self._response(row, response) for row in known if response]
         ids: list[list[int]] = []
@@ -181,7 +181,7 @@ class _Rows:
             )
 
     def _signature(self) -> inspect.Signature | None:
-        """What a user's reward function takes; None: not known, or an included reward."""
+        """Return the signature of a user's reward function; None: unknown, or an included reward."""
         name = self.config.reward.name
         if name in REWARDS.names() or not uses_reward(self.config):
             return None
@@ -189,7 +189,7 @@ class _Rows:
         return None if tree is None else signature_of(tree, name)
 
     def _check_parameters(self, rows: Sequence[Row]) -> None:
-        """Columns that a user's reward function takes as parameters have to be there."""
+        """Check that the columns that a user's reward function takes as parameters exist."""
         signature, name = self._signature(), self.config.reward.name
         wanted = [] if signature is None else columns_of(signature, self.config.reward.kwargs)
         for row in rows:
@@ -198,7 +198,7 @@ class _Rows:
                     raise _no_parameter(row, column, name, self.config.data.answer_key)
 
     def _warn_of_names(self, rows: Sequence[Row]) -> None:
-        """Columns that samples hide from a user's reward function, and settings that were meant to be columns."""
+        """Warn of columns hidden from a user's reward by the sample's own values, and of settings meant as columns."""
         signature, config = self._signature(), self.config
         if signature is None:
             return
@@ -221,12 +221,12 @@ class _Rows:
             _warn(what, name, None, "read them there, or rename the columns")
 
     def _response(self, row: Row, key: str) -> str:
-        """A response to learn, as text: all that is said in it."""
+        """Return a response to learn as text: everything that it says."""
         return "".join(message["content"] for message in response_of(row, self.config.data.prompt_key, key))
 
 
 def _no_parameter(row: Row, column: str, name: str, answer_key: str | None) -> DataError:
-    """The error for a row without a column that a user's reward function takes as a parameter."""
+    """Return the error for a row without a column that a user's reward function takes as a parameter."""
     near = next(iter(close_matches(column, row)), None)
     holder = f"{near!r}" if near else "the column that holds it"
     answer = f"; for the reference answer, call the parameter answer: data.answer_key ({answer_key}) leads to it"
@@ -240,7 +240,7 @@ def _no_parameter(row: Row, column: str, name: str, answer_key: str | None) -> D
 
 
 def _rename_fix(key: str, value: str, name: str) -> str:
-    """What to do where a setting has the name of a column."""
+    """Describe the fix for a setting with the name of a column."""
     top = value.partition(".")[0]
     inner = f", and read {value} in it" if top != value else ""
     return (
@@ -254,12 +254,12 @@ def _warn(what: str, where: str, found: object, fix: str) -> None:
 
 
 def _contents(messages: Sequence[Message], row: Row) -> str:
-    """Stands for a chat template, so that the messages' form is checked."""
+    """Join the messages' contents in place of a chat template, so that the messages' form is checked."""
     return "".join(message["content"] for message in messages)
 
 
 def _is_readable_here(source: str) -> bool:
-    """True for a file, or a folder of files, that is read quickly; what is none has been refused already."""
+    """Return whether this is a file, or a folder of files, that is quick to read; others have been refused already."""
     if source.startswith(TEXT):
         return True
     path = Path(source).expanduser()

@@ -1,4 +1,4 @@
-"""Secrets that a recipe would write into its run folder, and those that a run takes from the environment."""
+"""Checks of secrets that a recipe would write into its run folder, or that a run takes from the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECRET = re.compile(
 
 
 def check_secrets(config: RunConfig, checks: Checklist) -> None:
-    """Credentials of the MLflow server are in the environment; arguments of the user's functions hold none."""
+    """Refuse credentials in the recipe: the MLflow server's belong in the environment, and user functions take none."""
     uri = config.tracking.mlflow_uri
     if uri is not None and mask(kept := take_out(uri, {})) != kept:
         checks.fail(

@@ -1,4 +1,4 @@
-"""Checks of where servers are: on GPUs of their own, or on the trainer's."""
+"""Checks of where servers run: on GPUs of their own, or on the trainer's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "servers"
 
 
 def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
-    """Servers are on GPUs of their own, or know that they are not. `asking`: workers that leave theirs to servers."""
+    """Check that servers have GPUs of their own, or share on purpose. `asking`: workers that leave their GPUs."""
     servers, cluster = config.rollout.sglang, config.cluster
     workers, here = (cluster.nproc - asking) // cluster.nnodes, servers.servers // cluster.nnodes
     if servers.urls or servers.first_gpu_given or (asking and cluster.nnodes > 1):  # there they are on lent GPUs
@@ -36,7 +36,7 @@ def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
 
 
 def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -> None:
-    """Where this machine has GPUs, they are enough for the servers' default places."""
+    """Check that this machine's GPUs are enough for the servers' default places."""
     present = nvidia_devices()
     if not present or needed <= (workers if colocated else present - workers):
         return
@@ -53,12 +53,12 @@ def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -
 
 
 def _compact(devices: Iterable[int]) -> str:
-    """A list as one word of a command line."""
+    """Return a list as one word of a command line."""
     return f"[{','.join(map(str, devices))}]"
 
 
 def check_colocated(config: RunConfig, checks: Checklist) -> None:
-    """Servers on the trainer's GPUs, one rank on each, leave room there."""
+    """Check that servers on the trainer's GPUs, one rank on each, leave memory there."""
     servers = config.rollout.sglang
     if not servers.colocated:
         return

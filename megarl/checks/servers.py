@@ -1,4 +1,4 @@
-"""Servers that run already: does anything listen where the recipe says they are?"""
+"""Check that servers listen at the addresses that the recipe gives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONNECT_S = 2.0
 
 
 def silent_servers(config: RunConfig) -> str | None:
-    """The warning for addresses of `rollout.sglang.urls` that take no connection now; None when all do."""
+    """Return the warning for addresses of `rollout.sglang.urls` that take no connection now; None when all do."""
     if config.rollout.engine != "sglang":
         return None
     servers = config.rollout.sglang

@@ -17,14 +17,14 @@ from megarl.dag.placement import Placement
 from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
 
-#: Lowest temperature but 0: logits of hundreds, divided by it, keep their differences in float32.
+#: Lowest temperature except 0: logits of hundreds, divided by it, keep their differences in float32.
 _COLDEST = 1e-3
 #: Learning rates beyond which AdamW breaks fresh and trained transformers; tiny ones still learn just below.
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
 
 
 def check_batches(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
-    """Prompts per step, per mini-batch and per replica."""
+    """Check prompts per step, per mini-batch and per replica."""
     data = config.data
     minis = {f"{role}.mini_batch_size": getattr(config, role).mini_batch_size for role in ("actor", "critic")}
     whole = divisors(data.batch_size)
@@ -60,7 +60,7 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
 
 
 def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
-    """Estimator, loss and KL by name, and what each needs of the others."""
+    """Check estimator, loss and KL by name, and their requirements on each other."""
     check_algorithm(config, roles, checks)
     _check_aggregation("algorithm.loss", config.algorithm.loss, config, checks)
     if roles is not None and Role.CRITIC in roles:
@@ -179,7 +179,7 @@ def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
-    """What is computed for the KL and changes nothing."""
+    """Warn of a KL that is computed and changes nothing."""
     kl = config.algorithm.kl
     if roles is not None and Role.REFERENCE not in roles and config.reference.path is not None:
         checks.warn(
@@ -208,7 +208,7 @@ def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 
 def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Lengths against the model, and sampling that changes what the gradient means."""
+    """Check lengths against the model, and sampling settings that change the meaning of the gradient."""
     training, own = config.rollout.sampling, config.validation.sampling
     if config.robot is None:  # the length of a policy call is known with the model
         _check_lengths("rollout.sampling", training, config, facts, checks)
@@ -242,7 +242,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
         checks.warn(
             "sampling",
             "rollout.sampling.top_p" if training.top_p < 1 else "rollout.sampling.top_k",
-            "tokens are drawn from a truncated distribution and scored under the full one, which is off-policy",
+            "tokens are sampled from a truncated distribution and scored under the full one, which is off-policy",
             found=training.top_p if training.top_p < 1 else training.top_k,
             fix="set rollout.sampling.top_p=1 and top_k=0, or rollout.sampling.logprobs=processed and a preset of "
             "rollout_correction, for example decoupled_token_is",
@@ -251,7 +251,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
         checks.warn(
             "sampling",
             "rollout.sampling.min_new_tokens",
-            "tokens are drawn without end tokens at first and scored with them, which is off-policy",
+            "tokens are sampled without end tokens at first and scored with them, which is off-policy",
             found=training.min_new_tokens,
             fix="set rollout.sampling.min_new_tokens=0",
         )
@@ -301,7 +301,7 @@ def _check_lengths(
 
 
 def _check_limits(limits: LimitsConfig, checks: Checklist) -> None:
-    """A sample without an environment has one turn, and no limit but that of its tokens."""
+    """Refuse limits of turns without an environment: the sample has one turn, and only the limit of its tokens."""
     for key in limits.model_fields_set:
         default, found = LimitsConfig.model_fields[key].default, getattr(limits, key)
         if found != default:
@@ -329,7 +329,7 @@ def _check_stop_tokens(key: str, ids: list[int], facts: ModelFacts | None, check
 
 
 def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
-    """Learning rates, supervised phase and evaluation."""
+    """Check learning rates, supervised phase and evaluation."""
     has_critic = Role.CRITIC in (roles or ())
     rests = config.critic.warmup_steps if has_critic else 0
     _check_optim("actor.optim", config.actor.optim, config.updates(config.actor, rests), checks)
@@ -370,7 +370,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 
 def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
-    """What a command other than train needs: steps to take, or a model that was trained."""
+    """Check the requirements of a command other than train: steps to take, or a trained model."""
     if job == "sft" and config.sft.steps == 0:
         checks.fail(
             "supervised phase",
@@ -392,7 +392,7 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
 
 
 def _check_rate(key: str, optim: OptimConfig, config: RunConfig, checks: Checklist) -> None:
-    """AdamW moves every weight by about the learning rate in a step, whatever the gradient's size."""
+    """Warn of large rates: AdamW moves every weight by about the learning rate per step, whatever the gradient."""
     limit = _FRESH_LR if config.model.path is None else _TRAINED_LR
     if optim.lr > limit:
         kind = "fresh" if config.model.path is None else "trained"

@@ -1,4 +1,4 @@
-"""Checks of `rollout.engine: sglang`: what its servers need, and what they cannot do."""
+"""Checks of `rollout.engine: sglang`: the servers' requirements and limits."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from megarl.errors import ConfigError, count
 from megarl.processes import nvidia_devices
 
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
-#: Arguments of the server that megarl gives itself; the last one counts, so another of these would undo a check.
+#: Server arguments that megarl sets itself; the last one counts, so another of these would undo a check.
 _OURS = (
     *("--model-path", "--model", "--dtype", "--load-format", "--skip-tokenizer-init", "--device"),
     *("--custom-weight-loader", "--host", "--port", "--api-key", "--admin-api-key"),
     *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep", "--tp"),
     *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
 )
-#: Keys of `rollout.sglang` that say how a server is started.
+#: Keys of `rollout.sglang` that configure how a server is started.
 _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
     *("deterministic", "extra_args"),
 )
-#: Tokens by which an input must be shorter than what a server holds, and one more that is still to be drawn.
+#: Tokens by which an input must be shorter than a server's capacity, and one more to generate.
 _KEPT_FREE = 6
 
 
@@ -46,22 +46,22 @@ def check_servers(
     *,
     here: bool = True,
 ) -> None:
-    """All checks of the servers, or that none is set up for nothing.
+    """Check the servers, or that none is configured without use.
 
     Args:
-        facts: of the model; None: not known.
-        here: the run may be one of this machine, whose GPUs and packages count.
+        facts: of the model; None: unknown.
+        here: the run may be on this machine, whose GPUs and packages count.
     """
     if config.rollout.engine != "sglang":
-        draws = None if placement is None else placement.of_role(Role.ROLLOUT)
-        _check_unused(config, checks, pushes=draws is not None and Role.ACTOR not in draws.roles)
+        generating = None if placement is None else placement.of_role(Role.ROLLOUT)
+        _check_unused(config, checks, pushes=generating is not None and Role.ACTOR not in generating.roles)
         return
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)
     asking = 0 if placement is None else placement.asking
     known = placement is not None or not config.placement.asks_for_teams  # which GPUs the servers are on
     _check_layout(config, asking, checks, known=known)
-    if here and known and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its GPUs are not known
+    if here and known and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its GPUs are unknown
         check_gpus(config, asking, checks)
     if facts is not None:
         _check_model(config, facts, checks)
@@ -74,7 +74,7 @@ def check_servers(
 
 
 def _check_unused(config: RunConfig, checks: Checklist, *, pushes: bool) -> None:
-    """Whoever sets keys of the servers expects servers. `pushes`: an engine in another team is sent weights, too."""
+    """Warn of server keys without servers. `pushes`: an engine in another team is sent weights, too."""
     keys = _changed("rollout.sglang", config.rollout.sglang)
     keys += [] if pushes else _changed("sync", config.sync)
     if keys:
@@ -88,13 +88,13 @@ def _check_unused(config: RunConfig, checks: Checklist, *, pushes: bool) -> None
 
 
 def _changed(path: str, section: Section) -> list[str]:
-    """Keys of `section` that are not at their defaults."""
+    """Return the keys of `section` that are not at their defaults."""
     default = type(section)()
     return [f"{path}.{name}" for name in type(section).model_fields if getattr(section, name) != getattr(default, name)]
 
 
 def _check_ignored(config: RunConfig, checks: Checklist) -> None:
-    """Keys that nothing looks at, given what others say."""
+    """Warn of keys that other settings make ineffective."""
     servers, sync = config.rollout.sglang, config.sync
     keys = [key for key in _changed("rollout.sglang", servers) if key.rpartition(".")[2] in _STARTED]
     if servers.urls and keys:
@@ -171,7 +171,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
 
 
 def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: bool) -> None:
-    """What servers consist of, and how many a machine has. `known`: the teams are."""
+    """Check the layout of a server and the number of servers per machine. `known`: the teams are known."""
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
     if servers.tp_size % servers.ep_size:
         checks.fail(
@@ -231,7 +231,7 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
 
 
 def _check_waiting(config: RunConfig, needed: int, checks: Checklist) -> None:
-    """GPUs of a team without servers while those of others generate. `needed`: GPUs of a machine that have one."""
+    """Warn of GPUs of a team without servers that idle while others generate. `needed`: GPUs per machine in use."""
     servers, here = config.rollout.sglang, config.cluster.nproc // config.cluster.nnodes
     if servers.colocated and config.cluster.device_memory_gb is not None and needed < here:
         checks.warn(
@@ -244,7 +244,7 @@ def _check_waiting(config: RunConfig, needed: int, checks: Checklist) -> None:
 
 
 def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
-    """Servers split heads and experts evenly, or pad them, and hold something else than the trainer."""
+    """Check the model: servers split heads and experts evenly or pad them, and store it in another form."""
     servers = config.rollout.sglang
     if facts.heads % servers.tp_size:
         checks.fail(
@@ -282,7 +282,7 @@ def _check_arguments(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_interrupted(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
-    """An interrupted sample is sent again with what it has, and servers refuse inputs that nearly fill them."""
+    """Check room for resending: an interrupted sample is sent with its tokens; servers refuse nearly full inputs."""
     servers, longest = config.rollout.sglang, config.longest_sequence()
     limits = [servers.context_length or facts.max_positions, servers.max_total_tokens]
     room = min(limit for limit in limits if limit is not None) - _KEPT_FREE
@@ -367,7 +367,7 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_pause(config: RunConfig, checks: Checklist) -> None:
-    """A prefix cache cannot be dropped while requests run, and later requests would be answered out of it."""
+    """Check the prefix cache: it cannot be dropped while requests run, and later requests would be answered from it."""
     servers, switch = config.rollout.sglang, "--disable-radix-cache"
     if config.sync.pause == "in_place" and (servers.urls or switch not in servers.extra_args):
         checks.fail(
@@ -382,7 +382,7 @@ def _check_pause(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_sync(config: RunConfig, checks: Checklist) -> None:
-    """What servers are sent must be what they, and the checksums, expect."""
+    """Check that the tensors sent to servers are those that they, and the checksums, expect."""
     sync, model = config.sync, config.model.dtype
     if sync.address in EVERY_INTERFACE:
         checks.fail(

@@ -1,4 +1,4 @@
-"""Checks of what is written around prompts, the chat template, and of what ends a response."""
+"""Checks of the text around prompts: the chat template, and the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.errors import ConfigError
 
 
 def check_chat_template(config: RunConfig, checks: Checklist) -> None:
-    """Whether prompts go through a chat template, which changes what a model is asked."""
+    """Check that prompts go through a chat template, which changes the model's input."""
     data, brings = config.data, brings_chat_template(config.model)
     if data.override_chat_template is not None:
         key = "data.override_chat_template"
@@ -35,7 +35,7 @@ def check_chat_template(config: RunConfig, checks: Checklist) -> None:
 
 
 def check_end_tokens(config: RunConfig, checks: Checklist) -> None:
-    """Whether the model's own end tokens can be read; without a tokenizer of transformers they are only numbers."""
+    """Check that the model's end tokens can be read; without a tokenizer of transformers they are only numbers."""
     folder = None if config.model.path is None else local_folder(config.model.path)
     if folder is None or not (folder / FILE).is_file():
         return

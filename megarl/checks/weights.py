@@ -1,4 +1,4 @@
-"""Checks the weight files of a local model by their headers: whole, and with the tensors that config.json implies.
+"""Checks of a local model's weight files by their headers: complete, and with the tensors that config.json implies.
 
 A safetensors file begins with the length of its header (8 bytes, little-endian) and the header: JSON with dtype, shape
 and place of every tensor. Reading the headers of a model of 100 files takes a fraction of a second and no torch.
@@ -35,11 +35,11 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
         value_head: a critic: it needs neither a vocabulary head nor a value head, which then starts at zero.
 
     Returns:
-        What was checked, and which files that was, in a few words.
+        A short description of the checked files.
 
     Raises:
-        ConfigError: no weights, a file that is missing or cut, a tensor that is missing, has another shape, holds
-            codes without their scales, or that nothing reads.
+        ConfigError: no weights; a missing or truncated file; a tensor that is missing, unused, of another shape or
+            quantised without scales.
     """
     raw, where = read_config(folder), str(folder / "config.json")
     files, block = weight_files(folder, raw), quantized_block(raw, where)
@@ -67,15 +67,15 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
 
 
 def _in_its_file(file: Path) -> dict[str, Stored]:
-    """The projector of the robot's state in a torch file of its own."""
+    """Return the tensors of the robot state's projector in its own torch file."""
     return {name: (file, _DTYPES[0], tuple(tensor.shape)) for name, tensor in read_projector(file).items()}
 
 
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtypes (as the file spells them, such as BF16) and shapes of the tensors of a safetensors file.
+    """Read the dtypes (as spelled in the file, such as BF16) and shapes of the tensors of a safetensors file.
 
     Raises:
-        ConfigError: it is no such file, or it ends before its last tensor does.
+        ConfigError: it is no such file, or it is truncated.
     """
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size  # of the open file: NFS may know an older size of a name
@@ -107,7 +107,7 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator[list[Shapes]]:
-    """Groups of tensors that the weights must hold: of the forms in each list, one."""
+    """Yield groups of tensors that the weights must hold: of each list one form."""
     head: Shapes = {HEAD: (facts.vocab, facts.hidden)}
     embedding = _of_parts(facts, ("embedding",))
     yield [embedding, head] if facts.tied else [embedding]
@@ -130,12 +130,12 @@ def _is_sparse(facts: ModelFacts, layer: int) -> bool:
 
 
 def _feed_forward(facts: ModelFacts, layer: int, sparse: bool) -> Shapes:
-    """A layer's router and experts, or its dense feed-forward part."""
+    """Return the tensors of a layer's router and experts, or of its dense feed-forward part."""
     return _of_parts(facts, ("moe", "expert") if sparse else ("dense",), layer)
 
 
 def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stored]) -> None:
-    """Name the layers that have experts by config.json and none in the files, or the other way round."""
+    """Name the layers with experts in config.json and none in the files, or the other way round."""
     wrong: dict[bool, list[int]] = {True: [], False: []}
     for layer in range(facts.layers) if facts.is_moe else ():
         sparse = _is_sparse(facts, layer)
@@ -154,7 +154,7 @@ def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stor
 
 
 def _sizes(facts: ModelFacts) -> dict[str, int]:
-    """The sizes that the shapes of tensors are made of, by the names in `megarl.architectures.tensors`."""
+    """Return the sizes that the shapes of tensors consist of, by the names in `megarl.architectures.tensors`."""
     return {
         "hidden": facts.hidden,
         "vocab": facts.vocab,
@@ -168,7 +168,7 @@ def _sizes(facts: ModelFacts) -> dict[str, int]:
 
 
 def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that `rule` stands for in `layer`."""
+    """Yield name and shape of every tensor that `rule` describes in `layer`."""
     for source in rule.sources:
         shape = tuple(sizes[name] for name in source.shape)
         for expert in range(experts if rule.part == "expert" else 1):
@@ -176,7 +176,7 @@ def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -
 
 
 def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], block: tuple[int, int] | None) -> None:
-    """One of `forms` is there, with its shapes; the error is about the form of which most is there."""
+    """Check that one of `forms` is present with its shapes; errors are about the form with the most tensors present."""
     shapes = max(forms, key=lambda form: sum(name in place for name in form) / len(form))
     for name, shape in shapes.items():
         if name not in place:
@@ -200,7 +200,7 @@ def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], 
 
 
 def _check_scales(name: str, place: dict[str, Stored], block: tuple[int, int] | None) -> None:
-    """The codes in tensor `name` have one scale per block, as `megarl.models.weights.files` reads them."""
+    """Check that the codes in tensor `name` have one scale per block, as `megarl.models.weights.files` reads them."""
     file, dtype, shape = place[name]
     scales = place.get(f"{name}_scale_inv")
     if dtype != _CODES or block is None or len(shape) != 2 or scales is None or scales[1] not in _DTYPES:

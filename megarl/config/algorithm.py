@@ -1,4 +1,4 @@
-"""The RL objective."""
+"""The recipe's section `algorithm`: the RL objective."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 
 
 class AdvantageConfig(ComponentSection):
-    """Advantage estimator; each has keys of its own."""
+    """The advantage estimator; each has keys of its own."""
 
     name: str = Field("grpo", description="registered estimator, file.py:fn or pkg.mod:fn")
 
     @property
     def parts(self) -> dict[str, float]:
-        """Parts of the reward that the estimator reads, each with its weight; empty for most."""
+        """The parts of the reward that the estimator reads, each with its weight; empty for most estimators."""
         return self.own.get("parts", {})
 
 
 class PolicyLossConfig(ComponentSection):
-    """Policy loss, and what all losses share; each loss has keys of its own."""
+    """The policy loss. These keys are shared by all losses; each loss also has keys of its own."""
 
     name: str = Field("ppo", description="registered loss, file.py:fn or pkg.mod:fn")
     aggregation: Aggregation = Field("token-mean", description="how token losses become one number")
@@ -31,14 +31,14 @@ class PolicyLossConfig(ComponentSection):
     entropy_coef: float = Field(0.0, ge=-1, le=1, description="weight of the entropy bonus; negative: a penalty")
 
     def of(self, name: str) -> PolicyLossConfig:
-        """What all losses share, for another loss with its defaults."""
+        """Return the keys that all losses share, for another loss with its own defaults."""
         return PolicyLossConfig(
             name=name, **{key: getattr(self, key) for key in ("aggregation", "sum_norm", "entropy_coef")}
         )
 
 
 class KLConfig(ComponentSection):
-    """Distance to the reference policy; an estimator may have keys of its own."""
+    """The distance to the reference policy; an estimator may have keys of its own."""
 
     named_by: ClassVar[str] = "estimator"
 
@@ -54,7 +54,7 @@ class KLConfig(ComponentSection):
 
 
 class DynamicSamplingConfig(Section):
-    """DAPO: drop groups that carry no signal and generate until the batch is full."""
+    """DAPO's dynamic sampling: groups without a signal are dropped, and more are generated until the batch is full."""
 
     enabled: bool = Field(False, description="turn the filter on")
     max_rounds: PositiveInt = Field(
@@ -86,7 +86,7 @@ class DynamicSamplingConfig(Section):
 
     @property
     def kept_groups(self) -> str:
-        """What a group has that is kept, for messages."""
+        """The condition on a group that is kept, for messages."""
         bounds = [
             f"{word} {value:g}" for word, value in (("at least", self.low), ("at most", self.high)) if value is not None
         ]
@@ -96,7 +96,7 @@ class DynamicSamplingConfig(Section):
 
 
 class FilterConfig(ComponentSection):
-    """Samples that are masked out of baselines and loss, each filter with keys of its own.
+    """The filter that masks samples out of baselines and loss; each filter has keys of its own.
 
     The batch keeps its size; with async.order=as_ready a group of which nothing is left is replaced by another one.
     """
@@ -111,7 +111,7 @@ class FilterConfig(ComponentSection):
 
 
 class ResamplingConfig(ComponentSection):
-    """PF-PPO: the samples of a step are resampled by their scores before they are trained on."""
+    """PF-PPO's resampling: the samples of a step are resampled by their scores before they are trained on."""
 
     name: str = Field("none", description="registered weight of a sample, none, file.py:fn or pkg.mod:fn")
 
@@ -122,7 +122,7 @@ class ResamplingConfig(ComponentSection):
 
 
 class DistillationConfig(ComponentSection):
-    """A loss term that pulls the policy to the teacher (`teacher.path`), on the policy's own samples."""
+    """The loss term that pulls the policy towards the teacher (`teacher.path`), on the policy's own samples."""
 
     named_by: ClassVar[str] = "estimator"
 
@@ -144,14 +144,14 @@ class DistillationConfig(ComponentSection):
 
 
 class OverlongConfig(Section):
-    """DAPO: soft penalty for responses near the length limit."""
+    """DAPO's soft penalty for responses near the length limit."""
 
     buffer_tokens: PositiveInt | None = Field(None, description="length of the penalty zone; null: no penalty")
     factor: PositiveFloat = Field(1.0, le=1000, description="penalty at the limit")
 
 
 class AlgorithmConfig(Section):
-    """What is optimised. `pipeline` names the task graph."""
+    """The RL objective. `pipeline` names the task graph."""
 
     pipeline: str = Field(
         "grpo", description="grpo, ppo, dapo, srpo, or file.py:fn or pkg.mod:fn that builds a TaskGraph"

@@ -1,4 +1,4 @@
-"""How far generation runs ahead of training; what the keys need of each other, and of teams: `megarl.dag.ahead`."""
+"""The recipe's section `async`. `megarl.dag.ahead` checks its keys against each other and against the teams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.base import Section
 
 
 class AsyncConfig(Section):
-    """Generation that does not wait for training."""
+    """Generation that runs ahead of training."""
 
     max_staleness: NonNegativeInt = Field(
         0,

@@ -1,4 +1,4 @@
-"""Base of all configuration sections."""
+"""Base classes of all configuration sections, and errors that list several problems."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Section(BaseModel):
 
 
 class ComponentSection(Section):
-    """A section that names a component, and whose further keys are the component's own.
+    """A section that names a component and also holds that component's own keys.
 
-    Here they are plain values: which there are, and what they may be, is known where the components are
-    (`megarl.algorithms`). `megarl.config.components` holds the two against each other.
+    Here those keys are plain values. The components themselves (`megarl.algorithms`) know which keys exist and which
+    values they take; `megarl.config.components` validates one against the other.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -51,17 +51,17 @@ class ComponentSection(Section):
 
     @property
     def component(self) -> str:
-        """Name of the component."""
+        """The component's name."""
         return str(getattr(self, self.named_by))
 
     @property
     def own(self) -> dict[str, Any]:
-        """The component's own keys, as far as they are given."""
+        """The component's own keys that the recipe gives."""
         return dict(self.model_extra or {})
 
 
 class ConfigErrors(ConfigError):
-    """Several problems found at once, numbered in the message. `problems` holds them one by one."""
+    """Several problems found at once, numbered in the message; `problems` lists them."""
 
     def __init__(self, problems: Sequence[ConfigError]) -> None:
         self.problems = list(problems)
@@ -70,11 +70,11 @@ class ConfigErrors(ConfigError):
 
 
 def as_config_error(error: UserError) -> ConfigError:
-    """The same problem, to be listed among others."""
+    """Return the same problem as a ConfigError, so that it can be listed with others."""
     return ConfigError(error.what, where=error.where, found=error.found, allowed=error.allowed, fix=error.fix)
 
 
 def raise_problems(problems: Sequence[ConfigError]) -> None:
-    """Raise the problem, or all of them as one ConfigErrors; return when there is none."""
+    """Raise the only problem, or all of them as one ConfigErrors; do nothing when there is none."""
     if problems:
         raise problems[0] if len(problems) == 1 else ConfigErrors(problems)

@@ -1,6 +1,6 @@
-"""Sections that name a component: its own keys, held against the model of its settings.
+"""Sections that name a component: their own keys are validated with the model of its settings.
 
-This layer knows that there are components, not which: `Components` is given from above.
+This layer does not know which components exist: a caller passes `Components` in.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ M = TypeVar("M", bound=Section)
 
 
 class Components(Protocol):
-    """The components that there are for each section that names one, by its dotted path."""
+    """A registry of the components that each section, by its dotted path, may name."""
 
     def names(self, path: str) -> Sequence[str]:
-        """Names that the section may give, a user's own left out."""
+        """Return the names that the section may give, except a user's own."""
 
     def settings_of(self, path: str, name: str) -> type[Section] | None:
-        """Model of the keys that a component has for itself; None when it cannot be found."""
+        """Return the model of the component's own keys; None when it cannot be found."""
 
     def own_keys(self, path: str, name: str) -> Collection[str] | None:
-        """Keys of the reward (path `reward`) or environment (`env`) of this name; a user's file is not imported here.
+        """Return the keys of the reward (path `reward`) or environment (`env`) of this name; a user's file is not
+        imported.
 
-        None: it takes any, or nothing is known of it.
+        Return None when it takes any key, or when its keys are unknown.
         """
 
     def readers(self, path: str, key: str) -> Mapping[str, type[Section]]:
-        """The named components that have this key, with their settings."""
+        """Return the named components that have this key, with their settings."""
 
 
 def settle(
@@ -49,17 +50,17 @@ def settle(
     where: Callable[[str], str] | None = None,
     inherited: Collection[str] = (),
 ) -> tuple[M | None, list[ConfigError]]:
-    """The settings of a component, out of the keys that are given for it.
+    """Validate the keys given for a component and return its settings.
 
     Args:
         path: dotted path of the section that holds the keys.
         name: of the component.
-        own: the keys that are given, but for those of all components.
-        model: what the component has for keys of its own.
-        readers: the components that have a key, for the message, with their settings.
+        own: the given keys, without those that all components share.
+        model: model of the component's own keys.
+        readers: returns the components that have a key, with their settings, for the message.
         name_key: dotted key that names the component.
         shared: keys of the section that all components have.
-        where: says where a key of the section was given; None: its path.
+        where: returns the place at which a key of the section was given; None: its path.
         inherited: keys that were given for another component, in a layer below the one that names this one. Those
             that this one does not have are left out.
 
@@ -87,13 +88,13 @@ def settle(
 
 
 def settings_at(where: str, own: Mapping[str, Any], model: type[Section]) -> Any:
-    """The settings in a mapping of a recipe, as `model`. A model that allows further keys takes all.
+    """Validate the settings in a mapping of a recipe as `model`. A model that allows extra keys takes all.
 
     Args:
         where: the mapping's place in the recipe.
 
     Raises:
-        ConfigError: a key that there is none of, a missing one, or a value that does not fit.
+        ConfigError: a key is unknown or missing, or a value does not fit.
     """
     known = {key: value for key, value in own.items() if key in model.model_fields}
     missing = [key for key, field in model.model_fields.items() if field.is_required() and key not in own]

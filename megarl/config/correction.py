@@ -1,4 +1,4 @@
-"""Rollout correction: the knobs, the presets that set them, and what a recipe's choice comes to."""
+"""Rollout correction: its keys, the presets that set them, and the resolved form of a recipe's choice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _VETO: dict[str, Any] = {"veto_threshold": 1e-4}
 _CLIP: dict[str, Any] = {"mode": "bypass"}
 _PG: dict[str, Any] = {"mode": "bypass", "loss": "pg"}
 
-#: The knobs that each preset sets; all others are as in `ResolvedCorrection`.
+#: The keys that each preset sets; all others are as in `ResolvedCorrection`.
 PRESETS: dict[str, dict[str, Any]] = {
     "disabled": {},
     "decoupled_token_is": _TOKEN,
@@ -71,7 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class RejectionRule(Section):
-    """One rule; a token is trained on if all rules accept it."""
+    """One rejection rule; a token is trained on if all rules accept it."""
 
     level: Literal["token", "sequence", "geometric", "seq_max"] = Field(description="what is accepted or rejected")
     stat: Literal["k1", "k2", "k3"] = Field("k1", description="the ratio, 0.5 log^2 ratio, or ratio - 1 - log ratio")
@@ -80,7 +80,7 @@ class RejectionRule(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """Gap between the policy that generated the samples and the one that is trained; null: as the preset."""
+    """Correction of the gap between the policy that sampled and the policy that trains; null: as the preset."""
 
     preset: Preset = Field("disabled", description="named set of the knobs below; disabled only measures")
     mode: Literal["decoupled", "bypass"] | None = Field(
@@ -115,7 +115,7 @@ class RolloutCorrectionConfig(Section):
     )
 
     def resolved(self) -> ResolvedCorrection:
-        """The preset with this section's keys laid over it."""
+        """Return the preset, overridden by this section's keys."""
         values = dict(PRESETS[self.preset])
         given = self.model_dump(exclude={"preset"}, exclude_none=True)
         if "rs" in given:
@@ -129,7 +129,7 @@ class RolloutCorrectionConfig(Section):
 
 @dataclass(frozen=True)
 class ResolvedCorrection:
-    """Rollout correction without anything left open; see `RolloutCorrectionConfig`."""
+    """Rollout correction with every key resolved; see `RolloutCorrectionConfig`."""
 
     mode: str = "decoupled"
     loss: str = "ppo"
@@ -152,22 +152,22 @@ class ResolvedCorrection:
 
     @property
     def bypass(self) -> bool:
-        """Old log-probs are those of the rollout."""
+        """Whether the rollout's log-probs are used as old log-probs."""
         return self.mode == "bypass"
 
     @property
     def rejects(self) -> bool:
-        """Tokens may leave the loss."""
+        """Whether rules may remove tokens from the loss."""
         return bool(self.rules) or self.veto_threshold > 0
 
     @property
     def active(self) -> bool:
-        """Something is corrected, not only measured."""
+        """Whether something is corrected, not only measured."""
         return self.bypass or self.is_level != "none" or self.rejects
 
 
 def describe_correction(config: RunConfig) -> list[str]:
-    """What the recipe corrects, and between which two engines: lines for the plan and the log."""
+    """Return lines for the plan and the log: the corrections, and the two engines that they are between."""
     knobs, section = config.rollout_correction.resolved(), config.rollout_correction
     lines = [f"gap       {gap_source(config)}", f"preset    {section.preset}"]
     if not knobs.active:
@@ -197,7 +197,7 @@ def describe_correction(config: RunConfig) -> list[str]:
 
 
 def gap_source(config: RunConfig) -> str:
-    """The two policies that the gap lies between: engine, precision and age of the weights."""
+    """Return the two policies between which the gap lies: engine, precision and age of the weights."""
     rollout = config.rollout
     lag = rollout.stale_steps + config.async_.max_staleness  # one of them is 0
     most = "up to " if config.async_.order == "as_ready" else ""

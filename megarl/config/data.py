@@ -1,4 +1,4 @@
-"""Prompts and rewards."""
+"""The recipe's sections `data` and `reward`: prompts and how responses are scored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.base import Seconds, Section
 
 
 class DataConfig(Section):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     train_files: list[str] = Field(
         default_factory=list,
@@ -49,7 +49,7 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """How responses are scored."""
+    """The scoring of responses."""
 
     name: str = Field(
         "exact_match", description="gsm8k, math, exact_match, numeric, format, file.py:function or pkg.mod:fn"

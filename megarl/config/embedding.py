@@ -1,4 +1,4 @@
-"""What scores of robots' episodes compare them by."""
+"""The recipe's mapping `robot.reward.embedding`: the embeddings by which scores compare robots' episodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from megarl.config.base import Section
 from megarl.errors import ConfigError
 
-#: Keys that an embedding reads; `name` is one of all.
+#: Keys that an embedding reads; `name` belongs to all.
 _READ = {
     "state": ("points", "end_weight"),
     "own": ("points", "width", "updates", "lr"),
@@ -50,7 +50,7 @@ class EmbeddingSettings(Section):
         """Refuse keys that only another embedding reads, and `vjepa2` without a path.
 
         Raises:
-            ConfigError: one of these; `where` is the mapping's place in the recipe.
+            ConfigError: a key is refused, or the path is missing; `where` is the mapping's place in the recipe.
         """
         read = _READ[self.name]
         for key in sorted(self.model_fields_set - {"name", *read}):

@@ -1,4 +1,4 @@
-"""Questions about the configuration models: which keys exist, what each accepts, what a misspelt key meant."""
+"""Queries over the configuration models: keys, accepted values, and suggestions for misspelt keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.errors import ConfigError, close_matches
 INTEGER = re.compile(r"[-+]?[0-9]+")
 #: Text that a YAML list or mapping on one line may hold without quotes.
 _BARE = re.compile(r"[\w./~@+-][\w./~@+:-]*(?<!:)")
-#: The key of a section that one value in its place is for, the first that it has.
+#: For a section, the key that a single value given in the section's place is for: the first of these that it has.
 _MAIN_KEYS = ("name", "path", "train_files")
 _SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {
@@ -36,7 +36,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One configuration key. `section` is its model when the key holds a section, else None."""
+    """One configuration key; `section` is its model when the key holds a section, else None."""
 
     path: str
     info: FieldInfo
@@ -49,7 +49,7 @@ class Key:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Members of a union, with Annotated unwrapped; a one-element tuple for any other type."""
+    """Return the members of a union, with Annotated unwrapped; a one-element tuple for any other type."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         return alternatives(typing.get_args(annotation)[0])
@@ -59,13 +59,13 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def section_of(info: FieldInfo) -> type[Section] | None:
-    """The section model of a field (of one that may be null, too), None when the field holds a value."""
+    """Return the section model of a field (also of a nullable one), None when the field holds a value."""
     (kind, *others) = (member for member in alternatives(info.annotation) if member is not type(None))
     return kind if not others and isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def entries_of(info: FieldInfo) -> type[Section] | None:
-    """The section model of the entries of a mapping whose names are the user's own; None for any other field."""
+    """Return the section model of the entries of a mapping with user-chosen names; None for any other field."""
     for kind in alternatives(info.annotation):
         arguments = typing.get_args(kind)
         if typing.get_origin(kind) is dict and isinstance(arguments[1], type) and issubclass(arguments[1], Section):
@@ -74,22 +74,22 @@ def entries_of(info: FieldInfo) -> type[Section] | None:
 
 
 def names_component(section: type[Section] | None) -> bool:
-    """Whether a section leaves keys to the component that it names."""
+    """Return whether a section leaves keys to the component that it names."""
     return section is not None and issubclass(section, ComponentSection)
 
 
 def is_free_form(info: FieldInfo) -> bool:
-    """True for a mapping whose keys are the user's own (keyword arguments, a Hugging Face config)."""
+    """Return whether this is a mapping with keys of the user's own (keyword arguments, a Hugging Face config)."""
     return any(typing.get_origin(kind) is dict for kind in alternatives(info.annotation))
 
 
 def fields_of(model: type[Section]) -> dict[str, FieldInfo]:
-    """The fields of a section by the names that they have in a recipe."""
+    """Return the fields of a section by their names in a recipe."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def iter_keys(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[Key]:
-    """Every key below `model`, sections before their contents, in the order of the models."""
+    """Yield every key below `model`, sections before their contents, in the order of the models."""
     for name, info in fields_of(model).items():
         section = section_of(info)
         yield Key(prefix + name, info, section)
@@ -98,9 +98,9 @@ def iter_keys(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[Ke
 
 
 def find_key(path: tuple[str, ...]) -> Key | None:
-    """The key at `path`, or the one on the way there below which keys are free; None when a part is unknown.
+    """Return the key at `path`, or its nearest parent below which keys are free; None when a part is unknown.
 
-    Below a key that holds a value, and in a section that names a component, these models know of no keys.
+    Keys below a value, and the own keys of a component, are not known to these models.
     """
     model: type[Section] = RunConfig
     entries: type[Section] | None = None  # of the mapping that the last part named
@@ -118,9 +118,9 @@ def find_key(path: tuple[str, ...]) -> Key | None:
 
 
 def nearest_keys(path: tuple[str, ...]) -> list[str]:
-    """Known dotted keys that a misspelt `path` may have meant, best first.
+    """Return known dotted keys that a misspelt `path` may have meant, best first.
 
-    These are its siblings that begin with it, as tp_size does with tp, else a close one, else keys elsewhere.
+    Siblings that share its beginning (tp for tp_size) come first, else close spellings, else keys of other sections.
     """
     parent = find_key(path[:-1]).section if len(path) > 1 else RunConfig  # type: ignore[union-attr]
     prefix = "".join(f"{part}." for part in path[:-1])
@@ -137,7 +137,7 @@ def nearest_keys(path: tuple[str, ...]) -> list[str]:
 
 
 def describe_allowed(info: FieldInfo) -> str:
-    """What a field accepts, in words: `number > 0, or null`."""
+    """Describe the values that a field accepts: `number > 0, or null`."""
     return _describe(info.annotation, list(info.metadata))
 
 
@@ -179,13 +179,13 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *, where: str) -> ConfigError:
-    """The error for a value that pydantic refused: what is wrong with it, what is allowed, and what may be meant.
+    """Return the error for a value that pydantic refused: the mistake, the allowed values, and a suggestion.
 
     Args:
-        detail: pydantic's account.
+        detail: pydantic's error.
         path: dotted key.
-        info: its field.
-        value: what was given.
+        info: the key's field.
+        value: the value given.
         where: the place that it was given at.
     """
     out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
@@ -210,7 +210,7 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
 
 
 def _form(detail: ErrorDetails) -> str | None:
-    """What a value of the right type has to look like; None: it is not that."""
+    """Describe the form that a value of the right type must have; None when the error is of another kind."""
     context = detail.get("ctx", {})
     if detail["type"] == "string_pattern_mismatch":
         return f"it has to match {context['pattern']}"
@@ -218,7 +218,7 @@ def _form(detail: ErrorDetails) -> str | None:
 
 
 def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:
-    """True when the text would have been right without its quotes."""
+    """Return whether the text would be valid without its quotes."""
     if int in kinds and INTEGER.fullmatch(text):
         return True
     try:
@@ -228,7 +228,7 @@ def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:
 
 
 def _suggest(value: Any, info: FieldInfo) -> str | None:
-    """The nearest of a field's fixed values."""
+    """Return the field's fixed value that is closest in spelling."""
     values = [
         option
         for kind in alternatives(info.annotation)
@@ -240,7 +240,7 @@ def _suggest(value: Any, info: FieldInfo) -> str | None:
 
 
 def _other_form(path: str, value: Any, info: FieldInfo) -> str | None:
-    """How to write one value that stands where a list or a section belongs; None where it fits neither."""
+    """Describe how to write a single value where a list or a section belongs; None where it fits neither."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     written = value if not isinstance(value, str) or _BARE.fullmatch(value) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""How a run is started on a cluster."""
+"""The recipe's section `launch`: how the run is started on a cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _named(values: dict[str, str]) -> dict[str, str]:
 
 
 def option_parts(text: str) -> tuple[str, str]:
-    """Name and value of an option of sbatch, each empty where there is none.
+    """Return name and value of an option of sbatch, each empty if missing.
 
     >>> option_parts("--gres=gpu:8"), option_parts("--gres gpu:8"), option_parts("-N4"), option_parts("-W")
     (('--gres', 'gpu:8'), ('--gres', 'gpu:8'), ('-N', '4'), ('-W', ''))
@@ -88,7 +88,7 @@ _WRITTEN = {
 
 
 def _as_text(value: object) -> object:
-    """A number of minutes, or of megabytes, without quotes."""
+    """Return a number of minutes or megabytes as text, so that it needs no quotes."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -103,7 +103,7 @@ def _time(text: str) -> str:
 
 
 def _texts(values: object) -> object:
-    """Numbers among values need no quotes; true and false do, which programs read in many ways."""
+    """Return values with numbers as text. Booleans still need quotes: programs read them in different ways."""
     if not isinstance(values, dict):
         return values
     if wrong := [name for name, value in values.items() if isinstance(value, bool) or value is None]:
@@ -117,14 +117,14 @@ def _quantity(text: str) -> str:
     return text
 
 
-#: What stands in a `#SBATCH` line by itself.
+#: Text that stands in a `#SBATCH` line without quotes.
 Word = Annotated[str, AfterValidator(_one_word)]
-#: What stands between quotes there.
+#: Text that stands between quotes in a `#SBATCH` line.
 Line = Annotated[str, AfterValidator(_one_line)]
 
 
 class SlurmTeamConfig(Section):
-    """Nodes of a team's own: a component of a heterogeneous job. What is null is as in launch.slurm."""
+    """A team's own nodes: a component of a heterogeneous job. A null key is as in launch.slurm."""
 
     nodes: PositiveInt = Field(description="of cluster.nnodes; the team's workers divide evenly over them")
     partition: Word | None = Field(None, description="sbatch --partition")
@@ -137,7 +137,7 @@ class SlurmTeamConfig(Section):
 
 
 class SlurmConfig(Section):
-    """What a Slurm cluster asks for. What is null or empty here is taken from the site's file (`launch.cluster`)."""
+    """Resources and options of a Slurm job. A null or empty key is taken from the site's file (`launch.cluster`)."""
 
     partition: Word | None = Field(None, description="sbatch --partition")
     account: Word | None = Field(None, description="sbatch --account")
@@ -219,7 +219,7 @@ ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", m
 
 
 class KubernetesConfig(Section):
-    """What a Kubernetes cluster asks for. A node of the run is a pod."""
+    """Resources and options of a Kubernetes job. Each node of the run is a pod."""
 
     kind: Literal["jobset", "rayjob"] | None = Field(
         None, description="jobset: torchrun in every pod; rayjob: a Ray cluster by KubeRay; null: rayjob for several "
@@ -270,7 +270,7 @@ class KubernetesConfig(Section):
 
 
 class LaunchConfig(Section):
-    """How the run is started."""
+    """The way in which the run is started."""
 
     launcher: Literal["local", "torchrun", "ray"] = Field(
         "local", description="what starts the workers, unless --launcher says another"

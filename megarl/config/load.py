@@ -1,4 +1,4 @@
-"""From a recipe file to a RunConfig: inheritance, overrides, and errors that name file, line, key and remedy."""
+"""Loading a recipe file as a RunConfig: inheritance, overrides, and errors that name file, line, key and fix."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _COMPONENTS = {
     for key in iter_keys()
     if key.section is not None and issubclass(key.section, ComponentSection)
 }
-#: Where a recipe names a component that is known above the configuration only, where the component's keys are, and
+#: For each component known only above the configuration: the key that names it, the place of its own keys, and
 #: which of these all components share.
 _OTHERS = (("env.name", "env", ("name", "on_error")), ("reward.name", "reward.kwargs", ()))
 _NAMED = [*((f"{path}.{key}", path) for path, key in _COMPONENTS.items()), *((name, path) for name, path, _ in _OTHERS)]
@@ -66,13 +66,13 @@ def load_config(
 ) -> RunConfig:
     """Read a recipe file, or a recipe of this package by its bare name, and apply `key.path=value` overrides in order.
 
-    `extends:` (a file, a bare name, or a list of them; relative to the file that says it) is merged below the file,
+    `extends:` (a file, a bare name, or a list of them; relative to the file that holds it) is merged below the file,
     key by key; `name` is not inherited and defaults to the file's stem. ConfigError lists every problem found.
 
-    With `components` the own keys of the components that the recipe names are checked, and their defaults filled in;
-    without, they stay as they are given. Where a layer names another component than those below it (another loss,
-    reward or environment), the keys that only the former one has are dropped. Not `check_own`: this is done for reward
-    and environment only, for commands that do not use the others.
+    With `components` the own keys of the named components are validated and their defaults filled in; without, they
+    stay as given. Where a layer names another component than the layers below it (another loss, reward or environment),
+    the keys that only the former component has are dropped. With `check_own=False` this is done for reward and
+    environment only, for commands that do not use the others.
     """
     file = find_recipe(path)
     document = _read_with_parents(file, ())
@@ -101,13 +101,13 @@ def load_config(
 
 
 def _with_restarts(config: RunConfig) -> RunConfig:
-    """The same recipe with the default of `cluster.max_restarts`, which it does not name."""
+    """Return the recipe with the default of `cluster.max_restarts`, which it does not set."""
     restarts = config.placement.default_max_restarts
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_restarts": restarts})})
 
 
 def _expand_home(data: dict[str, Any]) -> None:
-    """Replace a leading `~` in the values of path keys, in place: nothing that reads a path has to think of it."""
+    """Replace a leading `~` in the values of path keys, in place, so that readers of a path need not."""
     for section, name in _PATHS:
         part = data.get(section)
         if not isinstance(part, dict):
@@ -120,9 +120,9 @@ def _expand_home(data: dict[str, Any]) -> None:
 
 
 def hide_credentials(config: RunConfig) -> RunConfig:
-    """The same recipe without user name and password in `tracking.mlflow_uri`; they move into this environment.
+    """Return the recipe without user name and password in `tracking.mlflow_uri`; they move to the environment.
 
-    Before anything is written: what a run writes, shows and hands on is this form.
+    Call it before anything is written: the run writes, shows and passes on this form.
     """
     uri = config.tracking.mlflow_uri
     if uri is None or (masked := take_out(uri, os.environ)) == uri:
@@ -132,19 +132,19 @@ def hide_credentials(config: RunConfig) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved recipe as YAML; `load_config` of that text gives an equal configuration."""
+    """Return the resolved recipe as YAML; `load_config` of that text gives an equal configuration."""
     return to_yaml(config.model_dump(mode="python"))
 
 
 def recipe_folder() -> Path | None:
-    """Folder of the recipes that ship with this package, None when they are not installed."""
+    """Return the folder of the recipes that ship with this package, None when they are not installed."""
     spec = importlib.util.find_spec("megarl.recipes")
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
 
 
 def recipe_names() -> list[str]:
-    """Bare names of the recipes that ship with this package."""
+    """Return the bare names of the recipes that ship with this package."""
     folder = recipe_folder()
     return sorted(file.stem for file in folder.glob("*.yaml")) if folder else []
 
@@ -152,12 +152,12 @@ def recipe_names() -> list[str]:
 def find_recipe(
     path: str | Path, *, relative_to: Path | None = None, said_in: str | None = None, takes_runs: bool = False
 ) -> Path:
-    """The recipe file meant by a path (with or without `.yaml`) or by the bare name of a shipped recipe.
+    """Return the recipe file meant by a path (with or without `.yaml`) or by the bare name of a shipped recipe.
 
     Args:
-        path: what the user wrote.
+        path: as the user wrote it.
         relative_to: folder that it is relative to; None: the current one.
-        said_in: the line of another recipe that says it; None: the command line.
+        said_in: the line of another recipe that names it; None: the command line.
         takes_runs: the command also takes a run folder, and the caller has seen that this is none.
 
     Raises:
@@ -183,7 +183,7 @@ def find_recipe(
 
 
 def allowed_recipes(*, takes_runs: bool) -> str:
-    """What may stand in the place of a recipe; with `takes_runs` also a run folder."""
+    """Describe what may stand in the place of a recipe; with `takes_runs` also a run folder."""
     forms = "a YAML file, the folder of a run" if takes_runs else "a YAML file"
     return f"{forms}, or a shipped recipe: {', '.join(recipe_names()) or 'none installed'}"
 
@@ -227,7 +227,7 @@ def _read_with_parents(file: Path, chain: tuple[Path, ...]) -> Document:
 
 
 def _merge(below: Document, above: Document) -> None:
-    """Lay `above` over `below` in place: mappings key by key, everything else replaces."""
+    """Merge `above` over `below` in place: mappings key by key, anything else as a whole."""
     _note_inherited(below, above)
     _merge_values(below.data, above.data, (), above.replaced)
     below.origins.update(above.origins)
@@ -235,7 +235,7 @@ def _merge(below: Document, above: Document) -> None:
 
 
 def _note_inherited(below: Document, above: Document) -> None:
-    """Mark the keys of a component that the layer above exchanges for another one."""
+    """Mark the keys of a component that the layer above replaces by another component."""
     for name, path in _NAMED:
         old, new = _value_at(below.data, name), _value_at(above.data, name)
         if new is not None and new != old:
@@ -245,10 +245,10 @@ def _note_inherited(below: Document, above: Document) -> None:
 
 
 def _drop_inherited(document: Document, components: Components) -> list[str]:
-    """Remove the keys of a reward or environment below the one that is named, as far as this one has none such.
+    """Remove inherited keys of a reward or environment that the one now named does not have.
 
-    All stay where nothing is known of it: what does not fit is refused later, by name. Returns lines that say what is
-    removed.
+    Keep all keys of a component whose keys are unknown: validation refuses wrong ones later, by name. Return lines that
+    tell which keys were removed.
     """
     lines = []
     for name_key, path, shared in _OTHERS:
@@ -267,13 +267,13 @@ def _drop_inherited(document: Document, components: Components) -> list[str]:
 
 
 def _at(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """The mapping at a dotted path; an empty one where there is none."""
+    """Return the mapping at a dotted path; an empty one if there is none."""
     value = _value_at(data, path)
     return value if isinstance(value, dict) else {}
 
 
 def _value_at(data: dict[str, Any], path: str) -> Any:
-    """What is at a dotted path; None where there is nothing."""
+    """Return the value at a dotted path; None if there is none."""
     value: Any = data
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -296,7 +296,7 @@ def _merge_values(
 
 
 def _apply_override(document: Document, text: str) -> set[tuple[str, ...]]:
-    """Lay one override over the document. Returns the keys of components that it gives."""
+    """Apply one override to the document and return the paths of the component keys that it sets."""
     dotted, equals, raw = text.partition("=")
     dotted = dotted.strip()
     where = f"override {text!r}"
@@ -336,7 +336,7 @@ def _apply_override(document: Document, text: str) -> set[tuple[str, ...]]:
 
 
 def _parse_for(key: Key, raw: str) -> Any:
-    """Read override text by the type of the field it is for. Text that fits no type is left for the model to refuse."""
+    """Read override text by the type of its field. Text that fits no type is left for the model to refuse."""
     text = raw.strip()
     kinds = alternatives(key.info.annotation)
     if text in _NULLS and type(None) in kinds:
@@ -386,7 +386,7 @@ def _validate(
 def _settle(
     config: RunConfig, document: Document, file: str, components: Components, problems: list[ConfigError]
 ) -> RunConfig:
-    """The recipe with all keys of the components that it names; what is wrong with those given joins `problems`."""
+    """Return the recipe with all keys of its named components; problems with the given keys are added to `problems`."""
     filled = config.model_dump()
     for dotted in _COMPONENTS:
         path = tuple(dotted.split("."))
@@ -423,7 +423,7 @@ def _known_part(
     file: str,
     problems: list[ConfigError],
 ) -> dict[str, Any]:
-    """Copy of `data` without the keys that `model` does not know; each of those becomes a problem."""
+    """Return a copy of `data` without the keys that `model` does not know; each of those becomes a problem."""
     known, known_fields = {}, fields_of(model)
     for name, value in data.items():
         here = (*path, str(name))
@@ -449,7 +449,7 @@ def _known_part(
 
 
 def _key_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Configuration key of a pydantic error location, which may go on with list indices and union members."""
+    """Return the configuration key of a pydantic error location, which may also hold list indices and union members."""
     path = tuple(str(part) for part in location)
     key = find_key(path)
     while key is None:
@@ -475,7 +475,7 @@ def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document
 
 
 def _entry_meant(path: tuple[str, ...], document: Document) -> str | None:
-    """The other entry of a mapping, such as a team, that a misspelt one at `path` may have meant."""
+    """Return the other entry of a mapping, such as a team, that a misspelt one at `path` may have meant."""
     above, key = ".".join(path[:-1]), find_key(path[:-1])
     if key is None or entries_of(key.info) is None:
         return None
@@ -484,7 +484,7 @@ def _entry_meant(path: tuple[str, ...], document: Document) -> str | None:
 
 
 def _origin(document: Document, path: tuple[str, ...], file: str) -> str:
-    """Where a key was given: its own line, else that of the nearest parent, else the file."""
+    """Return where a key was given: its own line, else that of the nearest parent, else the file."""
     for depth in range(len(path), 0, -1):
         if path[:depth] in document.origins:
             return document.origins[path[:depth]]

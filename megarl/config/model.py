@@ -1,4 +1,4 @@
-"""Which model, and how it is split over processes."""
+"""The recipe's sections `model` and `parallel`: which model, and how it is split over processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Dtype = Literal["fp32", "bf16"]
 
 
 class ModelConfig(Section):
-    """The policy: a Hugging Face folder or hub name, or a fresh random model made from a Hugging Face config."""
+    """The policy: a Hugging Face folder or hub name, or a new random model made from a Hugging Face config."""
 
     path: str | None = Field(None, description="Hugging Face folder or hub name with config and safetensors")
     hf_config: dict[str, Any] | None = Field(
@@ -38,7 +38,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How a model is split. The data-parallel size is what is left: processes / (tp * pp * cp)."""
+    """The split of a model over processes. The data-parallel size is the rest: processes / (tp * pp * cp)."""
 
     tp: PositiveInt = Field(1, description="tensor parallel size")
     pp: PositiveInt = Field(1, description="pipeline parallel size")

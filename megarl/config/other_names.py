@@ -1,7 +1,7 @@
-"""What settings of TRL, verl and EasyR1 are called here, and which of them are not here, so that a message can say it.
+"""Settings of TRL, verl and EasyR1: their names here, or that they do not exist here, for messages.
 
-A name is looked up by its last parts, the longest first: `trainer.total_epochs`, then `total_epochs`; then by parts on
-the way to it, as `ray_init` of `ray_init.num_cpus`.
+A name is looked up by its last parts, the longest match first: `trainer.total_epochs`, then `total_epochs`; then by
+parts on the way to it, as `ray_init` of `ray_init.num_cpus`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FOLDER = "tracking.dir, or the option --run-dir"
 _MLFLOW = "tracking.mlflow and tracking.mlflow_uri; there is no W&B, TensorBoard or SwanLab"
 _GREEDY = "validation.sampling (greedy; what is not said is as in rollout.sampling)"
 
-#: Name there -> key here, with what has to be known of it.
+#: Name in another project -> key here, with remarks.
 KEYS: dict[str, str] = {
     # Model and data.
     "model_name": "model.path",
@@ -246,7 +246,7 @@ _REFERENCE = "the reference is frozen here (reference.path)"
 _REWARD_MODEL = "there is no reward model in the run here; a reward function may ask a server for scores (reward.name)"
 _ALWAYS = "this is always so here, and there is no key for it"
 _PREFERENCES = "there is no training on preference pairs here (DPO, IPO, KTO, ORPO, SimPO, reward models)"
-#: Name there -> that it is not here, and what is.
+#: Name in another project -> why it does not exist here, and what to use.
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
         ("use_lora", "lora", "lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_path", "lora_target_modules"),
@@ -310,15 +310,15 @@ METHODS: dict[str, str] = {
 }
 
 
-#: Sections of verl and EasyR1 around those of this project, and what is in them by another name than here.
+#: Sections of verl and EasyR1 that enclose sections of this project, and those of their keys with another name here.
 _AROUND = ("actor_rollout_ref", "worker")
 _INSIDE = {"ref": "reference"}
-#: Names of sections of this project, such as optim, whatever holds them.
+#: Names of sections of this project, such as optim, in any enclosing section.
 _SECTIONS = {key.path.rpartition(".")[2] for key in iter_keys() if key.section is not None}
 
 
 def meaning_of(path: tuple[str, ...]) -> str | None:
-    """What to do in place of giving a key that another project has; None when no such name is known.
+    """Describe what to do instead of setting a key of another project; None when no such name is known.
 
     >>> meaning_of(("trainer", "save_steps"))
     'here this is trainer.save_every'
@@ -339,20 +339,20 @@ def meaning_of(path: tuple[str, ...]) -> str | None:
 
 
 def _unwrapped(path: tuple[str, ...]) -> tuple[str, ...]:
-    """`path` without the section of verl or EasyR1 around one of this project."""
+    """Return `path` without an enclosing section of verl or EasyR1."""
     return (_INSIDE.get(path[1], path[1]), *path[2:]) if len(path) > 1 and path[0] in _AROUND else path
 
 
 def _keys_ending(path: tuple[str, ...]) -> list[str]:
-    """Keys of this project that end with `path`, as actor.optim.lr does with optim.lr; none for a single name."""
+    """Return the keys of this project that end with `path` (actor.optim.lr for optim.lr); none for a single name."""
     return [key.path for key in iter_keys() if len(path) > 1 and key.path.endswith(f".{'.'.join(path)}")][:4]
 
 
 def option_meaning(options: Sequence[str]) -> str:
-    """The same for the first option of a command line that is a key here or in another project.
+    """Return the hint of `meaning_of` for the first command-line option that is a key here or in another project.
 
     Returns:
-        `; ` and what to do, or nothing.
+        `; ` and what to do, or an empty text.
     """
     for text in options:
         name, _, value = text.lstrip("-").partition("=")
@@ -368,7 +368,7 @@ def option_meaning(options: Sequence[str]) -> str:
 
 
 def method_fix(name: str, known: Sequence[str]) -> str | None:
-    """What to set in place of a method's name that is none of `known`: by another project's name, else by spelling."""
+    """Describe what to set for an unknown method name: by another project's name, else by spelling among `known`."""
     meant = METHODS.get(name.lower().replace("-", "_"))
     if meant is not None:
         return meant
@@ -377,12 +377,12 @@ def method_fix(name: str, known: Sequence[str]) -> str | None:
 
 
 def unknown_keys(path: tuple[str, ...], value: Any, where: Callable[[tuple[str, ...]], str]) -> list[ConfigError]:
-    """The errors for a key that is not here, or for each of the keys in a section of another project.
+    """Return the errors for an unknown key, or one for each key in a section of another project.
 
     Args:
         path: of the key, of which a part may be unknown already.
-        value: what was given for it.
-        where: says where a path was given.
+        value: the value given.
+        where: returns the place at which a path was given.
     """
     leaves = list(_leaves(path, value))
     if path[0] in _AROUND or any(meaning_of(leaf) or _keys_ending(leaf) for leaf in leaves):
@@ -393,12 +393,12 @@ def unknown_keys(path: tuple[str, ...], value: Any, where: Callable[[tuple[str, 
 
 
 def _unknown_part(path: tuple[str, ...]) -> tuple[str, ...]:
-    """`path` up to its first part that is unknown; all of it where each part is known."""
+    """Return `path` up to its first unknown part; all of it if every part is known."""
     return next((path[:depth] for depth in range(1, len(path) + 1) if find_key(path[:depth]) is None), path)
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
-    """Paths of the settings in a section that is unknown here; a section that has a meaning as a whole is one."""
+    """Yield the paths of the settings in an unknown section; a section that has a meaning as a whole is one path."""
     if not isinstance(value, Mapping) or not value or (path[-1] not in _SECTIONS and meaning_of(path) is not None):
         yield path
         return
@@ -407,13 +407,13 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _unknown_key(path: tuple[str, ...], where: str) -> ConfigError:
-    """The error for a `path` that is unknown from some part on."""
+    """Return the error for a `path` that is unknown from some part on."""
     unknown = _unknown_part(_unwrapped(path))
     near = _keys_ending(path) or nearest_keys(unknown)
-    begun = any(key.startswith(".".join(path)) for key in near)  # as beta1 is by beta
-    meant = None if begun else meaning_of(path)
+    is_prefix = any(key.startswith(".".join(path)) for key in near)  # as beta1 is by beta
+    meant = None if is_prefix else meaning_of(path)
     parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
-    # All sections are too many to read, beside the one that is meant.
+    # All sections would be too many to read.
     allowed = list(fields_of(parent)) if parent and (parent is not RunConfig or not (near or meant)) else None
     spelt = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above"
     return ConfigError(f"unknown key {'.'.join(path)}", where=where, allowed=allowed, fix=meant or spelt)

@@ -1,4 +1,4 @@
-"""Overrides of the command line that are not written as `key.path=value`."""
+"""Command-line overrides that are not written as `key.path=value`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ FORM = "an override has the form key.path=value"
 
 
 def take_apart(overrides: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
-    """The overrides but for keys whose value is an argument of its own, as in `trainer.steps 10`, and errors for these.
+    """Return the overrides without keys whose value is a separate argument, as in `trainer.steps 10`, and errors for
+    these.
 
     >>> take_apart(["trainer.steps", "10", "data.shuffle=true"])[0]
     ['data.shuffle=true']

@@ -1,4 +1,4 @@
-"""Which roles share devices."""
+"""The recipe's section `placement`: which roles share devices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TeamRole = Literal["actor", "critic", "reference", "teacher", "rollout"]
 
 
 class TeamConfig(Section):
-    """Workers that form one torch.distributed world with one layout."""
+    """The workers that form one torch.distributed world with one layout."""
 
     roles: list[TeamRole] = Field(min_length=1, description="models that it holds")
     devices: PositiveInt = Field(description="workers, one per device")
 
 
 class PlacementConfig(Section):
-    """Which roles share devices. Without teams all roles take turns on all devices."""
+    """The assignment of roles to devices. Without teams all roles take turns on all devices."""
 
     auto: Literal["even", "param_aware", "measured"] | None = Field(
         None,
@@ -61,15 +61,17 @@ class PlacementConfig(Section):
 
     @property
     def default_max_restarts(self) -> int:
-        """`cluster.max_restarts` where the recipe does not say it."""
+        """`cluster.max_restarts` where the recipe does not set it."""
         return _TEAM_RESTARTS if len(self.teams) > 1 or self.auto is not None else 0
 
     @property
     def asks_for_teams(self) -> bool:
-        """Whether there may be several teams."""
+        """Whether the recipe asks for several teams."""
         return bool(self.teams) or self.auto is not None
 
     @property
     def asking(self) -> int:
-        """Workers of a team that has the rollout only: with servers they hold no model, and send requests."""
+        """Number of workers in a team that has only the rollout: with servers they hold no model and only send
+        requests.
+        """
         return sum(team.devices for team in self.teams.values() if team.roles == ["rollout"])

@@ -1,4 +1,4 @@
-"""A policy that acts: episodes in simulators in the place of responses to prompts."""
+"""The recipe's section `robot`: a policy that acts, with simulator episodes in place of responses to prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.base import Section
 
 
 class EpisodeRewardConfig(Section):
-    """How episodes are scored."""
+    """The scoring of episodes."""
 
     name: Literal["success", "progress"] = Field(
         "success",

@@ -1,4 +1,4 @@
-"""Generation."""
+"""The recipe's sections `rollout`, `env` and `validation`: generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.config.sglang import SGLangConfig
 
 
 class SamplingConfig(Section):
-    """How tokens are sampled."""
+    """The sampling of tokens."""
 
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: NonNegativeFloat = Field(1.0, le=100, description="0 is greedy")
@@ -35,7 +35,7 @@ class SamplingConfig(Section):
 
 
 class LimitsConfig(Section):
-    """How long an episode of several turns may become; `sampling.max_new_tokens` is the limit of each turn."""
+    """The limits of a multi-turn episode; `sampling.max_new_tokens` is the limit of each turn."""
 
     turns: PositiveInt = Field(16, description="turns of the policy")
     tokens: PositiveInt | None = Field(
@@ -48,7 +48,7 @@ class LimitsConfig(Section):
     )
 
     def response_tokens(self, sampling: SamplingConfig) -> int:
-        """Tokens after the first observation, at most."""
+        """Return the largest number of tokens after the first observation."""
         return self.tokens or sampling.max_new_tokens
 
 
@@ -72,7 +72,7 @@ class RolloutConfig(Section):
 
     @property
     def colocated(self) -> bool:
-        """Samples are generated on servers that share the trainer's devices."""
+        """Whether samples are generated on servers that share the trainer's devices."""
         return self.engine == "sglang" and self.sglang.colocated
 
 
@@ -81,13 +81,13 @@ ON_ERROR = ("fail", "mark")
 
 
 def env_section(env: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Name, `on_error`, and the environment's own keys of the section `env`."""
+    """Return name, `on_error`, and the environment's own keys of the section `env`."""
     own = {key: value for key, value in env.items() if key not in ("name", "on_error")}
     return env.get("name", SINGLE_TURN), env.get("on_error", "fail"), own
 
 
 class HeldOutSamplingConfig(Section):
-    """How held-out responses are sampled: one greedy response; null: as in training."""
+    """The sampling of held-out responses: one greedy response; other settings are as in training unless given."""
 
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: NonNegativeFloat = Field(0.0, le=100, description="0 is greedy")
@@ -103,7 +103,7 @@ class HeldOutSamplingConfig(Section):
     ignore_eos: bool | None = Field(None, description="generate max_new_tokens; null: as rollout.sampling")
 
     def after(self, training: SamplingConfig) -> SamplingConfig:
-        """The settings in full; what ends a response in training ends it here, too."""
+        """Return the full settings; stop conditions of training apply here, too."""
         own = self.model_dump(exclude_none=True)
         ids = [*self.stop_token_ids, *training.stop_token_ids]
         return training.model_copy(update={**own, "stop_token_ids": list(dict.fromkeys(ids))})

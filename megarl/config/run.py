@@ -1,4 +1,4 @@
-"""The whole recipe."""
+"""The whole recipe, and its sections `trainer`, `cluster` and `tracking`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, S
 
 
 class TrainerConfig(Section):
-    """The loop around the graph."""
+    """The training loop: steps, epochs, checkpoints."""
 
     steps: PositiveInt = Field(100, description="training steps")
     epochs: PositiveFloat | None = Field(
@@ -56,13 +56,13 @@ class TrainerConfig(Section):
     export_hf: bool = Field(True, description="write the final model in Hugging Face form")
 
     def steps_of(self, prompts: int, batch_size: int) -> int:
-        """Training steps in which `epochs` passes over so many prompts are met."""
+        """Return the number of training steps in which `epochs` passes over so many prompts fit."""
         assert self.epochs is not None, "asked of recipes that name them"
         return max(1, math.ceil(self.epochs * prompts / batch_size - 1e-9))
 
 
 class ClusterConfig(Section):
-    """Processes and deadlines."""
+    """Processes, restarts and deadlines."""
 
     nproc: PositiveInt = Field(1, le=1_000_000, description="worker processes over all nodes, one per device")
     nnodes: PositiveInt = Field(1, le=1_000_000, description="machines")
@@ -96,7 +96,7 @@ class ClusterConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Where numbers go."""
+    """The destinations of metrics."""
 
     dir: str = Field("runs", description="folder of run folders")
     mlflow: bool = Field(True, description="log to MLflow")
@@ -146,17 +146,17 @@ class RunConfig(Section):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")
 
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and response that are generated, held-out ones included."""
+        """Return the tokens of the longest prompt and response that are generated, held-out ones included."""
         sampled = [self.rollout.sampling, *([self.validation_sampling] if self.data.val_files else [])]
         return self.data.max_prompt_tokens + max(self.response_tokens(sampling) for sampling in sampled)
 
     def response_tokens(self, sampling: SamplingConfig) -> int:
-        """Tokens of the longest response: of one turn, or of all turns where an environment answers."""
+        """Return the tokens of the longest response: of one turn, or of all turns where an environment answers."""
         return self.rollout.limits.response_tokens(sampling) if self.has_turns else sampling.max_new_tokens
 
     @property
     def whole_conversations(self) -> bool:
-        """Whether the prompt's column holds the responses to learn, too."""
+        """Whether the prompt column also holds the responses to learn."""
         return self.data.prompt_key == self.sft.response_key
 
     @property
@@ -166,29 +166,31 @@ class RunConfig(Section):
 
     @property
     def filter_admits(self) -> bool:
-        """Whether `algorithm.filter` chooses where samples are generated: a group it leaves nothing of is replaced."""
+        """Whether `algorithm.filter` is applied during generation: a group that it empties is replaced."""
         return self.algorithm.filter.active and self.async_.order == "as_ready"
 
     @property
     def has_episodes(self) -> bool:
-        """Whether a sample is an episode, which an environment or a simulator may spoil."""
+        """Whether a sample is an episode, which an error of an environment or a simulator may spoil."""
         return self.has_turns or self.robot is not None
 
     @property
     def validation_sampling(self) -> SamplingConfig:
-        """How held-out responses are sampled: as in training, except where `validation.sampling` says otherwise."""
+        """The sampling of held-out responses: as in training, except for the keys of `validation.sampling`."""
         return self.validation.sampling.after(self.rollout.sampling)
 
     @property
     def rollout_dtype(self) -> str:
-        """fp32 or bf16, in which responses are generated: `rollout.dtype`, with `model` resolved."""
+        """Precision in which responses are generated, fp32 or bf16: `rollout.dtype`, with `model` resolved."""
         return self.model.dtype if self.rollout.dtype == "model" else self.rollout.dtype
 
     def parallel_of(self, role: str) -> ParallelConfig:
-        """Layout of a role that holds a model: its own, else the actor's."""
+        """Return the layout of a role that holds a model: its own, else the actor's."""
         return getattr(self, role).parallel or self.actor.parallel
 
     def updates(self, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
-        """Optimizer steps of a role in the whole run, when it does not train in the first `resting` training steps."""
+        """Return a role's optimizer steps in the whole run when it does not train in the first `resting` training
+        steps.
+        """
         minis = self.data.batch_size // (role.mini_batch_size or self.data.batch_size)
         return max(self.trainer.steps - resting, 1) * role.ppo_epochs * max(1, minis)

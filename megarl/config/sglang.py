@@ -1,4 +1,4 @@
-"""SGLang servers."""
+"""The recipe's section `rollout.sglang`: SGLang servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.errors import ConfigError
 
 
 def url_problem(url: str) -> str | None:
-    """Why `url` cannot be the address of a server; None when it can."""
+    """Explain why `url` cannot be the address of a server; None when it can."""
     try:
         place = urlsplit(url)
         port_ok = place.port != 0
@@ -26,7 +26,7 @@ def url_problem(url: str) -> str | None:
 
 
 class SGLangConfig(Section):
-    """Servers of `rollout.engine: sglang`."""
+    """The servers of `rollout.engine: sglang`."""
 
     python: str | None = Field(
         None, description="interpreter that has sglang; null: the newest that `make sglang-env` made"
@@ -91,7 +91,7 @@ class SGLangConfig(Section):
     max_restarts: NonNegativeInt = Field(3, description="restarts of each server in a run")
 
     def external_key(self) -> str | None:
-        """API key of the servers in `urls`, out of the environment; None: they have none.
+        """Return the API key of the servers in `urls`, from the environment; None: they have none.
 
         Raises:
             ConfigError: the variable is not set.
@@ -109,15 +109,15 @@ class SGLangConfig(Section):
 
     @property
     def first_gpu_given(self) -> bool:
-        """`extra_args` says which GPU of a machine is the first one of a server."""
+        """Whether `extra_args` sets the first GPU of a server on its machine."""
         return any(argument.startswith("--base-gpu-id") for argument in self.extra_args)
 
     @property
     def count(self) -> int:
-        """Servers over all machines, started or external."""
+        """Number of servers over all machines, started or external."""
         return len(self.urls) or self.servers
 
     @property
     def ranks(self) -> int:
-        """Devices of one server."""
+        """Number of devices of one server."""
         return self.tp_size * self.dp_size

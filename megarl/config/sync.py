@@ -1,4 +1,4 @@
-"""Weights from the trainer to generation servers."""
+"""The recipe's section `sync`: weights from the trainer to generation servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.base import Seconds, Section
 
 
 class SyncConfig(Section):
-    """How servers get the trainer's weights."""
+    """The transfer of the trainer's weights to the servers."""
 
     transport: Literal["auto", "tensor", "distributed", "disk", "delta"] = Field(
         "auto",

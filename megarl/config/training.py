@@ -1,4 +1,4 @@
-"""How roles train: optimizer, engine, roles."""
+"""The recipe's sections for training: optimizer, engine, roles, SFT."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class OptimConfig(Section):
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient-norm clip; 0 turns it off")
 
     def warmup(self, total_steps: int) -> int:
-        """Optimizer steps of warm-up in a run of `total_steps` of them."""
+        """Return the number of warm-up steps in a run of `total_steps` optimizer steps."""
         return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * total_steps)
 
 
 class EngineConfig(Section):
-    """The Megatron engine's memory and speed settings."""
+    """Memory and speed settings of the Megatron engine."""
 
     micro_batch_tokens: PositiveInt = Field(
         8192, description="token budget of one micro-batch per data-parallel rank; a longer sequence is its own batch"
@@ -55,7 +55,7 @@ class EngineConfig(Section):
 
 
 class ActorConfig(Section):
-    """The policy's training."""
+    """Training of the policy."""
 
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
@@ -70,7 +70,7 @@ class ActorConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of PPO: the policy's architecture with one value per token in place of a vocabulary."""
+    """The value model of PPO: the policy's architecture with one value per token instead of a vocabulary."""
 
     path: str | None = Field(
         None,

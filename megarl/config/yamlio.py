@@ -1,6 +1,6 @@
-"""YAML in and out: plain data only, YAML 1.2 scalars, duplicate keys refused, and the line of every key.
+"""YAML input and output: plain data, YAML 1.2 scalars, duplicate keys refused, and the line of every key.
 
-YAML 1.1 surprises are off: `1e-6` is a number, `on`, `no`, dates and `1:30` are text, `010` is ten.
+Surprises of YAML 1.1 are off: `1e-6` is a number; `on`, `no`, dates and `1:30` are text; `010` is ten.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RESOLVERS = [
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the resolvers above only."""
+    """A SafeLoader with only the resolvers above."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -38,14 +38,16 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text when either YAML version would read it as something else: it keeps the resolvers of 1.1."""
+    """A dumper that quotes a text when either YAML version would read it as something else: it keeps the resolvers of
+    1.1.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Other line breaks than `\\n` survive only as escapes."""
+    """Represent text; line breaks other than `\\n` survive only as escapes."""
     breaks = any(letter in text for letter in "\r\x85\u2028\u2029\ufeff")
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
 
@@ -59,10 +61,10 @@ _Dumper.add_representer(str, _represent_text)
 
 @dataclass
 class Document:
-    """A mapping read from YAML. `origins` gives `file:line` of each key path.
+    """A mapping read from YAML, with `file:line` of each key path in `origins`.
 
-    `replaced` holds the paths of mappings tagged `!replace`, which take the place of inherited ones, `inherited` those
-    of keys that were given for another component than the one that counts.
+    `replaced` holds the paths of mappings tagged `!replace`, which replace inherited ones; `inherited` holds the paths
+    of keys that were given for a component that a later layer replaces.
     """
 
     data: dict[str, Any]
@@ -72,7 +74,7 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """Read one file that holds a mapping. ConfigError with file and line when it is not one, or repeats a key."""
+    """Read one file that holds a mapping. Raise ConfigError with file and line when it does not, or repeats a key."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -114,7 +116,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document, open_nodes: tuple[int, ...]) -> None:
-    """Note the line of each key below a mapping node; refuse a key that comes twice and an alias of its own parent."""
+    """Record the line of each key below a mapping node; refuse duplicate keys and an alias of its own parent."""
     if not isinstance(node, yaml.MappingNode):
         return
     if node.tag == "!replace":
@@ -139,7 +141,7 @@ def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document,
 
 
 def parse_value(text: str) -> Any:
-    """Read one YAML value, such as the right-hand side of an override. yaml.YAMLError when it is malformed."""
+    """Read one YAML value, such as the right-hand side of an override. Raise yaml.YAMLError when it is malformed."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -151,7 +153,7 @@ def parse_tagged(text: str, path: tuple[str, ...], where: str) -> tuple[Any, set
         where: its origin, for errors.
 
     Returns:
-        The value, and the paths of these mappings.
+        The value, and the paths of the tagged mappings.
 
     Raises:
         yaml.YAMLError: it is malformed.
@@ -175,5 +177,5 @@ def parse_texts(text: str) -> Any:
 
 
 def to_yaml(data: dict[str, Any]) -> str:
-    """Block-style YAML of plain data that `parse_value` reads back to equal data, keys in the order given."""
+    """Return block-style YAML of plain data, keys in the order given; `parse_value` reads back equal data."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)

@@ -60,9 +60,9 @@ def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(
             "cannot be compared",
         ),
         ("robot.statistics=demonstrations", "sft.train_files", "not only files of them"),
-        ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p", "drawn from all of their values"),
+        ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p", "sampled from all of their values"),
         ("robot.chunk=30", "robot.chunk", "max_position_embeddings = 64"),
-        ("validation.sampling={top_k: 5}", "validation.sampling.top_k", "drawn from all of their values"),
+        ("validation.sampling={top_k: 5}", "validation.sampling.top_k", "sampled from all of their values"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_key(recipe: Path, override: str, key: str, text: str) -> None:
