@@ -1,1 +1,1 @@
-"""Models and runs on disk, read without torch: sizes of a model, its weight files, what a run folder holds."""
+"""Models and runs on disk, read without torch: model sizes, weight files, the files of a run folder."""

@@ -1,4 +1,4 @@
-"""Statistics of the numbers in demonstrations: `dataset_statistics.json`, as OpenVLA's checkpoints have it.
+"""Statistics of the numbers in demonstrations: `dataset_statistics.json`, in the form of OpenVLA's checkpoints.
 
 {"libero_goal": {"action": {"mean": [...], "std": [...], "max": [...], "min": [...], "q01": [...], "q99": [...],
                             "mask": [true, ...]},
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megarl.errors import ConfigError, DataError, close_matches
 
-#: Which two statistics -1 and 1 stand for. `q99`: OpenVLA, and OpenVLA-OFT's for LIBERO; `minmax`: OpenVLA-OFT's for
+#: The two statistics that are scaled to -1 and 1. `q99`: OpenVLA, and OpenVLA-OFT's for LIBERO; `minmax`: OpenVLA-OFT's
 #: the two-armed ALOHA and RoboTwin.
 Bounds = Literal["q99", "minmax"]
 NAMES = ("mean", "std", "max", "min", "q01", "q99")
@@ -28,7 +28,7 @@ _TINY = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class ActionStatistics:
-    """Of each of the D numbers of an action; also of a robot's own state.
+    """The statistics of each of the D numbers of an action, or of a robot's own state.
 
     Attributes:
         mean: float64 [D], like the next ones.
@@ -38,7 +38,7 @@ class ActionStatistics:
         q01: 1% quantile.
         q99: 99% quantile.
         mask: bool [D]: which numbers are normalised; the others pass through.
-        bounds: which statistics become -1 and 1.
+        bounds: the statistics that are scaled to -1 and 1.
     """
 
     mean: NDArray[np.float64]
@@ -57,7 +57,7 @@ class ActionStatistics:
 
     @classmethod
     def of(cls, values: ArrayLike, mask: Sequence[bool] | None = None, bounds: Bounds = "q99") -> ActionStatistics:
-        """Of values [N, D], exact.
+        """Compute the exact statistics of values [N, D].
 
         Raises:
             DataError: there are none, or one is not finite, or the mask has another length.
@@ -76,13 +76,13 @@ class ActionStatistics:
 
     @classmethod
     def plain(cls, dim: int) -> ActionStatistics:
-        """Of numbers that are from -1 to 1 already: they stay what they are."""
+        """Return the statistics of numbers that are already between -1 and 1: they pass unchanged."""
         zero, one = np.zeros(dim), np.ones(dim)
         return cls(mean=zero, std=one, max=one, min=-one, q01=-one, q99=one, mask=np.zeros(dim, np.bool_))
 
     @classmethod
     def from_json(cls, content: Any, where: str, bounds: Bounds = "q99") -> ActionStatistics:
-        """Of a dictionary of lists; without a mask all numbers are normalised.
+        """Read the statistics from a dictionary of lists; without a mask all numbers are normalised.
 
         Raises:
             DataError: a statistic is missing, not of finite numbers, or of another length than the others.
@@ -107,21 +107,21 @@ class ActionStatistics:
         return cls(**rows, mask=mask, bounds=bounds)
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Lists by name, with the mask."""
+        """Return the lists by name, with the mask."""
         return {name: getattr(self, name).tolist() for name in (*NAMES, "mask")}
 
     @property
     def range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What becomes -1, and what becomes 1: float64 [D] each."""
+        """The values that are scaled to -1 and to 1: float64 [D] each."""
         return (self.q01, self.q99) if self.bounds == "q99" else (self.min, self.max)
 
     def normalise(self, values: ArrayLike) -> NDArray[np.float32]:
-        """Values [..., D] from their range to -1 to 1, clipped, float32.
+        """Scale values [..., D] from their range to -1 to 1, clipped; float32.
 
-        A masked-out number passes through; one that never varied becomes 0.
+        A masked-out number passes through; a constant one becomes 0.
 
         Raises:
-            DataError: another D.
+            DataError: D differs.
         """
         table = self._table(values)
         low, high = self.range
@@ -130,10 +130,10 @@ class ActionStatistics:
         return np.where(self.mask, scaled, table).astype(np.float32)
 
     def denormalise(self, values: ArrayLike) -> NDArray[np.float32]:
-        """The inverse: values [..., D] from -1 to 1 to their range, float32; a masked-out number passes through.
+        """Scale values [..., D] from -1 to 1 back to their range, float32; a masked-out number passes through.
 
         Raises:
-            DataError: another D.
+            DataError: D differs.
         """
         table = self._table(values)
         low, high = self.range
@@ -153,7 +153,7 @@ class ActionStatistics:
 
 @dataclass(frozen=True, eq=False)
 class DatasetStatistics:
-    """Of one data set.
+    """The statistics of one data set.
 
     Attributes:
         action: of its actions.
@@ -169,10 +169,10 @@ class DatasetStatistics:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], where: str, bounds: Bounds = "q99") -> DatasetStatistics:
-        """Of an entry of the file, with `action`.
+        """Read the statistics from an entry of the file, which has `action`.
 
         Raises:
-            DataError: something is missing in it; the place is named.
+            DataError: something is missing; the message names the place.
         """
         state = entry.get("proprio")
         return cls(
@@ -183,7 +183,7 @@ class DatasetStatistics:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """An entry of the file."""
+        """Return the entry of the file."""
         state = {} if self.state is None else {"proprio": self.state.to_json()}
         sizes = {"num_transitions": self.transitions, "num_trajectories": self.trajectories}
         return {"action": self.action.to_json(), **state, **sizes}
@@ -191,7 +191,7 @@ class DatasetStatistics:
 
 @dataclass
 class StatisticsCollector:
-    """Statistics of demonstrations that come one after another; their frames need not stay.
+    """A collector of statistics over demonstrations that arrive one by one; their frames need not be kept.
 
     The numbers themselves are kept, as float32: quantiles are exact. A million environment steps of 7 numbers and a
     state of 8 are 60 MB.
@@ -201,10 +201,10 @@ class StatisticsCollector:
     states: list[NDArray[np.float32]] = field(default_factory=list)
 
     def add(self, actions: ArrayLike, states: ArrayLike | None = None) -> None:
-        """One episode: actions [T, D], their grippers as a policy says them, and states [T, state_dim].
+        """Add one episode: actions [T, D], grippers in the policy's convention, and states [T, state_dim].
 
         Raises:
-            DataError: an array of another shape than that of the first episode, or a number that is not finite.
+            DataError: the shape differs from the first episode's, or a number is not finite.
         """
         episode = len(self.actions)
         if episode and (states is None) != (not self.states):
@@ -228,11 +228,11 @@ class StatisticsCollector:
             kept.append(table)
 
     def finish(self, mask: Sequence[bool] | None = None, bounds: Bounds = "q99") -> DatasetStatistics:
-        """Of all episodes.
+        """Return the statistics of all episodes.
 
         Args:
             mask: which numbers of an action are normalised; None: all.
-            bounds: which statistics become -1 and 1.
+            bounds: the statistics that are scaled to -1 and 1.
 
         Raises:
             DataError: there was no episode, or the mask has another length.
@@ -245,10 +245,10 @@ class StatisticsCollector:
 
 
 def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStatistics]:
-    """Of all data sets of a file, by name.
+    """Read the statistics of all data sets in a file, by name.
 
     Raises:
-        DataError: it cannot be read, or something is missing in it; the place is named.
+        DataError: it cannot be read, or something is missing; the message names the place.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -258,10 +258,10 @@ def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStat
 
 
 def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[str, DatasetStatistics]:
-    """The same of what such a file holds; `where` names the place.
+    """Parse the content of such a file; `where` names its place.
 
     Raises:
-        DataError: something is missing in it; the place is named.
+        DataError: something is missing; the message names the place.
     """
     if not isinstance(content, dict) or not content:
         raise DataError("no data sets", where=where, allowed='{"name": {"action": {...}, ...}, ...}')
@@ -274,19 +274,19 @@ def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[s
 
 
 def statistics_text(statistics: Mapping[str, DatasetStatistics]) -> str:
-    """Content of the file that `read_statistics`, and OpenVLA, read."""
+    """Return the content of the file that `read_statistics`, and OpenVLA, read."""
     return json.dumps({name: entry.to_json() for name, entry in statistics.items()}, indent=2) + "\n"
 
 
 def write_statistics(path: Path, statistics: Mapping[str, DatasetStatistics]) -> None:
-    """The file that `read_statistics`, and OpenVLA, read."""
+    """Write the file that `read_statistics`, and OpenVLA, read."""
     path.write_text(statistics_text(statistics), encoding="utf-8")
 
 
 def choose_statistics(
     statistics: Mapping[str, DatasetStatistics], unnorm_key: str | None, where: str
 ) -> DatasetStatistics:
-    """Those of one data set.
+    """Return the statistics of one data set.
 
     Args:
         statistics: by data set.
@@ -294,7 +294,7 @@ def choose_statistics(
         where: the file, for error messages.
 
     Raises:
-        ConfigError: there is none of this name, or the name is missing; those that there are are listed.
+        ConfigError: the name is unknown or missing; the message lists the known ones.
     """
     if unnorm_key is None and len(statistics) == 1:
         return next(iter(statistics.values()))

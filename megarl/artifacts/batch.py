@@ -1,6 +1,6 @@
-"""Files by which a run is asked for a checkpoint: by a batch job that started it, in RUN_DIR/launch, or a launcher."""
+"""Files that ask a run for a checkpoint: written into RUN_DIR/launch by its batch job, or by a launcher."""
 
 FOLDER = "launch"
-#: Made by the job when its time limit is near, or in RUN_DIR by a launcher that is interrupted; removed by the run when
-#: it has written a checkpoint since.
+#: Written by the job when its time limit is near, or into RUN_DIR by an interrupted launcher; the run removes it once
+#: it has written a checkpoint.
 SAVE = "save"

@@ -1,5 +1,5 @@
-"""Which files of a Hugging Face folder hold the weights, and how they are stored: what transformers decides, from plain
-JSON. No torch, no transformers.
+"""The weight files of a Hugging Face folder and their storage format, as transformers chooses them, read from plain
+JSON: no torch, no transformers.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder, empty when there is none: a folder of tensors only."""
+    """Return config.json of a folder, empty when there is none (a folder of tensors only)."""
     file = folder / "config.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def file_names(files: Sequence[Path]) -> str:
-    """Which files, in a few words."""
+    """Describe the files in a few words."""
     if len(files) <= 2:
         return " and ".join(file.name for file in files)
     return f"{len(files)} files, {files[0].name} to {files[-1].name}"
 
 
 def weight_files(folder: Path, raw: Mapping[str, Any]) -> list[Path]:
-    """The safetensors files that transformers reads in `folder`, in its order; nothing else of the folder is read.
+    """Return the safetensors files that transformers reads in `folder`, in its order; other files are ignored.
 
     `transformers_weights` of its config.json `raw` if there is one, else model.safetensors, else the files that the
     index names (`_get_resolved_checkpoint_files` in transformers 5.23). Where two files of an index hold a tensor of
     one name, the later file counts.
 
     Raises:
-        ConfigError: there are none, one is missing, or the folder holds an adapter, which is no whole model.
+        ConfigError: no file, a missing file, or an adapter, which is not a whole model.
     """
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
@@ -86,8 +86,8 @@ def _named_by_index(index: Path) -> list[Path]:
 
 
 def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | None:
-    """Rows and columns that share a scale in a checkpoint of block-wise fp8 (DeepSeek-V3, Qwen3-FP8); None: not
-    quantised. Such weights are read as the numbers that they stand for.
+    """Return the rows and columns that share a scale in block-wise fp8 (DeepSeek-V3, Qwen3-FP8); None: not quantised.
+    Such weights are read as the numbers that they represent.
 
     Raises:
         ConfigError: another quantisation; `source` names the config.

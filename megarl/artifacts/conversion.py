@@ -1,4 +1,4 @@
-"""`megarl convert`, before anything heavy is imported: is there a model at the source, is the target free?"""
+"""`megarl convert` before heavy imports: checks that the source holds a model and the target is free."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WHERE = "megarl convert"
 
 
 def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
-    """Refuse what cannot be converted.
+    """Refuse a conversion that cannot work.
 
     Raises:
-        ConfigError: no model at `source` (one inside that is, is named), or one that is not supported, a `target` that
-            is taken or cannot be written, or a file size that is none.
+        ConfigError: `source` holds no model (one inside it is named) or an unsupported one, `target` is taken or cannot
+            be written, or the file size is invalid.
     """
     _check_source(source)
     check_target(target)
@@ -28,10 +28,10 @@ def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Refuse to overwrite anything but an empty folder, and a place where no folder can be made.
+    """Refuse to overwrite anything except an empty folder, and a place where no folder can be made.
 
     Raises:
-        ConfigError: names the target, or what is in its way.
+        ConfigError: names the target, or the path in its way.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(
@@ -41,7 +41,7 @@ def check_target(target: Path) -> None:
     if not above.is_dir():
         raise ConfigError("the target lies below a file", where=_WHERE, found=str(above), fix="name another")
     try:
-        with tempfile.TemporaryDirectory(dir=above):  # permissions do not tell of read-only and special file systems
+        with tempfile.TemporaryDirectory(dir=above):  # permissions do not show read-only and special file systems
             pass
     except OSError as error:
         raise ConfigError(

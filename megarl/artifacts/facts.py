@@ -1,4 +1,4 @@
-"""Sizes of a model that the checks need, read from plain JSON: no torch, no transformers, no network."""
+"""Model sizes that the checks need, read from plain JSON: no torch, no transformers, no network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megarl.errors import ConfigError, close_matches
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a decoder. `ffn` is the width of a dense layer, or of one expert when `experts` is not 0.
+    """The sizes of a decoder. `ffn` is the width of a dense layer, or of one expert when `experts` is not 0.
 
     `dense_ffn` is the width of the dense layers that a mixture of experts may also have (0: none).
     """
@@ -66,7 +66,7 @@ class ModelFacts:
 
     @property
     def is_moe(self) -> bool:
-        """True for a mixture of experts."""
+        """Whether the model is a mixture of experts."""
         return self.experts > 0
 
     @cached_property
@@ -91,7 +91,7 @@ class ModelFacts:
 
     @cached_property
     def copies(self) -> dict[str, int]:
-        """How often the model has each component: layers, experts of all layers, ends."""
+        """Number of times that the model has each component: layers, experts of all layers, ends."""
         sparse = self.layers - self.dense_layers if self.is_moe else 0
         every = {"norms": self.layers, "attention": self.layers, "mlp": self.layers - sparse}
         ends = {"embedding": 1, "final_norm": 1, "head": 0 if self.tied else 1}
@@ -104,7 +104,7 @@ class ModelFacts:
 
     @cached_property
     def multiplied_of(self) -> dict[str, int]:
-        """Elements of matrices that one token is multiplied with: of the experts those that it meets, no embedding."""
+        """Elements of the matrices that one token is multiplied with: active experts only, no embedding."""
         times = {**self.copies, "embedding": 0, "head": 1}
         if self.is_moe:
             times["experts"] = times["experts"] // self.experts * self.experts_per_token
@@ -125,21 +125,21 @@ class ModelFacts:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, with what a robot policy sees with."""
+        """Parameters of the whole model, including a robot policy's vision part."""
         return sum(self.parameters_of.values()) + (self.vision.parameters if self.vision is not None else 0)
 
     @property
     def computing_parameters(self) -> int:
-        """Parameters that each token is multiplied with: no embedding, and of the experts those that it meets."""
+        """Parameters that each token is multiplied with: no embedding, active experts only."""
         return sum(self.multiplied_of.values())
 
 
 def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
-    """Facts of a Hugging Face config; `source` names it in errors. Of a robot policy those of its language model, and
-    what it sees with.
+    """Return the facts of a Hugging Face config; `source` names it in errors. For a robot policy these are the facts of
+    its language model, with its vision part.
 
     Raises:
-        ConfigError: an architecture, a variant, a value or a quantisation that is not supported.
+        ConfigError: an unsupported architecture, variant, value or quantisation.
     """
     if raw.get("model_type") == ROBOT_POLICY:
         text = {"model_type": "llama", **(raw.get("text_config") or {})}
@@ -172,17 +172,17 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
 
 
 def _labels(raw: dict[str, Any]) -> int | None:
-    """Outputs of the classifier that a config describes; transformers leaves its default, 2, out of the file."""
+    """Return the outputs of the classifier that a config describes; transformers omits its default, 2."""
     if not any("Classification" in str(name) for name in raw.get("architectures") or ()):
         return None
     return len(raw["id2label"]) if raw.get("id2label") else int(raw.get("num_labels") or 2)
 
 
 def known_facts(model: ModelConfig, fix: str) -> ModelFacts:
-    """As `model_facts`, for what cannot do without them.
+    """Return `model_facts` for a caller that requires them.
 
     Raises:
-        ConfigError: nothing here knows the model's sizes.
+        ConfigError: the model's sizes are unknown on this machine.
     """
     facts = model_facts(model)
     if facts is None:
@@ -197,16 +197,17 @@ def known_facts(model: ModelConfig, fix: str) -> ModelFacts:
 
 
 def model_facts(model: ModelConfig) -> ModelFacts | None:
-    """Facts of `model.path` (a folder, the hub cache, or a well-known hub name) or of `model.hf_config`.
+    """Return the facts of `model.path` (a folder, the hub cache, or a well-known hub name) or of `model.hf_config`.
 
-    None when `path` is a hub name that nothing local describes. ConfigError when the model is missing or unsupported.
+    Return None when `path` is a hub name that nothing local describes. Raise ConfigError when the model is missing or
+    unsupported.
     """
     found = raw_config(model)
     return None if found is None else facts_from_config(*found)
 
 
 def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
-    """What describes a model, and where it is from; None and ConfigError as in `model_facts`."""
+    """Return a model's config and its source; None and ConfigError as in `model_facts`."""
     if model.path is None:
         if model.hf_config is None:
             raise ConfigError(
@@ -234,7 +235,7 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder of `model.path`: itself, or its snapshot in the hub's cache; None when it is not on this machine."""
+    """Return the folder of `model.path`: itself, or its snapshot in the hub's cache; None if it is not here."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -242,13 +243,13 @@ def local_folder(path: str) -> Path | None:
 
 
 def is_hub_name(name: str) -> bool:
-    """True for text of the form `organisation/name`, which is not a path that says so itself (`./x/y`, `/x`)."""
+    """Return whether this has the form `organisation/name` and is not written as a path (`./x/y`, `/x`)."""
     parts = name.split("/")
     return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
 
 
 class HubPaths(NamedTuple):
-    """Where the hub's packages keep what they have: their home, its cache of repositories, and the user's token."""
+    """The places of the hub's packages: their home, the cache of repositories, and the user's token."""
 
     home: Path
     hub: Path
@@ -256,7 +257,7 @@ class HubPaths(NamedTuple):
 
 
 def hub_paths() -> HubPaths:
-    """The places by the variables that huggingface_hub.constants reads, in its order, without importing it."""
+    """Return the places from the variables that huggingface_hub.constants reads, in its order, without importing it."""
 
     def place(name: str, default: str) -> str:
         return os.path.expandvars(os.path.expanduser(os.environ.get(name, default)))
@@ -268,13 +269,13 @@ def hub_paths() -> HubPaths:
 
 
 def hub_cache_folder(name: str) -> Path | None:
-    """Snapshot folder of a hub model in the local Hugging Face cache, None when its configuration is not there."""
+    """Return the snapshot folder of a hub model in the local cache, None when its configuration is not there."""
     snapshot = hub_snapshot(name)
     return snapshot if snapshot is not None and (snapshot / "config.json").is_file() else None
 
 
 def hub_snapshot(name: str) -> Path | None:
-    """Folder of what the local Hugging Face cache holds of a repository of models; None: nothing."""
+    """Return the folder of a repository of models in the local Hugging Face cache; None if it is not there."""
     cache = hub_paths().hub / ("models--" + name.replace("/", "--"))
     reference = cache / "refs" / "main"
     if not reference.is_file():

@@ -1,4 +1,4 @@
-"""generation_config.json of a model: the tokens that end a response, which engines go by. Plain JSON."""
+"""generation_config.json of a model, plain JSON: the tokens that end a response in all engines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FILE = "generation_config.json"
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """`eos_token_id` of the file in `folder`: one number or several; empty where it says none, or is not there.
+    """Return `eos_token_id` of the file in `folder` as a list; empty if it or the file is missing.
 
     Raises:
-        ConfigError: the file cannot be read, or says something else.
+        ConfigError: the file cannot be read, or the value has another type.
     """
     file = folder / FILE
     if not file.is_file():

@@ -1,6 +1,6 @@
 """Append-only JSON lines that survive `kill -9`: at most the last line is partial; readers skip it, writers cut it.
 
-Other damage (zero bytes after a power cut, a full disk) costs the lines that it is in, which is logged.
+Other damage (zero bytes after a power cut, a full disk) loses the damaged lines, which is logged.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from megarl.artifacts.records import Needs, parse_object, set_aside, tell_once
 
 Record = dict[str, Any]
-#: What every line of metrics.jsonl and samples.jsonl has.
+#: The fields of every line of metrics.jsonl and samples.jsonl.
 STEP: Needs = {"step": int, "stage": str}
 
 
 class JsonlWriter:
-    """Appends one record per line; with `durable` every line is on disk when `write` returns.
+    """A writer of one record per line; with `durable` every line is on disk when `write` returns.
 
     A partial last line of an earlier process is cut when the file is opened; a folder in its place is set aside. A file
-    that is deleted meanwhile is made again, without the lines before.
+    that is deleted meanwhile is created again, without the earlier lines.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
@@ -52,15 +52,15 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path, *, needs: Needs | None = None, must_exist: bool = False) -> list[Record]:
-    """All complete records, oldest first; an absent file has none. Damaged lines are left out, which is logged once.
+    """Read all complete records, oldest first; none if the file is absent. Damaged lines are skipped and logged once.
 
     Args:
         path: the file.
-        needs: fields without which a line counts as damaged, and their types.
-        must_exist: an absent file is an error.
+        needs: required fields of a line and their types.
+        must_exist: raise if the file is absent.
 
     Raises:
-        OSError: with `must_exist`, of a file that is not there or cannot be opened.
+        OSError: with `must_exist`, the file is absent or cannot be opened.
     """
     if not must_exist and not path.is_file():
         return []
@@ -73,7 +73,7 @@ def read_jsonl(path: Path, *, needs: Needs | None = None, must_exist: bool = Fal
 def rewrite_jsonl(path: Path, keep: Callable[[Record], bool], *, needs: Needs | None = None) -> None:
     """Drop the records that `keep` refuses, and a partial last line. Atomic: a crash leaves the old or the new file.
 
-    Damaged lines move to NAME.damaged, and a folder in place of the file is set aside, both of which is logged.
+    Damaged lines move to NAME.damaged, and a folder in place of the file is set aside; both are logged.
     """
     if path.is_dir():
         set_aside(path, "a folder")
@@ -97,7 +97,7 @@ def rewrite_jsonl(path: Path, keep: Callable[[Record], bool], *, needs: Needs | 
 
 
 def _parsed(data: bytes, needs: Needs) -> tuple[list[Record], dict[int, tuple[bytes, str]]]:
-    """The records of whole lines; and the lines that are none, by number, with what is wrong with each."""
+    """Return the records of whole lines, and the damaged lines by number with their error."""
     records, damaged = [], {}
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
@@ -108,19 +108,19 @@ def _parsed(data: bytes, needs: Needs) -> tuple[list[Record], dict[int, tuple[by
 
 
 def _lines_text(numbers: list[int]) -> str:
-    """Which lines, and the verb."""
+    """Describe the line numbers, with the verb."""
     if len(numbers) == 1:
         return f"line {numbers[0]} is damaged and"
     return f"{len(numbers)} lines from line {numbers[0]} on are damaged and"
 
 
 def _line(record: Record) -> bytes:
-    """One line. Half a surrogate pair, which UTF-8 cannot hold, is written as the escape that JSON has for it."""
+    """Encode one line. Half a surrogate pair, which UTF-8 cannot hold, is written as its JSON escape."""
     return json.dumps(record, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _complete_bytes(path: Path) -> int:
-    """Bytes up to and including the last newline."""
+    """Return the number of bytes up to and including the last newline."""
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:

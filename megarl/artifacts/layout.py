@@ -1,4 +1,4 @@
-"""Which layouts divide a model: asked by the checks of a recipe, and once more where a model is built."""
+"""Problems of dividing a model by a layout: used by the checks of a recipe, and again where a model is built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.errors import ConfigError
 
 
 def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:
-    """Everything that keeps a layout from dividing a model. `key` is the layout's dotted key, as `actor.parallel`."""
+    """Return every problem of dividing a model by a layout. `key` is the layout's dotted key, as `actor.parallel`."""
     interleaving = interleaving_problem(key, parallel)
     found = [sequence_problem(key, parallel), tensor_problem(key, parallel, facts)]
     found.append(pipeline_problem(key, parallel, facts))
@@ -18,13 +18,13 @@ def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> li
 
 
 def makes_replicas(devices: int, parallel: ParallelConfig) -> bool:
-    """Whether so many workers make whole replicas, of the experts, too."""
+    """Return whether so many workers make whole replicas, including the experts'."""
     experts = parallel.expert_tp * parallel.ep * parallel.pp
     return devices % parallel.model_parallel_size == 0 and devices % experts == 0
 
 
 def interleaving_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
-    """Virtual pipeline chunks without pipeline stages."""
+    """Return the problem of virtual pipeline chunks without pipeline stages; None if there is none."""
     if parallel.vpp is None or parallel.pp > 1:
         return None
     return ConfigError(
@@ -37,7 +37,7 @@ def interleaving_problem(key: str, parallel: ParallelConfig) -> ConfigError | No
 
 
 def sequence_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
-    """Sequence parallelism without tensor parallel ranks."""
+    """Return the problem of sequence parallelism without tensor parallel ranks; None if there is none."""
     if not parallel.sp or parallel.tp > 1:
         return None
     return ConfigError(
@@ -50,20 +50,20 @@ def sequence_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
 
 
 def tensor_widths(facts: ModelFacts) -> dict[str, int]:
-    """What tensor parallelism divides, by its name."""
+    """Return the widths that tensor parallelism divides, by name."""
     widths = {"attention heads": facts.heads, "key/value heads": facts.kv_heads}
     dense = facts.dense_ffn if facts.is_moe else facts.ffn
     return {**widths, "feed-forward width": dense} if dense else widths
 
 
 def tensor_sizes(facts: ModelFacts) -> list[int]:
-    """Tensor parallel sizes that divide a model, ascending."""
+    """Return the tensor parallel sizes that divide a model, ascending."""
     widths = tensor_widths(facts).values()
     return [size for size in divisors(facts.heads) if all(width % size == 0 for width in widths)]
 
 
 def tensor_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
-    """Heads or widths that tensor parallelism does not divide."""
+    """Return the problem of heads or widths that tensor parallelism does not divide; None if there is none."""
     tp, widths = parallel.tp, tensor_widths(facts)
     bad = {name: width for name, width in widths.items() if width % tp}
     if not bad:
@@ -80,7 +80,7 @@ def tensor_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> Con
 
 
 def pipeline_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
-    """Layers that do not make equal stages and chunks."""
+    """Return the problem of layers that do not make equal stages and chunks; None if there is none."""
     if facts.layers % (parallel.pp * (parallel.vpp or 1)) == 0:
         return None
     if facts.layers % parallel.pp:
@@ -102,7 +102,7 @@ def pipeline_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> C
 
 
 def expert_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:
-    """Experts that are not divided, or that there are none of."""
+    """Return the problems of experts that are not divided evenly, or do not exist."""
     if not facts.is_moe:
         asked = {"ep": parallel.ep if parallel.ep > 1 else None, "etp": parallel.etp}
         return [
@@ -139,6 +139,6 @@ def expert_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> li
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
+    """Return all divisors of a positive number, ascending."""
     low = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
     return low + [number // value for value in reversed(low) if value * value != number]

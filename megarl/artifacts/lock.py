@@ -1,14 +1,14 @@
-"""One command at a time in a run folder, and no worker of an earlier attempt writes beside a later one.
+"""The lock of a run folder: one command at a time, and no worker of an earlier attempt writes after a later one began.
 
     first machine's launcher   .lock        locked by flock, where the file system has it
-                               .lock.json   who has the folder: attempt, process, machines; touched every 2 s
+                               .lock.json   the holder: attempt, process, machines; touched every 2 s
     other machines' launchers  .lock.K, .lock.K.json    the same, of machine K
     worker                     MEGARL_ATTEMPT, else .lock.json when it begins: its attempt
-                               .lock.json before it writes: another attempt has the folder -> it ends itself
+                               .lock.json before it writes: if another attempt holds the folder, it ends itself
 
-.lock.json is created exclusively, and taken from another command only when that is gone: its process on this machine
-has ended, or, of another machine, it was silent for `SILENT_S`. So it also holds where flock is missing (Lustre without
-it), or is this machine's only. flock adds what the kernel knows at once, across containers too.
+.lock.json is created exclusively, and taken from another command only when that has ended: its process on this machine
+is gone, or, on another machine, it was silent for `SILENT_S`. So it also works where flock is missing (Lustre without
+it), or is local to this machine. flock adds the kernel's immediate knowledge, also across containers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megarl.errors import UserError, WorkerError
 from megarl.processes import write_atomically
 from megarl.simulators.parents import began
 
-#: In the environment of a worker: its attempt. Empty or absent: that of the folder's record when it begins.
+#: Environment variable of a worker: its attempt. Empty or absent: that of the folder's record when it begins.
 ATTEMPT = "MEGARL_ATTEMPT"
-#: Seconds between two signs of life of who has a folder, and without one until another machine's command may take it.
+#: Seconds between two heartbeats of a holder, and seconds of silence after which another machine may take the folder.
 BEAT_S, SILENT_S = 2.0, 30.0
 _LOOK_S = 0.25
-_SETTLE_S = 1.0  # two commands may find the same one gone
+_SETTLE_S = 1.0  # two commands may find the same holder gone
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP})
 _NEEDS: Needs = {
     "attempt": str,
@@ -55,26 +55,26 @@ log = logging.getLogger(__name__)
 
 
 class FolderTaken(WorkerError):
-    """Another attempt has the run folder: who finds that ends without writing there."""
+    """Another attempt holds the run folder; the process ends without writing there."""
 
     repeats = True
 
 
 class FolderLock:
-    """A run folder, for one machine's part of a command; a context manager.
+    """The lock of a run folder, for one machine's part of a command; a context manager.
 
     Args:
         run_dir: the folder.
         machine: number of this machine among those of the command.
-        machines: how many there are.
-        meets: where the machines meet; the same for all of one command.
+        machines: number of machines.
+        meets: rendezvous address; the same for all machines of one command.
 
     Attributes:
         machine: its number.
-        notes: lines that the log of the run is to hold.
+        notes: lines for the log of the run.
 
     Raises:
-        UserError: another command has the folder, on any machine.
+        UserError: another command holds the folder, on any machine.
     """
 
     def __init__(self, run_dir: Path, machine: int = 0, machines: int = 1, meets: str = "") -> None:
@@ -87,7 +87,7 @@ class FolderLock:
         self._mine = {"attempt": _new_attempt(), "host": socket.gethostname(), "place": _place(), "pid": os.getpid()}
         self._mine |= {"began": began(os.getpid()), "machines": machines, "meets": meets}
         self._mine |= {"folder": run_dir.stat().st_ino}
-        self._kernel = False  # flock tells of this machine's processes
+        self._kernel = False  # flock knows this machine's processes
         self._over = threading.Event()
         self.notes: list[str] = []
 
@@ -114,7 +114,7 @@ class FolderLock:
         self._file.close()
 
     def begin_attempt(self) -> str:
-        """Name a new attempt of this command: workers of the one before do not write from now on.
+        """Name a new attempt of this command: workers of the previous one must not write from now on.
 
         Raises:
             FolderTaken: another command has taken the folder meanwhile.
@@ -127,7 +127,7 @@ class FolderLock:
         return str(following["attempt"])
 
     def is_ours(self) -> bool:
-        """Whether nobody else has taken the folder; a record that cannot be read says nothing."""
+        """Return whether no other command has taken the folder; an unreadable record is ignored."""
         mine = self._mine["attempt"]
         return bool(read_record(self._record, tell=False).get("attempt", mine) == mine)
 
@@ -147,10 +147,10 @@ class FolderLock:
             )
 
     def _create(self) -> None:
-        """Make the record, when no other command has one.
+        """Create the record, when no other command has one.
 
         Raises:
-            UserError: another command lives, or was faster.
+            UserError: another command is alive, or was faster.
         """
         contested = False
         while True:
@@ -169,14 +169,15 @@ class FolderLock:
                 raise self._refusal(read_record(self._record, tell=False))
 
     def _await_end(self, record: Path, joins: Mapping[str, Any] | None = None) -> bool | None:
-        """Return when the command of a record is gone: whether this machine knows that; None: it has left by itself.
+        """Wait until the command of a record is gone; return whether this machine knows that, None if it left by
+        itself.
 
         Args:
             record: of a command.
-            joins: its fields if this machine belongs to it, which ends the wait, too.
+            joins: its fields if this machine belongs to it, which also ends the wait.
 
         Raises:
-            UserError: it lives.
+            UserError: it is alive.
         """
         first, start, told = _touched(record), time.monotonic(), False
         while (touched := _touched(record)) is not None:
@@ -203,7 +204,7 @@ class FolderLock:
         return None
 
     def _now(self) -> float:
-        """The time of the file system, whose clock may be another one."""
+        """Return the time of the file system, whose clock may differ."""
         os.utime(self._path)
         return self._path.stat().st_mtime
 
@@ -227,29 +228,29 @@ class FolderLock:
 
 
 def join_attempt(run_dir: Path) -> None:
-    """Take part in the attempt that the environment names, else in the one that has the folder now."""
+    """Join the attempt that the environment names, else the one that holds the folder now."""
     if not os.environ.get(ATTEMPT):
         os.environ[ATTEMPT] = read_record(_record_path(run_dir), tell=False).get("attempt", "")
 
 
 def refuse_if_taken(run_dir: Path) -> None:
-    """Called before a worker writes to its run folder.
+    """Check the lock before a worker writes to its run folder.
 
     Raises:
-        FolderTaken: an attempt has the folder that is not this process's.
+        FolderTaken: another attempt holds the folder.
     """
     if is_taken(run_dir):
         raise FolderTaken(_taken_text(run_dir, read_record(_record_path(run_dir), tell=False)))
 
 
 def is_taken(run_dir: Path) -> bool:
-    """Whether an attempt has the folder that is not this process's; no record, or none that can be read, says no."""
+    """Return whether another attempt holds the folder; without a readable record, return False."""
     mine = os.environ.get(ATTEMPT)
     return bool(mine) and read_record(_record_path(run_dir), tell=False).get("attempt", mine) != mine
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether a command has the folder. Where that cannot be told: no."""
+    """Return whether a command holds the folder; False where that is unknown."""
     kernel = False
     try:
         with (run_dir / ".lock").open() as file:
@@ -273,7 +274,7 @@ def _new_attempt() -> str:
 
 
 def _touched(path: Path) -> float | None:
-    """When a file was last touched; opened first, which asks a file system of the network again. None: it is gone."""
+    """Return the time of the last touch; opening the file first refreshes a network file system. None: it is gone."""
     try:
         with path.open() as file:
             return os.fstat(file.fileno()).st_mtime
@@ -285,7 +286,7 @@ def _touched(path: Path) -> float | None:
 
 @functools.cache
 def _place() -> str:
-    """Where a process number means the same: this start of this machine, and the namespace of processes."""
+    """Return the scope of a process number: this boot of this machine, and the namespace of processes."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -294,11 +295,11 @@ def _place() -> str:
 
 
 def _is_gone(holder: Mapping[str, Any], run_dir: Path, *, kernel: bool) -> bool | None:
-    """Whether the process of a record has ended; None: nobody here knows.
+    """Return whether the process of a record has ended; None: unknown here.
 
     Args:
         holder: the record.
-        run_dir: where it is; one that came with a copy of another folder holds nothing here.
+        run_dir: its folder; a record copied with another folder holds nothing here.
         kernel: flock says that no process of this machine has the folder.
     """
     if not holder:

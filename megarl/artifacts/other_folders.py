@@ -1,4 +1,4 @@
-"""What a folder without a config.json is, where it is something else that users name as a model."""
+"""Descriptions of folders without a config.json that users name as a model by mistake."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GENERAL = "name the folder that save_pretrained or a hub download wrote"
 
 
 def no_model(folder: Path, key: str) -> ConfigError:
-    """The error for `folder`, named at `key`, which has no config.json: says what it is, and what to name."""
+    """Return the error for `folder`, named at `key`, without a config.json: its kind, and the one to name instead."""
     what, fix = _adapter(folder) or _run(folder) or _checkpoints(folder) or _other_form(folder) or ("", _GENERAL)
     return ConfigError(
         f"the model folder has no config.json{what and f': it {what}'}", where=key, found=str(folder), fix=fix
@@ -41,7 +41,7 @@ def _run(folder: Path) -> tuple[str, str] | None:
 
 
 def _checkpoints(folder: Path) -> tuple[str, str] | None:
-    """A checkpoint of a run, or the folder of all."""
+    """Return the description of a checkpoint of a run, or of the folder of all checkpoints."""
     whole = (folder / "meta.json").is_file()
     inside = [file.parent for file in folder.glob("step_*/meta.json") if file.parent.name[5:].isdigit()]
     if not whole and not inside:

@@ -1,10 +1,10 @@
-"""Small JSON files of a run folder: written whole, read whatever a power cut, a full disk or a person left in them.
+"""Small JSON files of a run folder: written atomically, and readable after a power cut, a full disk or a manual edit.
 
-    write_record   a reader sees the old file or the new one, and what was written is on the disk
-    read_record    an absent or damaged file is an empty record; a damaged one is said once
-    set_aside      what stands in the way is kept under another name
+    write_record   a reader sees the old file or the new one, and the new one is on disk
+    read_record    an absent or damaged file is an empty record; damage is logged once
+    set_aside      an obstructing file or folder is kept under another name
 
-None of them decides whether a run starts, goes on or has succeeded: its state is in its checkpoints.
+None of them decides whether a run starts, resumes or has succeeded: its state is in its checkpoints.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ log = logging.getLogger(__name__)
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a JSON object; on disk when this returns."""
+    """Write a JSON object; it is on disk on return."""
     if path.is_dir():
         set_aside(path, "a folder")
     write_atomically(path, json.dumps(record, indent=1, default=str), durable=True)
 
 
 def read_record(path: Path, needs: Needs | None = None, *, tell: bool = True) -> dict[str, Any]:
-    """The JSON object in a file; empty when there is none, or something else is there, which is logged once.
+    """Read the JSON object in a file; empty if there is none, or if something else is there, which is logged once.
 
     Args:
         path: the file.
-        needs: fields without which the object counts as damaged, and their types.
-        tell: log it; else somebody else does.
+        needs: required fields and their types.
+        tell: log damage; False: the caller does.
     """
     try:
         return parse_object(path.read_bytes(), needs or {})
@@ -62,24 +62,24 @@ def read_record(path: Path, needs: Needs | None = None, *, tell: bool = True) ->
 
 
 def read_run(run_dir: Path, *, tell: bool = True) -> dict[str, Any]:
-    """The record of a run, RUN_DIR/run.json, without fields of another type than theirs; see `read_record`."""
+    """Read the record of a run, RUN_DIR/run.json, without fields of a wrong type; see `read_record`."""
     run = read_record(run_dir / RUN, tell=tell)
     return {key: value for key, value in run.items() if isinstance(value, _RUN_TYPES.get(key, object))}
 
 
 def setting(run: Mapping[str, Any], section: str, key: str) -> Any:
-    """`config.section.key` of the record of a run; None where it does not say."""
+    """Return `config.section.key` of the record of a run; None if it is missing."""
     found = run.get("config", {}).get(section)
     return found.get(key) if isinstance(found, dict) else None
 
 
 def parse_object(data: bytes, needs: Needs) -> dict[str, Any]:
-    """The JSON object in `data`; numbers that JSON does not have are None.
+    """Parse the JSON object in `data`; NaN and infinity become None.
 
     Raises:
-        ValueError: it is something else, or lacks a field that it needs.
+        ValueError: it is no object, or lacks a required field.
     """
-    text = data.strip(b"\0 \t\r\n")  # zero bytes: where a file system had made room, and then lost its power
+    text = data.strip(b"\0 \t\r\n")  # zero bytes: a file system reserved the space and then lost power
     if not text:
         raise ValueError("it holds nothing but zero bytes" if b"\0" in data else "it is empty")
     try:
@@ -98,14 +98,14 @@ def parse_object(data: bytes, needs: Needs) -> dict[str, Any]:
 
 
 def has_fields(found: object, needs: Needs) -> bool:
-    """Whether this is an object with these fields of these types."""
+    """Return whether this is an object with these fields of these types."""
     return isinstance(found, dict) and all(
         isinstance(found.get(name), kind) and not isinstance(found[name], bool) for name, kind in needs.items()
     )
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a file or folder that is damaged or stands in the way to NAME.damaged-N, and log that."""
+    """Rename a damaged or obstructing file or folder to NAME.damaged-N, and log that."""
     number = 1
     while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1

@@ -1,10 +1,10 @@
-"""Before a run starts or goes on: what is damaged in its folder, checkpoints apart, is set aside.
+"""Repair of a run folder before a start or resume: damaged files, except checkpoints, are set aside.
 
     a folder where a file belongs, and a file where a folder belongs
-    run.json, best.json and mlflow.*.json that are not what they should be
+    run.json, best.json and mlflow.*.json with invalid content
 
-Files of lines are repaired by who appends to them (`megarl.artifacts.jsonl`); checkpoints have checksums and their own
-recovery. Only who holds the lock of the folder calls this.
+Files of lines are repaired by their writers (`megarl.artifacts.jsonl`); checkpoints have checksums and their own
+recovery. Only the holder of the folder's lock calls this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RECORDS: dict[str, Needs] = {
 
 
 def repair(run_dir: Path) -> None:
-    """Set aside what is damaged, each with a line in the log. What is intact, and what is unknown, stays as it is."""
+    """Set aside damaged files, with a log line for each. Intact and unknown files stay as they are."""
     for name in _FOLDERS:
         if (run_dir / name).is_file():
             set_aside(run_dir / name, "a file where a folder belongs")

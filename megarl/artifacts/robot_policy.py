@@ -1,8 +1,8 @@
-"""The folder of a robot policy: what belongs to the policy beside config.json and the safetensors files.
+"""The folder of a robot policy: its files other than config.json and the safetensors files.
 
-OpenVLA-OFT's training writes parts that it trained in full as torch files of their own (`PART--STEP_checkpoint.pt`).
-SimpleVLA-RL reads the state's projector from there; a checkpoint that it wrote has it among its tensors. torch is
-imported only where there is such a file.
+OpenVLA-OFT's training writes fully trained parts as separate torch files (`PART--STEP_checkpoint.pt`). SimpleVLA-RL
+reads the state's projector from there; its own checkpoints hold it among their tensors. torch is imported only for such
+a file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 #: `model_type` of OpenVLA's and OpenVLA-OFT's policies, whose language model is described by `text_config`.
 ROBOT_POLICY = "openvla"
-#: How pictures become pixels.
+#: The file that describes how pictures become pixels.
 PREPROCESSOR = "preprocessor_config.json"
-#: Key of config.json for what is else in dataset_statistics.json, which counts where both are there.
+#: Key of config.json with the content of dataset_statistics.json, which takes precedence where both exist.
 NORM_STATS = "norm_stats"
-#: Parts of OpenVLA-OFT in files of their own that make another policy of the rest.
+#: Parts of OpenVLA-OFT in separate files with which the rest is another policy.
 _OTHER_PARTS = {
     "action_head": "its actions are numbers of a head of its own, not tokens",
     "noisy_action_projector": "its actions come of a diffusion process, not of tokens",
@@ -35,11 +35,10 @@ _PROJECTOR_TENSORS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
 
 def whole_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """config.json of a policy, `raw`, with what the files beside it add: the size of the state.
+    """Return config.json of a policy, `raw`, completed from the files beside it: the size of the state.
 
     Raises:
-        ConfigError: a part that is not supported, a projector that cannot be read, that is there twice, or that
-            config.json contradicts.
+        ConfigError: a part is not supported, or a projector cannot be read, exists twice, or contradicts config.json.
     """
     _refuse_other_parts(folder)
     file, where = projector_file(folder), str(folder / "config.json")
@@ -47,7 +46,7 @@ def whole_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return dict(raw)
     size = read_projector(file)[f"{STATE_PROJECTOR}fc1.weight"].shape[1]
     told = {key: raw[key] for key in ("use_proprio", "proprio_dim", "state_dim") if raw.get(key) is not None}
-    # `proprio_dim` by itself says nothing: SimpleVLA-RL writes it for policies without a state, too.
+    # `proprio_dim` proves nothing: SimpleVLA-RL writes it for policies without a state, too.
     if told.keys() - {"proprio_dim"} and told != {"use_proprio": True} and state_size(raw, where) != size:
         raise ConfigError(
             "config.json contradicts the projector of the robot's state in a file of its own",
@@ -63,7 +62,7 @@ def whole_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def projector_file(folder: Path) -> Path | None:
-    """The file that holds the projector of the robot's state, if it has one of its own.
+    """Return the separate file of the robot state's projector, if there is one.
 
     Raises:
         ConfigError: there are several.
@@ -81,7 +80,7 @@ def projector_file(folder: Path) -> Path | None:
 
 
 def read_projector(file: Path) -> dict[str, Tensor]:
-    """Tensors of the projector by the names that they have among those of a policy. No code of the file is run.
+    """Return the projector's tensors by their names in a policy. No code of the file is run.
 
     Raises:
         ConfigError: it cannot be read, or holds other tensors.
@@ -114,7 +113,7 @@ def read_projector(file: Path) -> dict[str, Tensor]:
 
 
 def read_preprocessor(folder: Path) -> dict[str, Any] | None:
-    """preprocessor_config.json of a policy; None: it has none.
+    """Return preprocessor_config.json of a policy; None: it has none.
 
     Raises:
         ConfigError: it cannot be read.
@@ -123,7 +122,7 @@ def read_preprocessor(folder: Path) -> dict[str, Any] | None:
 
 
 def _read_mapping(file: Path) -> dict[str, Any] | None:
-    """What a file of JSON holds; None: there is none."""
+    """Return the content of a JSON file; None if there is none."""
     if not file.is_file():
         return None
     try:
@@ -138,12 +137,12 @@ def _read_mapping(file: Path) -> dict[str, Any] | None:
 
 
 def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, DatasetStatistics], str] | None:
-    """Statistics of the data sets that a policy learned, by name, and where they are from; None: there are none.
+    """Return the statistics of the data sets that a policy learned, by name, and their source; None if there are none.
 
-    dataset_statistics.json, else `norm_stats` of config.json, as OpenVLA-OFT and SimpleVLA-RL have it.
+    They come from dataset_statistics.json, else from `norm_stats` of config.json, as in OpenVLA-OFT and SimpleVLA-RL.
 
     Raises:
-        DataError: they cannot be read; the place is named.
+        DataError: they cannot be read; the message names the place.
     """
     file, config = folder / FILE, folder / "config.json"
     if file.is_file():
@@ -156,12 +155,12 @@ def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, D
 
 
 def refuse_other_state(data: DatasetStatistics, state: int) -> None:
-    """Refuse statistics `data` that do not say how a policy scales the `state` numbers of the robot's state (0: none).
+    """Refuse statistics `data` that do not scale the `state` numbers of the robot's state (0: no state).
 
-    Those of a fresh policy scale neither actions nor states.
+    Statistics of a new policy scale neither actions nor states.
 
     Raises:
-        ConfigError: they are of a state of another size, or of actions only.
+        ConfigError: their state has another size, or they have only actions.
     """
     if not state:
         return
@@ -183,7 +182,7 @@ def refuse_other_state(data: DatasetStatistics, state: int) -> None:
 
 
 def no_statistics(path: object) -> ConfigError:
-    """A policy without statistics of its actions."""
+    """Return the error for a policy without statistics of its actions."""
     return ConfigError(
         "the statistics of its actions are not beside the model",
         where="model.path",

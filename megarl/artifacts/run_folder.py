@@ -1,4 +1,4 @@
-"""Whether a run still has its folder: who deletes or moves it while the run goes on takes all that the run makes."""
+"""Check that a run still has its folder: a user may delete or move it while the run goes on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LOOK_S = 1.0
 
 
 class RunFolder:
-    """The folder of a run, held open: its number on the file system is given to no other folder meanwhile.
+    """The folder of a run, held open, so that the file system gives its inode to no other folder.
 
     Args:
-        path: it exists.
+        path: an existing folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,20 +25,20 @@ class RunFolder:
         self._looked = time.monotonic()
 
     def close(self) -> None:
-        """It may be deleted from now on."""
+        """Release the folder; it may be deleted from now on."""
         os.close(self._handle)
 
     def is_gone(self) -> bool:
-        """Nothing has this path any more, or another folder: writers make what they need again."""
+        """Return whether the path is gone or is another folder; writers create missing files again."""
         try:
             return not os.path.samestat(os.stat(self._path), self._own)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # a file system of the network that does not answer as it should says nothing
+        except OSError:  # a network file system that does not answer properly proves nothing
             return False
 
     def check(self, *, now: bool = True) -> None:
-        """Refuse to go on without the folder; unless `now`, look once in a while only.
+        """Raise if the folder is gone; unless `now`, look only once in a while.
 
         Raises:
             UserError: it is gone.
@@ -50,7 +50,7 @@ class RunFolder:
 
 
 def folder_gone(run_dir: Path) -> UserError:
-    """Tell a user that the folder is gone."""
+    """Return the error that tells a user that the folder is gone."""
     left = "nothing is there now" if not run_dir.exists() else "a folder with what was written since is there now"
     return UserError(
         "the folder of this run was deleted or moved while the run went on, so the run has ended",

@@ -1,4 +1,4 @@
-"""How long a training run took for what, and on how many devices, read from its folder.
+"""Durations of a training run by phase, and its number of devices, read from its folder.
 
 metrics.jsonl   timing_s/NAME of every step: the slowest rank's seconds
 run.json        the recipe: workers, and the teams that they are in
@@ -16,17 +16,17 @@ from typing import Any
 from megarl.artifacts.jsonl import STEP, read_jsonl
 from megarl.errors import DataError
 
-#: First steps that do not count: memory is allocated and code is loaded in them.
+#: Number of first steps that do not count: they allocate memory and load code.
 WARM_UP = 2
 _TIMING = "timing_s/"
 
 
 @dataclass(frozen=True)
 class Timings:
-    """What was measured in the steps `first` to `last` of a run.
+    """The measurements of the steps `first` to `last` of a run.
 
     Attributes:
-        seconds: by what took them, a node or a phase of the step: the median of the steps that have it.
+        seconds: median over the steps, by node or phase of the step.
         teams: roles and workers of every team, by name; empty: one team of all workers.
         workers: of all teams.
     """
@@ -39,10 +39,10 @@ class Timings:
 
 
 def read_timings(run_dir: Path) -> Timings:
-    """The timings of a training run, of its steps after the first `WARM_UP`; it may be under way.
+    """Return the timings of a training run's steps after the first `WARM_UP`; the run may still be going.
 
     Raises:
-        DataError: this is no folder of a training run, or it has no such step.
+        DataError: this is no folder of a training run, or it has too few steps.
     """
     lines = _lines(run_dir / "metrics.jsonl")
     steps = {line["step"]: line for line in lines if line["stage"] == "train" and line["step"] > 0}

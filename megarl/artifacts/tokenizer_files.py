@@ -1,4 +1,4 @@
-"""Which files of a folder a tokenizer is made of. No transformers."""
+"""Names of the files that a tokenizer consists of. No transformers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 
-#: Names of the files that a tokenizer may be made of.
+#: Names of the files that a tokenizer may consist of.
 TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "*.model", "tekken.json", "tokenization*.py"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*.jinja"),
 )
-# One of these holds the tokens, or names the code that does.
+# One of these holds the tokens, or names the code that builds them.
 _TOKENS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
 
 def check_tokenizer_files(folder: Path, key: str) -> None:
-    """Refuse a folder without a tokenizer, of which transformers makes one with a few tokens. `key`: what names it.
+    """Refuse a folder without a tokenizer, for which transformers would invent one with a few tokens. `key` names it.
 
     Raises:
         ConfigError: names the folder.

@@ -1,4 +1,4 @@
-"""The models in a run folder: which there are, and the overrides that make a command use one of them."""
+"""The models in a run folder, and the overrides with which a command uses one of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """A model in Hugging Face form in a run folder: its folder's name, the step it is of, and what it is."""
+    """A model in Hugging Face form in a run folder: its folder's name, its step, and its kind."""
 
     folder: str
     step: int
@@ -29,12 +29,12 @@ class Exported:
 
 
 def write_exported(run_dir: Path, models: list[Exported]) -> None:
-    """Note what `exported` reads."""
+    """Write the record that `exported` reads."""
     write_atomically(run_dir / _RECORD, json.dumps([asdict(model) for model in models], indent=1))
 
 
 def exported(run_dir: Path) -> list[Exported]:
-    """Models that a finished run left in `run_dir`, the last one first; none while it is under way."""
+    """Return the models that a finished run left in `run_dir`, the last one first; none while it is under way."""
     record = run_dir / _RECORD
     try:
         found = [Exported(**fields) for fields in json.loads(record.read_text())]
@@ -47,18 +47,18 @@ def exported(run_dir: Path) -> list[Exported]:
 
 
 def withdraw_exported(run_dir: Path) -> None:
-    """Forget what was exported, as the run goes on or begins again; the folders stay until they are written again."""
+    """Forget the exported models, since the run resumes or starts over; the folders stay until they are rewritten."""
     (run_dir / _RECORD).unlink(missing_ok=True)
 
 
 def steps_in(checkpoints: Path) -> list[int]:
-    """Steps of all complete checkpoints in a folder of checkpoints, rising."""
+    """Return the steps of all complete checkpoints in a folder of checkpoints, ascending."""
     names = [file.parent.name[5:] for file in checkpoints.glob("step_*/meta.json")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def best_step(checkpoints: Path) -> int | None:
-    """The step that was noted as the best; its checkpoint may be gone."""
+    """Return the step recorded as the best; its checkpoint may be gone."""
     path = checkpoints / "best.json"
     try:
         return int(json.loads(path.read_text())["step"])
@@ -70,9 +70,9 @@ def best_step(checkpoints: Path) -> int | None:
 
 
 def better_before(run_dir: Path) -> str | None:
-    """Says that no step was as good as the model before training, where no model of step 0 was kept; else None.
+    """Return a note if no step beat the model before training, which was not kept as step 0; else None.
 
-    By `trainer.best_metric`, from run.json and metrics.jsonl; nothing where they cannot be read.
+    It compares `trainer.best_metric`, from run.json and metrics.jsonl; without these there is no note.
     """
     if any(model.which == "best" for model in exported(run_dir)) or 0 in steps_in(run_dir / "checkpoints"):
         return None
@@ -90,7 +90,7 @@ def better_before(run_dir: Path) -> str | None:
 
 
 def run_folder_fix(folder: Path) -> str:
-    """What to name in place of `folder`, which holds no run: the newest training run in it, if there is one."""
+    """Suggest the path to name instead of `folder`, which holds no run: the newest training run in it, if any."""
     inside = [record.parent for record in folder.glob("*/config.yaml")]
     trained = sorted(run for run in inside if not any(f"-{job}" in run.name for job in ("eval", "generate")))
     if trained:
@@ -99,9 +99,9 @@ def run_folder_fix(folder: Path) -> str:
 
 
 def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
-    """Overrides of the run's own config.yaml that select a model of the run, and what was selected.
+    """Return overrides of the run's own config.yaml that select a model of the run, and a description of the model.
 
-    An exported model comes before a checkpoint. The best model is the last one where none is known to be better.
+    Exported models are preferred to checkpoints. Without a known best model the last one is taken.
 
     Args:
         run_dir: folder of a training run.
@@ -142,7 +142,7 @@ def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
 
 
 def _why_last(step: int, best: int | None) -> str:
-    """Why the last model, of `step`, is taken where the best is asked for."""
+    """Explain why the last model, of `step`, is used although the best is asked for."""
     if best == step:
         return ", which is the best"
     return "; no best one is known" if best is None else f"; the best one, of step {best}, is not here"

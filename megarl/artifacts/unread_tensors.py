@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that no parameter is made of: a model without them is another one than was published."""
+"""Tensors of a checkpoint that no parameter is made of: without them the model differs from the published one."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from megarl.architectures.vision import STATE_PROJECTOR, VisionShape
 from megarl.errors import ConfigError, count
 
 _SHOWN = 5
-#: RoPE's frequencies, which older versions of transformers saved; config.json says them.
+#: RoPE's frequencies, which older versions of transformers saved; config.json implies them.
 _COMPUTED = ".rotary_emb.inv_freq"
 _SCALES = "_scale_inv"
 
 
 def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShape | None, where: str) -> None:
-    """Refuse a checkpoint with tensors that nothing reads.
+    """Refuse a checkpoint with tensors that no parameter uses.
 
-    A vocabulary head may be there twice (tied), or a critic built on a policy leave it out: it is another check's.
+    A vocabulary head may exist twice (tied), and a critic built on a policy may omit it: another check covers it.
 
     Args:
         names: of all tensors of the checkpoint.
-        read: of those that the model is made of.
-        sight: of a robot policy, whose towers have parts that are never run.
+        read: those that the model uses.
+        sight: vision part of a robot policy, whose towers have unused parts.
         where: the folder.
 
     Raises:
-        ConfigError: there are some; the first of them are named.
+        ConfigError: there are unused tensors; the message names the first ones.
     """
     unread = [
         name

@@ -1,4 +1,4 @@
-"""Environments: what answers a policy that acts in turns."""
+"""Environments, which answer a policy that acts in turns."""
 
 from megarl.envs.protocol import Action, Environment, EnvSettings, Observation, Step
 

@@ -1,7 +1,7 @@
-"""Where episodes' environments live: one rank of a replica runs them side by side, whatever they wait for.
+"""The host of environments: one rank of a replica runs those of all episodes side by side, however long they wait.
 
-Coroutines share one event loop in a thread of their own; plain methods run in a few threads. A failure of one episode
-is its own: it comes back as a Reply with the error, and what becomes of it is the recipe's choice.
+Coroutines share one event loop in a separate thread; plain methods run in a few threads. An error ends only its own
+episode: it is returned as a Reply, and the recipe decides how to go on.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megarl.tracing import beat
 
 _BEAT_EVERY_S = 1.0
 _THREADS = 16
-#: What an environment may raise without ending more than its episode.
+#: Exceptions of an environment that end only its own episode.
 _CONTAINED = (Exception, SystemExit, asyncio.CancelledError)
 _Outcome = tuple[Any, BaseException | None]
-#: Names of metrics `env/<name>` that every run has.
+#: Names of metrics `env/<name>` that every run writes.
 _TAKEN = ("cached", "cut", "errors", "greedy_errors", "tokens/max", "tokens/mean", "turns/max", "turns/mean")
 
 
@@ -38,11 +38,11 @@ class HostError(MegarlError):
 
 @dataclass
 class Reply:
-    """What an environment said, as plain data.
+    """The answer of an environment, as plain data.
 
     Attributes:
         observation: text, chat messages or token ids; None: the prompt of the data (after `reset`), or nothing more.
-        error: why it could not answer.
+        error: the reason for a missing answer.
     """
 
     observation: Any = None
@@ -53,7 +53,7 @@ class Reply:
 
 
 class Host:
-    """Plays the environment's part for all episodes of a replica.
+    """The environments of all episodes of a replica.
 
     Args:
         kind: the environment.
@@ -70,18 +70,18 @@ class Host:
         self._episodes: dict[int, Environment] = {}
         self._answers: dict[int, Future[Reply]] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "environment")
-        self._free = asyncio.Semaphore(_THREADS)  # a call waits here, not in the pool, so its time begins with it
+        self._free = asyncio.Semaphore(_THREADS)  # a call waits here, not in the pool, so its time starts when it runs
         self._loop = asyncio.new_event_loop()
-        self._asked_at: float | None = None  # when the loop was asked for a sign of life, until it gives one
+        self._asked_at: float | None = None  # time at which the loop was asked for a heartbeat, until it gives one
         self._looping = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._looping.start()
 
     def reset(self, rows: Mapping[int, tuple[dict[str, Any], int]]) -> dict[int, Reply]:
-        """Begin episodes: number -> (row, seed). Their first observations."""
+        """Begin episodes (number -> (row, seed)) and return their first observations."""
         return self._all({number: self._reset(number, *rows[number]) for number in rows})
 
     def step(self, actions: Mapping[int, Action]) -> dict[int, Reply]:
-        """Answers to a turn of each of these episodes.
+        """Return the answers to a turn of each of these episodes.
 
         Raises:
             HostError: nothing can be answered any more.
@@ -89,12 +89,12 @@ class Host:
         return self._all({number: self._step(number, action) for number, action in actions.items()})
 
     def begin(self, actions: Mapping[int, Action]) -> None:
-        """Start to answer a turn of each of these episodes; `answers` gives what comes."""
+        """Start to answer a turn of each of these episodes; `answers` returns the answers."""
         for number, action in actions.items():
             self._answers[number] = asyncio.run_coroutine_threadsafe(self._step(number, action), self._loop)
 
     def any_answer(self) -> bool:
-        """Whether an answer to what was begun is there.
+        """Return whether an answer to a started turn is ready.
 
         Raises:
             HostError: as in `step`.
@@ -104,7 +104,7 @@ class Host:
         return any(answer.done() for answer in self._answers.values())
 
     def answers(self, wait_s: float) -> dict[int, Reply]:
-        """Answers that are there, after a wait for all of them of at most `wait_s` seconds.
+        """Return the ready answers, after waiting up to `wait_s` seconds for all of them.
 
         Raises:
             HostError: as in `step`.
@@ -117,12 +117,12 @@ class Host:
         return there
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Drop episodes that are over."""
+        """Drop finished episodes."""
         for number in numbers:
             self._episodes.pop(number, None)
 
     def close(self) -> None:
-        """End threads, and what the environment opened."""
+        """End the threads, and close the environment."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._kind.close(self._shared)
@@ -142,10 +142,10 @@ class Host:
                 beat()
 
     def _check_loop(self) -> None:
-        """Refuse to wait for coroutines that nobody runs.
+        """Refuse to wait for coroutines when their event loop does not run.
 
         Raises:
-            HostError: their thread is over, or one of them does not give it back.
+            HostError: its thread has ended, or a coroutine blocks it.
         """
         if not self._looping.is_alive():
             raise HostError(
@@ -187,13 +187,13 @@ class Host:
                 work = self._loop.run_in_executor(self._threads, _contained, method, arguments)
                 result = await self._in_time(work)
             except _Late:
-                self._threads.shutdown(wait=False)  # one of its threads is lost; what runs in the others goes on
+                self._threads.shutdown(wait=False)  # one of its threads is lost; the others go on
                 self._threads = ThreadPoolExecutor(_THREADS, "environment")
                 raise
         return await self._in_time(_settled(result)) if inspect.isawaitable(result) else result
 
     async def _in_time(self, work: Awaitable[_Outcome]) -> Any:
-        """What `work` comes to within `answer_s`; later it is given up, whether it heeds that or not."""
+        """Return the outcome of `work` within `answer_s`; after that it is abandoned, whether or not it obeys."""
         task = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({task}, timeout=self._answer_s)
         if not done:
@@ -206,7 +206,7 @@ class Host:
 
 
 def _contained(method: Callable[..., Any], arguments: tuple[Any, ...]) -> _Outcome:
-    """What a plain method returns or raises. A coroutine cannot raise StopIteration again: it becomes another error."""
+    """Return the result or exception of a plain method. StopIteration, which a coroutine cannot raise, is converted."""
     try:
         return method(*arguments), None
     except StopIteration as error:
@@ -217,7 +217,7 @@ def _contained(method: Callable[..., Any], arguments: tuple[Any, ...]) -> _Outco
 
 
 async def _settled(work: Awaitable[Any]) -> _Outcome:
-    """What a coroutine returns or raises; a SystemExit that leaves a task would end the thread of all."""
+    """Return the result or exception of a coroutine; a SystemExit that left a task would end everybody's thread."""
     try:
         return await work, None
     except _CONTAINED as error:
@@ -236,11 +236,11 @@ async def _guarded(what: str, call: Callable[[], Awaitable[Reply]]) -> Reply:
 
 
 class _Refused(Exception):
-    """The environment returned something that is no answer."""
+    """The environment returned an invalid answer."""
 
 
 class _Late(_Refused):
-    """It returned nothing in time."""
+    """The environment returned nothing in time."""
 
 
 def _reply_of(value: Any) -> Reply:
@@ -261,7 +261,7 @@ def _reply_of(value: Any) -> Reply:
 
 
 def _plain_observation(value: Any) -> Any:
-    """The observation, if it is one; token ids may come as any sequence of integers."""
+    """Return the observation if it is valid; token ids may be any sequence of integers."""
     if value is None or isinstance(value, str):
         return value
     if hasattr(value, "tolist"):

@@ -1,4 +1,4 @@
-"""Loads a recipe's environment before a run, in a process of its own: a misspelt key is found in a moment.
+"""A check of a recipe's environment before a run, in a separate process: a misspelt key is found in a moment.
 
 python -m megarl.envs.preflight      # section `env` as JSON on stdin; the error, if any, as JSON on stdout
 python -m megarl.envs.preflight keys      # the same, and the answer is the environment's own keys
@@ -21,13 +21,13 @@ _LIMIT_S = 5.0
 
 
 def check_environment(config: RunConfig, limit_s: float = _LIMIT_S) -> ConfigError | None:
-    """Import the class that `env.name` refers to and validate its keys; one that takes longer is left to the workers.
+    """Import the class that `env.name` refers to and validate its keys; a slow import is left to the workers.
 
     Returns:
-        A warning, where the environment scores its episodes and the recipe sets a reward as well.
+        A warning if the environment scores its episodes and the recipe also sets a reward.
 
     Raises:
-        ConfigError: what a worker would raise.
+        ConfigError: the error that a worker would raise.
     """
     from megarl.envs.registry import check_longest, load_environment
 
@@ -52,7 +52,7 @@ def check_environment(config: RunConfig, limit_s: float = _LIMIT_S) -> ConfigErr
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
-    """Keys of section `env` that an environment has for itself; None: its import takes too long.
+    """Return the own keys of an environment in section `env`; None: its import takes too long.
 
     Raises:
         ConfigError: it cannot be found.
@@ -65,7 +65,7 @@ def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
 
 
 def main() -> None:
-    """Load the environment and what its settings name, or find its keys."""
+    """Load the environment and the components that its settings name, or find its keys."""
     from megarl.envs.registry import environment_class, load_environment
 
     env = json.load(sys.stdin)

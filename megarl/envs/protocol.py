@@ -1,4 +1,4 @@
-"""What an environment is: a small class that answers the turns of a policy, one object per episode.
+"""The protocol of an environment: a small class that answers the turns of a policy, one object per episode.
 
     reset(row, seed) -> first observation
     step(action)     -> observation, reward, done, info        after every turn of the policy
@@ -20,11 +20,11 @@ Observation = str | list[dict[str, Any]] | list[int]
 
 
 class EnvSettings(Section):
-    """An environment's own keys, in addition to `name` and `on_error`. Give every field a description."""
+    """The own keys of an environment, in addition to `name` and `on_error`. Give every field a description."""
 
     @property
     def longest_s(self) -> float | None:
-        """Seconds within which the environment answers in any case; None: it keeps no deadline of its own."""
+        """Seconds within which the environment always answers; None: it keeps no deadline of its own."""
         return None
 
 
@@ -33,9 +33,9 @@ class Action:
     """One turn of the policy.
 
     Attributes:
-        text: what it said, without special tokens.
-        raw: the same with them.
-        token_ids: the same as it was drawn, end token included.
+        text: of the turn, without special tokens.
+        raw: of the turn, with special tokens.
+        token_ids: as sampled, end token included.
         finish_reason: `stop`; `length` or `abort` when the limit of tokens or of seconds cut the turn, and nothing
             can follow.
         turn: number of the turn, from 0.
@@ -49,10 +49,10 @@ class Action:
 
 
 class Step(NamedTuple):
-    """What an environment answers to an action.
+    """The answer of an environment to an action.
 
     Attributes:
-        observation: what the policy sees next; None when the episode is done.
+        observation: next input of the policy; None when the episode is done.
         reward: of this turn; not read when the recipe's reward function scores (`Environment.scores` is false).
         done: the episode is over.
         info: numbers, added up over the turns of an episode; their means over episodes are the metrics `env/<name>`.
@@ -65,11 +65,11 @@ class Step(NamedTuple):
 
 
 class Environment:
-    """Base of all environments. An object plays one episode and is thrown away: nothing is shared through it.
+    """The base class of environments. An object plays one episode and is discarded; it shares nothing.
 
     Attributes:
         Settings: model of the recipe's keys for it.
-        scores: it gives the rewards itself. If false, the recipe's reward function scores the episode, and gets the
+        scores: the environment gives the rewards. If false, the recipe's reward function scores the episode, with the
             last turn of the policy as the response.
     """
 
@@ -77,12 +77,17 @@ class Environment:
     scores: ClassVar[bool] = True
 
     def __init__(self, settings: Any, shared: Any) -> None:
-        """`settings`: the validated keys. `shared`: what `open` returned."""
+        """Create the environment of one episode.
+
+        Args:
+            settings: the validated keys.
+            shared: the value that `open` returned.
+        """
         self.settings, self.shared = settings, shared
 
     @classmethod
     def tools(cls, settings: Any) -> list[dict[str, Any]]:
-        """JSON schemas of the tools that prompts announce, as chat templates take them. Called on the first rank."""
+        """Return JSON schemas of the tools that prompts announce, in the form of chat templates; first rank only."""
         return []
 
     @classmethod
@@ -92,12 +97,12 @@ class Environment:
 
     @classmethod
     def open(cls, settings: Any) -> Any:
-        """What all episodes share (worker processes, connections). Called once, in the process that plays them."""
+        """Open resources that all episodes share (processes, connections). Called once, in the hosting process."""
         return None
 
     @classmethod
     def close(cls, shared: Any) -> None:
-        """End what `open` began."""
+        """Close the resources that `open` returned."""
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation | Awaitable[Observation | None] | None:
         """Begin the episode.

@@ -24,11 +24,11 @@ _FORMS = ("file.py:Class", "pkg.mod:Class")
 
 
 def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
-    """The class that section `env` names, and its settings.
+    """Return the class that section `env` names, and its settings.
 
     Raises:
-        ConfigError: an unknown name, a class that cannot be imported or is no environment, a key that it does not
-            take, or a value that does not fit.
+        ConfigError: the name is unknown, the class cannot be imported or is no environment, or a key or value is
+            invalid.
     """
     name, on_error, own = env_section(env)
     if on_error not in ON_ERROR:
@@ -38,10 +38,10 @@ def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
 
 
 def environment_class(name: Any) -> type[Environment]:
-    """The class that `env.name` names; a user's own is imported.
+    """Return the class that `env.name` names; a user's own is imported.
 
     Raises:
-        ConfigError: an unknown name, or a class that cannot be imported or is no environment.
+        ConfigError: the name is unknown, or the class cannot be imported or is no environment.
     """
     path = ENVIRONMENTS.get(name, name) if isinstance(name, str) else ""
     if ":" not in path:
@@ -72,14 +72,14 @@ def environment_class(name: Any) -> type[Environment]:
 
 
 def check_longest(longest_s: float | None, answer_s: float) -> None:
-    """Refuse a deadline of an environment's own that is beyond the run's.
+    """Refuse a deadline of an environment that exceeds the run's.
 
     Args:
         longest_s: see `EnvSettings`.
-        answer_s: what a run waits for an answer, half of `cluster.timeout_s`.
+        answer_s: seconds that a run waits for an answer, half of `cluster.timeout_s`.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it exceeds the run's.
     """
     if longest_s is not None and longest_s > answer_s:
         raise ConfigError(
@@ -92,16 +92,16 @@ def check_longest(longest_s: float | None, answer_s: float) -> None:
 
 
 def import_source(source: str, key: str) -> Any:
-    """The module `pkg.mod`, or that of a file `path/to/file.py`.
+    """Import and return the module `pkg.mod`, or that of a file `path/to/file.py`.
 
     Raises:
-        ConfigError: at `key`: there is no such file, or importing it fails; the line is named.
+        ConfigError: at `key`: the file is missing, or its import fails; the message names the line.
     """
     try:
         return import_file(_existing(source, key)) if source.endswith(".py") else import_module(source)
     except ConfigError:
         raise
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # any exception of the user's module
         raise ConfigError(
             f"importing {source} failed: {type(error).__name__}: {error}", where=key, fix="correct the file"
         ) from error

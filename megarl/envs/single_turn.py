@@ -1,4 +1,4 @@
-"""The default: one prompt, one response, scored by the recipe's reward function."""
+"""The default environment: one prompt, one response, scored by the recipe's reward function."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megarl.envs.protocol import Action, Environment, Step
 
 
 class SingleTurn(Environment):
-    """Ends after the first turn. A run with it does not use the driver: responses are generated all together."""
+    """An environment that ends after the first turn. Its responses are generated all together, without the driver."""
 
     scores: ClassVar[bool] = False
 
     def step(self, action: Action) -> Step:
-        """The episode is over."""
+        """End the episode."""
         return Step(done=True)

@@ -1,4 +1,4 @@
-"""Simulators of robots: processes with interpreters of their own, and what plays episodes in them."""
+"""Simulators of robots: processes with their own interpreters, and the code that plays episodes in them."""
 
 from megarl.envs.robots.answers import Advice, Answer, Failure, SimulatorError
 from megarl.envs.robots.playback import play

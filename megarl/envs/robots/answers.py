@@ -1,4 +1,4 @@
-"""What a slot of a pool answers, and what it counts."""
+"""The answers of a pool's slot, and the pool's counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.simulators.protocol import Numbers, Observation, Outcome
 
 @dataclass(frozen=True)
 class Advice:
-    """What a scripted expert would do. `action`: float32 [D]; None: the simulator has no expert."""
+    """The action of a scripted expert. `action`: float32 [D]; None: the simulator has no expert."""
 
     action: Numbers | None
 
@@ -24,12 +24,12 @@ class Failure:
 
     Attributes:
         kind: `crash`, the process died; `hang`, no answer in time; `raised`, the simulator raised an error; `state`,
-            numbers that are not finite; `frames`, pictures that are not what the task names; `differs`, played again
-            from its start with the same actions it was another episode.
+            numbers that are not finite; `frames`, pictures that do not fit the task; `differs`, the replay with the
+            same actions gave another episode.
         text: what happened, in one clause.
         task, trial: of the episode.
         chunks: policy calls that had been answered.
-        output: the last lines that the process wrote.
+        output: last lines of the process.
     """
 
     kind: str
@@ -46,13 +46,13 @@ Answer = Observation | Outcome | Advice | Failure
 
 @dataclass
 class PoolCounts:
-    """Since the pool was made.
+    """The counters of a pool since its creation.
 
     Attributes:
-        constructions: simulators constructed, by task.
-        failures: of processes, by kind, whether or not the episode could be played again.
-        resets, chunks, steps: resets, policy calls and environment steps, those of episodes played again included.
-        seconds: of all processes: `construct`, `reset`, `step`, and what a simulator tells of these, `physics` and
+        constructions: number of constructed simulators, by task.
+        failures: of processes, by kind, whether or not the episode could be replayed.
+        resets, chunks, steps: resets, policy calls and environment steps, including those of replayed episodes.
+        seconds: of all processes: `construct`, `reset`, `step`, and the parts that a simulator reports, `physics` and
             `render`.
     """
 
@@ -65,15 +65,15 @@ class PoolCounts:
 
 
 class SimulatorError(MegarlError):
-    """No simulator works. The message names the simulator, the last episode, and what the process wrote.
+    """No simulator works. The message names the simulator, the last episode, and the output of the process.
 
     Args:
         simulator: its name.
         python: its interpreter.
         what: the problem, in one clause.
-        lines: what is known, as pairs of a name and a text.
-        output: the last lines that the process wrote.
-        fix: what to do about it.
+        lines: known facts, as pairs of a name and a text.
+        output: last lines of the process.
+        fix: a remedy.
     """
 
     def __init__(

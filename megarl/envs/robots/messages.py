@@ -1,4 +1,4 @@
-"""What the process of a simulator may answer, field by field: it runs code that is not the trainer's."""
+"""Validation of a simulator process's answers, field by field: it runs code that is not the trainer's."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _REFUSALS = ("raised", "state", "frames")
 def check_answer(
     expected: str, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], task: TaskSpec | None, actions: int
 ) -> None:
-    """Refuse what is no answer to a call.
+    """Refuse an invalid answer to a call.
 
     Args:
-        expected: what the process is to answer: open, construct, reset, step or expert.
+        expected: the kind of answer: open, construct, reset, step or expert.
         header, arrays: of its message.
         task: of the episode; None: there is none.
         actions: those of the chunk, for a step.
 
     Raises:
-        Malformed: it is none.
+        Malformed: the answer is invalid.
     """
     if "error" in header:
         _check_refusal(expected, header)

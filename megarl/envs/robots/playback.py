@@ -1,4 +1,4 @@
-"""Play an episode again: from its trial, and the actions that were recorded."""
+"""Replay of an episode from its trial and its recorded actions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def play(
     slot: int = 0,
     record: Recording | None = None,
 ) -> list[Answer]:
-    """The first observation of an episode, and the outcome of each chunk of actions [K, D]; the same every time.
+    """Return the first observation of an episode, and the outcome of each chunk of actions [K, D]; deterministic.
 
-    With `record` the last outcome has a clip. It ends where the episode is over, or with a Failure. No slot of the pool
-    is at work when this is called.
+    With `record` the last outcome has a clip. The replay stops when the episode is over, or with a Failure. All slots
+    of the pool must be idle.
     """
     assert not pool.busy, f"slots {pool.busy} are at work"
     pool.begin(slot, task, trial, record)
@@ -38,6 +38,6 @@ def play(
 
 
 def _answer(pool: SimulatorPool, slot: int) -> Answer:
-    while True:  # the pool has limits of its own
+    while True:  # the pool enforces the limits
         if (answers := pool.answers(1.0)) and slot in answers:
             return answers[slot]

@@ -3,11 +3,11 @@
     begin(slot, task, trial)     an episode            -> Observation
     act(slot, actions)           one policy call       -> Outcome
     expert(slot)                 a scripted expert     -> Advice
-    answers(wait_s)              what has come, by slot: these, or a Failure in their place
+    answers(wait_s)              ready answers by slot: these, or a Failure in their place
 
-A process that dies, hangs, or answers with what is no answer is replaced. Its episode is played again from the start
-with the actions that it had, up to `retries` times, and must answer what it answered before: then nobody notices.
-Otherwise the slot answers a Failure, and the episode is no episode.
+A process that dies, hangs, or sends an invalid answer is replaced. Its episode is replayed from the start with its
+recorded actions, up to `retries` times, and must give the same answers: then the caller notices nothing. Otherwise the
+slot answers with a Failure, and the episode is discarded.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _EXIT_S = 2.0  # for processes that are asked to end
 
 @dataclass
 class _Episode:
-    """What a slot plays.
+    """The episode that a slot plays.
 
     Attributes:
         chunks: the actions of all policy calls so far.
-        sums: checksums of the answers that were given: to the reset, and to policy calls.
-        record: what is held of it for a clip; None: nothing.
-        advice: the expert is asked.
-        failures: processes that failed in it.
+        sums: checksums of the answers so far: to the reset, and to policy calls.
+        record: the recording of a clip; None: no clip.
+        advice: the expert's action is requested.
+        failures: number of processes that failed in it.
     """
 
     task: str
@@ -61,19 +61,19 @@ class _Episode:
 
     @property
     def owed(self) -> bool:
-        """Whether an answer is to come."""
+        """Whether an answer is pending."""
         return self.advice or len(self.sums) <= len(self.chunks)
 
 
 @dataclass
 class _Slot:
-    """One process.
+    """One process of the pool.
 
     Attributes:
-        played: answers that this process gave in this episode; fewer than were given where it plays one again.
-        kept: tasks that it has a simulator of.
-        failures: of its processes, since an episode was over or dropped.
-        used: it has played.
+        played: answers that this process gave in this episode; fewer than the slot gave while it replays.
+        kept: tasks with a constructed simulator.
+        failures: of its processes since the last finished or dropped episode.
+        used: whether it has played.
     """
 
     process: SimulatorProcess
@@ -89,21 +89,21 @@ class _Slot:
 
 
 class SimulatorPool:
-    """Processes of one simulator.
+    """A pool of processes of one simulator.
 
     Args:
-        settings: which one, and how many.
+        settings: the simulator, and the number of processes.
         where: the place of `settings` in the recipe, for messages.
         cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: it has none.
 
     Attributes:
         settings: as given.
-        tasks: what may be played, by name.
-        counts: what was done so far.
+        tasks: available tasks, by name.
+        counts: counters so far.
 
     Raises:
-        ConfigError: no such simulator, interpreter, task or setting, or a value that does not fit.
-        SimulatorError: the simulator's module does not import, or does not say its tasks.
+        ConfigError: an unknown simulator, interpreter, task or setting, or an invalid value.
+        SimulatorError: the simulator's module does not import, or does not list its tasks.
     """
 
     def __init__(self, settings: SimulatorSettings, *, where: str = "env", cuda_device: int | None = None) -> None:
@@ -132,15 +132,15 @@ class SimulatorPool:
 
     @property
     def busy(self) -> list[int]:
-        """Slots that owe an answer."""
+        """Slots with a pending answer."""
         return [number for number, slot in enumerate(self._slots) if slot.owed]
 
     def best_slot(self, task: str, free: Iterable[int]) -> int:
-        """The slot of these that begins an episode of `task` soonest: it has its simulator, or keeps the fewest."""
+        """Return the slot that can begin an episode of `task` soonest: it has its simulator, or keeps the fewest."""
         return min(free, key=lambda n: (task not in self._slots[n].kept, len(self._slots[n].kept), n))
 
     def begin(self, slot: int, task: str, trial: int, record: Recording | None = None) -> None:
-        """Begin an episode, whose last outcome brings a clip where it is recorded. One that the slot plays is dropped.
+        """Begin an episode; its last outcome has a clip if it is recorded. The slot's current episode is dropped.
 
         With `record` the simulator takes a picture after every environment step, not only after every chunk.
         """
@@ -155,7 +155,7 @@ class SimulatorPool:
         """Execute a chunk of actions [K, D] in the slot's episode, which is not over.
 
         Raises:
-            ValueError: an action is not finite: that is the policy's doing, and no simulator's.
+            ValueError: an action is not finite, which is an error of the policy, not of the simulator.
         """
         it = self._free(slot)
         assert it.episode is not None, f"slot {slot} plays no episode"
@@ -169,16 +169,16 @@ class SimulatorPool:
         self._go_on(it)
 
     def expert(self, slot: int) -> None:
-        """Ask the scripted expert for its action in the present state."""
+        """Ask the scripted expert for its action in the current state."""
         it = self._free(slot)
         assert it.episode is not None, f"slot {slot} plays no episode"
         it.episode.advice = True
         self._go_on(it)
 
     def answers(self, wait_s: float) -> dict[int, Answer]:
-        """What slots answered: at least one of those that owe an answer, or none after `wait_s` seconds.
+        """Return answers by slot: at least one if any is pending, or none after `wait_s` seconds.
 
-        A slot answers once to every question. After an Outcome that is over, or a Failure, it plays nothing.
+        A slot answers every call once. After a final Outcome, or a Failure, it is idle.
 
         Raises:
             SimulatorError: no process works any more, or the first construction of a task's simulator failed.
@@ -209,7 +209,7 @@ class SimulatorPool:
         return slot
 
     def _go_on(self, slot: _Slot) -> None:
-        """Ask the process for what comes next in its episode, if it is not at work."""
+        """Send the process its next call in its episode, if it is idle."""
         episode = slot.episode
         if episode is None or slot.process.waiting:
             return
@@ -223,12 +223,12 @@ class SimulatorPool:
             slot.process.ask({"call": "expert"}, ["expert"])
 
     def _limit(self, slot: _Slot) -> tuple[str, float]:
-        """The setting that limits what the process does, and its seconds."""
+        """Return the setting that limits the current call, and its seconds."""
         key = "construct_s" if slot.process.waiting[0] in ("open", "construct") else "answer_s"
         return f"{self._where}.{key}", getattr(self.settings, key)
 
     def _collect(self, until: float) -> dict[int, Answer]:
-        """Wait for messages until something happens or a limit is reached, and act on it."""
+        """Wait for messages until something happens or a limit is reached, and handle it."""
         busy = {number: self._slots[number] for number in self.busy}
         ends = [slot.process.since + self._limit(slot)[1] for slot in busy.values()]
         now = time.monotonic()
@@ -271,14 +271,14 @@ class SimulatorPool:
         return answer
 
     def _check(self, slot: _Slot, during: str, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-        """Refuse what is no answer to the call `during` in the slot's episode; raises Malformed."""
+        """Raise Malformed for an invalid answer to the call `during` in the slot's episode."""
         episode = slot.episode
         task = None if episode is None else self.tasks[episode.task]
         chunk = len(episode.chunks[slot.played - 1]) if episode is not None and during == "step" else 0
         check_answer(during, header, arrays, task, chunk)
 
     def _take(self, slot: _Slot, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Answer | None:
-        """What an answer of the process is for the slot; None: nothing that anybody asked for."""
+        """Return the slot's answer from a message of the process; None: nobody waits for it."""
         episode, call = slot.episode, header["call"]
         if episode is None or call == "open":
             return None
@@ -319,7 +319,7 @@ class SimulatorPool:
         counts.steps += header.get("executed", 0)
 
     def _failed(self, slot: _Slot, kind: str, text: str) -> Failure | None:
-        """Replace the slot's process. A Failure; None: the episode is played again."""
+        """Replace the slot's process. Return a Failure, or None if the episode is replayed."""
         episode = slot.episode
         assert episode is not None
         constructing = bool(slot.process.waiting) and slot.process.waiting[0] in ("open", "construct")
@@ -357,7 +357,7 @@ class SimulatorPool:
         return SimulatorError(self.settings.name, python, what, lines, failure.output if failure else output, fix)
 
     def _first_answer(self) -> list[TaskSpec]:
-        """The tasks that the simulator has, from the first process."""
+        """Return the simulator's tasks, from the first process."""
         process = self._slots[0].process
         text, header = "", dict[str, Any]()
         while not header and not text:
@@ -404,7 +404,7 @@ class SimulatorPool:
 
 
 def _readable(sockets: Sequence[socket.socket], wait_s: float) -> list[socket.socket]:
-    """Those of `sockets` that something can be read from, or that are broken; none after `wait_s` seconds."""
+    """Return the `sockets` that are readable or broken; none after `wait_s` seconds."""
     poll, by_handle = select.poll(), {one.fileno(): one for one in sockets}
     for handle in by_handle:
         poll.register(handle, select.POLLIN)

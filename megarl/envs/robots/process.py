@@ -1,4 +1,4 @@
-"""One process of a simulator, as its trainer sees it: a socket, a block of memory for pictures, and its last words."""
+"""One process of a simulator, as its trainer sees it: a socket, shared memory for pictures, and its last output."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from megarl.simulators.protocol import Frame, Recording, TaskSpec
 from megarl.simulators.wire import Inbox, Message, clip_places, pack, places
 
 _EXIT_S = 5.0  # from a broken connection to the end of the process
-_TOLD_S = 0.5  # for a process that hangs to say where
+_TOLD_S = 0.5  # for a hanging process to write its stack traces
 _LINES, _BYTES = 15, 8000
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")
 
 
 class SimulatorProcess:
-    """Starts a process, which is asked one thing at a time.
+    """A started process, which handles one call at a time.
 
     Attributes:
-        waiting: the answers that are still to come, in their order.
-        since: when the first of them began.
+        waiting: the pending answers, in order.
+        since: start time of the first of them.
 
     Raises:
         ConfigError: there is no such interpreter.
@@ -48,7 +48,7 @@ class SimulatorProcess:
     def __init__(self, settings: SimulatorSettings, where: str, cuda_device: int | None) -> None:
         python = os.path.expanduser(settings.python or sys.executable)
         ours, theirs = socket.socketpair()
-        # Has no name: the kernel frees it with its last user. What is mapped here must not become shorter.
+        # Has no name: the kernel frees it with its last user. Mapped memory must not be truncated.
         self._memory = os.memfd_create("megarl-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._map: mmap.mmap | None = None
@@ -62,7 +62,7 @@ class SimulatorProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # one group of its own, ended as a whole with what a simulator started
+                    start_new_session=True,  # a process group, killed as a whole with the simulator's children
                     env=environment(settings, where, cuda_device),
                 )
             except OSError as error:
@@ -83,7 +83,7 @@ class SimulatorProcess:
     def ask(
         self, header: Mapping[str, Any], answers: Sequence[str], arrays: Mapping[str, NDArray[Any]] | None = None
     ) -> None:
-        """Send a call that is answered by `answers`. That the process is gone shows when its answer is read."""
+        """Send a call that is answered by `answers`. A dead process shows when its answer is read."""
         if not self.waiting:
             self.since = time.monotonic()
         self.waiting.extend(answers)
@@ -91,11 +91,11 @@ class SimulatorProcess:
             self.socket.sendall(pack(header, arrays))
 
     def read(self) -> list[Message]:
-        """Answers that have come.
+        """Return the answers that have arrived.
 
         Raises:
             EOFError: the process is gone.
-            Malformed: it wrote what is no answer, or one that nobody asked for.
+            Malformed: an answer is invalid, or nobody asked for it.
         """
         found: list[Message] = []
         while True:
@@ -108,7 +108,7 @@ class SimulatorProcess:
             if not data and not found:
                 raise EOFError
             if not data:
-                return found  # the next call says that it is gone
+                return found  # the next call reports that it is gone
             self._inbox.feed(data)
             while (message := self._inbox.take()) is not None:
                 if len(found) == len(self.waiting):
@@ -117,7 +117,7 @@ class SimulatorProcess:
                 self.since = time.monotonic()
 
     def frames(self, spec: TaskSpec) -> dict[str, Frame]:
-        """Copies of the pictures that belong to the answer read last.
+        """Return copies of the pictures that belong to the answer read last.
 
         Raises:
             Malformed: the process has not made the memory large enough for them.
@@ -127,10 +127,10 @@ class SimulatorProcess:
         return {camera: np.ndarray(shape, np.uint8, memory, at).copy() for camera, (at, shape) in found.items()}
 
     def clip(self, spec: TaskSpec, recording: Recording, counts: Any) -> dict[str, NDArray[np.uint8]]:
-        """A copy of the clip that belongs to the answer read last: `counts` frames [n, H, W, 3] of each camera.
+        """Return a copy of the clip that belongs to the answer read last: `counts` frames [n, H, W, 3] of each camera.
 
         Raises:
-            Malformed: other cameras or more frames than were asked for, or memory that is too small for them.
+            Malformed: other cameras or more frames than requested, or too little memory.
         """
         found, size = clip_places(spec, recording)
         if not isinstance(counts, Mapping) or set(counts) != set(found):
@@ -151,7 +151,7 @@ class SimulatorProcess:
         return self._map
 
     def say_where(self) -> None:
-        """Let a process that hangs write its stack traces."""
+        """Make a hanging process write its stack traces."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGUSR1)
         self.wait(_TOLD_S)
@@ -162,12 +162,12 @@ class SimulatorProcess:
             self.process.wait(seconds)
 
     def kill(self) -> str:
-        """End the process and what it started, whatever they do. Returns the last lines that they wrote."""
+        """Kill the process and its children in any state. Return their last lines of output."""
         if self._said is None:
             self.socket.close()
-            self.process.terminate()  # its guardian, which finds what has left the group (megarl.simulators.reaper)
+            self.process.terminate()  # its guardian, which finds children outside the group (megarl.simulators.reaper)
             self.wait(_EXIT_S)
-            with contextlib.suppress(OSError):  # nothing of its group is left
+            with contextlib.suppress(OSError):  # the group is empty
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self.process.wait()
@@ -179,7 +179,7 @@ class SimulatorProcess:
 
 
 class _Tail:
-    """Reads what a process writes, so that it never waits for its reader, and keeps the end."""
+    """A reader of a process's output, so that the process never blocks; it keeps the last lines."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -192,22 +192,22 @@ class _Tail:
             self._kept = (self._kept + data)[-_BYTES:]
 
     def close(self) -> str:
-        """The last lines, once the process has ended."""
+        """Return the last lines, once the process has ended."""
         self._thread.join(_TOLD_S)
-        if not self._thread.is_alive():  # else something that left the process's group still writes
+        if not self._thread.is_alive():  # else a process that left the group still writes
             self._file.close()
         lines = self._kept.decode(errors="replace").replace("\r", "\n").splitlines()
         return "\n".join([line for line in lines if line.strip()][-_LINES:])
 
 
 def environment(settings: SimulatorSettings, where: str, cuda_device: int | None) -> dict[str, str]:
-    """Variables of a simulator's process.
+    """Return the environment variables of a simulator's process.
 
     Args:
-        cuda_device: the CUDA device of this rank, by the number that the recipe's `egl_devices` has; None: it has none.
+        cuda_device: this rank's CUDA device, as the recipe's `egl_devices` numbers it; None: it has none.
 
     Raises:
-        ConfigError: `egl_devices` has an entry for other devices only.
+        ConfigError: `egl_devices` has entries, but none for this device.
     """
     made = {**os.environ, **as_parent(), **dict.fromkeys(_THREADS, str(settings.threads))}
     if not settings.egl_devices or cuda_device is None:

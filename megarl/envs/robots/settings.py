@@ -1,4 +1,4 @@
-"""The keys of a recipe for simulators of robots."""
+"""The recipe's keys for simulators of robots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.simulators.registry import FORMS, SIMULATORS, is_known
 
 
 class SimulatorSettings(ComponentSection):
-    """Simulators in processes of their own. Further keys are the simulator's own."""
+    """Simulators in separate processes. Further keys are the simulator's own."""
 
     name: str = Field(description="an included simulator, file.py:Class, or pkg.mod:Class of its interpreter")
     python: str | None = Field(None, description="interpreter that has the simulator; null: megarl's own")
@@ -34,10 +34,10 @@ class SimulatorSettings(ComponentSection):
     )
 
     def check(self, where: str) -> None:
-        """Refuse a name that stands for no simulator.
+        """Refuse an unknown simulator's name.
 
         Raises:
-            ConfigError: it does; `where` is the section's place in the recipe.
+            ConfigError: the name is unknown; `where` is the section's place in the recipe.
         """
         if not is_known(self.name):
             near = close_matches(self.name, SIMULATORS)

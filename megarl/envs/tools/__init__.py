@@ -1,4 +1,4 @@
-"""Tool use: chat models call functions, and go on with what these return."""
+"""Tool use: chat models call functions and continue with the results."""
 
 from megarl.envs.tools.environment import Tools, ToolSettings
 

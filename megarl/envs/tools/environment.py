@@ -1,4 +1,4 @@
-"""The environment `tools`: every turn that calls tools is answered with their results, the first that does not is last.
+"""The environment `tools`: every turn that calls tools is answered with the results; a turn without calls is the last.
 
 user: 47*85=
 assistant: <tool_call>{"name": "multiply", "arguments": {"a": 47, "b": 85}}</tool_call>
@@ -25,12 +25,12 @@ from megarl.errors import ConfigError, count
 from megarl.simulators.plain import nested_deeper
 
 _DEPTH = 100
-_THREADS = 64  # calls that are under way at the same time, those included that wait for a process
-_GIVE_UP_S = 10.0  # beyond the deadline of a turn, for a process that is ended
+_THREADS = 64  # concurrent calls, including those that wait for a process
+_GIVE_UP_S = 10.0  # beyond a turn's deadline, to end a process
 
 
 class ToolSettings(EnvSettings):
-    """Keys of the section `env` for tool use."""
+    """The own keys of the environment `tools`."""
 
     tools: list[str] = Field(
         default_factory=list, description="functions that the model may call: file.py:fn, pkg.mod:fn"
@@ -50,19 +50,19 @@ class ToolSettings(EnvSettings):
 
     @property
     def longest_s(self) -> float:
-        """A turn's deadline, and what it may take to give up a process."""
+        """A turn's deadline, and the time to give up a process."""
         return self.turn_timeout_s + _GIVE_UP_S
 
 
 class Tools(Environment):
-    """Answers calls with messages of the role `tool`; what is wrong with a call is answered, too."""
+    """An environment that answers calls with messages of the role `tool`, including errors of a call."""
 
     Settings = ToolSettings
     scores: ClassVar[bool] = False
 
     @classmethod
     def check(cls, settings: ToolSettings) -> None:
-        """Functions are loaded; servers are not started, which may take long and belongs to the machines of the run."""
+        """Load the functions; servers are not started, which may take long and belongs to the machines of the run."""
         if not (settings.tools or settings.mcp):
             raise ConfigError("no tools", where="env.tools", found=[], fix="name a function, or a server in env.mcp")
         load_tools(settings.tools)
@@ -70,7 +70,7 @@ class Tools(Environment):
 
     @classmethod
     def tools(cls, settings: ToolSettings) -> list[dict[str, Any]]:
-        """Schemas of all tools."""
+        """Return the schemas of all tools."""
         schemas = [tool.schema for tool in load_tools(settings.tools)]
         if settings.mcp:
             servers = McpServers(settings.mcp, settings.timeout_s)
@@ -81,7 +81,7 @@ class Tools(Environment):
 
     @classmethod
     def open(cls, settings: ToolSettings) -> Callers:
-        """The processes that run functions, and the connections to servers."""
+        """Start the processes that run functions, and the connections to servers."""
         callers = Callers()
         try:
             if settings.tools:
@@ -107,7 +107,7 @@ class Tools(Environment):
         shared.close()
 
     def step(self, action: Action) -> Step:
-        """Run the calls of a turn, in their order; a turn that was cut is the last one, so nothing waits for them."""
+        """Run the calls of a turn in order; a truncated turn is the last one, so its calls are not run."""
         if action.finish_reason != "stop":
             return Step(done=True)
         calls = PARSERS[self.settings.parser](action.raw)
@@ -122,7 +122,7 @@ class Tools(Environment):
         return Step(messages, info={"tool_calls": float(len(calls)), "tool_errors": float(failed)})
 
     def _run(self, calls: Sequence[Call]) -> list[tuple[str, bool]]:
-        """Answers to calls that are made side by side, in their order."""
+        """Return the answers to concurrent calls, in the order of the calls."""
         deadline = time.monotonic() + self.settings.turn_timeout_s
         work = [self._wrong_with(call) or self.shared.begin(call.name, call.arguments, deadline) for call in calls]
         answers = []
@@ -138,7 +138,7 @@ class Tools(Environment):
         return answers
 
     def _wrong_with(self, call: Call) -> str:
-        """Why a call cannot be made, as the model is told; empty: it can."""
+        """Explain to the model why a call cannot be made; empty: it can."""
         if call.error:
             return f"error: {call.error}"
         if call.name not in self.shared.names:
@@ -149,27 +149,27 @@ class Tools(Environment):
 
 
 class Caller(Protocol):
-    """What runs tools: `names` of them, `call(name, arguments, deadline) -> (text, failed)` from any thread."""
+    """A runner of tools: `names` of them, `call(name, arguments, deadline) -> (text, failed)` from any thread."""
 
     @property
     def names(self) -> list[str]:
-        """What the tools are called."""
+        """Names of the tools."""
 
     def call(self, name: str, arguments: dict[str, Any], deadline: float) -> tuple[str, bool]:
-        """What the tool said, or its error as the model is told it, and whether it failed.
+        """Return the tool's answer, or its error as the model is told it, and whether it failed.
 
         Args:
             name: of the tool.
             arguments: plain JSON.
-            deadline: of the monotonic clock, after which nobody waits for the answer.
+            deadline: on the monotonic clock, after which nobody waits for the answer.
         """
 
     def close(self) -> None:
-        """End what runs them."""
+        """End the processes or connections."""
 
 
 class Callers:
-    """All that the episodes of a replica call. `names`: of the tools."""
+    """All tools that the episodes of a replica call. `names`: of the tools."""
 
     def __init__(self) -> None:
         self._all: list[Caller] = []
@@ -178,20 +178,20 @@ class Callers:
 
     @property
     def names(self) -> list[str]:
-        """What the tools are called."""
+        """Names of the tools."""
         return list(self._by_name)
 
     def add(self, caller: Caller) -> None:
-        """Take on its tools; `close` ends it, too."""
+        """Add a caller's tools; `close` closes it, too."""
         self._all.append(caller)
         self._by_name |= dict.fromkeys(caller.names, caller)
 
     def begin(self, name: str, arguments: dict[str, Any], deadline: float) -> Future[tuple[str, bool]]:
-        """As `Caller.call`, in a thread."""
+        """Start `Caller.call` in a thread."""
         return self._threads.submit(self._by_name[name].call, name, arguments, deadline)
 
     def close(self) -> None:
-        """End everything, whatever one of them raises."""
+        """Close all callers, even if one of them raises."""
         with ExitStack() as stack:
             stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
             for caller in self._all:
@@ -209,5 +209,5 @@ def _check_names(functions: Sequence[str], served: Sequence[str]) -> None:
 
 
 def _encodable(text: str) -> str:
-    """Text without halves of surrogate pairs, which JSON can spell and no tokenizer takes."""
+    """Return text without halves of surrogate pairs, which JSON can express and no tokenizer takes."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Tools that are Python functions: found by name, run in processes that are watched."""
+"""Tools that are Python functions: found by name, run in supervised processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KEY = "env.tools"
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
-    """The tools of `file.py:fn` and `pkg.mod:fn`.
+    """Return the tools of `file.py:fn` and `pkg.mod:fn`.
 
     Raises:
-        ConfigError: a file or function is missing, does not import, or is no tool; two have one name.
+        ConfigError: a file or function is missing, does not import, or is no tool, or two have the same name.
     """
     tools: list[Tool] = []
     for name in names:
@@ -42,10 +42,10 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
 
 
 def _read_answer(max_chars: int, value: Any) -> Result:
-    """What a process says of a call: `text`, and whether it `failed`.
+    """Read a process's answer to a call: `text`, and whether it `failed`.
 
     Raises:
-        Malformed: it says something else.
+        Malformed: the answer has another form.
     """
     if not isinstance(value, dict) or value.keys() != {"text", "failed"}:
         raise Malformed(f"a result that is no tool's: {short(value)}")
@@ -56,17 +56,17 @@ def _read_answer(max_chars: int, value: Any) -> Result:
 
 
 class Functions:
-    """Processes that run tools, one call at a time each. Calls come from any thread.
+    """A pool of processes that run tools, one call at a time each. Calls come from any thread.
 
     Args:
         names: the functions.
-        workers: processes.
+        workers: number of processes.
         timeout_s: a call that takes longer ends with an error, and its process is replaced.
         memory_mb: address space of a process.
-        max_chars: of a result; what is longer is cut.
+        max_chars: of a result; a longer one is cut.
 
     Attributes:
-        names: what the tools are called.
+        names: of the tools.
 
     Raises:
         ConfigError: a process could not load a tool.
@@ -94,14 +94,14 @@ class Functions:
             self._free.put(pool)
 
     def call(self, name: str, arguments: dict[str, Any], deadline: float) -> tuple[str, bool]:
-        """See `megarl.envs.tools.environment.Caller`."""
+        """Run a tool; see `megarl.envs.tools.environment.Caller`."""
         try:
             pool = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             return "error: no process was free to run the tool before the turn's deadline", True
         left = deadline - time.monotonic()
         try:
-            # The pool's own deadline is for a process that starts again; a call is bounded by `timeout_s`.
+            # The pool's own deadline is for a restarting process; a call is bounded by `timeout_s`.
             outcome = pool.score([{"name": name, "arguments": arguments}], max(0.0, left), False)[0]
         finally:
             self._free.put(pool)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 _KEY = "env.mcp"
-#: Beyond a call's own deadline, which the package keeps: what its answer may take on the way through the event loop.
+#: Seconds beyond a call's own deadline, which the package keeps: time for its answer to pass the event loop.
 _GRACE_S = 5.0
-#: Within this a server tells its tools again after an error, or its connection is given up.
+#: Seconds within which a server lists its tools again after an error, or its connection is given up.
 _CHECK_S = 5.0
-#: Until a program that was told to end is killed.
+#: Seconds until a program that was told to end is killed.
 _END_S = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 T = TypeVar("T")
@@ -74,18 +74,18 @@ class McpServer(Section):
 
 
 class McpServers:
-    """Connections to servers, and what their tools are.
+    """Connections to servers, with the schemas of their tools.
 
     Args:
-        servers: by the name that messages give them.
+        servers: by their name in messages.
         timeout_s: a call that takes longer is answered with an error.
 
     Attributes:
         schemas: of all tools, as chat templates take them.
 
     Raises:
-        ConfigError: the package is missing, a server does not start or answer, lacks a tool that was asked for, or two
-            have tools of one name.
+        ConfigError: the package is missing, a server does not start or answer or lacks a requested tool, or two servers
+            have tools of the same name.
     """
 
     def __init__(self, servers: Mapping[str, McpServer], timeout_s: float) -> None:
@@ -107,19 +107,19 @@ class McpServers:
 
     @property
     def names(self) -> list[str]:
-        """What the tools are called."""
+        """Names of the tools."""
         return list(self._holder)
 
     def call(self, name: str, arguments: dict[str, Any], deadline: float = math.inf) -> tuple[str, bool]:
-        """See `megarl.envs.tools.environment.Caller`.
+        """Run a tool; see `megarl.envs.tools.environment.Caller`.
 
-        A server whose connection has ended is started or reached again first.
+        A server whose connection has ended is started or connected again first.
 
         Raises:
-            ConfigError: it is not there any more: no answer of the tool's, so `env.on_error` decides.
+            ConfigError: the server is gone: `env.on_error` decides, since this is no answer of the tool.
         """
         connection = self._holder[name]
-        # The package's deadline is for the call itself; a server that starts again has its own before that.
+        # The package's deadline is for the call itself; a restarting server has its own before that.
         limit = self._timeout_s + connection.server.start_s + _END_S + _CHECK_S + _GRACE_S
         limit = max(0.0, min(limit, deadline - time.monotonic()))
         try:
@@ -128,8 +128,8 @@ class McpServers:
             return f"error: no result within {self._timeout_s:g} s", True
 
     def close(self) -> None:
-        """End the connections, and with them the programs that were started."""
-        with ExitStack() as stack:  # all of them, whatever one of them raises
+        """Close the connections, which ends the programs that were started."""
+        with ExitStack() as stack:  # close all of them, even if one raises
             stack.callback(self._end_loop)
             for connection in self._connections:
                 stack.callback(self._wait, connection.close(), _END_S + _GRACE_S)
@@ -160,7 +160,7 @@ class McpServers:
             self.schemas.append(connection.schemas[name])
 
     def _wait(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """The result of `work` in the loop's thread; TimeoutError, and `work` is cancelled, after `limit_s`."""
+        """Return the result of `work` in the loop's thread; after `limit_s` cancel it and raise TimeoutError."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(limit_s)
@@ -170,7 +170,7 @@ class McpServers:
 
 
 class _Connection:
-    """One server. `schemas`: of all its tools, by name."""
+    """The connection to one server. `schemas`: of all its tools, by name."""
 
     def __init__(self, name: str, server: McpServer) -> None:
         self.name, self.server = name, server
@@ -178,15 +178,15 @@ class _Connection:
         self._client: Client | None = None
         self._opening = asyncio.Lock()
         self._over = asyncio.Event()
-        self._ready: asyncio.Future[Client]  # of the attempt that `_task` is
+        self._ready: asyncio.Future[Client]  # of the attempt in `_task`
         self._task: asyncio.Task[None] | None = None
-        self._failed: tuple[float, ConfigError] | None = None  # when it could not be opened last, and why
+        self._failed: tuple[float, ConfigError] | None = None  # time and reason of the last failed opening
 
     async def open(self) -> None:
-        """Connect, and ask for the tools.
+        """Connect, and request the list of tools.
 
         Raises:
-            ConfigError: names the server, and says what went wrong.
+            ConfigError: names the server and the error.
         """
         await self.close()
         self._failed, self._over = None, asyncio.Event()
@@ -196,7 +196,7 @@ class _Connection:
             async with asyncio.timeout(self.server.start_s):
                 client = await asyncio.shield(ready)
                 self.schemas = await _tools_of(client)
-        except Exception as error:  # whatever a server, the network or the package raises
+        except Exception as error:  # any exception of a server, the network or the package
             await self.close()
             refusal = ConfigError(
                 f"the MCP server {self.name!r} does not answer",
@@ -209,11 +209,11 @@ class _Connection:
         self._client = client
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
-        """The tool's answer, and whether it is an error.
+        """Return the tool's answer, and whether it is an error.
 
         Raises:
-            TimeoutError: none within `timeout_s`.
-            ConfigError: the connection was over, and the server does not answer again.
+            TimeoutError: no answer within `timeout_s`.
+            ConfigError: the connection was lost, and reconnecting failed.
         """
         async with self._opening:
             if self._client is None:
@@ -228,12 +228,12 @@ class _Connection:
         except TimeoutError:
             await self._check(client)
             raise
-        except Exception as error:  # what the server, the connection or the package raises is told to the model
+        except Exception as error:  # errors of the server, the connection or the package are told to the model
             await self._check(client)
             return f"error: {error}", True
 
     async def close(self) -> None:
-        """End the connection; a program that was started is ended, and killed where it does not heed that."""
+        """Close the connection; a started program is told to end, and killed if it does not."""
         self._client = None
         self._over.set()
         if self._task is not None:
@@ -244,7 +244,7 @@ class _Connection:
             self._task = None
 
     async def _check(self, client: Client) -> None:
-        """After an error: give up a connection that does not answer any more; the next call makes another."""
+        """After an error, give up a connection that does not answer any more; the next call makes a new one."""
         try:
             async with asyncio.timeout(_CHECK_S):
                 await _tools_of(client)
@@ -253,7 +253,7 @@ class _Connection:
                 self._client = None
 
     async def _keep(self, ready: asyncio.Future[Client], over: asyncio.Event) -> None:
-        """Hold the connection open from its beginning to its end, in one task as the package asks for."""
+        """Hold the connection open from beginning to end in one task, as the package requires."""
         try:
             async with AsyncExitStack() as stack:
                 ready.set_result(await stack.enter_async_context(await _connect(self.server, stack)))
@@ -272,7 +272,7 @@ async def _connect(server: McpServer, stack: AsyncExitStack) -> Client:
     if server.url is None:
         given = {name: _variable(name) for name in server.pass_env}
         program = StdioServerParameters(command=str(server.command), args=server.args, env=given, cwd=server.cwd)
-        # The stream of the process: what a test or a progress bar put in its place has no file descriptor.
+        # The stream of the process: a replacement by a test or a progress bar has no file descriptor.
         return Client(stdio_client(program, sys.__stderr__ or sys.stderr), cache=None)
     headers = {"Authorization": f"Bearer {_variable(server.token_env)}"} if server.token_env else None
     http = await stack.enter_async_context(create_mcp_http_client(headers))
@@ -280,7 +280,7 @@ async def _connect(server: McpServer, stack: AsyncExitStack) -> Client:
 
 
 async def _tools_of(client: Client) -> dict[str, dict[str, Any]]:
-    """Schemas by name, of all pages that the server has."""
+    """Return the schemas by name, from all pages that the server has."""
     schemas: dict[str, dict[str, Any]] = {}
     cursor = None
     while True:
@@ -293,7 +293,7 @@ async def _tools_of(client: Client) -> dict[str, dict[str, Any]]:
 
 
 def _text_of(result: CallToolResult) -> tuple[str, bool]:
-    """What a model reads of a result: its texts, else its JSON. Other content is named, not shown."""
+    """Return a result as text for a model: its texts, else its JSON. Other content is named, not shown."""
     parts = [str(getattr(part, "text", f"[{part.type}]")) for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -302,7 +302,7 @@ def _text_of(result: CallToolResult) -> tuple[str, bool]:
 
 
 def _reason(error: BaseException, limit_s: float) -> str:
-    """The innermost error of a group in a line."""
+    """Return the innermost error of a group in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
@@ -318,7 +318,7 @@ def _variable(name: str) -> str:
 
 
 def check_servers(servers: Mapping[str, McpServer]) -> None:
-    """What can be said of servers before any is started or reached.
+    """Check servers as far as possible before any is started or connected.
 
     Raises:
         ConfigError: the package is missing, or a command is not found.

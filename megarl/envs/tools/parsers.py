@@ -1,4 +1,4 @@
-"""Calls in what a chat model said, in the formats of the models' own chat templates; names as SGLang has them.
+"""Parsers of a chat model's calls, in the formats of the models' own chat templates; named as in SGLang.
 
 qwen, qwen25   <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>, any number of them
 llama3         {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or not, several separated by ;
@@ -16,7 +16,7 @@ from typing import Any
 
 _TAG = "<|python_tag|>"
 _PART = re.compile(r"</?think>|<tool_call>")
-#: What text of a policy can make Python's parsers raise: wrong, nested too deep, too large, unhashable keys.
+#: Exceptions that a policy's text can raise in Python's parsers: invalid, nested too deep, too large, unhashable keys.
 _UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError)
 _BETWEEN = re.compile(r"\s*;?\s*")
 _INTEGER_BITS = 1024  # Python writes no integer of any size as digits, and 0xff... is one
@@ -25,7 +25,7 @@ _SPECIAL = re.compile(r"<\|(?!python_tag)[^|<>]*\|>")
 
 @dataclass(frozen=True)
 class Call:
-    """One call; `error` says why it cannot be made, as the model is told."""
+    """One call; `error` tells the model why it cannot be made."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Call:
 
 
 def parse_qwen(text: str) -> list[Call]:
-    """Calls in the order of the text; what a model writes while it thinks (`<think>`) calls nothing.
+    """Return the calls in the order of the text; calls inside a thought (`<think>`) are ignored.
 
     >>> parse_qwen('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [Call(name='add', arguments={'a': 1}, error='')]
@@ -45,7 +45,7 @@ def parse_qwen(text: str) -> list[Call]:
         if part[0] == "<think>":
             over = text.find("</think>", place)
             place = len(text) if over < 0 else over + len("</think>")
-        elif part[0] == "</think>":  # of a thought that the prompt began
+        elif part[0] == "</think>":  # of a thought that the prompt opened
             calls.clear()
         else:
             end, other = _next(text, "</tool_call>", place, end), _next(text, "<tool_call>", place, other)
@@ -59,9 +59,9 @@ def parse_qwen(text: str) -> list[Call]:
 
 
 def _next(text: str, tag: str, place: int, last: int) -> int:
-    """Where `tag` stands first from `place` on, or the text's length. `last`: what an earlier place was answered.
+    """Return the first place of `tag` from `place` on, or the text's length. `last`: the result for an earlier place.
 
-    Without that every tag of a text without ends would look through all of it.
+    Without `last` every tag of a text without end tags would scan the whole text.
     """
     if last >= place:
         return last
@@ -70,7 +70,7 @@ def _next(text: str, tag: str, place: int, last: int) -> int:
 
 
 def parse_llama3(text: str) -> list[Call]:
-    """Calls in the order of the text; text that begins neither with the tag nor with a brace is an answer.
+    """Return the calls in the order of the text; text that begins neither with the tag nor with a brace is an answer.
 
     >>> parse_llama3('{"name": "add", "parameters": {"a": 1}}')
     [Call(name='add', arguments={'a': 1}, error='')]
@@ -106,7 +106,7 @@ def _from_json(body: str, key: str) -> Call:
 
 
 def _checked(value: Any, key: str) -> Call:
-    """The call that a JSON value is; both names of the arguments are taken, and arguments in a string of JSON, too."""
+    """Return the call in a JSON value; both names of the arguments, and arguments in a string of JSON, are accepted."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call(error=f'a call is a JSON object {{"name": ..., "{key}": {{...}}}}')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -121,7 +121,7 @@ def _checked(value: Any, key: str) -> Call:
 
 
 def _from_python(body: str) -> Call:
-    """`add.call(a=1)` or `add(a=1)`, with literal arguments by name."""
+    """Parse `add.call(a=1)` or `add(a=1)`, with literal keyword arguments."""
     wrong = Call(error="a call has the form name.call(argument=value)")
     try:
         node = ast.parse(body, mode="eval").body
@@ -140,10 +140,10 @@ def _from_python(body: str) -> Call:
 
 
 def _of_json(value: Any) -> Any:
-    """A literal as the JSON value that it stands for.
+    """Convert a literal to the JSON value that it represents.
 
     Raises:
-        ValueError: it stands for none.
+        ValueError: it represents none.
     """
     if isinstance(value, (list, tuple)):
         return [_of_json(item) for item in value]

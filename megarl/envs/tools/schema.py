@@ -1,4 +1,4 @@
-"""A tool is a typed Python function: its JSON schema comes from the signature and the docstring."""
+"""Tools as typed Python functions: the JSON schema comes from the signature and the docstring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 @dataclass(frozen=True)
 class Tool:
-    """A function, the model that its arguments fit, and its schema as chat templates take it."""
+    """A function, the model of its arguments, and its schema as chat templates take it."""
 
     function: Callable[..., Any]
     arguments: type[BaseModel]
@@ -27,11 +27,11 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """What a policy calls it."""
+        """The name by which a policy calls it."""
         return str(self.schema["function"]["name"])
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """The function's answer as text.
+        """Return the function's answer as text.
 
         Raises:
             ValueError: the arguments do not fit; the message is meant for the policy.
@@ -48,7 +48,7 @@ class Tool:
 
 
 def tool_of(function: Callable[..., Any], key: str = "env.tools") -> Tool:
-    """The tool that `function` is.
+    """Return the tool that wraps `function`.
 
     >>> def double(x: int) -> int:
     ...     '''Twice a number.
@@ -61,7 +61,7 @@ def tool_of(function: Callable[..., Any], key: str = "env.tools") -> Tool:
     {'x': {'description': 'the number.', 'type': 'integer'}}
 
     Raises:
-        ConfigError: at `key`: no docstring, or an argument without a type or of one that JSON has not.
+        ConfigError: at `key`: no docstring, or an argument without a type or with one that JSON lacks.
     """
     name = getattr(function, "__name__", repr(function))
     summary, described = _docstring(function)
@@ -88,13 +88,13 @@ def tool_of(function: Callable[..., Any], key: str = "env.tools") -> Tool:
 
 
 def as_schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """What chat templates take."""
+    """Return the schema in the form that chat templates take."""
     kept = {key: value for key, value in _untitled(parameters).items() if key != "additionalProperties"}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
 
 
 def _untitled(schema: Any) -> Any:
-    """Without the titles that pydantic makes of names."""
+    """Return the schema without the titles that pydantic derives from names."""
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -109,7 +109,7 @@ def _untitled(schema: Any) -> Any:
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What a docstring says in front of its sections, and what it says of each argument (Google's form)."""
+    """Return a docstring's text before its sections, and its description of each argument (Google's form)."""
     before: list[str] = []
     described: dict[str, str] = {}
     section, last = None, None
@@ -128,7 +128,7 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _plain(result: Any) -> str:
-    """A result as a model reads it: JSON where there is one."""
+    """Return a result as a model reads it: JSON where possible."""
     import json
 
     try:

@@ -1,6 +1,6 @@
 """One process that runs tools: `python -m megarl.envs.tools.worker FD`, driven like those of the reward pool.
 
-It loads the functions itself and limits its own memory before it does, so no tool runs in a training process.
+It loads the functions itself after limiting its own memory, so no tool runs in a training process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _tools(setup: dict[str, Any]) -> Work:
 
 
 def _answer(tool: Any, arguments: dict[str, Any]) -> tuple[str, bool]:
-    """What the tool returns, or its error as the model is told it, and whether it failed; what it prints is dropped."""
+    """Return the tool's answer, or its error as the model is told it, and whether it failed; its output is dropped."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             return tool.call(arguments), False
