@@ -25,8 +25,8 @@ class Scored:
 
     Attributes:
         uid: prompt it answers; samples of one prompt form a group.
-        value: how right it is, usually 0 or 1.
-        vote: what it votes for in maj@n: the extracted answer; None or "" is no vote.
+        value: its correctness, usually 0 or 1.
+        vote: its vote in maj@n: the extracted answer; None or "" is no vote.
         data_source: data set of the prompt; "" is none.
         part: set of data sources that the prompt belongs to, which has metrics of its own; "" is none.
     """
@@ -39,9 +39,9 @@ class Scored:
 
 
 def from_reward(uid: Hashable, result: dict[str, Any], response: str, data_source: str = "", part: str = "") -> Scored:
-    """The sample of a reward result: value from part `acc` or `accuracy`, else `overall`; vote from `extracted`.
+    """Return the sample of a reward result: value from part `acc` or `accuracy`, else `overall`; vote from `extracted`.
 
-    A reward function that extracts nothing makes the whole response (white space aside) the vote.
+    Without an extracted answer the whole response, stripped, is the vote.
     """
     value = next(float(result[name]) for name in _ACCURACY_PARTS if name in result)
     vote = result["extracted"] if "extracted" in result else response.strip()
@@ -49,12 +49,12 @@ def from_reward(uid: Hashable, result: dict[str, Any], response: str, data_sourc
 
 
 def validation_metrics(samples: Iterable[Scored], prefix: str = "val") -> Metrics:
-    """Metrics of all samples of some prompts; merging the bags of several ranks is exact.
+    """Return the metrics of all samples of some prompts; merging the bags of several ranks is exact.
 
     Names: `val/acc`, `val/prompts`, `val/samples`; with n > 1 samples per prompt also `val/best@k`, `val/worst@k`,
-    `val/pass@k` for k = n and the powers of two below, and `val/maj@n`. With several data sources the same names
-    again as `val/<data_source>/...`, and where these are of several sets, as `val/<part>/...`. Every prompt counts
-    the same, whatever its number of samples; where n differs, a metric of k is a mean over the prompts that have it.
+    `val/pass@k` for k = n and the powers of two below, and `val/maj@n`. With several data sources the same names again
+    as `val/<data_source>/...`, and where these are of several sets, as `val/<part>/...`. All prompts weigh the same,
+    for any number of samples; where n differs, a metric of k is a mean over the prompts that have it.
 
     Args:
         samples: scored samples; all samples of a prompt must be in the same call.
@@ -87,13 +87,13 @@ def _add_group(metrics: Metrics, where: str, group: Sequence[Scored]) -> None:
 
 
 def metric_names(n: int) -> list[str]:
-    """Last parts of the names of `validation_metrics`, for n samples per prompt."""
+    """Return the last parts of the names of `validation_metrics`, for n samples per prompt."""
     more = [f"{kind}@{k}" for kind in ("best", "worst", "pass") for k in subset_sizes(n)] + [f"maj@{n}"]
     return ["acc", "prompts", "samples", *(more if n > 1 else [])]
 
 
 def subset_sizes(n: int) -> list[int]:
-    """2, 4, 8, ... below n, and n itself.
+    """Return 2, 4, 8, ... below n, and n itself.
 
     >>> subset_sizes(12)
     [2, 4, 8, 12]
@@ -107,7 +107,7 @@ def subset_sizes(n: int) -> list[int]:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples drawn without replacement hold a correct one, given that `correct` are.
+    """Return the probability that k of n samples, chosen without replacement, hold one of the `correct` correct ones.
 
     Unbiased estimator of Chen et al. 2021, in exact integer arithmetic. Requires 1 <= k <= n and 0 <= correct <= n.
     """
@@ -118,7 +118,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:
-    """Expected maximum of k of the values drawn without replacement; 1 <= k <= len(values)."""
+    """Return the expected maximum of k of the values, chosen without replacement; 1 <= k <= len(values)."""
     n = len(values)
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and {n}, not {k}")
@@ -127,15 +127,15 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 
 
 def worst_at_k(values: Sequence[float], k: int) -> float:
-    """Expected minimum of k of the values drawn without replacement; 1 <= k <= len(values)."""
+    """Return the expected minimum of k of the values, chosen without replacement; 1 <= k <= len(values)."""
     return -best_at_k([-value for value in values], k)
 
 
 def majority(group: Sequence[Scored]) -> float:
-    """Value of the most frequent vote of one prompt's samples.
+    """Return the value of the most frequent vote of one prompt's samples.
 
-    Samples without a vote abstain; when all do, their mean value counts. A tie gives the mean over the tied votes,
-    which is the expectation under a random tie break. Samples with one vote and several values count with their mean.
+    Samples without a vote abstain; if all do, their mean value counts. A tie gives the mean over the tied votes, the
+    expectation under a random tie break. Samples with the same vote and several values count with their mean.
     """
     votes: dict[str | None, list[float]] = defaultdict(list)
     for sample in group:

@@ -8,7 +8,7 @@ from megarl.rewards import numeric as _numeric
 from megarl.rewards.registry import REWARDS
 from megarl.rewards.runner import RewardHandle, RewardRunner, build_reward, reward_metrics
 
-#: Modules of the included rewards, which register when they are imported.
+#: Modules of the included rewards, which register on import.
 INCLUDED = (_exact_match, _format, _gsm8k, _math, _numeric)
 
 __all__ = ["INCLUDED", "REWARDS", "RewardHandle", "RewardRunner", "build_reward", "reward_metrics"]

@@ -1,4 +1,4 @@
-"""Reference answers as included rewards read them: text or a number, or a list of which any may be met."""
+"""Reference answers of included rewards: text or a number, or a list of which any counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field
 
 F = TypeVar("F", bound=Callable[..., Any])
 Answers = Literal["one", "any"]
-#: What the other kinds of values are, for messages.
+#: Names of other kinds of values, for messages.
 _KINDS = {"dict": "an object", "list": "a list", "bool": "true or false", "NoneType": "null"}
 
 
@@ -23,10 +23,10 @@ ANSWERS: Any = Field(
 
 
 def answer_texts(value: Any, answers: Answers) -> list[str]:
-    """The reference answers of one row as text: exactly one, or with `any` one or more.
+    """Return the reference answers of one row as text: exactly one, or with `any` one or more.
 
     Raises:
-        ValueError: it is neither text that is not blank nor a finite number.
+        ValueError: an answer is neither non-blank text nor a finite number.
     """
     if isinstance(value, list) and answers == "any" and value:
         return [text for item in value for text in answer_texts(item, "one")]
@@ -43,7 +43,7 @@ def answer_texts(value: Any, answers: Answers) -> list[str]:
 
 
 def meeting_any(function: F) -> F:
-    """Decorator: the reward `function(sample, *, ...)` with the setting `answers`: its best result over them counts."""
+    """Decorate the reward `function(sample, *, ...)` with the setting `answers`: the best result over them counts."""
     signature = inspect.signature(function)
     setting = inspect.Parameter("answers", inspect.Parameter.KEYWORD_ONLY, default="one")
 

@@ -1,4 +1,4 @@
-"""Shape of a response: reasoning in <think> tags, the answer in a box."""
+"""Form of a response: reasoning in <think> tags, the answer in a box."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character, or a brace 
 
 
 class FormatSettings(Settings):
-    """What a response must hold."""
+    """Required parts of a response."""
 
     think: bool = Field(True, description="one `<think>...</think>` at the start that is not empty")
     boxed: bool = Field(True, description=r"a closed `\boxed{...}` that is not empty in what follows")
@@ -23,13 +23,12 @@ class FormatSettings(Settings):
 
 @REWARDS.register("format", settings=FormatSettings)
 def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = True) -> float:
-    """1.0 when the response has the asked form.
+    """Return 1.0 when the response has the required form.
 
     Args:
-        sample: `response`, and `prompt`: chat templates of some models end it with `<think>`, which the response then
-            goes on from.
+        sample: `response`, and `prompt`, which some chat templates end with `<think>`, continued by the response.
         think: the response starts with exactly one `<think>...</think>` that is not empty.
-        boxed: what follows (the whole response without `think`) holds a closed, non-empty `\\boxed{...}`.
+        boxed: the rest (the whole response without `think`) holds a closed, non-empty `\\boxed{...}`.
     """
     rest = sample["response"]
     if think:
@@ -44,7 +43,7 @@ def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = T
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last `\\boxed{...}` or `\\fbox{...}` whose braces close, or None.
+    """Return the content of the last `\\boxed{...}` or `\\fbox{...}` whose braces close, or None.
 
     >>> last_boxed(r"so \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
@@ -53,7 +52,7 @@ def last_boxed(text: str) -> str | None:
     if not starts:
         return None
     last: tuple[int, int] | None = None
-    open_braces: list[int] = []  # where the content of each open brace begins: one pass, however many boxes never close
+    open_braces: list[int] = []  # start of the content of each open brace: one pass, however many boxes never close
     for token in _BRACE.finditer(text, min(starts) - 1):
         if token.group() == "{":
             open_braces.append(token.end())

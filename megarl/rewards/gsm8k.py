@@ -26,7 +26,7 @@ class GSM8KSettings(Settings):
 
 
 def read_reference(answer: str) -> tuple[Fraction, bool]:
-    """The number of a reference answer, and whether it is a percentage; raises ValueError when it holds no number."""
+    """Return a reference answer's number, and whether it is a percentage; raise ValueError if it holds no number."""
     reference = _read(_marked(answer) if _MARK in answer else _last(answer))
     if reference is None:
         raise ValueError(f"the reference answer holds no number: {answer!r}")
@@ -36,7 +36,7 @@ def read_reference(answer: str) -> tuple[Fraction, bool]:
 @REWARDS.register("gsm8k", settings=GSM8KSettings, reference=read_reference)
 @meeting_any
 def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict") -> dict[str, Any]:
-    """1.0 when the response ends in the reference number (Cobbe et al. 2021, arXiv:2110.14168).
+    """Return 1.0 when the response ends in the reference number (Cobbe et al. 2021, arXiv:2110.14168).
 
     A percent sign is a unit, as `$` is: `20%` answers 20 (the data set has no percent in its answers), and also 0.2.
 
@@ -58,7 +58,7 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
 
 
 def _marked(text: str) -> str | None:
-    """The first number of the line after the last `####` that one follows: an empty mark at the end is no answer."""
+    """Return the first number of the line after the last `####` that has one: an empty mark at the end is no answer."""
     for part in reversed(text.split(_MARK)[1:]):
         line = part.lstrip().partition("\n")[0]
         numbers = find_numbers(line)
@@ -68,9 +68,9 @@ def _marked(text: str) -> str | None:
 
 
 def _is_after_minus(line: str, number: str) -> bool:
-    """Whether a minus and white space stand before the first number of a line, with nothing that it is subtracted from.
+    """Return whether a minus and white space precede the first number of a line, with nothing to subtract from.
 
-    `find_numbers` takes such a minus for an operator: in the middle of a text it is one.
+    `find_numbers` reads such a minus as an operator, which it is in the middle of a text.
     """
     if number.startswith(("-", "+", "\u2212")):
         return False
@@ -86,7 +86,7 @@ def _last(text: str) -> str | None:
 
 
 def _read(written: str | None) -> tuple[Fraction, bool] | None:
-    """The number as it stands there, without percent sign, and whether it had one."""
+    """Return the number as written, without percent sign, and whether it had one."""
     if written is None:
         return None
     bare = written.removesuffix("%").removesuffix("\\").rstrip()

@@ -1,9 +1,8 @@
 """Equality of mathematical answers.
 
-`megarl.rewards.mathematics` reads both answers in time that grows with their length, within bounds; what one sample
-may take is limited all the same, by an alarm that interrupts Python code here, and then by the reward pool, which kills
-a process that hangs inside one C call. This scorer therefore always runs in a worker process (an alarm needs the main
-thread of one).
+`megarl.rewards.mathematics` reads both answers in time that grows with their length, within bounds. Each sample also
+has a time limit: an alarm interrupts Python code here, and the reward pool kills a process that hangs inside one C
+call. This scorer therefore always runs in a worker process (an alarm needs its main thread).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from megarl.rewards.mathematics import boxed, equal, unboxed
 from megarl.rewards.mathematics.values import context
 from megarl.rewards.registry import REWARDS
 
-_TAIL = 600  # characters of an unboxed response that are searched, the answer stands at the end
+_TAIL = 600  # characters at the end of an unboxed response that are searched for the answer
 
 
 class _TimeLimit(BaseException):
-    """Raised by the alarm. Not an Exception: `except Exception` would swallow it."""
+    """The alarm's exception. It is not an Exception, because `except Exception` would swallow it."""
 
 
 class MathSettings(Settings):
@@ -45,7 +44,7 @@ def _import() -> None:
 
 
 def read_reference(answer: str) -> str:
-    """The reference as it is compared, out of its box; raises ValueError when it is empty."""
+    """Return the reference in the compared form, without its box; raise ValueError when it is empty."""
     gold = (boxed(answer) or answer).strip()
     if not gold:
         raise ValueError("the reference answer is empty")
@@ -64,18 +63,18 @@ def read_reference(answer: str) -> str:
 def math(
     sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict", timeout_s: float = 5.0
 ) -> dict[str, Any]:
-    """1.0 when the response's answer equals the reference as mathematics (`1/2` = `0.5` = `\\frac{2}{4}`).
+    """Return 1.0 when the response's answer equals the reference as mathematics (`1/2` = `0.5` = `\\frac{2}{4}`).
 
-    An answer is mathematics only if all of its numbers, letters and words are read; else its normalised text is
-    compared. Rational numbers are compared exactly, other values to forty digits, and a decimal stands for a value that
-    is less than one in its last place away, and at most a millionth. A unit, a percent sign or a label (`(C) 24`) may
-    be missing in one of the two answers, and not differ.
+    An answer is mathematics only if all of its numbers, letters and words are parsed; else its normalised text is
+    compared. Rational numbers are compared exactly, other values to forty digits, and a decimal equals a value that
+    differs by less than one in its last place, and at most by a millionth. A unit, a percent sign or a label (`(C) 24`)
+    may be missing in one of the answers, but must not differ.
 
     Args:
         sample: `response` and `answer` (LaTeX or plain, boxed or not).
-        method: strict reads the last `\\boxed{}` only; flexible falls back on what the response calls its answer, its
-            last formula or its last number.
-        timeout_s: CPU seconds per sample; what cannot be decided in time is wrong and has part `timeout` = 1.
+        method: strict reads the last `\\boxed{}` only; flexible falls back on the stated answer, the last formula or
+            number.
+        timeout_s: CPU seconds per sample; an undecided answer is wrong and has part `timeout` = 1.
 
     Raises:
         ValueError: the reference answer is empty, or an argument is out of range.
@@ -110,8 +109,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
         if lost.exc_type is not _TimeLimit:
             report(lost)
 
-    # Again and again: Python drops what is raised inside a finaliser or a callback of the garbage collector, and would
-    # report it as an error.
+    # The alarm repeats: Python drops exceptions raised inside a finaliser or a callback of the garbage collector, and
+    # would report them as an error.
     sys.unraisablehook = unraisable
     signal.setitimer(signal.ITIMER_PROF, seconds, 0.02)
     try:

@@ -1,4 +1,4 @@
-"""Reading numbers out of text, exactly: every number is a `Fraction`, so rounding noise never decides a reward."""
+"""Exact reading of numbers in text: every number is a `Fraction`, so rounding noise never decides a reward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRAC = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that `text` as a whole denotes, or None.
+    """Return the number that `text` as a whole denotes, or None.
 
     Understands `24`, `24.0`, `.5`, `-3`, `1,000`, `1/2`, `\\frac{1}{2}`, `$18`, `1e3`; `50%` is 1/2.
     """
@@ -26,12 +26,12 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def find_numbers(text: str) -> list[str]:
-    """All numbers in `text` from left to right, as they are written (a trailing full stop is not part of one).
+    """Return all numbers in `text` from left to right, as written (a trailing full stop is not part of one).
 
-    Linear in the length of `text`: digits are found first, and sign and dollar are looked for in the gap before them.
+    Linear in the length of `text`: digits are found first, then sign and dollar in the gap before them.
     """
     found, plain = [], _plain(text)
-    end, last = 0, ""  # of the number before: where it ends, and its last character
+    end, last = 0, ""  # end and last character of the previous number
     for match in _WITHOUT_SIGN.finditer(plain):
         gap = plain[end : match.start()].rstrip()
         if gap.endswith("$"):
@@ -73,5 +73,5 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def canonical(value: Fraction) -> str:
-    """One spelling per value, for majority votes: `24`, `1/3`."""
+    """Return one spelling per value, for majority votes: `24`, `1/3`."""
     return str(value)

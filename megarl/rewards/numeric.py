@@ -14,7 +14,7 @@ from megarl.rewards.registry import REWARDS
 
 
 class NumericSettings(Settings):
-    """Which number of a response counts, and how near it must be."""
+    """Which number of a response counts, and how close it must be."""
 
     tolerance: float = Field(1e-6, ge=0, description="largest error, times max(1, |answer|)")
     extract: Literal["whole", "first", "last"] = Field(
@@ -25,7 +25,7 @@ class NumericSettings(Settings):
 
 
 def read_reference(answer: str) -> Fraction:
-    """The number that a reference answer is; raises ValueError when it is none."""
+    """Return the number of a reference answer; raise ValueError when it is none."""
     value = parse_number(answer)
     if value is None:
         raise ValueError(f"the reference answer is not a number: {answer!r}")
@@ -41,7 +41,7 @@ def numeric(
     extract: Literal["whole", "first", "last"] = "whole",
     evaluated: bool = False,
 ) -> dict[str, Any]:
-    """1.0 when the response denotes the same number as the answer: `24` = `24.0` = `48/2`, `1,000` = `1e3`.
+    """Return 1.0 when the response denotes the same number as the answer: `24` = `24.0` = `48/2`, `1,000` = `1e3`.
 
     Args:
         sample: `response` and `answer`.

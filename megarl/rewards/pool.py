@@ -1,9 +1,9 @@
-"""A pool of reward processes that is watched: a dead one is replaced, a hanging one is killed, and the sample is named.
+"""A supervised pool of reward processes: dead ones are replaced, hanging ones killed, and the sample is named.
 
 (`concurrent.futures` gives neither: a killed worker breaks the whole pool, and a running call cannot be stopped.)
 
-What a process writes is plain data that is checked here (`megarl.rewards.results`), because it may run code that the
-policy wrote: anything else fails its sample, and the process is replaced.
+A process's output is plain data that is validated here (`megarl.rewards.results`), because it may run code that the
+policy wrote: invalid output fails its sample, and the process is replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNKS_PER_WORKER = 4  # small enough to balance, large enough to amortise a me
 
 
 class ScorerPool:
-    """`size` processes that score with one reward function.
+    """A pool of `size` processes that score with one reward function.
 
     Args:
         name, mode, kwargs: the function, see `load_scorer`; it is loaded in every process.
@@ -39,8 +39,8 @@ class ScorerPool:
         sample_limit_s: the process of a sample that takes longer is killed; None: no such limit. For functions that
             get one sample at a time only.
         limit_result: result of a sample over its limit; None: it has failed.
-        program: what the processes run, and `noun`, what messages call it.
-        read: what their results may be.
+        program: module that the processes run; `noun`: its name in messages.
+        read: validates their results.
 
     Raises:
         ConfigError: the processes could not load the function.
@@ -72,7 +72,7 @@ class ScorerPool:
             raise
 
     def score(self, samples: list[Sample], timeout_s: float, stop_at_failure: bool) -> dict[int, Outcome]:
-        """Outcome by position. Every position has one, unless `stop_at_failure` cut the work short after a failure."""
+        """Return the outcome by position; all positions have one, unless `stop_at_failure` stopped after a failure."""
         deadline = time.monotonic() + timeout_s
         pending, outcomes = deque(self._chunks(samples)), dict[int, Outcome]()
         self._start_missing()
@@ -97,7 +97,9 @@ class ScorerPool:
             self._drop(worker)
 
     def _chunks(self, samples: list[Sample]) -> list[list[int]]:
-        """Sequential mode: short runs of positions. Batch mode: a chunk per process, groups (uid) kept whole."""
+        """Split the positions. Sequential mode: short runs. Batch mode: a chunk per process, with whole groups
+        (uid).
+        """
         if self._mode == "sequential":
             size = max(1, len(samples) // (self._size * _CHUNKS_PER_WORKER))
             return [list(range(a, min(a + size, len(samples)))) for a in range(0, len(samples), size)]
@@ -110,7 +112,7 @@ class ScorerPool:
         return [sorted(chunk) for chunk in chunks if chunk]
 
     def _collect(self, outcomes: dict[int, Outcome], pending: deque[list[int]], deadline: float) -> None:
-        """Wait for messages until something happens or a limit is reached, and act on it."""
+        """Wait for messages until something happens or a limit is reached, and handle it."""
         until = deadline
         if self._sample_limit_s is not None:
             until = min([until, *(w.since + self._sample_limit_s for w in self._workers if w.chunk)])
@@ -125,25 +127,25 @@ class ScorerPool:
                 self._on_loss(worker, outcomes, pending, None)
         if self._sample_limit_s is not None:
             for worker in [w for w in self._workers if w.chunk and time.monotonic() > w.since + self._sample_limit_s]:
-                left = worker.left  # none where the last message of a chunk is missing
+                left = worker.left  # absent where the last message of a chunk is missing
                 late = ScoringFailure(f"did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}")
                 for blamed in left[:1]:
                     outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
                 self._requeue(worker, left[1:], pending)
 
     def _with_news(self, wait_s: float) -> list[PoolProcess]:
-        """Processes that have written, ended, or take more of what they are sent; none after `wait_s` seconds."""
+        """Return the processes that have written, ended, or accept more bytes; none after `wait_s` seconds."""
         poll, by_handle = select.poll(), {worker.fileno(): worker for worker in self._workers}
         for handle, worker in by_handle.items():
             poll.register(handle, select.POLLIN | (select.POLLOUT if worker.unsent else 0))
         return [by_handle[handle] for handle, _ in poll.poll(max(0.0, wait_s) * 1000)]
 
     def _on_message(self, worker: PoolProcess, message: dict[str, Any], outcomes: dict[int, Outcome]) -> None:
-        """Act on what a process says.
+        """Handle a message of a process.
 
         Raises:
             ConfigError: it could not load the function.
-            Malformed: no process of ours would say this now.
+            Malformed: the message is invalid in this state.
         """
         kind = message.get("kind")
         if kind == "scored" and worker.chunk:
@@ -167,7 +169,7 @@ class ScorerPool:
             raise Malformed(f"a message {short(kind)} where none is due")
 
     def _take_back(self, worker: PoolProcess, index: int, outcomes: dict[int, Outcome]) -> None:
-        """Forget the answers from sample `index` on: what runs in it has answered in the name of its process."""
+        """Drop the answers from sample `index` on: code of that sample has answered in the name of its process."""
         for position in worker.chunk[index:]:
             outcomes.pop(position, None)
             worker.done.discard(position)
@@ -178,7 +180,7 @@ class ScorerPool:
     def _on_loss(
         self, worker: PoolProcess, outcomes: dict[int, Outcome], pending: deque[list[int]], wrote: str | None
     ) -> None:
-        """Replace a process that died, or wrote what is no message."""
+        """Replace a process that died, or wrote an invalid message."""
         left = worker.left
         how = how_it_ended(worker.process) if wrote is None else ""
         self._drop(worker)
@@ -205,7 +207,7 @@ class ScorerPool:
         self._start_missing()
 
     def _expire(self, outcomes: dict[int, Outcome], pending: deque[list[int]], timeout_s: float) -> None:
-        """The deadline passed: the samples in work are to blame, those that waited are not."""
+        """Fail the samples in work when the deadline has passed; waiting samples are not to blame."""
         for worker in self._workers:
             for k, i in enumerate(worker.left):
                 at_work = k == 0 or self._mode == "batch"

@@ -1,4 +1,4 @@
-"""One process of the reward pool, as the pool sees it: neither sending nor receiving ever waits for it."""
+"""One process of the reward pool, as the pool sees it; sending and receiving never block."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from megarl.simulators.plain import PlainInbox, pack
 
 _EXIT_S = 5.0  # from a broken connection to the end of the process
 _READ = 1 << 16  # bytes at a time
-#: Of a message of the process, which may be under the control of what it scores.
+#: Of a message of the process, which the scored code may control.
 _HEADER, _DEPTH = 8 << 20, 8
 
 
 class PoolProcess:
-    """One process and the chunk it is busy with.
+    """One process and its current chunk.
 
     Args:
-        program: module that it runs.
-        setup: what it is told first.
+        program: its module.
+        setup: its first message.
 
     Attributes:
-        process: itself.
-        ready: it has loaded its function.
+        process: the subprocess.
+        ready: whether it has loaded its function.
         chunk: positions in the batch that it scores; none: it is idle.
-        done: those that it has said the outcome of.
-        stops: it goes on with no other of them after a failure.
-        broken: it was gone before it took the chunk whole.
-        since: when the sample in work was begun.
+        done: positions with an outcome.
+        stops: whether it skips the rest of the chunk after a failure.
+        broken: whether it ended before it had received the whole chunk.
+        since: start time of the sample in work.
     """
 
     def __init__(self, program: str, setup: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class PoolProcess:
                 [sys.executable, "-m", program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # one group of its own, ended as a whole with what a function started
+                start_new_session=True,  # a process group, killed as a whole with the function's children
                 env={**os.environ, **as_parent(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
         self._socket, self._inbox, self._outbox = ours, PlainInbox(_HEADER, 0, _DEPTH), bytearray()
@@ -58,7 +58,7 @@ class PoolProcess:
         self._send(setup)
 
     def fileno(self) -> int:
-        """Of the connection."""
+        """Return the file descriptor of the connection."""
         return self._socket.fileno()
 
     @property
@@ -68,11 +68,11 @@ class PoolProcess:
 
     @property
     def unsent(self) -> bool:
-        """There are bytes that the process has not taken yet: `flush` goes on with them."""
+        """Whether bytes are waiting to be sent: `flush` continues."""
         return bool(self._outbox)
 
     def give(self, chunk: list[int], samples: list[Sample], stop_at_failure: bool) -> None:
-        """Let it score these positions of the batch."""
+        """Send these positions of the batch to be scored."""
         self.chunk, self.done, self.stops, self.since = chunk, set(), stop_at_failure, time.monotonic()
         self._send({"samples": [samples[i] for i in chunk], "stop_at_failure": stop_at_failure})
 
@@ -81,7 +81,7 @@ class PoolProcess:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the process takes now. That it is gone shows when it is read from, which says how."""
+        """Send as much as the process accepts now. If it is gone, a read reports that, with the cause."""
         try:
             while self._outbox:
                 del self._outbox[: self._socket.send(self._outbox[: 1 << 20])]
@@ -92,11 +92,11 @@ class PoolProcess:
             self._outbox.clear()
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Messages that have come whole, as far as one read goes.
+        """Yield the messages that have arrived whole, from one read.
 
         Raises:
             EOFError: the connection is broken.
-            Malformed: what came is no message.
+            Malformed: the bytes are no message.
         """
         try:
             data = self._socket.recv(_READ)
@@ -111,12 +111,12 @@ class PoolProcess:
             yield message[0]
 
     def kill(self) -> None:
-        """End the process and what it started, whatever they do."""
+        """Kill the process and its children in any state."""
         self._socket.close()
-        self.process.terminate()  # its guardian, which finds what has left the group (megarl.simulators.reaper)
+        self.process.terminate()  # its guardian, which finds children outside the group (megarl.simulators.reaper)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_S)
-        with contextlib.suppress(OSError):  # nothing of its group is left
+        with contextlib.suppress(OSError):  # the group is empty
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()

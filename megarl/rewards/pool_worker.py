@@ -20,7 +20,7 @@ from typing import Any
 from megarl.simulators.plain import PlainInbox, pack
 from megarl.simulators.reaper import guarded
 
-#: Samples, and whether to stop at the first failure, to (index, outcome) of each.
+#: Type of a work function: (samples, stop at the first failure) to (index, outcome) of each.
 Work = Callable[[list[Any], bool], Iterable[tuple[int, Any]]]
 _ANY = (1 << 32) - 1  # bytes: the parent is trusted
 
@@ -31,18 +31,18 @@ def main() -> None:
 
 
 def run(load: Callable[[dict[str, Any]], Work]) -> None:
-    """Serve until the parent closes the connection, with what `load` makes of the parent's setup."""
+    """Serve until the parent closes the connection, with the function that `load` makes of the parent's setup."""
     handle = int(sys.argv[1])
     guarded(handle)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
     with socket.socket(fileno=handle) as parent, contextlib.suppress(OSError):
         serve(parent, load)
     sys.stdout.flush()
-    os._exit(0)  # the parent is gone, and nobody waits for a clean interpreter shutdown
+    os._exit(0)  # the parent is gone; a clean interpreter shutdown is not needed
 
 
 def serve(parent: socket.socket, load: Callable[[dict[str, Any]], Work]) -> None:
-    """Load the function, say so, then work off chunk after chunk, one message per sample, until the parent hangs up."""
+    """Load the function, report it, then score chunk after chunk, one message per sample, until the parent hangs up."""
     from megarl.errors import UserError
     from megarl.rewards.results import plain_outcome
 

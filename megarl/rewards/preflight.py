@@ -1,10 +1,10 @@
-"""Imports a user's reward before a run, in a process of its own: a file that does not import is found in a moment.
+"""Import of a user's reward before a run, in a separate process: a file that does not import is found in a moment.
 
     python -m megarl.rewards.preflight      # a reward section as JSON on stdin; the error, if any, as JSON on stdout
     python -m megarl.rewards.preflight keys      # the same, and the answer is the reward's own keys
 
-What the import does (prints, threads, packages that it loads) stays in that process, and the processes that it starts
-end with it. One that takes longer than two seconds is left to the workers.
+Effects of the import (output, threads, loaded packages) stay in that process, and its children end with it. An import
+of more than two seconds is left to the workers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
 
 _LIMIT_S = 2.0
-#: Where the keys are asked for: files that import torch on a busy machine answer, too.
+#: For requests of keys: long enough for files that import torch on a busy machine.
 KEYS_LIMIT_S = 60.0
 _DEPTH, _LINES = 100, 20
 _PARTS = ("what", "where", "found", "allowed", "fix")
@@ -38,7 +38,7 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
     """Import the function that `reward.name` refers to and bind its arguments; included rewards need no check.
 
     Raises:
-        ConfigError: what a worker would raise.
+        ConfigError: the error that a worker would raise.
     """
     if ":" not in reward.name:
         return
@@ -46,7 +46,7 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
-    """Keys of `reward.kwargs` that a reward has for itself; None: it takes any, or its import takes too long.
+    """Return the own keys of a reward in `reward.kwargs`; None: it takes any, or its import takes too long.
 
     Raises:
         UserError: it cannot be found.
@@ -57,16 +57,16 @@ def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
 
 
 def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arguments: str, where: str) -> object:
-    """Run `python -m module` with `request` on stdin, and raise the error that its last line of stdout holds, if any.
+    """Run `python -m module` with `request` on stdin, and raise the error in its last line of stdout, if any.
 
     Args:
-        where: the key of the recipe that names what is loaded there.
+        where: the recipe key that names the loaded function.
 
     Returns:
-        What it answered; None where it said nothing in time.
+        Its answer; None if there was none in time.
 
     Raises:
-        ConfigError: what the process found, or that loading the file ended it.
+        ConfigError: the error that the process found, or the process died while it loaded the file.
     """
     environment = os.environ | as_parent() | {"PYTHONSAFEPATH": "1"}  # the last as in workers
     command = [sys.executable, "-m", module, *arguments]
@@ -80,7 +80,7 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arg
             return None
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what the import started
+                os.killpg(process.pid, signal.SIGKILL)  # also children of the import
     for line in reversed(stdout.splitlines()[-_LINES:]):  # a thread of the import may print after the answer
         with contextlib.suppress(Malformed):
             error, value = _answered(line)
@@ -97,10 +97,10 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arg
 
 
 def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
-    """The parts of an error, if there is one, and a value.
+    """Return the parts of an error, if there is one, and a value.
 
     Raises:
-        Malformed: this is no answer.
+        Malformed: the answer is invalid.
     """
     message = parsed(line, _DEPTH)
     error = message.get("error")
@@ -112,8 +112,8 @@ def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
 
 
 def answer(work: Callable[[], object]) -> None:
-    """Do `work` in a process that `ask` started; its result, of JSON types, or its error is the last line of stdout."""
-    end_with_parents()  # nobody waits for it any more then, and it may be in the import for ever
+    """Run `work` in a process that `ask` started; its JSON result or its error is the last line of stdout."""
+    end_with_parents()  # the caller has given up by then, and the import may never end
     parts: dict[str, object] | None = None
     value = None
     try:

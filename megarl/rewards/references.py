@@ -1,4 +1,4 @@
-"""Rows whose reference answer a reward cannot use, found before the run; and whether anything reads answers at all."""
+"""Checks, before the run, of reference answers that a reward cannot use, and of whether any component reads answers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
     from megarl.config.run import RunConfig
 
-#: How a source names the reference answer: in a sample, or as a parameter of other trainers' functions.
+#: Names of the reference answer in sources: in a sample, or as a parameter of other trainers' functions.
 _READS = re.compile(r"\b(answer|answers|ground_truth|ground_truths)\b")
 _SCORES = re.compile(r"\bscores\s*(:\s*\w+\s*)?=\s*False\b")
-#: The included environment; it leaves the score to the reward.
+#: The included environment, which leaves the score to the reward.
 _TOOLS = "tools"
 
 
 def reads_answers(config: RunConfig) -> bool:
-    """Whether reward or environment of the run reads reference answers, as far as their sources tell."""
+    """Return whether reward or environment of the run reads reference answers, as far as their sources show."""
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
     scored = uses_reward(config)
     return (environment != _TOOLS and _mentions(environment)) or (scored and _reward_reads(config.reward))
 
 
 def uses_reward(config: RunConfig) -> bool:
-    """Whether `reward` scores the samples; a user's environment does it itself unless its class says otherwise."""
+    """Return whether `reward` scores the samples; a user's environment does unless its class says otherwise."""
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
     file = source_file(environment) if environment != _TOOLS else None
     return environment == _TOOLS or (
@@ -40,14 +40,14 @@ def uses_reward(config: RunConfig) -> bool:
 
 
 def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
-    """Refuse a row whose reference answer an included reward cannot use; what users' functions can use is not known.
+    """Refuse a row whose reference answer an included reward cannot use; users' functions are not checked.
 
     Args:
         key: `data.answer_key`.
-        answers: rows, each with what it has at `key`.
+        answers: rows, each with its value at `key`.
 
     Raises:
-        DataError: names row, value, and what the reward can use.
+        DataError: names the row, the value and the usable form.
     """
     if reward.name not in REWARDS.names() or key is None:
         return
@@ -84,6 +84,6 @@ def _reward_reads(reward: RewardConfig) -> bool:
 
 
 def _mentions(reference: str) -> bool:
-    """Whether the source of a user's function or class names the answer; True where there is no source to look at."""
+    """Return whether the source of a user's function or class names the answer; True without a source."""
     file = source_file(reference)
     return file is None or _READS.search(file.read_text("utf-8", "replace")) is not None

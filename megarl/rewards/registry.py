@@ -1,4 +1,4 @@
-"""Rewards by name, or by the import path of a user's own; and one of them with its settings, ready to call.
+"""Registry of rewards by name or by import path, and scorers: a reward with its settings, ready to call.
 
     class GSM8KSettings(Settings):
         method: Literal["strict", "flexible"] = Field("strict", description="...")
@@ -6,8 +6,8 @@
     @REWARDS.register("gsm8k", settings=GSM8KSettings)
     def gsm8k(sample, *, method="strict"): ...
 
-The settings are keys of `reward.kwargs`, and come to the function as keyword arguments. A function without the
-decorator takes what its parameters name, which nothing checks but Python.
+The settings are keys of `reward.kwargs`, passed to the function as keyword arguments. Only Python checks the keyword
+arguments of a function without the decorator.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ KWARGS = "reward.kwargs"
 
 @dataclass(frozen=True)
 class RewardSpec(Spec):
-    """What a reward declares.
+    """The declaration of a reward.
 
     Attributes:
-        package: distribution that it needs and that megarl does not install; None: none.
+        package: required distribution that megarl does not install; None: none.
         prepare: called once in the process that scores, before the first sample.
-        limit: the setting that holds its CPU seconds per sample, which it keeps by an alarm. An alarm needs the main
-            thread of a process, so such a reward gets one. For included ones: whoever starts processes does not load a
-            user's file.
-        reference: reads a reference answer from its text, and raises a ValueError that says why it is none; None: the
-            reward reads no answer. `meeting_any` lets it take lists.
+        limit: name of the setting with its CPU seconds per sample, enforced by an alarm. An alarm needs the main thread
+            of a process, so such a reward gets its own process. Only for included rewards, since the process that
+            starts others does not load a user's file.
+        reference: reads a reference answer from its text, or raises a ValueError with the reason; None: the reward
+            reads no answer. `meeting_any` adds lists.
     """
 
     package: str | None = None
@@ -47,20 +47,20 @@ class RewardSpec(Spec):
     reference: Callable[[str], object] | None = None
 
 
-#: fn(sample, **settings) or, of a user with `reward.mode: batch`, fn(samples, **settings)
+#: fn(sample, **settings) or, for a user's with `reward.mode: batch`, fn(samples, **settings)
 REWARDS = Registry("reward", "reward.name", RewardSpec)
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """One reward function, ready to call.
+    """A reward function with its settings, ready to call.
 
     Attributes:
         name: as the configuration spells it; errors use it.
         function: `(samples: list[dict], **kwargs) -> list` in batch mode, `(sample: dict, **kwargs)` in sequential
             mode; a result is a number or a dict with `overall`.
         file: source file, to find the user's line in a traceback.
-        kwargs: all settings of a function that declares some, else those given.
+        kwargs: all settings of a function that declares them, else the given ones.
     """
 
     name: str
@@ -71,15 +71,15 @@ class Scorer:
 
 
 def mode_of(name: str, mode: Mode) -> Mode:
-    """How the function of `reward.name` is called: included ones always take one sample at a time."""
+    """Return the mode in which `reward.name` is called: included rewards always take one sample at a time."""
     return "sequential" if name in REWARDS.names() else mode
 
 
 def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Settings:
-    """`reward.kwargs` as the settings of the reward that declares `spec`.
+    """Return `reward.kwargs` as the settings of the reward that declares `spec`.
 
     Raises:
-        ConfigError: a key that it does not have, or a value that does not fit.
+        ConfigError: a key is unknown, or a value does not fit.
     """
     settings, problems = settle(KWARGS, name, kwargs, spec.settings, lambda key: {}, name_key=REWARDS.key)
     raise_problems(problems)
@@ -89,7 +89,7 @@ def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Sett
 
 
 def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
-    """CPU seconds per sample of an included reward that must run in a process of its own; None for every other one.
+    """Return the CPU seconds per sample of an included reward that needs its own process; None for others.
 
     Raises:
         ConfigError: `kwargs` are not its settings.
@@ -125,7 +125,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
 
 
 def own_keys(name: str) -> list[str] | None:
-    """Keys of `reward.kwargs` that a reward has for itself, None when it takes any; a user's own is imported.
+    """Return the own keys of a reward in `reward.kwargs`, None when it takes any; a user's own is imported.
 
     Raises:
         UserError: it cannot be found.
@@ -141,12 +141,12 @@ def own_keys(name: str) -> list[str] | None:
 def kwargs_error(
     name: str, kwargs: dict[str, object], signature: inspect.Signature, text: str, error: TypeError
 ) -> ConfigError:
-    """The error for a reward that cannot be called with its keyword arguments.
+    """Return the error for a reward that cannot be called with its keyword arguments.
 
     Args:
         name: of the reward.
         kwargs: `reward.kwargs`.
-        signature: of its function; what cannot be read from the source may lack the values of defaults.
+        signature: of its function; values of defaults may be missing if read from the source.
         text: the function and its parameters as the user reads them.
         error: why Python refuses the call.
     """
@@ -184,7 +184,7 @@ def _takes_any(signature: inspect.Signature) -> bool:
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
-    except ValueError:  # a built-in without one: its own error will do
+    except ValueError:  # a built-in without a signature: its own error is enough
         return inspect.Signature([inspect.Parameter(name, kind) for name, kind in _ANYTHING])
 
 

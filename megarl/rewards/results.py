@@ -1,4 +1,4 @@
-"""What a process of the reward pool says of a sample, as a message and read from one: numbers and short texts."""
+"""Outcomes of samples as messages of a reward process: numbers and short texts, validated when read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megarl.rewards.scoring import EXTRACTED_KEY, MAX_EXTRACTED, MAX_NAME, MAX_P
 from megarl.simulators.plain import Malformed, cut, flag, number, short, text
 
 _REASON, _WHERE = 2000, 1000  # characters
-#: What a result of this kind of process may be; raises Malformed.
+#: Validates the results of one kind of process; raises Malformed.
 Reading = Callable[[Any], Result]
 
 
 def plain_outcome(outcome: Outcome) -> dict[str, Any]:
-    """The fields of a message that says `outcome`; long texts of a failure are cut."""
+    """Return the fields of a message for `outcome`; long texts of a failure are cut."""
     if not isinstance(outcome, ScoringFailure):
         return {"result": outcome}
     where = None if outcome.where is None else cut(outcome.where, _WHERE)
@@ -22,10 +22,10 @@ def plain_outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_of(message: dict[str, Any], read: Reading) -> Outcome:
-    """The outcome that a message says.
+    """Return the outcome in a message.
 
     Raises:
-        Malformed: it says none.
+        Malformed: it holds none.
     """
     if "result" in message:
         return read(message["result"])
@@ -38,10 +38,10 @@ def outcome_of(message: dict[str, Any], read: Reading) -> Outcome:
 
 
 def read_reward(value: Any) -> Result:
-    """A reward: finite numbers by name, one of them `overall`, and text under `extracted`.
+    """Return a reward: finite numbers by name, one of them `overall`, and text under `extracted`.
 
     Raises:
-        Malformed: it is none.
+        Malformed: the value is no reward.
     """
     if not isinstance(value, dict) or "overall" not in value or len(value) > MAX_PARTS:
         raise Malformed(f"a result that is no reward: {short(value)}")

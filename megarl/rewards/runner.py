@@ -4,7 +4,7 @@
     ...                                  # compute log-probs
     results = runner.result(handle)      # waits, raises RewardError that names the sample
 
-A failing sample stops the run, or scores `reward.on_error` when the user says so; it is never silently zero.
+A failing sample stops the run, or scores `reward.on_error` if that is set; it is never silently zero.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
-#: Part names that mean something else: a failed sample, and metrics `reward/<name>` that are not parts.
+#: Reserved part names: a failed sample, and metrics `reward/<name>` that are not parts.
 RESERVED_PARTS = frozenset({ERROR_KEY, "errors", "overlong_penalty"})
-# The alarm inside the process counts CPU seconds; the process is killed after this many wall seconds, which a busy
-# machine must not reach.
+# The alarm inside the process counts CPU seconds; the process is killed after this many wall seconds, a limit that a
+# busy machine must not reach.
 _WALL_FACTOR, _WALL_GRACE_S = 4.0, 5.0
 
 
@@ -48,10 +48,10 @@ class RewardHandle:
 
 
 class RewardRunner:
-    """Scores batches with one reward function, in submission order, beside the caller.
+    """The scoring of batches with one reward function, in submission order, in the background.
 
-    A function of the user's runs in processes of its own, whatever it does to them. An included one runs in a thread of
-    this process, unless it uses alarms or the recipe asks for several processes.
+    A user's function runs in separate processes, which it may crash. An included one runs in a thread of this process,
+    unless it uses alarms or the recipe asks for several processes.
 
     Args:
         cfg: the `reward` section.
@@ -96,12 +96,12 @@ class RewardRunner:
         return handle
 
     def result(self, handle: RewardHandle) -> list[Result]:
-        """Wait for a batch: one dict per sample with finite `overall` and parts, and possibly text `extracted`.
+        """Wait for a batch; return one dict per sample with finite `overall` and parts, and possibly text `extracted`.
 
         Raises:
             RewardError: a sample failed and `reward.on_error` is `raise`, or the deadline passed in this process, where
                 nothing can stop a call.
-            ConfigError: the function returns a part under a name that is taken.
+            ConfigError: the function returns a part under a reserved name.
         """
         while True:
             try:
@@ -115,7 +115,7 @@ class RewardRunner:
         return self._settle(handle.samples, outcomes)
 
     def close(self) -> None:
-        """End the background thread and the processes."""
+        """Stop the background thread and the processes."""
         self._jobs.put(None)
         if not self._stuck:
             self._thread.join(timeout=1.0)
@@ -135,7 +135,7 @@ class RewardRunner:
             handle.started = time.monotonic()
             try:
                 handle.outcomes.set_result(self._score(handle))
-            except BaseException as error:  # whatever it is, the caller of result() must see it
+            except BaseException as error:  # the caller of result() must see every error
                 handle.outcomes.set_exception(error)
 
     def _score(self, handle: RewardHandle) -> dict[int, Outcome]:
@@ -188,21 +188,21 @@ class RewardRunner:
 
 
 def reward_processes(cfg: RewardConfig) -> int:
-    """Processes per data-parallel rank that score; 0: a thread of the rank does.
+    """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores.
 
-    An included reward that keeps no alarm changes nothing in its process, and costs less in a thread.
+    An included reward without an alarm does not change its process, and costs less in a thread.
     """
     pure = cfg.name in REWARDS.names() and REWARDS.spec(cfg.name).limit is None
     return 0 if pure and cfg.workers == 1 else cfg.workers
 
 
 def build_reward(cfg: RewardConfig) -> RewardRunner:
-    """The runner of the `reward` section; raises ConfigError when its function cannot be loaded."""
+    """Return the runner of the `reward` section; raise ConfigError when its function cannot be loaded."""
     return RewardRunner(cfg)
 
 
 def reward_metrics(results: list[Result]) -> Metrics:
-    """`reward/<part>`: mean of every numeric part over the samples that have it; `reward/errors`: failed samples."""
+    """Return `reward/<part>`: the mean of every numeric part over the samples that have it; and `reward/errors`."""
     metrics = Metrics()
     metrics.sum("reward/errors", sum(result.get(ERROR_KEY, 0.0) for result in results))
     for result in results:

@@ -1,4 +1,4 @@
-"""Calling a reward function and judging its results: a finite number per sample, or why there is none."""
+"""Calls of a reward function and validation of its results: a finite number per sample, or why there is none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_PARTS, MAX_NAME, MAX_EXTRACTED = 1000, 200, 4096  # of a result; the others 
 
 @dataclass(frozen=True)
 class ScoringFailure:
-    """Why a sample has no score. `where` is the line of the user's file; `collateral`: another sample is to blame."""
+    """The reason why a sample has no score. `where`: line of the user's file; `collateral`: another one is to blame."""
 
     reason: str
     where: str | None = None
@@ -33,12 +33,12 @@ Outcome = Result | ScoringFailure
 
 
 def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Iterator[tuple[int, Outcome]]:
-    """Score `samples`, yielding (index, outcome) as they are known; each index once, or fewer after a stop.
+    """Score `samples` and yield (index, outcome) as soon as known; each index once, or fewer after a stop.
 
     Args:
         scorer: the function and how it is called.
-        samples: what the function sees.
-        stop_at_failure: end after the first failure (the run will stop anyway).
+        samples: the function's input.
+        stop_at_failure: stop after the first failure (the run will stop anyway).
     """
     if scorer.mode == "batch":
         yield from _score_batch(scorer, list(range(len(samples))), samples, stop_at_failure)
@@ -53,7 +53,7 @@ def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Itera
 def _score_batch(
     scorer: Scorer, indices: list[int], samples: list[Sample], stop_at_failure: bool
 ) -> Iterator[tuple[int, Outcome]]:
-    """One call for all. When it raises, single calls find the samples to blame and the others are scored together."""
+    """Score all with one call. If it raises, single calls find the samples to blame; the others are scored together."""
     raised, results = _call_batch(scorer, [samples[i] for i in indices])
     if raised is None:
         yield from zip(indices, results, strict=True)
@@ -80,7 +80,7 @@ def _score_batch(
 
 
 def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[ScoringFailure | None, list[Outcome]]:
-    """(failure of the call itself, outcomes): exactly one of them is meaningful."""
+    """Return (failure of the call itself, outcomes): exactly one of them is meaningful."""
     returned: list[Any] = []
 
     def call() -> None:
@@ -110,14 +110,14 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
         return call()
     except _Refused as error:
         return ScoringFailure(str(error))
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt: where functions run no signal raises it
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt: no signal raises them where functions run
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         reason = f"raised {type(error).__name__}: {error}".rstrip(": ")
         return ScoringFailure(f"{reason}{notes}", location(error, scorer.file))
 
 
 def _checked(value: Any) -> Result:
-    """`value` as a dict of finite floats with `overall` (and text under `extracted`)."""
+    """Return `value` as a dict of finite floats with `overall` (and text under `extracted`)."""
     if not isinstance(value, dict):
         return {"overall": _finite(value, "")}
     if "overall" not in value:

@@ -1,4 +1,4 @@
-"""How a user's reward function wants to be called, read off the names of its parameters.
+"""Calling conventions of users' reward functions, recognised by the names of the parameters.
 
     def score(samples)                                 # a list of samples, or one with reward.mode: sequential
     def score(prompts, completions, answer, **kwargs)  # TRL: lists, and columns of the data by name
@@ -21,14 +21,14 @@ _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Convention:
-    """One way of calling a reward function.
+    """A way of calling a reward function.
 
     Attributes:
-        owner: whose functions look so, for messages; empty: this project's own.
-        mark: the parameter that tells the form.
-        given: parameters that it fills, beside columns of the data.
-        unknown: parameters that its owner fills and that are not known here.
-        batch: they are lists over the samples; else values of one sample.
+        owner: trainer with this convention, for messages; empty: this project.
+        mark: parameter that identifies it.
+        given: parameters that it fills, in addition to columns of the data.
+        unknown: parameters that its owner fills and that do not exist here.
+        batch: whether they are lists over the samples; else values of one sample.
     """
 
     owner: str = ""
@@ -43,17 +43,17 @@ TRL = Convention(
     "TRL", "completions", ("prompts", "completions"), ("completion_ids", "completions_ids", "trainer_state")
 )
 VERL = Convention("verl", "solution_str", ("data_source", "solution_str", "ground_truth", "extra_info"), batch=False)
-#: Theirs, for messages.
+#: Conventions of other trainers, for messages.
 OTHER_FORMS = "fn(completions, **kwargs), fn(prompts, completions, answer, ...), fn(solution_str, ground_truth, ...)"
 
 
 def form_of(signature: inspect.Signature) -> Convention:
-    """The form of a function with these parameters."""
+    """Return the convention of a function with these parameters."""
     return next((form for form in (TRL, VERL) if form.mark in signature.parameters), OWN)
 
 
 def settings_of(signature: inspect.Signature) -> list[inspect.Parameter]:
-    """Parameters that `reward.kwargs` can give: those after the samples, or all that the form does not fill."""
+    """Return the parameters for `reward.kwargs`: those after the samples, or all that the convention does not fill."""
     form, parameters = form_of(signature), list(signature.parameters.values())
     taken = set(form.given) | set(form.unknown) if form is not OWN else {p.name for p in parameters[:1]}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -61,17 +61,17 @@ def settings_of(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 
 def columns_of(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> list[str]:
-    """Columns of the data without which a function of another trainer cannot be called."""
+    """Return the columns of the data that a function of another trainer requires."""
     if form_of(signature) is OWN:
         return []
     return [p.name for p in settings_of(signature) if p.default is p.empty and p.name not in kwargs]
 
 
 def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
-    """Check that a function can be called with `reward.kwargs`, whatever columns the data has.
+    """Check that a function can be called with `reward.kwargs`, for any columns of the data.
 
     Raises:
-        TypeError: it cannot; Python's words, or what nothing here fills.
+        TypeError: it cannot; Python's message, or the parameter that nothing fills.
     """
     form = form_of(signature)
     if form is OWN:
@@ -86,7 +86,7 @@ def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
 
 
 def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str) -> Callable[..., Any]:
-    """The function as it is called here: `(samples, **kwargs)`, or with the mode `sequential` `(sample, **kwargs)`."""
+    """Return the function as called here: `(samples, **kwargs)`, or in mode `sequential` `(sample, **kwargs)`."""
     form = form_of(signature)
     if form is OWN:
         return lambda first, **kwargs: _awaited(function(first, **kwargs))
@@ -107,7 +107,7 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
 
 
 def _completions_are(samples: Sequence[Sample]) -> str:
-    """The form of TRL's completions, for a function that fails as one that expects the other form does."""
+    """Describe the form of TRL's completions, for a function whose error suggests that it expects the other form."""
     if any(sample.get("messages") is not None for sample in samples):
         return 'prompts are messages here, so that each completion is a list of messages: c[0]["content"] is its text'
     return "prompts are text here, so that each completion is text, not a list of messages"
@@ -116,10 +116,10 @@ def _completions_are(samples: Sequence[Sample]) -> str:
 def _arguments(
     form: Convention, signature: inspect.Signature, samples: Sequence[Sample], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a function of another trainer is called with: what its form fills, columns, `reward.kwargs`.
+    """Return the arguments for a function of another trainer: those its convention fills, columns, `reward.kwargs`.
 
     Raises:
-        ValueError: it needs a column that no sample has.
+        ValueError: it needs a missing column.
     """
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -140,7 +140,7 @@ def _arguments(
 
 
 def _columns(sample: Sample) -> dict[str, Any]:
-    """The columns of the sample's row, and the reference answer under its own name and `answer`."""
+    """Return the columns of the sample's row, and the reference answer under its own name and `answer`."""
     answer = {"answer": sample["answer"]} if sample.get("answer") is not None else {}
     source = {"data_source": sample["data_source"]} if "data_source" in sample else {}
     return {**answer, **source, **sample.get("row", {})}
@@ -161,7 +161,7 @@ def _value(form: Convention, name: str, sample: Sample) -> Any:
 
 
 def _awaited(result: Any) -> Any:
-    """What a function returned; an `async` one is run to its end."""
+    """Return a function's result; an `async` one is run to its end."""
     if not inspect.isawaitable(result):
         return result
 

@@ -1,1 +1,1 @@
-"""Where a run's numbers go: files, console, MLflow, trace and report."""
+"""Destinations of a run's numbers: files, console, MLflow, trace and report."""

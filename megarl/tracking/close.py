@@ -1,4 +1,4 @@
-"""The record of a run that its own process could not close, because it was killed, stopped, or hung."""
+"""Completion of the record of a run whose process was killed, stopped, or hung."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _PROCESS: Needs = {"host": str, "pid": int, "began": (int, float)}
-_MLFLOW = "mlflow.*.json"  # which run of MLflow is that of a stage
+_MLFLOW = "mlflow.*.json"  # name of the file with the MLflow run of a stage
 
 
 def close_if_killed(run_dir: Path) -> None:
-    """Close a run that says it is running although its process is gone: its launcher was killed with it.
+    """Close a run that is recorded as running although its process is gone: its launcher was killed with it.
 
-    Commands that read a run folder call this first. Nothing is known of a run on another machine.
+    Commands that read a run folder call this first. A run on another machine is left alone.
     """
     run = read_run(run_dir)
     if run.get("status") != "running" or not has_fields(run.get("process"), _PROCESS):
         return
-    # A process of another container may have another number here, or none; its launcher's lock shows in every one.
+    # A process of another container may have another number here, or none; its launcher's lock is visible in every one.
     if has_ended(run["process"]) and not is_held(run_dir):
-        last = run_dir / "metrics.jsonl"  # written in every step, so the end was soon after
+        last = run_dir / "metrics.jsonl"  # written in every step, so the run ended soon after
         close_run(run_dir, "killed", ended=last.stat().st_mtime if last.is_file() else run.get("started", 0.0))
 
 
 def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: float | None = None) -> None:
-    """Complete what is missing of a run that did not finish: status in run.json and MLflow, trace.json, report.html.
+    """Complete the record of a run that did not finish: status in run.json and MLflow, trace.json, report.html.
 
-    Best effort within `budget_s` seconds, without errors; nothing where no run was recorded. `ended` is unix time
+    Best effort within `budget_s` seconds, without errors; does nothing without a recorded run. `ended` is unix time
     (None: now).
     """
     at = time.time() if ended is None else ended
@@ -50,8 +50,8 @@ def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: f
 
 
 def show_end(run_dir: Path, budget_s: float = 10.0) -> None:
-    """Show the table of a run that failed and that nobody starts again, and where its report is: its workers leave that
-    to their launcher.
+    """Show the table of a failed run that is not restarted, and the place of its report; workers leave this to their
+    launcher.
 
     Best effort within `budget_s` seconds, without errors.
     """
@@ -72,15 +72,15 @@ def _show_end(run_dir: Path) -> None:
 
 
 def close_mlflow(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:
-    """The part of `close_run` that is MLflow's, for a run that is about to be started again."""
+    """Do MLflow's part of `close_run`, for a run that is about to be restarted."""
     if any(run_dir.glob(_MLFLOW)):
         _try_all([functools.partial(_close_mlflow, run_dir, status)], budget_s)
 
 
 def complete_trace(run_dir: Path, budget_s: float = 60.0) -> None:
-    """Write trace.json of a run of several teams, if nobody has: they may work on after the one that keeps the record.
+    """Write trace.json of a run of several teams if it is missing: teams may outlive the one that keeps the record.
 
-    MLflow gets it, too. Best effort within `budget_s` seconds, without errors.
+    Upload it to MLflow, too. Best effort within `budget_s` seconds, without errors.
     """
     if not (run_dir / "trace.json").is_file():
         _try_all([functools.partial(_close_trace, run_dir)], budget_s)
@@ -96,7 +96,7 @@ def _close_trace(run_dir: Path) -> None:
 
 
 def _try_all(parts: Iterable[Callable[[], None]], budget_s: float) -> None:
-    """Call all of them in a thread, and wait for it as long as the budget allows."""
+    """Call all of them in a thread, and wait for it within the budget."""
 
     def work() -> None:
         for part in parts:

@@ -1,4 +1,4 @@
-"""What a person sees while a run works: progress bars on a terminal, plain lines in a log file, a table at the end."""
+"""The console of a run: progress bars on a terminal, plain lines in a log file, a table at the end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megarl.tracking.teams import BOTTLENECK, bounding_team
 
 _BAR = "training"
 _COLUMNS = ["first", "best", "last"]
-_ONLY = ["value"]  # of records of one step
-_LOG_EVERY_S = 15.0  # progress lines where no bar can be drawn
+_ONLY = ["value"]  # seconds between records of one step
+_LOG_EVERY_S = 15.0  # seconds between progress lines where no bar can be shown
 
 
 class ConsoleView:
-    """Step lines, progress bars and the final table of one run.
+    """The step lines, progress bars and final table of one run.
 
     Args:
-        total_steps: steps of the run, for `12/160`; None: not known.
+        total_steps: steps of the run, for `12/160`; None: unknown.
         console: where to write; None: standard output.
         label: first word of a step line.
     """
@@ -49,13 +49,13 @@ class ConsoleView:
             self._bar = self._bars.add_task(_BAR, total=total_steps)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """One line with the metrics people look at; metrics that are absent are left out."""
+        """Print one line with the key metrics; absent metrics are left out."""
         if self._bars is not None:
             self._bars.update(self._bar, completed=step)
         self.console.print(self.step_text(step, metrics))
 
     def step_text(self, step: int, metrics: dict[str, float]) -> Text:
-        """The step line, its numbers aligned from line to line."""
+        """Return the step line, with numbers aligned from line to line."""
         width = len(str(self._total)) if self._total else 5
         line = Text(f"{self._label} {step:>{width}}" + (f"/{self._total}" if self._total else ""), style="bold")
         for shown in STEP_LINE:
@@ -69,8 +69,8 @@ class ConsoleView:
     def progress(self, description: str, total: int | None) -> Iterator[Callable[[float], None]]:
         """Show long work; the body calls the given function, from any thread, with the units done since its last call.
 
-        On a terminal it stands before the one bar there is: a second line would make every redrawing a line of the
-        log. Elsewhere it is a plain line now and then.
+        On a terminal its text precedes the single bar: with a second line every redraw would become a line of the log.
+        Elsewhere a plain line is printed now and then.
         """
         start = last = time.monotonic()
         done, lock = 0.0, threading.Lock()
@@ -94,13 +94,13 @@ class ConsoleView:
                 self._bars.update(self._bar, description=_BAR)
 
     def note(self, message: str) -> None:
-        """One plain line."""
+        """Print one plain line."""
         self.console.print(Text(message))
 
     def final(self, title: str, records: list[dict[str, Any]]) -> None:
-        """First, best and last value of the key metrics over all records; a record is a line of metrics.jsonl.
+        """Show first, best and last value of the key metrics over all records; a record is a line of metrics.jsonl.
 
-        A validation before training (step 0) has a column of its own. Records of one step have one column.
+        A validation before training (step 0) has a separate column. Records of one step have one column.
         """
         self.close()
         rows = summary(records)
@@ -127,17 +127,17 @@ class ConsoleView:
         self.console.print(table)
 
     def close(self) -> None:
-        """Take the progress bars down."""
+        """Remove the progress bars."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
 
 
 def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]:
-    """(metric, {before, first, last, best, best_step}) of the key metrics that occur.
+    """Return (metric, {before, first, last, best, best_step}) of the key metrics that occur.
 
-    `before` is the value of step 0 where other steps follow; `first` and `last` leave it out, `best` does not. There is
-    a `best` only where better is known; of equal ones it is the last.
+    `before` is the value of step 0 if other steps follow; `first` and `last` exclude it, `best` does not. `best` exists
+    only for metrics with a direction; among equal values it is the last.
     """
     rows = []
     trained = any(record["step"] > 0 for record in records)
@@ -159,6 +159,6 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]
 
 
 def _bottlenecks(records: list[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """Values of the metrics that say which team bounds a step."""
+    """Return the values of the metrics that tell which team bounds a step."""
     names = {name for record in records for name in record if name.startswith(BOTTLENECK)}
     return {name: [record[name] for record in records if name in record] for name in sorted(names)}

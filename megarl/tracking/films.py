@@ -1,7 +1,7 @@
 """Films of robots' episodes, for the report: RUN_DIR/videos/step_N/SAMPLE.png, small animated pictures.
 
-Animated PNG has all colours and holds only what changes from picture to picture: where the camera stands still a GIF is
-several times as large.
+Animated PNG has all colours and stores only the changes between pictures: with a still camera a GIF is several times as
+large.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.data.frames import END_FRAMES, FRAMES
 from megarl.processes import write_atomically
 
 FOLDER = "videos"
-#: Height of a film in pixels: small pictures are enlarged, so that one sees them, and large ones made smaller.
+#: Height of a film in pixels: small pictures are enlarged to be visible, large ones reduced.
 _LEAST, _MOST = 128, 256
 _BORDER = 4
 _GREEN, _RED = (40, 160, 70), (200, 50, 50)
@@ -26,9 +26,9 @@ _FRAME_MS, _LAST_MS = 250, 1500
 
 
 def film_rows(run_dir: Path, step: int, episodes: Batch, count: int) -> list[dict[str, Any]]:
-    """Write films of the first `count` episodes, and give what the report's table of samples shows of them.
+    """Write films of the first `count` episodes, and return their rows for the report's table of samples.
 
-    Those of a step that is repeated replace the earlier ones.
+    Films of a repeated step replace the earlier ones.
 
     Args:
         episodes: with the fields of megarl/rollout/robots/episode.py.
@@ -58,7 +58,7 @@ def film_rows(run_dir: Path, step: int, episodes: Batch, count: int) -> list[dic
 
 
 def film(cameras: list[NDArray[np.uint8]], *, success: bool) -> bytes:
-    """An animated PNG of pictures uint8 [T, H, W, 3] of each camera, side by side, with a green or a red border."""
+    """Return an animated PNG of pictures uint8 [T, H, W, 3] per camera, side by side, with a green or red border."""
     from PIL import Image
 
     height = min(max(max(frames.shape[1] for frames in cameras), _LEAST), _MOST)

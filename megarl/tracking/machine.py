@@ -1,4 +1,4 @@
-"""What a run ran on: recorded with its numbers."""
+"""Facts about the machine of a run, recorded with its numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGES = ("megarl", "torch", "megatron-core", "transformers", "ray", "sglang"
 
 
 def machine_info() -> dict[str, Any]:
-    """Processor, cores, memory, GPUs, Python and package versions of this machine."""
+    """Return processor, cores, memory, GPUs, Python and package versions of this machine."""
     import psutil
     import torch
 
@@ -30,7 +30,7 @@ def machine_info() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Marketing name of the processor."""
+    """Return the marketing name of the processor."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

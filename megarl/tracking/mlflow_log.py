@@ -1,9 +1,8 @@
-"""MLflow beside the training loop: importing it takes seconds and a remote server may be slow, so a thread does both.
+"""Logging to MLflow in a thread: importing it takes seconds, and a remote server may be slow.
 
-A store that cannot be opened at the start stops the run (at the first `metrics` call that notices), but a server that
-does not answer does not, nor one that was down and comes back with an error: calls wait in the queue until it can be
-used, or the run ends. A call that fails later is reported once as it happens and counted at the end, because
-metrics.jsonl has every number anyway.
+A store that cannot be opened at the start stops the run (at the next `metrics` call). A server that does not answer, or
+that was down and comes back with an error, does not: calls wait in the queue until it works, or the run ends. A call
+that fails later is reported once when it happens and counted at the end, because metrics.jsonl has every number.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "kill
 _PARAM_CHARS = 500  # the smallest limit among MLflow's stores
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
-_FINISH_TIMEOUT_S = 120.0  # for a server that answers and has much to take, report and trace
-_ASK_S = 3.0  # between two questions to a server at the end
-_RETRY_S = 30.0  # between two questions to a server that was down
+_FINISH_TIMEOUT_S = 120.0  # for a server that answers and still has much to receive, such as report and trace
+_ASK_S = 3.0  # seconds between two probes of a server at the end
+_RETRY_S = 30.0  # seconds between two probes of a server that was down
 _MOST_WAITING = 10_000  # calls that wait for such a server, about 100 MB
 _REJECTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
-_ID_NEEDS: Needs = {"uri": str, "run_id": str, "status": str}  # of the file that knows the run of MLflow
+_ID_NEEDS: Needs = {"uri": str, "run_id": str, "status": str}  # format version of the file with the MLflow run's id
 _Call = Callable[[Any, str], None]
 
 
@@ -46,10 +45,10 @@ class MlflowLog:
 
     Args:
         uri: tracking URI.
-        artifacts: where artifacts of a new experiment go, for stores on this machine; None: the server decides.
+        artifacts: folder for artifacts of a new experiment, for stores on this machine; None: the server decides.
         name: run name.
         params: logged once, when the MLflow run is created.
-        id_file: where the id of the MLflow run is kept.
+        id_file: file for the id of the MLflow run.
         resume: continue the run of `id_file`.
     """
 
@@ -63,7 +62,7 @@ class MlflowLog:
         self._names, self._rejected = SafeNames(), set[str]()
         self._start_error: Exception | None = None
         self._opened: tuple[Any, str] | None = None  # client and run
-        self._created: str | None = None  # the MLflow run, so that a second attempt makes no second one
+        self._created: str | None = None  # the MLflow run, so that a second attempt does not create another one
         self._down = self._refused = False
         self._ending = threading.Event()
         self.failures = 0
@@ -93,7 +92,7 @@ class MlflowLog:
             self.failures += 1
 
     def _send(self, client: Any, run_id: str, values: dict[str, float], now: int, step: int) -> None:
-        """Log one batch. MLflow rejects it whole for one bad metric: then each is sent by itself, and the bad named."""
+        """Log one batch. MLflow rejects all of it for one bad metric: then each is sent separately, bad ones named."""
         from mlflow.entities import Metric
 
         metrics = [Metric(key, value, now, step) for key, value in values.items()]
@@ -112,7 +111,7 @@ class MlflowLog:
                 if not _is_rejection(error):
                     raise
                 reasons[metric.key] = _text(error)
-        if len(reasons) == len(metrics) > 1:  # the run is to blame, not the metrics: somebody deleted it, for example
+        if len(reasons) == len(metrics) > 1:  # the run is to blame, not the metrics: for example, it was deleted
             raise whole
         self._rejected |= reasons.keys()
         for key, reason in reasons.items():
@@ -139,7 +138,7 @@ class MlflowLog:
             self._check()
 
     def _await_end(self) -> str | None:
-        """Wait for the queue while the server answers; why it was left, or None when it is empty."""
+        """Wait for the queue while the server answers; return why it was left, or None when it is empty."""
         deadline = time.monotonic() + _FINISH_TIMEOUT_S
         self._thread.join(_ASK_S)
         while self._thread.is_alive():
@@ -160,7 +159,7 @@ class MlflowLog:
         write_record(self._id_file, known)
 
     def _earlier(self, client: Any, run_id: str, key: str) -> frozenset[int]:
-        """Steps of a metric that were there before this process: a resumed run repeats some, MLflow deletes none."""
+        """Return the steps of a metric logged before this process: a resumed run repeats some, MLflow deletes none."""
         if not self._resume:
             return frozenset()
         if key not in self._steps:
@@ -178,14 +177,14 @@ class MlflowLog:
             ) from error
 
     def _serve(self) -> None:
-        self._is_ready()  # now, so that what is wrong is said at once
+        self._is_ready()  # now, so that errors are reported at once
         while self._start_error is None and (call := self._calls.get()) is not None:
             if not self._do(call):
                 self.failures += self._calls.qsize()  # the end mark, which is no call, stands for this one
                 return
 
     def _do(self, call: _Call) -> bool:
-        """One call, as soon as the server answers; False when it does not until the run ends."""
+        """Make one call as soon as the server answers; return False when it does not until the run ends."""
         while self._await_server():
             assert self._opened is not None
             try:
@@ -193,7 +192,7 @@ class MlflowLog:
                 return True
             except Exception as error:
                 reason = unreachable(self._uri)
-                if reason is not None:  # gone meanwhile: wait for it, and try again
+                if reason is not None:  # the server is gone again: wait for it, and retry
                     self._lost(reason)
                     continue
                 self.failures += 1
@@ -203,7 +202,7 @@ class MlflowLog:
         return False
 
     def _await_server(self) -> bool:
-        """True when the server answers. Waits for it; after the end of the run was announced it asks only once."""
+        """Wait for the server and return whether it answers; after the announced end of the run, probe only once."""
         while not self._is_ready() and self._start_error is None:
             if self._ending.is_set():
                 return False
@@ -231,8 +230,9 @@ class MlflowLog:
         return True
 
     def _refuse(self, error: Exception) -> None:
-        """The store answers and cannot be opened: the user's mistake at the start; a server's trouble after it was
-        down, which passes or does not, but ends no run."""
+        """Handle a store that answers and cannot be opened: at the start it is the user's error. After a downtime it is
+        the server's trouble, which ends no run.
+        """
         if not self._down:
             self._start_error = error
         elif not self._refused:
@@ -251,7 +251,7 @@ class MlflowLog:
         return client, run_id
 
     def _continued(self, client: Any) -> str | None:
-        """Id of the MLflow run this folder logged to, set to running again; None when there is none in this store."""
+        """Return the id of the MLflow run of this folder, set to running again; None when this store has none."""
         known = read_record(self._id_file, _ID_NEEDS)
         if known.get("uri") != self._uri:
             return None
@@ -276,10 +276,10 @@ class MlflowLog:
 
 
 def _connect(uri: str) -> Any:
-    """A client of the store at `uri`; importing MLflow takes seconds."""
+    """Return a client of the store at `uri`; importing MLflow takes seconds."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reports usage over the network otherwise
     for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # table creation chatter
+        logging.getLogger(name).setLevel(logging.WARNING)  # messages about table creation
     from mlflow.tracking import MlflowClient
 
     for name in ("mlflow", "alembic"):
@@ -288,12 +288,12 @@ def _connect(uri: str) -> Any:
 
 
 def _is_rejection(error: Exception) -> bool:
-    """True when MLflow says that what it was given is wrong, so that sending it again would not help."""
+    """Return whether MLflow rejects the request itself, so that resending would not help."""
     return getattr(error, "error_code", None) in _REJECTED
 
 
 def _text(error: Exception) -> str:
-    """An error without credentials: libraries quote the address that they were given."""
+    """Return an error without credentials: libraries quote the given address."""
     secret = os.environ.get(PASSWORD)
     text = mask(f"{type(error).__name__}: {error}")
     return text.replace(secret, MASK) if secret else text
@@ -324,7 +324,7 @@ def close_open_run(id_file: Path, status: str) -> None:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, leaf) pairs of nested dicts; an empty dict and a list are leaves.
+    """Yield (dotted key, leaf) pairs of nested dicts; an empty dict and a list are leaves.
 
     >>> list(flatten({"a": {"b": 1, "c": [2]}}))
     [('a.b', 1), ('a.c', [2])]

@@ -1,4 +1,4 @@
-"""Whether an MLflow server answers, asked before MLflow's own client, which tries again for minutes."""
+"""Probe of an MLflow server before MLflow's own client, which retries for minutes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 from megarl.credentials import mask
 
 _ANSWER_S = 3.0
-_GATEWAY_ERRORS = (502, 503, 504)  # a proxy's words for a server that is down
+_GATEWAY_ERRORS = (502, 503, 504)  # proxies' status codes for a server that is down
 
 
 def unreachable(uri: str) -> str | None:
-    """Why no server answers at `uri` within seconds; None when one does, or `uri` is no http(s) address.
+    """Explain why no server answers at `uri` within seconds; None when one does, or `uri` is no http(s) address.
 
-    Any answer counts, also a refusal: user names, certificates and paths are for MLflow's client to judge. Proxies of
-    the environment are used, as that client does.
+    Any answer counts, also a refusal: MLflow's client judges user names, certificates and paths. Proxies of the
+    environment are used, as by that client.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
@@ -32,14 +32,14 @@ def unreachable(uri: str) -> str | None:
     except urllib.error.URLError as error:
         return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except (http.client.InvalidURL, ValueError):
-        return None  # not an address: MLflow's client says what is wrong with it
+        return None  # not an address: MLflow's client reports the error
     except (OSError, http.client.HTTPException) as error:
         return f"{type(error).__name__}: {error}".rstrip(": ")
     return None
 
 
 def down_text(uri: str, reason: str) -> str:
-    """The warning for a server that does not answer."""
+    """Return the warning for a server that does not answer."""
     return (
         f"tracking.mlflow_uri: MLflow does not answer at {mask(uri)} ({reason}); the run goes on without it and "
         "metrics.jsonl has every number"

@@ -1,4 +1,4 @@
-"""Whether an MLflow store that is no server can be opened, asked before MLflow, which tries again for minutes."""
+"""Check of an MLflow store that is not a server, before MLflow, which retries for minutes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "file", "
 
 
 def check_store(uri: str) -> None:
-    """Look at the scheme of `uri` and, of a SQLite store, at its file and folder. Nothing is created.
+    """Check the scheme of `uri` and, for a SQLite store, its file and folder. Nothing is created.
 
     Raises:
         ConfigError: MLflow has no store for this scheme, or the file cannot be written.
@@ -52,7 +52,7 @@ def _unwritable(path: Path) -> str | None:
         return f"{path} is a folder"
     if path.exists() and not os.access(path, os.W_OK):
         return f"the file {path} is read-only"
-    # Not /proc and the like, where the permissions of root promise what no file system keeps.
+    # Not /proc and the like, where root's permissions allow what no file system stores.
     if not os.access(path.parent, os.W_OK) or (not path.exists() and not _can_make_files(path.parent)):
         return f"the folder {path.parent} is read-only"
     return None

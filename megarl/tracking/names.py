@@ -1,5 +1,4 @@
-"""Names of metrics: what the console, the final table and the report call those a person looks at first, and what
-trackers take that allow less than metrics.jsonl does."""
+"""Names of metrics: the key metrics of console, final table and report, and names that restrictive trackers accept."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ Better = Literal["up", "down"] | None
 
 @dataclass(frozen=True)
 class Shown:
-    """A metric by its full name, its short name in the console, a unit, and which direction is better."""
+    """A metric: its full name, its short name in the console, a unit, and which direction is better."""
 
     name: str
     short: str
@@ -56,7 +55,7 @@ FINAL_TABLE = (
 
 
 def number(value: float, digits: int = 4) -> str:
-    """`digits` significant digits, short.
+    """Format a number with `digits` significant digits.
 
     >>> [number(x) for x in (0.53124, 12.1, 0.00015, 12345.0, 3.0, 0.0)]
     ['0.5312', '12.1', '1.5e-04', '12.3k', '3', '0']
@@ -79,11 +78,12 @@ _HASH_BYTES = 3
 
 
 def safe_name(name: str) -> str:
-    """`name` with what every tracker allows only: it may be a file name there, or a part of an address.
+    """Return `name` with only the characters that every tracker allows: there it may be a file name or part of an
+    address.
 
     ASCII letters, digits and `_-. ` in parts between single slashes; no part is empty or only dots. `@` becomes `_at_`,
-    empty parts go. Everything else that is not allowed becomes `_`, and then a hash of `name` follows: what a name
-    becomes does not depend on the others.
+    empty parts are removed. Any other character becomes `_`, and a hash of `name` is appended: the result does not
+    depend on other names.
 
     >>> [safe_name(x) for x in ("val/best@8", "val//test/acc", "/a+b/../c", "")]
     ['val/best_at_8', 'val/test/acc', 'a_b/__/c_5ef7af', '_']
@@ -92,14 +92,14 @@ def safe_name(name: str) -> str:
     parts = [part.strip() for part in _FORBIDDEN.sub("_", plain).split("/")]
     safe = "/".join(part if part.strip(".") else "_" * len(part) for part in parts if part) or "_"
     if safe.startswith(".."):
-        safe = f"__{safe[2:]}"  # MLflow takes it for a path that leaves its folder
+        safe = f"__{safe[2:]}"  # MLflow would read it as a path out of its folder
     if safe == plain and len(safe) <= _MAX_NAME:
         return safe
     return _distinct(safe[: _MAX_NAME - 1 - 2 * _HASH_BYTES], name)
 
 
 class SafeNames:
-    """`safe_name` of many names, never the same for two of them.
+    """A mapping of names through `safe_name` in which no two names collide.
 
     >>> names = SafeNames()
     >>> [names.of(x) for x in ("val/a@b", "val/a_at_b", "val/a@b")]
@@ -110,7 +110,7 @@ class SafeNames:
         self._safe: dict[str, str] = {}
 
     def of(self, name: str) -> str:
-        """The name to use for `name`; when another one took it first, with a hash of `name`."""
+        """Return the name to use for `name`, with a hash of `name` if another name has taken it."""
         if name not in self._safe:
             safe = safe_name(name)
             self._safe[name] = _distinct(safe, name) if safe in self._safe.values() else safe

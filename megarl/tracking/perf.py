@@ -1,4 +1,4 @@
-"""Peak rates of devices, and the `perf/*` metrics made from FLOPs, tokens and seconds."""
+"""Peak rates of devices, and the `perf/*` metrics from FLOPs, tokens and seconds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _GPUS: dict[str, tuple[float, float, float]] = {
 
 
 def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
-    """FLOP/s of a GPU by its marketing name for dtype `bf16` or `fp32`; None when it is not in the table."""
+    """Return the FLOP/s of a GPU by its marketing name for dtype `bf16` or `fp32`; None when it is not in the table."""
     for part, (bf16, tensor32, fp32) in _GPUS.items():
         if part.lower() in name.lower():
             rate = bf16 if dtype == "bf16" else (tensor32 or fp32) if tf32 else fp32
@@ -52,11 +52,11 @@ def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
 
 
 def peak_flops(dtype: str, stated_tflops: float | None = None) -> float:
-    """Peak FLOP/s of this process's device: stated, known by name (GPU), or measured once and remembered (CPU).
+    """Return the peak FLOP/s of this process's device: stated, known by name (GPU), or measured once and cached (CPU).
 
     Args:
         dtype: `bf16`, `fp32` or `fp64`, of the matrix products.
-        stated_tflops: `tracking.peak_tflops`; wins over everything.
+        stated_tflops: `tracking.peak_tflops`; takes precedence.
     """
     if stated_tflops is not None:
         return stated_tflops * 1e12
@@ -100,7 +100,7 @@ def _remember(path: Path, known: dict[str, float]) -> None:
 def perf_metrics(
     *, tokens: float, seconds: float, devices: int, flops: float | None = None, peak: float | None = None
 ) -> dict[str, float]:
-    """The `perf/*` metrics of one step.
+    """Return the `perf/*` metrics of one step.
 
     Args:
         tokens: prompt and response tokens of the step over all devices.

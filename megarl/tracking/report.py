@@ -17,11 +17,11 @@ from megarl.tracking.report_data import load_run, report_data
 
 
 def write_report(run_dir: str | os.PathLike[str], compare: Sequence[str | os.PathLike[str]] = ()) -> Path:
-    """Write RUN_DIR/report.html from what is in the run folder now; a run that still works can be looked at, too.
+    """Write RUN_DIR/report.html from the current files of the run folder; the run may still be going.
 
     Args:
         run_dir: run folder with metrics.jsonl.
-        compare: more run folders whose curves are drawn with it; the page is then `compare.html`.
+        compare: more run folders whose curves are plotted with it; the page is then `compare.html`.
 
     Raises:
         DataError: a folder has no metrics.jsonl.
@@ -38,7 +38,7 @@ def write_report(run_dir: str | os.PathLike[str], compare: Sequence[str | os.Pat
 
 
 def render(title: str, data: dict[str, Any]) -> str:
-    """The page. Text of users reaches it as JSON whose `<` are escaped, and through `textContent` only."""
+    """Return the page. Text of users reaches it as JSON whose `<` are escaped, and through `textContent` only."""
     assets = files("megarl.tracking")
     parts = {
         "TITLE": html.escape(f"{title} · megarl"),

@@ -1,4 +1,4 @@
-"""What report.html shows, as plain data: runs, key numbers, chart groups, samples, configuration, machine."""
+"""Content of report.html as plain data: runs, key numbers, chart groups, samples, configuration, machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megarl.tracking.restarts import read_restarts
 
 MAX_POINTS = 1500  # per line; more are averaged in bins
 MAX_SAMPLE_STEPS = 12
-_FILM_BYTES = 8 << 20  # of all films in a report; the others are in the run folder
+_FILM_BYTES = 8 << 20  # total size of films in a report; others stay in the run folder
 MAX_SAMPLES_PER_STEP = 40
 MAX_TEXT = 4000
-_EXACT = ("actor/lr", "sft/lr", "perf/max_memory_gb")  # nothing to smooth, as in val/...: each round stands by itself
-_HERO = ("critic/score/mean", "val/acc")  # drawn large
+_EXACT = ("actor/lr", "sft/lr", "perf/max_memory_gb")  # not smoothed, as in val/...: each round stands by itself
+_HERO = ("critic/score/mean", "val/acc")  # charts shown large
 _NOT_METRICS = ("step", "stage", "time")
 
 # (title, hint, [(metric, legend)], (lowest, highest) or None); charts without data are left out.
@@ -100,7 +100,7 @@ Points = tuple[list[int], list[float | None]]
 class Run:
     """One run folder: run.json, and for each stage and metric its points in order of steps.
 
-    `label` tells it from the other runs of a page; empty before there is one.
+    `label` distinguishes it from other runs of a page; empty until there is one.
     """
 
     folder: Path
@@ -110,11 +110,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Run name, the folder's when run.json is missing."""
+        """Run name; the folder's when run.json is missing."""
         return str(self.info.get("name") or self.folder.name)
 
     def main_stage(self) -> str:
-        """`train` when there is such a stage, else the first one."""
+        """Return `train` when there is such a stage, else the first one."""
         return "train" if "train" in self.series or not self.series else next(iter(self.series))
 
 
@@ -144,7 +144,7 @@ def load_run(folder: Path) -> Run:
 
 
 def report_data(runs: list[Run]) -> dict[str, Any]:
-    """The page's data; the first run is the subject, the others are drawn with it for comparison."""
+    """Return the page's data; the first run is the subject, the others are plotted with it for comparison."""
     for run, label in zip(runs, _labels(runs), strict=True):
         run.label = label
     run = runs[0]
@@ -165,7 +165,7 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
 
 
 def _labels(runs: list[Run]) -> list[str]:
-    """The names of the runs; with as much of their folders as it takes where names are equal."""
+    """Return the names of the runs, with as much of their folders as it takes to distinguish equal names."""
     names = [run.name for run in runs]
     folders = [run.folder.absolute().parts for run in runs]
     for depth in range(max(len(parts) for parts in folders) + 1):
@@ -173,7 +173,7 @@ def _labels(runs: list[Run]) -> list[str]:
         labels = [f"{n} ({t})" if t and names.count(n) > 1 else n for n, t in zip(names, tails, strict=True)]
         if len(set(labels)) == len(runs):
             return labels
-    return [f"{number}. {name}" for number, name in enumerate(names, 1)]  # one folder, named twice
+    return [f"{number}. {name}" for number, name in enumerate(names, 1)]  # the same folder, named twice
 
 
 def _groups(runs: list[Run]) -> list[dict[str, Any]]:
@@ -209,7 +209,7 @@ def _group(title: str, tag: str, charts: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def _votes(runs: list[Run], stage: str) -> list[_Chart]:
-    """One chart with best@n, maj@n, worst@n of the largest n that was logged."""
+    """Return one chart with best@n, maj@n, worst@n of the largest n that was logged."""
     names = {name for run in runs for name in run.series.get(stage, {}) if name.startswith("val/best@")}
     if not names:
         return []
@@ -219,7 +219,7 @@ def _votes(runs: list[Run], stage: str) -> list[_Chart]:
 
 
 def _line_chart(runs: list[Run], stage: str, row: _Chart, used: set[str]) -> dict[str, Any] | None:
-    """A chart of the metrics of `row` over all runs; colours tell runs apart when there are several, else metrics."""
+    """Return a chart of the metrics of `row` over all runs; colours distinguish several runs, else metrics."""
     title, hint, wanted, band = row
     lines = []
     for r, run in enumerate(runs):
@@ -259,7 +259,7 @@ def _line_chart(runs: list[Run], stage: str, row: _Chart, used: set[str]) -> dic
 
 
 def _expand(wanted: list[tuple[str, str]], have: dict[str, Points]) -> list[tuple[str, str]]:
-    """`reward/*` and `team/*/busy` become all metrics of that form; a single part would only repeat the score."""
+    """Expand `reward/*` and `team/*/busy` to all metrics of that form; a single part would only repeat the score."""
     names = []
     for name, label in wanted:
         before, star, after = name.partition("*")
@@ -278,7 +278,7 @@ def _range(runs: list[Run], stage: str) -> list[int]:
 
 
 def _phase_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, Any]]:
-    """Stacked seconds of the phases of a step, one chart per run."""
+    """Return the stacked seconds of the phases of a step, one chart per run."""
     charts = []
     for run in runs:
         have = run.series.get(stage, {})
@@ -307,7 +307,7 @@ def _phase_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str,
 
 
 def _team_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, Any]]:
-    """Who waited for whom: work and waits of every team in a step, one chart per run of several."""
+    """Return work and waits of every team in a step, one chart per run with several teams."""
     charts = []
     for run in runs:
         have = run.series.get(stage, {})
@@ -325,7 +325,7 @@ def _team_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, 
 
 
 def _of_teams(runs: list[Run], stage: str) -> list[_Chart]:
-    """Charts whose lines are as many as there are pairs of teams."""
+    """Return the charts with one line per pair of teams."""
     names = {name for run in runs for name in run.series.get(stage, {})}
     rows: list[_Chart] = [
         ("What teams waited for", "seconds of a step", teams.lines_of_waits(names), None),
@@ -335,7 +335,7 @@ def _of_teams(runs: list[Run], stage: str) -> list[_Chart]:
 
 
 def _thin(points: list[tuple[int, float | None]]) -> Points:
-    """At most MAX_POINTS points with six digits; bins are averaged and stand at their last step."""
+    """Return at most MAX_POINTS points with six digits; bins are averaged and placed at their last step."""
     size = math.ceil(len(points) / MAX_POINTS)
     x, y = [], []
     for start in range(0, len(points), size):
@@ -347,7 +347,7 @@ def _thin(points: list[tuple[int, float | None]]) -> Points:
 
 
 def _tiles(runs: list[Run], stage: str) -> list[dict[str, Any]]:
-    """Key numbers of the first run, and what the others ended with."""
+    """Return the key numbers of the first run, and the last values of the others."""
     tiles = []
     have = runs[0].series.get(stage, {})
     for name, label, unit, better in _TILES:
@@ -359,7 +359,7 @@ def _tiles(runs: list[Run], stage: str) -> list[dict[str, Any]]:
 
 
 def _last(run: Run, stage: str, name: str) -> float | None:
-    """The last value of a metric; None when the run has none."""
+    """Return the last value of a metric; None when the run has none."""
     values = [value for value in run.series.get(stage, {}).get(name, ([], []))[1] if value is not None]
     return values[-1] if values else None
 
@@ -405,7 +405,7 @@ def _duration(seconds: float) -> str:
 
 
 def _samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], str]:
-    """Rows for the table and a note on what was left out: all steps when they are few, else evenly spread ones."""
+    """Return rows for the table and a note on omissions: all steps if they are few, else evenly spaced ones."""
     rows = [
         row for row in read_jsonl(folder / "samples.jsonl", needs={"step": int}) if row.get("stage", stage) == stage
     ]
@@ -424,10 +424,10 @@ def _samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
-    """Put films into their rows as data URIs, `film`, those of the latest steps first; how many had no room."""
+    """Put films into their rows as data URIs, `film`, latest steps first; return the number of omitted films."""
     left, without = _FILM_BYTES, 0
     for row in sorted(rows, key=lambda row: row["step"], reverse=True):
-        row.pop("film", None)  # nobody else's text is shown as a picture
+        row.pop("film", None)  # text of other origin is not shown as a picture
         path = _film(folder, row.get("video"))
         if path is None:
             continue
@@ -441,7 +441,7 @@ def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
 
 
 def _film(folder: Path, name: Any) -> Path | None:
-    """The file of a film, where `name` is one inside of `folder`."""
+    """Return the file of a film, if `name` is one inside of `folder`."""
     if not isinstance(name, str):
         return None
     path = (folder / name).resolve()
@@ -464,7 +464,7 @@ def _sample_columns(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _graph(folder: Path) -> str | None:
-    """The task graph as a data URI: inside <img> a drawing cannot run scripts."""
+    """Return the task graph as a data URI: inside <img> a drawing cannot run scripts."""
     path = folder / "graph.svg"
     return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else None
 

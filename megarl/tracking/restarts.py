@@ -1,4 +1,4 @@
-"""RUN_DIR/restarts.jsonl: when a launcher started the run, or a team of it, again by itself, and why."""
+"""RUN_DIR/restarts.jsonl: automatic restarts of the run, or of a team, by a launcher, with the reason."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NEEDS: Needs = {"restart": int, "time": (int, float), "why": str}
 
 
 def note_restart(run_dir: Path, why: str, start: str) -> None:
-    """Add a restart, at this moment.
+    """Record a restart at this moment.
 
     Args:
         run_dir: the run folder.
-        why: who failed, how and where.
-        start: what the run goes on from, in words.
+        why: the failed worker, with the error and its place.
+        start: description of the resume point.
     """
     number = len(read_restarts(run_dir)) + 1
     writer = JsonlWriter(run_dir / NAME)
@@ -28,5 +28,5 @@ def note_restart(run_dir: Path, why: str, start: str) -> None:
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
-    """All restarts of the run, oldest first."""
+    """Return all restarts of the run, oldest first."""
     return read_jsonl(run_dir / NAME, needs=_NEEDS)

@@ -1,17 +1,17 @@
-"""What the records of a run with several teams say: which team bounds its steps, and who waited for whom."""
+"""Analysis of a run with several teams: which team bounds its steps, and which team waited for which."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-BOTTLENECK = "perf/bottleneck/"  # and the name of a team: 1 where it bounds the step, else 0
+BOTTLENECK = "perf/bottleneck/"  # followed by the name of a team: 1 where it bounds the step, else 0
 _TEAM, _BUSY, _FOR, _WHAT, _QUEUE = "team/", "/busy_s", "/wait_for/", "/wait/", "store/queue/"
 Values = Mapping[str, Sequence[float | None]]
 
 
 def bounding_team(values: Values) -> str | None:
-    """The team that bounded most steps, in words; None: there is one team.
+    """Return the team that bounded most steps, as text; None: there is one team.
 
     Args:
         values: of all steps, by the names of metrics.
@@ -29,7 +29,7 @@ def bounding_team(values: Values) -> str | None:
 
 
 def waits(values: Values) -> list[dict[str, Any]]:
-    """For each of several teams the mean seconds of a step in which it worked, and waited for which other one.
+    """Return for each of several teams its mean seconds of work in a step, and of waits for each other team.
 
     >>> waits({"team/draw/busy_s": [3, 5], "team/draw/wait_for/train_s": [1, 1], "team/train/busy_s": [2, 2],
     ...        "team/train/wait_for/draw_s": [3, 3]})
@@ -45,7 +45,7 @@ def waits(values: Values) -> list[dict[str, Any]]:
 
 
 def after_start(series: Mapping[str, tuple[Sequence[int], Sequence[float | None]]]) -> Values:
-    """Values of the steps that train: step 0 only validates."""
+    """Return the values of the training steps: step 0 only validates."""
     return {
         name: [value for step, value in zip(steps, values, strict=True) if step > 0]
         for name, (steps, values) in series.items()
@@ -53,7 +53,7 @@ def after_start(series: Mapping[str, tuple[Sequence[int], Sequence[float | None]
 
 
 def shown_as_waits(names: Iterable[str]) -> set[str]:
-    """Those metrics that `waits` and `bounding_team` show."""
+    """Return the metrics that `waits` and `bounding_team` show."""
     return {
         name
         for name in names
@@ -62,13 +62,13 @@ def shown_as_waits(names: Iterable[str]) -> set[str]:
 
 
 def lines_of_waits(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Metric and legend: what each team waited for, `draw: weights`."""
+    """Return metric and legend of each team's waits, `draw: weights`."""
     found = [name for name in sorted(names) if _is(name, "_s") and _WHAT in name]
     return [(name, name.removeprefix(_TEAM).removesuffix("_s").replace(_WHAT, ": ")) for name in found]
 
 
 def lines_of_queues(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Metric and legend: the store's queues, `rollout, for train`."""
+    """Return metric and legend of the buffer's queues, `rollout, for train`."""
     found = [name for name in sorted(names) if name.startswith(_QUEUE)]
     return [(name, name.removeprefix(_QUEUE).replace("/", ", for ")) for name in found]
 

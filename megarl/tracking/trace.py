@@ -1,7 +1,7 @@
-"""Where the time went: closed phases of every rank, merged into one trace.json that https://ui.perfetto.dev opens.
+"""The trace: closed phases of every rank, merged into one trace.json that https://ui.perfetto.dev opens.
 
 Every rank appends to `trace/rank_K.jsonl`; `merge_trace` writes the Chrome trace-event form, one process row per rank.
-Where a rank waited for another team, an arrow comes from what that team did when the wait ended.
+For a rank's wait for another team, an arrow starts at that team's work when the wait ended.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megarl.artifacts.records import Needs, parse_object, tell_once
 from megarl.tracing import PhaseEvent
 from megarl.tracking.restarts import read_restarts
 
-#: Of the ranks' files, that trace.json is made of: about 300,000 phases, in some seconds and 200 MB of memory.
+#: Bytes of the ranks' files that trace.json uses: about 300,000 phases, in some seconds and 200 MB of memory.
 MOST_BYTES = 64 << 20
 _NEEDS: Needs = {"rank": int, "path": str, "start_ns": int, "end_ns": int, "step": int}
 _TO_ITS_END = {"ph": "f", "bp": "e"}  # an arrow ends at the slice around that moment
-_INSIDE_NS = 1000  # a moment at which a slice ends is no more inside it
+_INSIDE_NS = 1000  # a slice does not contain the moment of its end
 
 log = logging.getLogger(__name__)
 
 
 class TraceWriter:
-    """Appends the phases of one rank; any rank may use it.
+    """The writer of one rank's phases; any rank may use it.
 
     Args:
         run_dir: run folder.
         rank: global rank.
         label: name of the row in the viewer; None: `rank K`.
-        team: of the rank; empty: there is one.
+        team: of the rank; empty: there is only one.
     """
 
     def __init__(self, run_dir: Path, rank: int, label: str | None = None, team: str = "") -> None:
@@ -47,7 +47,7 @@ class TraceWriter:
         self._writer = JsonlWriter(Path(run_dir) / "trace" / f"rank_{rank}.jsonl", durable=False)
 
     def write(self, events: Iterable[PhaseEvent]) -> None:
-        """Append closed phases. A disk that does not take them ends the trace, which is logged, and not the run."""
+        """Append closed phases. A full or failing disk ends the trace, with a log line, and not the run."""
         if self._lost:
             return
         try:
@@ -71,7 +71,7 @@ class TraceWriter:
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):  # what was not written yet has been given up
+        with contextlib.suppress(OSError):  # unwritten phases have been given up
             self._writer.close()
 
 
@@ -88,16 +88,16 @@ class _Slice(NamedTuple):
 
     @property
     def of_step(self) -> tuple[str, int]:
-        """Stage and step: the stages of a run count their own steps."""
+        """Stage and step: each stage of a run counts its own steps."""
         return self.path.split("/", 1)[0], self.step
 
 
 def merge_trace(run_dir: Path, most_bytes: int = MOST_BYTES) -> Path | None:
-    """Write RUN_DIR/trace.json from the ranks' files; None when there are none.
+    """Write RUN_DIR/trace.json from the ranks' files; return None when there are none.
 
     Args:
         run_dir: run folder.
-        most_bytes: of larger files together only the last steps are taken, the same of every rank.
+        most_bytes: if the files are larger together, only the last steps are used, the same of every rank.
     """
     sources = [path for path in (run_dir / "trace").glob("rank_*.jsonl") if path.stem.removeprefix("rank_").isdecimal()]
     sources.sort(key=lambda path: int(path.stem.removeprefix("rank_")))
@@ -131,14 +131,15 @@ def merge_trace(run_dir: Path, most_bytes: int = MOST_BYTES) -> Path | None:
 
 
 def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_Slice], bool]:
-    """The phases at the end of a rank's file, from the beginning of a step on, and whether there are more before them.
+    """Read the phases at the end of a rank's file, from the beginning of a step on; also return whether earlier ones
+    exist.
 
-    Damaged lines are left out, which is logged.
+    Damaged lines are skipped and logged.
 
     Args:
         source: the file.
-        most_bytes: that are read.
-        labels: of rows in the viewer, by rank, which it adds to.
+        most_bytes: number of bytes to read.
+        labels: of rows in the viewer, by rank; filled here.
     """
     found: list[_Slice] = []
     damaged, reason = 0, ""
@@ -167,7 +168,7 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
 
 
 def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Metadata per rank, a complete event per phase, an instant event per step of a stage and per restart.
+    """Yield metadata per rank, a complete event per phase, an instant event per step of a stage and per restart.
 
     Times in microseconds.
     """
@@ -207,12 +208,12 @@ def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[st
 
 
 def _arrows(slices: list[_Slice], origin: int) -> Iterator[dict[str, Any]]:
-    """Of every wait for another team: from its work that began last before the wait ended, to the end of the wait.
+    """Yield an arrow for every wait for another team: from that team's last work before the wait ended, to its end.
 
-    That is what the wait was for, as far as phases tell: samples come from `give`, weights and mail from what follows
-    them. Clocks of several machines may differ, and the arrows with them.
+    That work is the likely cause of the wait: samples come from `give`, weights and messages from the work that
+    follows. Clocks of several machines may differ, and so may the arrows.
     """
-    works: dict[tuple[str, bool], list[_Slice]] = {}  # by team; True: only what hands over samples
+    works: dict[tuple[str, bool], list[_Slice]] = {}  # by team; True: only work that hands over samples
     for one in sorted(slices, key=lambda one: one.start_ns):
         if one.team and not one.waits_for:
             works.setdefault((one.team, False), []).append(one)

@@ -1,4 +1,4 @@
-"""One run's numbers, to every place they go.
+"""Recording of a run's numbers to all destinations.
 
 RUN_DIR/metrics.jsonl   one line per `log` call, on disk when it returns
 RUN_DIR/samples.jsonl   generations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 Status = Literal["finished", "failed", "stopped", "killed"]
 Part = Literal["whole", "first", "second"]
-_SHOW_LIMIT_S = 1800.0  # for files that show a run that is over
-_COLUMNS = frozenset({"step", "stage", "time"})  # of metrics.jsonl, in addition to the metrics
+_SHOW_LIMIT_S = 1800.0  # for files that show a finished run
+_COLUMNS = frozenset({"step", "stage", "time"})  # columns of metrics.jsonl other than metrics
 _ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
 log = logging.getLogger(__name__)
 
 
 def end_text(name: str, stage: str, status: str) -> str:
-    """How a command ended, as the title of its table."""
+    """Describe how a command ended, as the title of its table."""
     return f"{name}: {stage} {status}"
 
 
 class Tracker:
-    """Writes the numbers of one run; made on one rank only.
+    """The writer of a run's numbers; created on one rank only.
 
     Args:
         run_dir: run folder, created when absent.
@@ -57,16 +57,16 @@ class Tracker:
         name: run name.
         resolved: resolved configuration as plain data.
         stage: `train` or `sft`: stages of one run folder count their own steps.
-        total_steps: steps of this stage; None: not known.
+        total_steps: steps of this stage; None: unknown.
         resume_step: continue after this step: later lines of this stage are cut. None: a fresh start, which moves
             lines of an earlier try of this stage to `metrics.old-N.jsonl`.
         part: this stage is the whole run, its first phase (another follows, so the end of this one does not end the
             run), or its second.
-        restarts: when it fails its launcher may start it again. It shows the table if it does not
+        restarts: the launcher may restart the run after a failure, and shows the table otherwise
             (`megarl.tracking.close.show_end`).
-        last: nobody works on when this run is over; else its launcher writes trace.json when all have ended
+        last: no team outlives this process; else the launcher writes trace.json when all have ended
             (`megarl.tracking.close.complete_trace`).
-        console: where console lines go; None: standard output.
+        console: for console lines; None: standard output.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Tracker:
             self._mlflow.metrics(step, metrics)
 
     def samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
-        """Keep generations for the report: dicts with prompt, response, answer, score and whatever else is known."""
+        """Record generations for the report: dicts with prompt, response, answer, score and further known values."""
         refuse_if_taken(self.run_dir)
         for row in rows:
             self._samples.write({"step": step, "stage": self._stage, **row})
@@ -138,7 +138,7 @@ class Tracker:
         """Close everything: status, trace.json, report.html, MLflow artifacts, the final table.
 
         Raises:
-            FolderTaken: another attempt has the folder, and goes on with all that.
+            FolderTaken: another attempt has the folder, and continues its record.
         """
         self._metrics.close()
         self._samples.close()
@@ -157,7 +157,7 @@ class Tracker:
             self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
 
     def _close_trace(self, status: Status) -> None:
-        """Write trace.json, unless others add to it; that it cannot be written is logged and changes nothing."""
+        """Write trace.json, unless others add to it; a failure is only logged."""
         try:
             if self._last or status != "finished":
                 merge_trace(self.run_dir)
@@ -167,7 +167,7 @@ class Tracker:
             log.warning("trace.json could not be written: %s: %s", type(error).__name__, error)
 
     def _close_files(self, status: Status, lines: list[dict[str, Any]]) -> None:
-        """Write report.html, and log it if that fails; show the final table, unless the run may go on."""
+        """Write report.html, and log a failure; show the final table, unless the run may go on."""
         report = None
         if self._cfg.report:
             from megarl.tracking.report import write_report
@@ -184,7 +184,7 @@ class Tracker:
             self.view.note(f"report: {report}")
 
     def _started(self) -> float:
-        """When the run that this one continues began: by its record, else by its first line, else now."""
+        """Return when the run that this one continues began: by its record, else by its first line, else now."""
         record = read_run(self.run_dir)
         if "started" in record:
             return float(record["started"])
@@ -192,15 +192,15 @@ class Tracker:
         return min((time_ for time_ in times if isinstance(time_, (int, float))), default=time.time())
 
     def _lines(self, path: Path) -> list[dict[str, Any]]:
-        """Lines of this stage."""
+        """Return the lines of this stage."""
         return [line for line in read_jsonl(path, needs=STEP) if line["stage"] == self._stage]
 
     def _prepare(self, path: Path, resume_step: int | None) -> None:
-        """Cut the lines after the step that is resumed at; before a fresh start move the old lines away."""
+        """Cut the lines after the step resumed from; before a fresh start move the old lines away."""
         if resume_step is not None:
             rewrite_jsonl(path, lambda line: line["stage"] != self._stage or line["step"] <= resume_step, needs=STEP)
             return
-        rewrite_jsonl(path, lambda line: True, needs=STEP)  # sound from here on
+        rewrite_jsonl(path, lambda line: True, needs=STEP)  # valid from here on
         old = self._lines(path)
         if not old:
             return

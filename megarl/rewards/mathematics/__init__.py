@@ -2,8 +2,8 @@
 
     text -> clean -> tokens -> grammar (expressions) -> tree -> comparison (equality of values, regions)
 
-An answer counts as mathematics only if every token of it is in the tree; else its normalised text is compared. All of
-it takes time in proportion to the length of the answers, up to bounds beyond which text is compared.
+An answer counts as mathematics only if every token of it is in the tree; else its normalised text is compared. Time is
+proportional to the length of the answers, up to bounds beyond which text is compared.
 """
 
 from megarl.rewards.mathematics.answers import boxed, equal, unboxed

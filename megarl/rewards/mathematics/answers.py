@@ -1,4 +1,4 @@
-"""Answers in responses, and whether one equals the reference."""
+"""Extraction of answers from responses, and their comparison with the reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FOLLOWS = re.compile(r"[-+.\d$]|\\(?:frac|dfrac|tfrac|sqrt|pi|\$|text|mathrm|\{
 
 
 def boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` holds, or the one token after a `\\boxed` without braces; None without either."""
+    """Return the content of the last `\\boxed{...}`, or the token after a `\\boxed` without braces; None otherwise."""
     content = last_boxed(text)
     bare = _last(_BARE_BOX, text)
     if bare is None or (content is not None and text.rfind("{" + content + "}") > bare.start()):
@@ -44,7 +44,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def unboxed(text: str) -> list[str]:
-    """What a response without a box answers: two readings of what it calls the answer, else of its end.
+    """Return the answer of a response without a box: two readings of its stated answer, else of its end.
 
     >>> unboxed("The answer is $x = 5$."), unboxed("so we have 3 + 4 = 7")
     (['$x = 5$', 'x = 5'], ['so we have 3 + 4 = 7', '7'])
@@ -62,7 +62,7 @@ def unboxed(text: str) -> list[str]:
 
 
 def equal(reference: str, answer: str) -> bool:
-    """Whether an answer equals the reference as mathematics, or as text where one of them is not read as a whole.
+    """Return whether an answer equals the reference as mathematics, or as text if one of them is not fully parsed.
 
     Args:
         reference: LaTeX or plain text, without a box.
@@ -108,7 +108,7 @@ def _read(tokens: list[Token]) -> Node:
 
 
 def _label(text: str) -> tuple[str, str] | None:
-    """The letter of a choice and what follows it: `\\textbf{(C)}\\ 24`."""
+    """Return the letter of a choice and the text after it: `\\textbf{(C)}\\ 24`."""
     match = _LABEL.fullmatch(text)
     letter = "" if match is None else match["round"] or match["plain"] or match["worded"]
     if match is None or not letter.isupper():
@@ -118,7 +118,7 @@ def _label(text: str) -> tuple[str, str] | None:
 
 
 def _labelled(first: str, second: str) -> bool:
-    """Choices: both letter and value where both answers have them, else what both have."""
+    """Return whether two choices agree: in letter and value where both have them, else in the part that both have."""
     left, right = _label(first), _label(second)
     if left is not None and right is not None:
         letters = left[0] == right[0]

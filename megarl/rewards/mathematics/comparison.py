@@ -1,4 +1,4 @@
-"""Whether two trees say the same."""
+"""Equality of two trees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.rewards.mathematics.regions import region
 from megarl.rewards.mathematics.tree import Apply, Group, Node, Relation, Symbol, UnreadError, symbols, walk
 from megarl.rewards.mathematics.values import OutsideError, exact
 
-_MAX_UNORDERED = 40  # more items are compared in their order only
+_MAX_UNORDERED = 40  # more items are only compared in order
 _OTHER = frozenset({"vmatrix", "Vmatrix", "cases"})  # rows that are no matrix
 _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "\\subset": "\\supset", "\\supset": "\\subset",
            "\\subseteq": "\\supseteq", "\\supseteq": "\\subseteq", "\\in": "\\ni", "\\ni": "\\in"}  # fmt: skip
@@ -18,7 +18,7 @@ _SYMMETRIC = frozenset({"=", "!=", "\\approx", "\\sim", "\\simeq", "\\cong", "\\
 
 
 def same(reference: Node, answer: Node) -> bool:
-    """Whether two answers are the same, whatever their forms.
+    """Return whether two answers are the same, in any form.
 
     Raises:
         UnreadError: a value in one of them has no bound.
@@ -27,7 +27,7 @@ def same(reference: Node, answer: Node) -> bool:
 
 
 def normal(node: Node) -> Node:
-    """A tree with one form for what has several: signs `\\pm` are lists, a system is a list of its lines."""
+    """Return a tree in normal form: signs `\\pm` become lists, a system becomes a list of its lines."""
     if isinstance(node, Group) and node.kind in ("tuple", "row") and _has_signs(node):
         return _both_signs(node)
     if isinstance(node, Group):
@@ -58,7 +58,7 @@ def normal(node: Node) -> Node:
 
 
 def _without_decimal(node: Relation) -> Node:
-    """`\\frac13 \\approx 0.333` is a third, where the decimal is right."""
+    """Return an equation without a correct decimal approximation: `\\frac13 \\approx 0.333` is a third."""
     if node.ops[-1:] != ("\\approx",) or node.modulus is not None or (len(node.sides) == 2 and _is_name(node.sides[0])):
         return node
     try:
@@ -71,7 +71,7 @@ def _without_decimal(node: Relation) -> Node:
 
 
 def _scaled(node: Node) -> Node:
-    """A number times a matrix or a vector is the matrix of the products."""
+    """Return a number times a matrix or a vector as the matrix of the products."""
     if not isinstance(node, Apply) or node.name not in ("*", "neg"):
         return node
     grouped = [arg for arg in node.args if isinstance(arg, Group)]
@@ -108,7 +108,7 @@ def _only(node: Node) -> Node:
 
 
 def _signed(node: Node, plus: str) -> Node:
-    """The tree with the upper or the lower signs."""
+    """Return the tree with the upper or the lower signs."""
     if isinstance(node, Apply):
         args = tuple(_signed(arg, plus) for arg in node.args)
         if node.name in ("pm", "mp"):
@@ -122,7 +122,7 @@ def _signed(node: Node, plus: str) -> Node:
 
 
 def _spread(node: Group, items: list[Node]) -> list[Node]:
-    """Items of a list without lists in it; in `x = 1, 2` every item is a value of x."""
+    """Flatten lists inside a list; in `x = 1, 2` every item is a value of x."""
     made: list[Node] = []
     for item in items:
         nested = (
@@ -214,7 +214,7 @@ def _groups(a: Group, b: Group) -> bool:
 
 
 def _may_be_marked(a: Group, b: Group) -> bool:
-    """Whether lists with a comma, `and`, `or` between their items may be the same: `2 and 5` and `2 or 5` are."""
+    """Return whether lists separated by a comma, `and` or `or` may be the same: `2 and 5` and `2 or 5` are."""
     if "or" in (a.marks, b.marks) and any(_names_many(one) or _is_bounded(one) for one in (a, b)):
         return False
     if {a.marks, b.marks} != {"and", "or"}:
@@ -223,18 +223,18 @@ def _may_be_marked(a: Group, b: Group) -> bool:
 
 
 def _is_bounded(group: Group) -> bool:
-    """Whether inequalities are among these; `region` knows what they come to together."""
+    """Return whether inequalities are among these; `region` computes their common solution."""
     return any(isinstance(item, Relation) and item.ops != ("=",) for item in group.items)
 
 
 def _names_many(group: Group) -> bool:
-    """Whether these are equations for several names."""
+    """Return whether these are equations for several names."""
     sides = [item.sides[0] for item in group.items if isinstance(item, Relation) and item.ops == ("=",)]
     return len(sides) == len(group.items) > 1 and len(set(sides)) > 1 and not _is_numbered(sides)
 
 
 def _is_numbered(sides: list[Node]) -> bool:
-    """`x_1` and `x_2` are two solutions for x."""
+    """Return whether the sides are numbered solutions: `x_1` and `x_2` are two solutions for x."""
     return len({side.name.partition("_")[0] if isinstance(side, Symbol) else "" for side in sides}) == 1
 
 
@@ -307,7 +307,7 @@ def _ratios(a: Group, b: Group) -> bool:
 
 
 def _converted(a: Node, b: Node) -> bool:
-    """Whether `a`, a group, is what `b` is in another form."""
+    """Return whether `a`, a group, equals `b` in another form."""
     if not isinstance(a, Group):
         return False
     if a.kind in ("set", "list") and len(a.items) == 1 and not isinstance(b, Group):
@@ -332,7 +332,7 @@ def _converted(a: Node, b: Node) -> bool:
 
 
 def _values_of_one_name(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
-    """The values of `x = 1 or x = 2`."""
+    """Return the values of `x = 1 or x = 2`."""
     equations = [item for item in items if isinstance(item, Relation) and item.ops == ("=",)]
     names = {equation.sides[0] for equation in equations}
     if len(equations) < len(items) or len(names) != 1 or not _is_name(names.pop()):
@@ -341,7 +341,7 @@ def _values_of_one_name(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
 
 
 def _named_values(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
-    """The values of `x = 1, y = 2` where the names are in order."""
+    """Return the values of `x = 1, y = 2` where the names are in order."""
     names, values = [], []
     for item in items:
         if not isinstance(item, Relation) or item.ops != ("=",) or not isinstance(item.sides[0], Symbol):
@@ -352,7 +352,7 @@ def _named_values(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
 
 
 def _tuple_equation(lines: Group, equation: Relation) -> bool:
-    """`(x, y) = (1, 2)` and `x = 1, y = 2`."""
+    """Return whether `(x, y) = (1, 2)` and `x = 1, y = 2` agree."""
     left, right = equation.sides
     if not (isinstance(left, Group) and isinstance(right, Group) and left.kind == right.kind == "tuple"):
         return False
@@ -380,13 +380,13 @@ def _is_name(node: Node) -> bool:
 
 
 def _is_turned(names: Group) -> bool:
-    """`(y, x)`: another order than that of the values."""
+    """Return whether the names, as in `(y, x)`, are in another order than the values."""
     letters = [item.name for item in names.items if isinstance(item, Symbol)]
     return all(len(name) == 1 for name in letters) and letters != sorted(letters)
 
 
 def _same_name(a: Node, b: Node) -> bool:
-    """`y` and `y(x)` are the same name, `f(2)` and `f(3)` are not."""
+    """Return whether two names are the same: `y` and `y(x)` are, `f(2)` and `f(3)` are not."""
     if a == b or not (isinstance(a, Symbol) and isinstance(b, Symbol)):
         return a == b
     short, long = sorted((a.name, b.name), key=len)
@@ -394,7 +394,7 @@ def _same_name(a: Node, b: Node) -> bool:
 
 
 def _is_value_of(relation: Relation, value: Node) -> bool:
-    """`x = 5` and 5, `x \\in (1, 2)` and (1, 2): every side but the name is that value."""
+    """Return whether every side except the name is the value: `x = 5` and 5, `x \\in (1, 2)` and (1, 2)."""
     if relation.modulus is not None or not (set(relation.ops) <= {"=", "\\approx"} or relation.ops == ("\\in",)):
         return False
     sides = relation.sides
@@ -434,7 +434,7 @@ def _side_by_side(a: Relation, b: Relation) -> bool:
 
 
 def _single(a: Relation, b: Relation) -> bool:
-    """One equation or inequality each: the same sides, or one is a multiple of the other."""
+    """Return whether two single equations or inequalities have the same sides, or are multiples of each other."""
     if _side_by_side(a, b) or _side_by_side(a, _turned(b)):
         return True
     if a.ops == b.ops == ("=",):
@@ -460,7 +460,7 @@ def _divides(modulus: Fraction, difference: Fraction) -> bool:
 
 
 def _congruent(a: Relation, b: Relation) -> bool:
-    """The same sides, where whole numbers may differ by multiples of the modulus."""
+    """Return whether the sides agree, where whole numbers may differ by multiples of the modulus."""
     assert a.modulus is not None
     modulus = exact(a.modulus)
     if modulus is None or len(a.sides) != len(b.sides) or a.ops != b.ops:

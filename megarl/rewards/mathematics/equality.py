@@ -1,4 +1,4 @@
-"""Whether two expressions have the same value, and whether one is a multiple of the other."""
+"""Comparison of two expressions: equal values, or one a multiple of the other."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megarl.rewards.mathematics.values import (
     whole_points,
 )
 
-_RELATIVE = Fraction(1, 10**6)  # of the reference: how far a decimal may be from what it stands for
+_RELATIVE = Fraction(1, 10**6)  # of the reference: how far a decimal may be from the value that it represents
 _ENOUGH = 2  # points where both expressions are defined
 
 
 def equal_expressions(reference: Node, answer: Node) -> bool:
-    """Whether both have the same value; a unit, a percent or a degree sign may be left out in one of them.
+    """Return whether both have the same value; a unit, a percent or a degree sign may be missing in one of them.
 
     Raises:
         UnreadError: a value has no bound, or a part has no value.
@@ -35,7 +35,7 @@ def equal_expressions(reference: Node, answer: Node) -> bool:
     if reference == answer:
         return True
     if _has_base(reference) or _has_base(answer):
-        return False  # another number, or the same in another base
+        return False  # another number, or the same number in another base
     signs = {_sign(reference), _sign(answer)}
     if len(signs) == 2 and "" in signs:
         marked, bare = (reference, answer) if _sign(reference) else (answer, reference)
@@ -88,7 +88,7 @@ def _is_pure_unit(node: Node) -> bool:
 
 
 def _without_units(node: Node) -> Node | None:
-    """A quantity without its unit; None: it is no number times a unit."""
+    """Return a quantity without its unit; None: it is no number times a unit."""
     if isinstance(node, Apply) and node.name == "neg":
         inner = _without_units(node.args[0])
         return None if inner is None else Apply("neg", (inner,))
@@ -124,7 +124,7 @@ def _quantities(reference: Node, answer: Node) -> bool:
 
 
 def _units_as_letters(node: Node) -> Node:
-    """`5 m` read as 5 times m."""
+    """Return `5 m` read as 5 times m."""
     if isinstance(node, Symbol):
         return Symbol(node.name) if node.kind == "unit" and len(node.name) == 1 else node
     if isinstance(node, Apply):
@@ -147,7 +147,7 @@ def _values_equal(reference: Node, answer: Node) -> bool:
 
 
 def _step(node: Node) -> Fraction | None:
-    """The last place of a number that is written as a decimal, possibly times a power of ten."""
+    """Return the last place of a number written as a decimal, possibly times a power of ten."""
     if isinstance(node, Number):
         return None if node.places is None else Fraction(1, 10) ** node.places
     if not isinstance(node, Apply):
@@ -167,13 +167,13 @@ def _is_power_of_ten(node: Node) -> bool:
 
 
 def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
-    """Whether a decimal stands for the other number: less than one in its last place away, and relatively near."""
+    """Return whether a decimal rounds the other number: less than one in its last place away, and relatively near."""
     distance = abs(reference - answer)
     return distance < step and distance <= _RELATIVE * max(abs(reference), abs(answer))
 
 
 def rounds_to(value: Node, decimal: Node) -> bool:
-    """Whether a decimal is the value of an expression without variables, up to its last place.
+    """Return whether a decimal is the value of an expression without variables, up to its last place.
 
     Raises:
         UnreadError, OutsideError: one of them has no value.
@@ -215,7 +215,7 @@ def _agree(reference: Node, answer: Node, names: list[str], base: float | None) 
 
 
 def _values(reference: Node, answer: Node, names: list[str], base: float | None) -> Iterator[tuple[Any, Any, int]]:
-    """Both values, and their digits, where both are defined: over the reals, else at whole numbers, else complex."""
+    """Yield both values and their digits where both are defined: over the reals, else at integers, else complex."""
     complex_ = is_complex(reference, answer)
     attempts = [(points(names, has_steps(reference, answer)), not complex_)]
     if not complex_:
@@ -233,12 +233,12 @@ def _values(reference: Node, answer: Node, names: list[str], base: float | None)
 
 
 def proportional(first: Node, second: Node, positive: bool) -> bool:
-    """Whether `first = 0` and `second = 0` are the same up to a constant factor.
+    """Return whether `first = 0` and `second = 0` are the same up to a constant factor.
 
     Args:
         first: one side minus the other.
         second: likewise.
-        positive: the factor must be, as it must between inequalities.
+        positive: the factor must be positive, as between inequalities.
 
     Raises:
         UnreadError: a part of them has no value.

@@ -1,4 +1,4 @@
-"""Reading one expression: sums, products, powers, functions, units."""
+"""Parser of one expression: sums, products, powers, functions, units."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ ZERO, ONE = Number(Fraction(0)), Number(Fraction(1))
 
 
 class ExpressionReader(TokenReader):
-    """Reads expressions; the reader of whole answers is built on it."""
+    """A reader of expressions; the reader of whole answers extends it."""
 
     def listing(self) -> Node:
-        """What brackets enclose; the reader of answers knows."""
+        """Read the content of brackets; the reader of answers implements it."""
         raise NotImplementedError
 
     def rows(self) -> Node:
-        """What an environment encloses; the reader of answers knows."""
+        """Read the content of an environment; the reader of answers implements it."""
         raise NotImplementedError
 
     # -- sums and products
 
     def expression(self) -> Node:
-        """A sum with its signs."""
+        """Read a sum with its signs."""
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise UnreadError("brackets are nested too deeply")
@@ -124,7 +124,7 @@ class ExpressionReader(TokenReader):
         return node
 
     def _after(self, node: Node) -> Node:
-        """Powers, factorials, percent signs and degrees that follow a value."""
+        """Read the powers, factorials, percent signs and degrees after a value."""
         for _ in range(_MAX_DEPTH):
             if self.next_is("^") and self._is_degree():
                 node = self._degree(node)
@@ -182,7 +182,7 @@ class ExpressionReader(TokenReader):
         return with_signs(signs, node)
 
     def _named(self, node: Node) -> Node:
-        """A symbol with primes or a subscript is another symbol."""
+        """Return a symbol with its primes or subscript, which make it another symbol."""
         if not isinstance(node, Symbol) or node.kind not in ("variable", "constant", "word", "set"):
             raise UnreadError("a subscript of no symbol")
         if self.take("_"):
@@ -236,7 +236,7 @@ class ExpressionReader(TokenReader):
         return Number(number.value + part) if part is not None else number
 
     def _proper_fraction(self) -> Fraction | None:
-        """`\\frac{1}{2}` or ` 1/2` right after a whole number."""
+        """Read `\\frac{1}{2}` or ` 1/2` right after a whole number."""
         if self.next_is("\\frac"):
             over, at = self.digits(1)
             if at == 2 and len(over) == 2:
@@ -244,7 +244,7 @@ class ExpressionReader(TokenReader):
             else:
                 middle, (under, at) = at, self.digits(at)
                 if (middle == 2 and len(over) > 1) or (at == middle + 1 and len(under) > 1):
-                    return None  # of digits without braces only the first belongs to it
+                    return None  # of digits without braces only the first is the argument
             if not over or not under or not is_proper(Number(Fraction(over)), Number(Fraction(under))):
                 return None
             self.at += at
@@ -280,7 +280,7 @@ class ExpressionReader(TokenReader):
         return node
 
     def _word(self, token: Token) -> Node:
-        """A unit or a number in words (the longest run of words that is one), or words that stand for themselves."""
+        """Read a unit or a number in words (the longest run of words that is one), or words without a meaning."""
         start = self.at - 1
         for length in range(_MAX_PHRASE, 0, -1):
             run = self.tokens[start : start + length]
@@ -399,7 +399,7 @@ class ExpressionReader(TokenReader):
         return self._enclosed("{")
 
     def argument(self) -> Node:
-        """`{...}`, or one token: a digit, a letter, a command."""
+        """Read `{...}`, or one token: a digit, a letter, a command."""
         if self.next_is("{"):
             return self._braced()
         token = self.peek()
@@ -448,7 +448,7 @@ class ExpressionReader(TokenReader):
         return node if power is None or inverse else Apply("^", (node, power))
 
     def _function_arguments(self, divided: bool) -> tuple[Node, ...]:
-        """What a function is of; `divided`: `\\sin x/2` is that of a half, `\\ln x/2` is a half of one."""
+        """Read a function's arguments; `divided`: `\\sin x/2` is the sine of a half, `\\ln x/2` half a logarithm."""
         if self.next_is("(", "[", "{", "\\{"):
             token = self.peek()
             assert token is not None

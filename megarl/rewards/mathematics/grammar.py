@@ -1,4 +1,4 @@
-"""Reading a whole answer: lists, relations, sets, matrices and systems."""
+"""Parser of a whole answer: lists, relations, sets, matrices and systems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SETS = {"\\cup": "cup", "\\cap": "cap", "\\setminus": "\\"}
 
 
 def read(tokens: list[Token]) -> Node:
-    """The tree of an answer, with all of its tokens in it.
+    """Return the tree of an answer, with all of its tokens in it.
 
     Raises:
         UnreadError: it is not mathematics, or a part of it is not.
@@ -28,10 +28,10 @@ def read(tokens: list[Token]) -> Node:
 
 
 class AnswerReader(ExpressionReader):
-    """Reads lists of statements, and what environments enclose."""
+    """A reader of lists of statements, and of environments."""
 
     def listing(self) -> Node:
-        """Statements that commas, semicolons, line ends, `and` and `or` separate."""
+        """Read statements separated by commas, semicolons, line ends, `and` and `or`."""
         items, marks = [self.statement()], []
         while True:
             mark = self._separator()
@@ -60,7 +60,7 @@ class AnswerReader(ExpressionReader):
         return f",{named[0]}" if named and "," in found else named[0] if named else ","
 
     def statement(self) -> Node:
-        """An expression or a set, or a chain of relations between them."""
+        """Read an expression or a set, or a chain of relations between them."""
         sides, ops = [self._ratio()], []
         while self.peek() is not None and self._relation():
             token = self.peek(-1)
@@ -78,7 +78,7 @@ class AnswerReader(ExpressionReader):
         return self.take(*words.RELATIONS)
 
     def _modulus(self) -> Node | None:
-        """`\\pmod{4}`, `\\mod 4`, `(mod 4)`."""
+        """Read `\\pmod{4}`, `\\mod 4` or `(mod 4)`."""
         if self.take("\\pmod", "\\mod", "\\bmod"):
             return self.argument() if self.next_is("{") else self.expression()
         if self.next_is("(") and self.at_modulus():
@@ -112,7 +112,7 @@ class AnswerReader(ExpressionReader):
         return node
 
     def rows(self) -> Node:
-        """`\\begin{...}` to `\\end{...}`: rows of cells; lines that are aligned are a list."""
+        """Read `\\begin{...}` to `\\end{...}`: rows of cells; aligned lines are a list."""
         token = self.peek()
         assert token is not None
         self.at += 1
@@ -156,7 +156,7 @@ class AnswerReader(ExpressionReader):
         return Group("row", tuple(cells))
 
     def listing_of_line(self) -> Node:
-        """One line of an aligned block."""
+        """Read one line of an aligned block."""
         return self.statement()
 
     def _cell(self, environment: str) -> Node:
@@ -183,7 +183,7 @@ class AnswerReader(ExpressionReader):
 
 
 def _joined(items: list[Node], marks: list[str]) -> Node:
-    """The list of the items; alternatives of several statements each are lists themselves."""
+    """Return the list of the items; alternatives of several statements each are lists themselves."""
     kinds = {mark.lstrip(",") or "," for mark in marks}
     if "or" in kinds and len(kinds) > 1 and all(isinstance(item, Relation) for item in items) and ",or" not in marks:
         groups: list[list[Node]] = [[items[0]]]
@@ -195,5 +195,5 @@ def _joined(items: list[Node], marks: list[str]) -> Node:
 
 
 def is_all_reals(node: Node) -> bool:
-    """Whether words say that every real number is meant."""
+    """Return whether words name all real numbers."""
     return isinstance(node, Symbol) and node.kind == "word" and node.name in words.ALL_REALS

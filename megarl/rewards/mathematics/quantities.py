@@ -1,4 +1,4 @@
-"""Units and numbers in words, and the products and signs that expressions are made of."""
+"""Units and numbers in words, and the products and signs of expressions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, 
 
 
 def known_words(text: str) -> Node | None:
-    """A unit, a number or a set in words; None: other words."""
+    """Return a unit, a number or a set written in words; None: other words."""
     lower = text.lower()
     if lower in words.SPEEDS:
         over, under = words.SPEEDS[lower]
@@ -47,12 +47,12 @@ def known_words(text: str) -> Node | None:
 
 
 def letter(text: str) -> Symbol:
-    """The symbol of a letter."""
+    """Return the symbol of a letter."""
     return Symbol(text, "constant" if text in ("e", "i") else "variable")
 
 
 def with_signs(signs: list[str], node: Node) -> Node:
-    """A value after its signs."""
+    """Return a value with the signs before it applied."""
     for sign in reversed(signs):
         if sign != "+":
             node = Apply({"-": "neg", "\\pm": "pm", "\\mp": "mp"}[sign], (node,))
@@ -60,7 +60,7 @@ def with_signs(signs: list[str], node: Node) -> Node:
 
 
 def product(factors: list[Node]) -> Node:
-    """A product; `x percent` and `x degrees` are what the signs are, and `7 million` is a number."""
+    """Return a product; `x percent` and `x degrees` mean the signs, and `7 million` is a number."""
     made: list[Node] = []
     for factor in factors:
         if made and factor == Symbol("percent", "unit"):
@@ -76,20 +76,20 @@ def product(factors: list[Node]) -> Node:
 
 
 def is_unit(node: Node) -> bool:
-    """Whether a factor is a unit, or ends in one."""
+    """Return whether a factor is a unit, or ends in one."""
     return any(isinstance(found, Symbol) and found.kind == "unit" for found in walk(node)) and not any(
         isinstance(found, Symbol) and found.kind == "variable" for found in walk(node)
     )
 
 
 def is_proper(top: Number, bottom: Number) -> bool:
-    """Whether two numbers are a fraction that makes a mixed number of the whole number before it."""
+    """Return whether two numbers form a fraction that makes the preceding whole number a mixed number."""
     exact = top.places is None and bottom.places is None and top.base is None and bottom.base is None
     return exact and 0 < top.value < bottom.value and top.value.denominator == bottom.value.denominator == 1
 
 
 def is_differential(tokens: list[Token]) -> bool:
-    """Whether a part of a fraction is that of a derivative: `dy`, `d^2y`, `\\partial x`."""
+    """Return whether a part of a fraction belongs to a derivative: `dy`, `d^2y`, `\\partial x`."""
     kept = [token for token in tokens if token.text not in ("{", "}")]
     if len(kept) > 7 or not kept or kept[0].text not in ("d", "\\partial") or kept[0].kind not in ("letter", "command"):
         return False

@@ -1,4 +1,4 @@
-"""Stepping over the tokens of an answer."""
+"""Base reader that steps over the tokens of an answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.rewards.mathematics.tree import UnreadError
 
 
 class TokenReader:
-    """Steps over the tokens of an answer from left to right; what reads expressions and answers is built on it.
+    """A reader that steps over the tokens of an answer from left to right; the readers of expressions extend it.
 
     Args:
         tokens: all of them.
@@ -22,17 +22,17 @@ class TokenReader:
         self.in_set = False  # directly inside of \{ \}, where | separates
 
     def peek(self, ahead: int = 0) -> Token | None:
-        """The next token, or None at the end."""
+        """Return the next token, or None at the end."""
         position = self.at + ahead
         return self.tokens[position] if position < len(self.tokens) else None
 
     def next_is(self, *texts: str, ahead: int = 0) -> bool:
-        """Whether the next token is one of these commands or marks."""
+        """Return whether the next token is one of these commands or marks."""
         token = self.peek(ahead)
         return token is not None and token.kind in ("mark", "command") and token.text in texts
 
     def take(self, *texts: str) -> bool:
-        """Step over the next token if it is one of these."""
+        """Step over the next token if it is one of these; return whether it was."""
         found = self.next_is(*texts)
         self.at += found
         return found
@@ -43,7 +43,7 @@ class TokenReader:
             raise UnreadError(f"not {texts} at token {self.at}")
 
     def at_modulus(self) -> bool:
-        """Whether `(mod` follows."""
+        """Return whether `(mod` follows."""
         if self.next_is("\\mod", "\\bmod", ahead=1):
             return True
         following = [self.peek(ahead) for ahead in (1, 2, 3)]
@@ -61,7 +61,7 @@ class TokenReader:
         raise UnreadError("a brace without its other")
 
     def digits(self, ahead: int) -> tuple[str, int]:
-        """Digits in braces or without, and where they end; no digits: something else stands there."""
+        """Return the digits, in braces or without, and where they end; empty if there are none."""
         braced = self.next_is("{", ahead=ahead)
         token = self.peek(ahead + braced)
         if token is None or token.kind != "number" or not token.text.isdigit():
@@ -71,7 +71,7 @@ class TokenReader:
         return token.text, ahead + 1
 
     def multiplies(self, name: str) -> bool:
-        """Whether the bracket after h, H or P is a factor: a height times a sum, `P(1+r)^t`."""
+        """Return whether the bracket after h, H or P is a factor: a height times a sum, `P(1+r)^t`."""
         if name not in ("h", "H", "P") or not self.next_is("("):
             return False
         depth, at, sum_ = 0, 0, False
@@ -85,6 +85,6 @@ class TokenReader:
         return sum_ and (powered if name == "P" else not self.next_is("=", ahead=at + 1))
 
     def numeral_follows(self) -> bool:
-        """Whether the next token is a number in words, after a hyphen or not."""
+        """Return whether the next token is a number in words, after a hyphen or not."""
         token = self.peek(1 if self.next_is("-") else 0)
         return token is not None and token.kind == "word" and token.text.lower() in words.NUMERALS

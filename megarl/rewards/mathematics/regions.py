@@ -13,27 +13,27 @@ from megarl.rewards.mathematics.values import Evaluation, OutsideError, context,
 _MAX_PARTS = 64
 _REALS = frozenset({"bbR"})
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
-#: Where a side is evaluated to find whether it is linear: of both signs and no integers, for |x| and floors.
+#: Points at which a side is evaluated to test that it is linear: of both signs and no integers, for |x| and floors.
 _TRIED = (Fraction(1), Fraction(2), Fraction(7, 3), Fraction(-5, 2), Fraction(-100003, 7))
 INFINITY = Symbol("infty", "constant")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An end of an interval: its value exactly where it is rational, and approximately."""
+    """An end of an interval: its exact value where it is rational, and an approximation."""
 
     node: Node
     exact: Fraction | None
     value: Any
 
     def same(self, other: Endpoint) -> bool:
-        """Whether both are the same number."""
+        """Return whether both are the same number."""
         if self.exact is not None and other.exact is not None:
             return self.exact == other.exact
         return near(self.value, other.value)
 
     def below(self, other: Endpoint) -> bool:
-        """Whether this number is smaller."""
+        """Return whether this number is smaller."""
         return not self.same(other) and bool(self.value < other.value)
 
 
@@ -49,13 +49,13 @@ class RealInterval:
 
 @dataclass(frozen=True)
 class Region:
-    """A union of intervals in order, of one variable (None: of whatever is meant)."""
+    """A union of intervals in order, of one variable (None: any)."""
 
     spans: tuple[RealInterval, ...]
     variable: str | None = None
 
     def same(self, other: Region) -> bool:
-        """Whether both are the same set of the same variable."""
+        """Return whether both are the same set of the same variable."""
         named = self.variable == other.variable or None in (self.variable, other.variable)
         return named and len(self.spans) == len(other.spans) and all(map(_same_span, self.spans, other.spans))
 
@@ -66,7 +66,7 @@ def _same_span(a: RealInterval, b: RealInterval) -> bool:
 
 
 def region(node: Node) -> Region | None:
-    """The set of real numbers that an answer is; None: it is not one that this module reads."""
+    """Return the set of real numbers that an answer denotes; None: this module cannot read it."""
     try:
         return _region(node)
     except (UnreadError, OutsideError):
@@ -86,7 +86,7 @@ def _region(node: Node) -> Region:
 
 
 def everything(variable: str | None = None) -> Region:
-    """All real numbers."""
+    """Return all real numbers."""
     return Region((RealInterval(_end(Apply("neg", (INFINITY,))), _end(INFINITY), False, False),), variable)
 
 
@@ -167,7 +167,7 @@ def _relation(node: Relation) -> Region:
 
 
 def _inequality(left: Node, op: str, right: Node) -> Region:
-    """A linear inequality, or one of a distance, in one variable."""
+    """Return the region of a linear inequality, or of one of a distance, in one variable."""
     if not _free(left):
         left, right, op = right, left, _FLIPPED[op]
     free = _free(left) | _free(right)

@@ -1,4 +1,4 @@
-"""Answers that say more than the reference's bare value: what was counted, which sum it is, where a function holds."""
+"""Answers with words around the reference's bare value: the counted things, the name of a sum, a quantifier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FOR_ALL = re.compile(
 
 
 def said_value(answer: Node) -> Node:
-    """The number of `72 clips` or `m + n = 73`, else the answer as it is."""
+    """Return the number of `72 clips` or `m + n = 73`, else the answer unchanged."""
     if isinstance(answer, Apply) and answer.name == "*" and len(answer.args) == 2:
         number, noun = answer.args
         if isinstance(number, Number) and number.base is None and _is_noun(noun):
@@ -36,7 +36,7 @@ def _is_noun(node: Node) -> bool:
 
 
 def _is_sum_of_names(node: Node) -> bool:
-    """`m + n`, of different letters."""
+    """Return whether this is a sum of different letters, as `m + n`."""
     parts = list(walk(node))
     names = [part.name for part in parts if isinstance(part, Symbol) and part.kind == "variable"]
     sums = sum(isinstance(part, Apply) and part.name == "+" for part in parts)
@@ -44,7 +44,7 @@ def _is_sum_of_names(node: Node) -> bool:
 
 
 def without_quantifier(text: str) -> str:
-    """`f(x)=2x` of `f(x)=2x for all x`.
+    """Return `f(x)=2x` for `f(x)=2x for all x`.
 
     >>> without_quantifier(r"f(x)=2x \\text{ for all } x"), without_quantifier("f(x)=2x for all y")
     ('f(x)=2x', 'f(x)=2x for all y')

@@ -1,4 +1,4 @@
-"""Tokens of an answer, and its normalised text: one pass of one regular expression."""
+"""Tokens of an answer, and its normalised text, by one pass of one regular expression."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Token:
         kind: `word` is a run of letters that is no product of them.
         text: normalised.
         spaced: white space stands before it.
-        value: of a number.
-        places: of a number that is written as a decimal.
-        base: of a number that is written with one.
+        value: exact value of a number.
+        places: decimal places, of a number written as a decimal.
+        base: of a number written with one.
     """
 
     kind: Kind
@@ -99,7 +99,7 @@ _ABOUT = re.compile(r"(?:\\approx(?![A-Za-z])|=)\s*(?=\S)")
 
 
 def clean(text: str) -> str:
-    """An answer in ASCII LaTeX, without what stands around it (dollars, asterisks, a full stop)."""
+    """Return an answer as ASCII LaTeX, without marks around it (dollars, asterisks, a full stop)."""
     if "\\right" in text and _BRACE_OF_ROWS.search(text):
         text = _END_OF_ROWS.sub(r"\\end{cases}", _BRACE_OF_ROWS.sub(r"\\begin{cases}", text))
     text = _LINE_END.sub(r"\\\\", text)
@@ -120,7 +120,7 @@ def clean(text: str) -> str:
 
 
 def _numerals(found: re.Match[str]) -> str:
-    """`twenty-five` is 25."""
+    """Return digits for a numeral: `twenty-five` is 25."""
     total = value = 0
     spelled = re.split(r"[\s-]+", found.group().lower())
     if len(spelled) == 1:
@@ -160,7 +160,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _dollars(text: str) -> str:
-    """Dollars that come in pairs enclose formulas; one before a number is money."""
+    """Remove dollars in pairs, which enclose formulas; a single one before a number is money."""
     bare = text.replace("\\$", "")
     count = bare.count("$")
     if count and count % 2 == 0 and not re.search(r"\$\s*\d[^$]*[,;&]\s*(?:and\s+)?\$\s*\d[^$]*$", bare):
@@ -169,7 +169,7 @@ def _dollars(text: str) -> str:
 
 
 def _interval(found: re.Match[str]) -> str:
-    """`]1, 2[` is `(1, 2)`; other brackets stay."""
+    """Convert `]1, 2[` to `(1, 2)`; other brackets stay."""
     left, inside, right = found.groups()
     if (left, right) == ("[", "]") or "," not in inside:
         return found.group()
@@ -177,10 +177,10 @@ def _interval(found: re.Match[str]) -> str:
 
 
 def tokenize(text: str, grouping: bool = True) -> list[Token]:
-    """The tokens of a cleaned answer.
+    """Split a cleaned answer into tokens.
 
     Args:
-        text: of `clean`.
+        text: result of `clean`.
         grouping: commas between groups of three digits belong to one number.
 
     Raises:
@@ -194,7 +194,7 @@ class _Scanner:
         self.text, self.grouping = text, grouping
         self.made: list[Token] = []
         self.spaced = False
-        self.braces: list[str] = []  # of each open brace: "{" in a formula, "text", "look" where it is left out
+        self.braces: list[str] = []  # of each open brace: "{" in a formula, "text", "look" for a dropped style
         self.only_words = not re.search(r"[\d\\^_=+*/<>|{}]", text)
         self.prose = self.only_words and re.search(r"[A-Za-z]{4,}", text) is not None
 
@@ -355,7 +355,7 @@ class _Scanner:
         self._run(match.group())
 
     def _run(self, run: str) -> None:
-        """A run of letters: a word, a command that is spelled without a backslash, or letters one by one."""
+        """Read a run of letters: a word, a command spelled without a backslash, or single letters."""
         lower = run.lower()
         if self.in_text or self._is_word(run):
             if lower in words.SEPARATORS and run != "OR":
@@ -370,7 +370,7 @@ class _Scanner:
                 self.add("letter", letter)
 
     def _is_word(self, run: str) -> bool:
-        """Whether a run of letters in a formula is no product of them."""
+        """Return whether a run of letters in a formula is a word rather than a product."""
         if run in words.PLAIN_COMMANDS or self.prose:
             return run not in words.PLAIN_COMMANDS
         if self._is_unit(run):
@@ -399,7 +399,7 @@ class _Scanner:
         return self.spaced or len(run) > 3 or run in words.COMMON_UNITS or run in words.SPEEDS
 
     def _may_have_unit(self) -> bool:
-        """Whether what comes before can have a unit: a number, another unit, a bracket."""
+        """Return whether the preceding tokens can have a unit: a number, another unit, a bracket."""
         if not self.made:
             return False
         before = self.made[-1]
@@ -438,7 +438,7 @@ _READERS = {
 
 
 def canonical(tokens: list[Token]) -> str:
-    """One text for all ways to set the same tokens: without braces around one of them, numbers in one spelling.
+    """Return one text for all spellings of the same tokens: no braces around one token, one spelling of numbers.
 
     >>> canonical(tokenize(r"\\text{May } 5")), canonical(tokenize("May  5"))
     ('may 5', 'may 5')

@@ -1,4 +1,4 @@
-"""The tree of an answer."""
+"""Nodes of an answer's tree."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Literal, TypeAlias
 
 
 class UnreadError(Exception):
-    """An answer is not mathematics that this package reads: its text is compared."""
+    """An answer is not mathematics that this package reads, so its text is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as it is written.
+    """A number.
 
     Attributes:
-        value: exactly.
-        places: decimal places, where it is written as a decimal; None: an exact number.
-        base: where it is written with one.
+        value: exact.
+        places: decimal places if it is written as a decimal; None: an exact number.
+        base: if it is written with one.
     """
 
     value: Fraction
@@ -32,7 +32,7 @@ class Symbol:
     """A letter, a constant, a unit or a word.
 
     Attributes:
-        name: what tells it from others of its kind.
+        name: identifies it among its kind.
         kind: variables have any value; constants are e, i, pi and infinity; units have a dimension; words stand for
             themselves, `dots` among them.
     """
@@ -55,8 +55,8 @@ class Group:
 
     Attributes:
         kind: `list` has no brackets; `rows` of a matrix and of cases are groups of kind `row`.
-        items: its values.
-        marks: brackets of a tuple, what separates a list (`,`, `and`, `or`), the environment of rows.
+        items: the values.
+        marks: brackets of a tuple, separators of a list (`,`, `and`, `or`), the environment of rows.
     """
 
     kind: Literal["list", "tuple", "set", "builder", "ratio", "rows", "row"]
@@ -77,7 +77,7 @@ Node: TypeAlias = Number | Symbol | Apply | Group | Relation
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """The nodes that a node is made of."""
+    """Return the direct child nodes."""
     if isinstance(node, Apply):
         return node.args
     if isinstance(node, Group):
@@ -88,7 +88,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The node and all below it."""
+    """Yield the node and all nodes below it."""
     pending = [node]
     while pending:
         found = pending.pop()
@@ -97,5 +97,5 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def symbols(node: Node, kind: str) -> set[str]:
-    """Names of the symbols of a kind in a tree."""
+    """Return the names of the symbols of a kind in a tree."""
     return {found.name for found in walk(node) if isinstance(found, Symbol) and found.kind == kind}

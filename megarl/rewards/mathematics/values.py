@@ -21,22 +21,22 @@ DIGITS = 50
 _MAX_BITS = 20_000  # of an exact number
 _MAX_MAGNITUDE = 10_000_000  # of an approximate one: 2 to this power
 _BITS_PER_DIGIT = 3.3219
-_MAX_SPREAD = 40  # bits that may be lost in a sum before more digits are taken
+_MAX_SPREAD = 40  # bits that a sum may lose before more digits are used
 _MOST_DIGITS = 3_000
 _POINTS = 6
 _SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # of the variables at each point
-_FIRST_MIXED = 4  # from this point on, variables have signs of their own
+_FIRST_MIXED = 4  # from this point on, each variable has its own sign
 _WIDE = (57.0, 1234.0, 311.0, 98765.0)  # further points where values are whole numbers nearly everywhere
-#: Functions of which large arguments take long.
+#: Functions that are slow for large arguments.
 _GROWING = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "cis", "exp", "sinh", "cosh", "tanh", "coth"])
 
 
 class OutsideError(Exception):
-    """A value is not defined, or not real where all variables are."""
+    """A value is undefined, or not real although all variables are."""
 
 
 def context(digits: int = DIGITS) -> Any:
-    """The arithmetic of mpmath with so many digits."""
+    """Return mpmath's arithmetic with so many digits."""
     return _context(digits)
 
 
@@ -50,7 +50,7 @@ def _context(digits: int) -> Any:
 
 
 def exact(node: Node) -> Fraction | None:
-    """The rational number that an expression of rational numbers is; None: another one, or one too large."""
+    """Return the exact value of an expression of rational numbers; None: it is irrational, or too large."""
     if isinstance(node, Number):
         return node.value
     if not isinstance(node, Apply):
@@ -100,16 +100,16 @@ def _exact_operation(name: str, args: list[Fraction]) -> Fraction | None:
 
 
 class Evaluation:
-    """Evaluates expressions at one point.
+    """An evaluator of expressions at one point.
 
     Args:
         values: of the variables and units, by name.
         real: values off the real line are outside the domain.
-        log_base: what `\\log` without a base means.
+        log_base: base of `\\log` without one.
         digits: of the arithmetic.
 
     Attributes:
-        spread: binary orders of magnitude between the terms of a sum: what is lost of the smaller ones.
+        spread: binary orders of magnitude between the terms of a sum: the loss of the smaller ones.
     """
 
     def __init__(self, values: Mapping[str, Any], real: bool, log_base: float | None, digits: int = DIGITS) -> None:
@@ -119,11 +119,11 @@ class Evaluation:
         self.spread = 0
 
     def value(self, node: Node) -> Any:
-        """The value of an expression.
+        """Return the value of an expression.
 
         Raises:
-            OutsideError: it has none here.
-            UnreadError: it has none anywhere, or one too large.
+            OutsideError: it has no value here.
+            UnreadError: it has no value anywhere, or one that is too large.
         """
         if isinstance(node, Number):
             if node.base is not None:
@@ -206,7 +206,7 @@ class Evaluation:
         return self._settled(value, first)
 
     def _sum(self, args: list[Any]) -> Any:
-        """A sum whose rounding errors are zero."""
+        """Return a sum, with rounding errors set to zero."""
         ctx = self.ctx
         if any(map(ctx.isinf, args)):
             return sum(args, ctx.zero)
@@ -221,7 +221,7 @@ class Evaluation:
         return total if total and ctx.mag(total) > least else ctx.zero
 
     def _settled(self, value: Any, argument: Any) -> Any:
-        """A value of a function, zero and poles without their rounding errors."""
+        """Return a value of a function, with rounding errors at zeros and poles removed."""
         ctx = self.ctx
         if not value or ctx.isinf(value) or ctx.isinf(argument) or not argument or ctx.mag(argument) < -20:
             return value
@@ -231,7 +231,7 @@ class Evaluation:
         return ctx.zero if size < -self.kept else value
 
     def _whole(self, value: Any, rounded: Callable[[Any], Any]) -> Any:
-        """A floor or a ceiling, of a whole number itself."""
+        """Return a floor or a ceiling; of a whole number the number itself."""
         nearest = self.ctx.nint(value)
         distance = abs(value - nearest)
         return nearest if not distance or self.ctx.mag(distance) < -self.kept else rounded(value)
@@ -287,11 +287,11 @@ class Evaluation:
 def evaluate(
     nodes: tuple[Node, Node], values: Mapping[str, Any], real: bool, base: float | None
 ) -> tuple[Any, Any, int]:
-    """Two values at one point, and the digits that they have.
+    """Return two values at one point, and their number of digits.
 
     Raises:
-        OutsideError: one of them is not defined there.
-        UnreadError: one has no value anywhere, or none with a bounded number of digits.
+        OutsideError: one of them is undefined there.
+        UnreadError: one has no value anywhere, or none of bounded size.
     """
     digits = DIGITS
     while True:
@@ -307,7 +307,7 @@ def evaluate(
 
 
 def unknowns(*nodes: Node) -> list[str]:
-    """Keys of the values that an evaluation needs: variables, words and dimensions of units."""
+    """Return the keys of the values that an evaluation needs: variables, words and dimensions of units."""
     found = set()
     for node in nodes:
         found |= {f"variable {name}" for name in symbols(node, "variable")}
@@ -318,7 +318,7 @@ def unknowns(*nodes: Node) -> list[str]:
 
 
 def points(names: list[str], wide: bool = False, digits: int = DIGITS) -> list[dict[str, Any]]:
-    """Values of unknowns at some generic points; units are positive everywhere.
+    """Return values of unknowns at some generic points; units are positive everywhere.
 
     Args:
         names: of the unknowns.
@@ -339,13 +339,13 @@ def points(names: list[str], wide: bool = False, digits: int = DIGITS) -> list[d
 
 
 def _is_negative(name: str, index: int) -> bool:
-    """A sign for every variable; the first two points have opposite ones."""
+    """Return the sign of every variable; the first two points have opposite ones."""
     bits = zlib.crc32(name.encode()) >> 8
     return not name.startswith("unit") and bool((bits ^ 1 if index == 1 else bits >> index) & 1)
 
 
 def has_steps(*nodes: Node) -> bool:
-    """Whether a value jumps: a floor, a ceiling or a sign is in one of the trees."""
+    """Return whether a value jumps: one of the trees has a floor, a ceiling or a sign."""
     return any(
         isinstance(found, Apply) and found.name in ("floor", "ceil", "sgn", "abs")
         for node in nodes
@@ -354,7 +354,7 @@ def has_steps(*nodes: Node) -> bool:
 
 
 def whole_points(names: list[str], digits: int = DIGITS) -> list[dict[str, Any]]:
-    """Whole numbers, for what is defined at them only, as `(-1)^n` is."""
+    """Return whole numbers as points, for expressions that are defined only there, as `(-1)^n`."""
     ctx = context(digits)
     return [
         {name: ctx.mpf(2 + (zlib.crc32(name.encode()) + 3 * index + index * index) % 11) for name in names}
@@ -363,7 +363,7 @@ def whole_points(names: list[str], digits: int = DIGITS) -> list[dict[str, Any]]
 
 
 def is_complex(*nodes: Node) -> bool:
-    """Whether the imaginary unit is in one of the trees."""
+    """Return whether the imaginary unit is in one of the trees."""
     return any(
         found == Symbol("i", "constant") or (isinstance(found, Apply) and found.name == "cis")
         for node in nodes
@@ -372,7 +372,7 @@ def is_complex(*nodes: Node) -> bool:
 
 
 def log_bases(*nodes: Node) -> tuple[float | None, ...]:
-    """What `\\log` may mean in these trees: the natural logarithm (None) or that of base 10."""
+    """Return the possible bases of `\\log` in these trees: None (natural logarithm) or 10."""
     bare = any(
         isinstance(found, Apply) and found.name == "log" and len(found.args) == 1
         for node in nodes
@@ -382,7 +382,7 @@ def log_bases(*nodes: Node) -> tuple[float | None, ...]:
 
 
 def near(left: Any, right: Any, digits: int = DIGITS) -> bool:
-    """Whether two values agree to all but the last ten digits."""
+    """Return whether two values agree to all but the last ten digits."""
     ctx = context(digits)
     if ctx.isinf(left) or ctx.isinf(right):
         return bool(left == right)

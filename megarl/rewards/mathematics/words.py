@@ -1,4 +1,4 @@
-"""Tables of the words and commands that answers are written with."""
+"""Tables of the words and commands used in answers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _unit("rupee", 1, "rupees", "rupees", "Rs", "INR", "\u20b9")
 _unit("peso", 1, "pesos", "pesos")
 _unit("pence", 1, "pence", "penny", "pennies")
 
-#: Speeds with a name: what is divided by what.
+#: Speeds with a name: numerator and denominator.
 SPEEDS = {"mph": ("mi", "h"), "kph": ("km", "h"), "kmh": ("km", "h"), "kmph": ("km", "h"), "fps": ("ft", "s")}
 
 #: Things that are counted. `5\text{ apples}` answers 5, and not 5 oranges; any other word is part of an answer.
@@ -110,7 +110,7 @@ for _entry in COUNTED.split():
     if _one not in UNIT_SPELLINGS and _one != "pair":
         _unit(_one, 1, f"counted {_one}", _many or f"{_one}s")
 
-#: Units that are read in formulas, too, right after a number; others only after white space, or in text.
+#: Units that are also read in formulas, right after a number; others only after white space, or in text.
 COMMON_UNITS = _words("cm mm km kg mg ml mL ft lb lbs oz mph kph hr hrs min sec")
 #: Single letters that are units after a number and white space, outside of text.
 LETTER_UNITS = frozenset("msgL")
@@ -125,7 +125,7 @@ _NUMERALS = (
 NUMERALS = {word: value for value, word in enumerate(_NUMERALS.split())} | {
     "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90,
 }  # fmt: skip
-#: Words after a number that make another one of it, or deny it; what else stands there in lower case was counted.
+#: Words after a number that change or deny it; any other lower-case word there names the counted things.
 CHANGING = _words(
     "half halves third thirds quarter quarters squared cubed factorial doubled tripled halved dozen dozens score "
     "scores gross pair pairs couple couples hundreds thousands millions billions trillions lakh lakhs crore crores "
@@ -160,7 +160,7 @@ TEXT_COMMANDS = _words(
     "text textbf textit textrm textsf texttt textup textnormal mbox hbox emph mathrm rm operatorname mathop mathsf "
     "mathtt mathit textmd textsc"
 )
-#: Commands that change only how something looks, with or without braces after them.
+#: Commands that change only the style, with or without braces after them.
 LOOKS = _words(
     "mathbf boldsymbol bm bf pmb displaystyle textstyle scriptstyle limits nolimits left right big Big bigg Bigg bigl "
     "bigr Bigl Bigr biggl biggr Biggl Biggr middle boxed fbox mathstrut strut it mathnormal ensuremath "
