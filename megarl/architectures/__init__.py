@@ -1,8 +1,9 @@
-"""The supported architectures, one file each: what it reads of a Hugging Face config, its tensors, what is refused.
+"""The supported architectures, one file each: the keys of a Hugging Face config that it reads, its tensors, its
+refusals.
 
-A key that the model class of transformers does not read has no effect here either, whatever it says. Plain data without
-torch and transformers, so that a dry run and the workers decide by the same functions. To add one, write its file and
-name it below. Source: the configuration and modelling files of these models in transformers 5.23.
+A key that the model class of transformers does not read has no effect here either. Plain data without torch and
+transformers, so that a dry run and the workers decide by the same functions. To add one, write its file and name it
+below. Source: the configuration and modelling files of these models in transformers 5.23.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture(model_type: object, source: str) -> Architecture:
-    """The architecture of that name; `source` names the config in errors. ConfigError when it is not supported."""
+    """Return the architecture of that name; `source` names the config in errors. Raise ConfigError for others."""
     if model_type not in ARCHITECTURES:
         near = close_matches(str(model_type), ARCHITECTURES)
         raise ConfigError(

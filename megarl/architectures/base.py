@@ -1,4 +1,4 @@
-"""What a file about one architecture says: the keys it reads, how its layers differ, its tensors, what is refused."""
+"""The description of an architecture: the keys that it reads, how its layers differ, its tensors, its refusals."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from megarl.architectures.tensors import WeightRule
 
-#: refuse(key, value found, what is allowed, what is wrong): raises a ConfigError that names the key.
+#: refuse(key, value found, allowed values, problem): raises a ConfigError that names the key.
 Refuse = Callable[..., None]
-#: fn(config.json, values that are read of it, refuse)
+#: fn(config.json, the values that are read, refuse)
 Refusal = Callable[[Mapping[str, Any], Mapping[str, Any], Refuse], None]
 
 
@@ -20,20 +20,20 @@ class Architecture:
 
     Attributes:
         model_type: its name in config.json.
-        keys: all that it reads and that changes what the model computes, with the defaults of its configuration class.
+        keys: all that it reads and that change the model's computation, with the defaults of its configuration class.
             `num_experts` stands for every spelling of that number.
         null: which of them may be null.
-        windows: which layers see a sliding window: `none`; `all`, when `sliding_window` is a number; `all_if_used`,
-            when `use_sliding_window` says so too; `chosen`, those of `layer_types`.
+        windows: layers with a sliding window: `none`; `all`, when `sliding_window` is a number; `all_if_used`, when
+            `use_sliding_window` is also set; `chosen`, those of `layer_types`.
         tensors: its weights without the head.
-        fields: further fields of its configuration class, without effect on what the model computes here.
+        fields: further fields of its configuration class, without effect on the model's computation here.
         experts_keys: the field and the other name of the number of experts. Both are one attribute in transformers;
             where a config has both, the one that is no field of the class is set last and wins.
         qkv_bias: the projections to query, key and value have a bias.
         qk_norm: queries and keys are normalised per head.
-        even_hidden: its configuration class wants hidden_size to be a multiple of the heads, `head_dim` or not.
-        experts_optional: without experts it is a dense model.
-        refusals: what else cannot be run, and why, one function each.
+        even_hidden: its configuration class requires hidden_size to be a multiple of the heads, even with `head_dim`.
+        experts_optional: without experts the model is dense.
+        refusals: further refusals, one function each.
     """
 
     model_type: str
@@ -50,7 +50,7 @@ class Architecture:
     refusals: tuple[Refusal, ...] = ()
 
 
-#: Names of RoPE's numbers that are no fields of any class, and are read all the same.
+#: Names of RoPE's numbers that are read although no class has them as fields.
 ROPE_KEYS: dict[str, Any] = {
     "rope_scaling": None,
     "rope_theta": 10000.0,

@@ -1,4 +1,4 @@
-"""Checks every value of a config.json that its architecture reads: legal, and computed by the Megatron model alike."""
+"""Checks of every value of a config.json that its architecture reads: legal, and computed alike by Megatron."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.errors import ConfigError
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE scaling that are supported."""
 
-# Numbers that each kind of scaling cannot do without; yarn's factor may be null (a ratio of lengths then).
+# Numbers that each kind of scaling requires; yarn's factor may be null (a ratio of lengths then).
 _ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
@@ -42,11 +42,11 @@ _FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")  # tra
 
 
 def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """`read_keys`, and every value checked.
+    """Return `read_keys`, with every value checked.
 
     Raises:
-        ConfigError: an architecture that is not supported, a value that is none or that transformers does not run
-            with, or a variant that the Megatron model would compute differently; `source` names the config.
+        ConfigError: an unsupported architecture, a missing value or one that transformers does not run with, or a
+            variant that the Megatron model would compute differently; `source` names the config.
     """
     found = architecture(raw.get("model_type"), source)
     values = read_keys(raw)

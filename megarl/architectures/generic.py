@@ -1,7 +1,7 @@
-"""Keys that transformers reads of every config.json, whatever its class: what they must be for the models here.
+"""Keys that transformers reads of every config.json, for any class: their legal values for the models here.
 
-They stand in no class's list of fields, so nothing else in this folder knows of them. Found by recording what
-transformers 5.23 looks up while it loads and runs a model; a test repeats that.
+They are in no class's list of fields, so nothing else in this folder checks them. They were found by recording the
+look-ups of transformers 5.23 while it loads and runs a model; a test repeats that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.architectures.base import Refuse
 
-#: (whether a value is legal, what is allowed, what is wrong with others)
+#: (whether a value is legal, allowed values, problem of others)
 _Rule = tuple[Callable[[Any], bool], str, str]
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float", "half", "double", "float8_e4m3fn", "float8_e5m2")
 _ILLEGAL = "transformers does not load a model with this value"
@@ -48,7 +48,7 @@ def _dtype(value: Any) -> bool:
 _INSIDE: _Rule = (lambda value: value is None, "null", "transformers reads the model's sizes there")
 _DTYPE: _Rule = (_dtype, ", ".join(_DTYPES[:4]), _ILLEGAL)
 
-#: What makes another model of the rest. transformers keeps these as attributes, whatever wrote the config.
+#: Keys that change the model. transformers keeps these as attributes, whatever wrote the config.
 MEANINGS: dict[str, _Rule] = {
     "is_causal": (
         lambda value: value is True,
@@ -60,7 +60,7 @@ MEANINGS: dict[str, _Rule] = {
     "pruned_heads": (_empty, "null", "attention heads that were taken out are not supported"),
     "return_dict": (lambda value: value is True, "true", "transformers does not run a model without it"),
 }
-#: What changes nothing, and has to be of its type.
+#: Keys that change nothing, and have to be of their type.
 _TYPES: dict[str, _Rule] = {
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
     **dict.fromkeys(("bos_token_id", "pad_token_id"), (_token, "integer, or null", _ILLEGAL)),
@@ -71,7 +71,7 @@ _TYPES: dict[str, _Rule] = {
     "use_cache": (lambda value: isinstance(value, bool), "true, false", _ILLEGAL),
     "initializer_range": (lambda value: isinstance(value, float), "number, with a decimal point", _ILLEGAL),
     "auto_map": (lambda value: isinstance(value, Mapping), "a mapping, or no such key", _ILLEGAL),
-    # Mappings that say something are the business of other checks.
+    # Other checks cover mappings with content.
     "quantization_config": (lambda value: value is None or bool(value), "a mapping, or null", _ILLEGAL),
     "per_layer_config": (lambda value: bool(value) or _empty(value), "null", _ILLEGAL),
     "fusion_config": (_empty, "null", "layers that are fused are not supported"),
@@ -90,7 +90,7 @@ GENERIC = MEANINGS | _TYPES
 
 
 def check_generic(raw: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse what makes another model of the rest, and what transformers would not load."""
+    """Refuse keys that change the model, and values that transformers would not load."""
     for key, (legal, allowed, wrong) in GENERIC.items():
         if key in raw and not legal(raw[key]):
             refuse(key, raw[key], allowed, wrong)

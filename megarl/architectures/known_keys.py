@@ -1,7 +1,8 @@
-"""The keys of `model.hf_config` that mean something, by architecture.
+"""The known keys of `model.hf_config`, by architecture.
 
-A Hugging Face configuration takes any key and keeps it, so a misspelt size silently becomes the default of a large
-model. The lists here and in the architectures' files hold what transformers' classes read; a test compares the two.
+A Hugging Face configuration accepts and keeps any key, so a misspelt size silently becomes the default of a large
+model. The lists here and in the architectures' files hold the keys that transformers' classes read; a test compares
+them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from megarl.errors import close_matches
 OLDER = frozenset({"model_type", "output_attentions", "rope_scaling", "rope_theta", "torch_dtype"})
 """What every class takes in addition to its fields: names that older versions wrote."""
 
-# Of no class here, and in config.json files of models that are supported: Qwen's distillations of R1 (use_mrope),
-# quantised ones, models with code of their own, and what earlier versions and other trainers wrote.
+# Of no class here, and in config.json files of supported models: Qwen's distillations of R1 (use_mrope), quantised
+# ones, models with their own code, and keys of earlier versions and other trainers.
 _PUBLISHED = frozenset(
     {
         *("use_mrope", "quantization_config", "compression_config", "auto_map", "tokenizer_class"),
@@ -26,7 +27,7 @@ _PUBLISHED = frozenset(
 )
 
 
-# Fields of every class that change nothing of what the model computes here.
+# Fields of every class that do not change the model's computation here.
 _FIELDS = (
     *("architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"),
     *("initializer_range", "is_encoder_decoder", "label2id", "output_hidden_states", "pad_token_id", "problem_type"),
@@ -43,14 +44,14 @@ ROPE_NUMBERS = frozenset(
 
 
 def known_keys(model_type: str) -> frozenset[str]:
-    """Every key of an architecture that its configuration class in transformers reads."""
+    """Return every key of an architecture that its configuration class in transformers reads."""
     found = ARCHITECTURES[model_type]
     read = (name for name in found.keys if name not in ROPE_KEYS)
     return OLDER.union(read, _FIELDS, found.fields, found.experts_keys or ())
 
 
 def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
-    """(dotted key, what to do about it) of every key that is a slip: near a legal one, or of no class that is known."""
+    """Return (dotted key, remedy) of every key that is a likely mistake: close to a legal one, or of no known class."""
     model_type = hf_config["model_type"]
     legal = _legal(model_type)
     foreign = _foreign(model_type)
@@ -64,7 +65,7 @@ def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def ignored_keys(hf_config: dict[str, Any]) -> list[str]:
-    """Keys that are read for other models only, or by other programs: published config.json files hold some."""
+    """Return the keys that are read only for other models or by other programs: published files hold some."""
     legal, foreign = _legal(hf_config["model_type"]), _foreign(hf_config["model_type"])
     return [name for name in _not_in(hf_config, legal) if name in foreign]
 
@@ -74,9 +75,9 @@ def _legal(model_type: str) -> frozenset[str]:
 
 
 def _foreign(model_type: str) -> frozenset[str]:
-    """Keys that a config.json of `model_type` may hold by descent: those of other classes, and of no class.
+    """Return keys that a config.json of `model_type` may inherit: those of other classes, and of no class.
 
-    Not those of experts where the class has none: who writes them wants another model.
+    Keys of experts are excluded if the class has none: they ask for another model.
     """
     sparse = {name for name in ARCHITECTURES if "num_experts" in ARCHITECTURES[name].keys}
     relatives = [name for name in ARCHITECTURES if model_type in sparse or name not in sparse]
@@ -84,7 +85,7 @@ def _foreign(model_type: str) -> frozenset[str]:
 
 
 def _not_in(values: dict[str, Any], known: frozenset[str]) -> list[str]:
-    """Keys that are not known; those that begin with `_` are the class's own, which a config.json may hold."""
+    """Return the unknown keys; those that begin with `_` are the class's own, which a config.json may hold."""
     return [name for name in values if name not in known and not name.startswith("_")]
 
 

@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin: Llama's layers, all with one sliding window or none."""
+"""Mistral 7B and its relatives: Llama's layers, all with one sliding window or none."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from megarl.architectures.tensors import OUTER, attention, experts
 
 
 def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """transformers 5.23 fails there: only this class does not work out its own head_dim."""
+    """Refuse yarn without head_dim: transformers 5.23 fails there, since only this class does not derive it."""
     scaling = values["rope_scaling"] or values["rope_parameters"] or {}
     if scaling.get("rope_type", scaling.get("type")) == "yarn" and values["head_dim"] is None:
         width = values["hidden_size"] // values["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""How many parameters each part of a model has, counted over the table of tensors that loading goes by."""
+"""Parameter counts of each part of a model, from the table of tensors that loading uses."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from megarl.architectures.tensors import Part, WeightRule
 
-#: Parts of a model. `norms` are those of the layers, queries and keys included.
+#: Parts of a model. `norms` are those of the layers, including queries and keys.
 COMPONENTS = ("embedding", "norms", "attention", "router", "experts", "mlp", "final_norm", "head")
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Parameters of one component.
+    """The parameters of one component.
 
     Attributes:
-        matrices: those that tokens are multiplied with.
-        vectors: biases and scales.
+        matrices: of matrices that tokens are multiplied with.
+        vectors: of biases and scales.
     """
 
     matrices: int = 0
@@ -31,7 +31,7 @@ class Elements:
 
 
 def elements(table: Iterable[WeightRule], size: Mapping[str, int]) -> dict[str, Elements]:
-    """Parameters of each component: in one layer where layers have it, of one expert where experts have it.
+    """Return the parameters of each component: per layer or per expert for components of layers or experts.
 
     Args:
         table: tensors of the architecture, with its head.
@@ -58,7 +58,7 @@ _OF_PART: dict[Part, str] = {
 
 
 def component(rule: WeightRule) -> str:
-    """The component that a tensor belongs to."""
+    """Return the component that a tensor belongs to."""
     if rule.part != "layer":
         return _OF_PART[rule.part]
     return "norms" if "layernorm" in rule.param else "attention"

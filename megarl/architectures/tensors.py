@@ -1,7 +1,7 @@
 """The tensors of an architecture: which Megatron parameter each Hugging Face tensor belongs to, and its shape.
 
 `{i}` is the layer and `{e}` the expert: global numbers in Hugging Face names, numbers local to the chunk in Megatron
-names. An architecture's file puts its table together from these parts.
+names. An architecture's file composes its table of these parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Split = Literal["copy", "vocab", "row", "qkv", "gate_up"]
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A Hugging Face tensor; `shape` are names of `plan.dimensions`."""
+    """A Hugging Face tensor; `shape` holds names of `plan.dimensions`."""
 
     name: str
     shape: tuple[str, ...]
@@ -23,11 +23,11 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One Megatron parameter and the tensors it is made of.
+    """One Megatron parameter and the tensors that it is made of.
 
-    part: which layers and pipeline chunks have it. split: how tensor parallelism cuts it (`copy`: not at all; `vocab`:
-    rows, the last padded; `row`: columns of the weight; `qkv`: rows, interleaved by key/value group; `gate_up`: rows of
-    the gate over rows of the up projection).
+    part: the layers and pipeline chunks that have it. split: how tensor parallelism splits it (`copy`: not at all;
+    `vocab`: rows, the last padded; `row`: columns of the weight; `qkv`: rows, interleaved by key/value group;
+    `gate_up`: rows of the gate over rows of the up projection).
     """
 
     param: str
@@ -40,7 +40,7 @@ _HF, _MCORE = "model.layers.{i}.", "decoder.layers.{i}."
 
 
 def attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[WeightRule, ...]:
-    """Norms and projections of a layer's attention, and the norm before its feed-forward part."""
+    """Return norms and projections of a layer's attention, and the norm before its feed-forward part."""
 
     def qkv(kind: str, *tail: str) -> WeightRule:
         names = (("q", "query"), ("k", "kv"), ("v", "kv"))
@@ -71,7 +71,7 @@ def _mlp(param: str, part: Part, width: str, gate: str, up: str, down: str) -> t
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
-    """Router and experts of a layer, by their Hugging Face names: the block, and the projections of an expert."""
+    """Return a layer's router and experts, by their Hugging Face names: the block, and an expert's projections."""
     names = (f"{_HF}{block}.experts.{{e}}.{name}.weight" for name in (gate, up, down))
     router = WeightSource(f"{_HF}{block}.gate.weight", ("experts", "hidden"))
     return (

@@ -1,4 +1,4 @@
-"""What an architecture's file makes of a config.json: its values, and the sizes and windows that follow from them."""
+"""The values that an architecture reads from a config.json, and the sizes and windows that follow from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def read_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What the architecture of `raw` (a config.json) reads of it, with its own defaults for the keys left out."""
+    """Return the values that the architecture of `raw` (a config.json) reads, with its own defaults for absent keys."""
     model_type = raw["model_type"]
     values = {key: raw.get(key, default) for key, default in ARCHITECTURES[model_type].keys.items()}
     values["model_type"] = model_type
@@ -25,37 +25,37 @@ def read_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def head_width(values: Mapping[str, Any]) -> int:
-    """Width of one attention head."""
+    """Return the width of one attention head."""
     width: int | None = values["head_dim"]
     return values["hidden_size"] // values["num_attention_heads"] if width is None else width
 
 
 def key_value_heads(values: Mapping[str, Any]) -> int:
-    """Key/value heads."""
+    """Return the number of key/value heads."""
     heads: int | None = values["num_key_value_heads"]
     return values["num_attention_heads"] if heads is None else heads
 
 
 def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
-    """For each layer, whether its feed-forward part is a mixture of experts."""
+    """Return for each layer whether its feed-forward part is a mixture of experts."""
     count, experts = values["num_hidden_layers"], values.get("num_experts", 0)
     dense, step = set(values.get("mlp_only_layers") or ()), values.get("decoder_sparse_step", 1)
     return [experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
 
 
 def expert_count(values: Mapping[str, Any]) -> int:
-    """Routed experts of a layer that has some; 0 when no layer has."""
+    """Return the number of routed experts of a layer that has some; 0 when no layer has."""
     return values["num_experts"] if any(sparse_layers(values)) else 0
 
 
 def expert_width(values: Mapping[str, Any]) -> int:
-    """Width of one expert's feed-forward part; of the dense one where there are no experts."""
+    """Return the width of one expert's feed-forward part; of the dense one if there are no experts."""
     width: int = values.get("moe_intermediate_size", values["intermediate_size"])
     return width if expert_count(values) else values["intermediate_size"]
 
 
 def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes that the tables of tensors name (`megarl.architectures.tensors`)."""
+    """Return the sizes that the tables of tensors name (`megarl.architectures.tensors`)."""
     head, groups = head_width(values), key_value_heads(values)
     return {
         "one": 1,
@@ -72,7 +72,7 @@ def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Keys that a query of each layer sees at most, itself included; None: all before it."""
+    """Return for each layer how many keys a query sees at most, itself included; None: all before it."""
     count, kind = values["num_hidden_layers"], ARCHITECTURES[values["model_type"]].windows
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if kind == "none":
@@ -86,7 +86,7 @@ def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def only_in_training(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that transformers obeys in training only, and that ask for what this trainer does not do."""
+    """Return the keys that transformers obeys only in training, and whose effect this trainer lacks."""
     asked = {key: values.get(key) for key in ("attention_dropout", "router_jitter_noise") if values.get(key)}
     if values.get("output_router_logits") and values["router_aux_loss_coef"]:
         asked["output_router_logits"] = True
@@ -94,7 +94,7 @@ def only_in_training(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def training_problems(asked: Iterable[tuple[str, object]], source: str) -> list[ConfigError]:
-    """An error for each key and value of `only_in_training`; `source` names the config."""
+    """Return an error for each key and value of `only_in_training`; `source` names the config."""
     return [
         ConfigError(
             "transformers obeys this key when it trains, and megarl does not: the training would be another one",
@@ -108,8 +108,9 @@ def training_problems(asked: Iterable[tuple[str, object]], source: str) -> list[
 
 
 def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE as transformers puts it together: `rope_scaling` (the older name) before `rope_parameters`, with its kind in
-    `rope_type` and with the keys that may also stand beside it."""
+    """Return RoPE as transformers composes it: `rope_scaling` (the older name) before `rope_parameters`, with its kind
+    in `rope_type` and with keys that may also stand outside.
+    """
     scaling = dict(values["rope_scaling"] or values["rope_parameters"] or {})
     scaling.setdefault("rope_type", scaling.get("type", "default"))
     for key in ("rope_theta", "partial_rotary_factor"):

@@ -1,4 +1,4 @@
-"""Sizes of what a robot policy sees with: vision towers, and what brings their features into the language model.
+"""Sizes of a robot policy's vision part: vision towers, and the projector of their features into the language model.
 
     pictures -> tower(s): features of each patch -> joined -> projector -> embeddings of the language model
     state    -> state projector -------------------------------------------> one more of these
@@ -16,26 +16,26 @@ from typing import Any
 
 from megarl.errors import ConfigError
 
-#: Tensors of a policy's language model begin so in checkpoints.
+#: Prefix of the tensors of a policy's language model in checkpoints.
 LANGUAGE_MODEL = "language_model."
-#: Those that make an embedding of the robot's state begin so.
+#: Prefix of the tensors that embed the robot's state.
 STATE_PROJECTOR = "proprio_projector."
 _KEYS = ("width", "blocks", "heads", "mlp", "patch", "image", "class_token", "registers", "layer_scale")
 
 
 @dataclass(frozen=True)
 class TowerShape:
-    """A vision transformer, as far as it is used: the features of patches after `blocks` blocks, without a last norm.
+    """The used part of a vision transformer: the features of patches after `blocks` blocks, without a last norm.
 
     Attributes:
         width: of features.
-        blocks: that are run: all but the last one of a published tower.
+        blocks: number of executed blocks: all but the last of a published tower.
         heads: of attention.
-        mlp: width between the two maps of a block.
+        mlp: width between the two linear maps of a block.
         patch, image: side of a patch and of a picture, in pixels.
-        class_token: a token that stands for the picture.
-        registers: tokens without a meaning of their own.
-        layer_scale: each branch of a block is scaled by a vector.
+        class_token: whether a token represents the whole picture.
+        registers: number of tokens without meaning.
+        layer_scale: whether a vector scales each branch of a block.
     """
 
     width: int
@@ -50,12 +50,12 @@ class TowerShape:
 
     @property
     def patches(self) -> int:
-        """Of a picture."""
+        """Number of patches of a picture."""
         return (self.image // self.patch) ** 2
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name."""
+        """Shapes of the tensors, by name."""
         width, found = self.width, dict[str, tuple[int, ...]]()
         if self.class_token:
             found["cls_token"] = (1, 1, width)
@@ -85,12 +85,12 @@ _AFTER_BLOCKS = ("norm.", "fc_norm.", "attn_pool.", "head.")
 
 @dataclass(frozen=True)
 class VisionShape:
-    """All that a policy sees with.
+    """The vision part of a policy.
 
     Attributes:
-        towers: one or two, of equally many patches; they get the same pictures, each normalised in its own way.
+        towers: one or two, of equally many patches, for the same pictures in each tower's own normalisation.
         hidden: width of the language model.
-        state: numbers of the robot's own state that are one more embedding; 0: there is none.
+        state: numbers of the robot's own state, which are one more embedding; 0: there is none.
     """
 
     towers: tuple[TowerShape, ...]
@@ -99,17 +99,17 @@ class VisionShape:
 
     @property
     def patches(self) -> int:
-        """Embeddings of a picture."""
+        """Number of embeddings of a picture."""
         return self.towers[0].patches
 
     @property
     def parameters(self) -> int:
-        """Numbers in all tensors."""
+        """Number of values in all tensors."""
         return sum(math.prod(shape) for _, shape in self.tensors.values())
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """By name of the parameter: name and shape of the tensor in a checkpoint."""
+        """Tensors by name of the parameter: name and shape in a checkpoint."""
         found = {
             f"towers.{number}.{name}": (f"vision_backbone.{_TOWER_NAMES[number]}.{name}", shape)
             for number, tower in enumerate(self.towers)
@@ -130,12 +130,12 @@ class VisionShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], hidden: int, where: str) -> VisionShape:
-        """What `config`, a policy's config.json, says.
+        """Return the vision part that `config`, a policy's config.json, describes.
 
         Towers are `timm_model_ids` of a published checkpoint, or `vision_towers`: a list of their sizes.
 
         Raises:
-            ConfigError: towers that are not known, sizes that are missing or do not fit; `where` is named.
+            ConfigError: unknown towers, or sizes that are missing or do not fit; the message names `where`.
         """
         spelt, names = config.get("vision_towers"), config.get("timm_model_ids")
         if spelt is not None:
@@ -158,9 +158,10 @@ class VisionShape:
         return cls(towers, hidden, state_size(config, where))
 
     def passed_over(self, name: str) -> bool:
-        """Whether tensor `name` of a published checkpoint is of a part of its towers that is not run.
+        """Return whether tensor `name` of a published checkpoint belongs to a part of its towers that is not executed.
 
-        The last block and what follows it: features are those of the block before, without a norm. SigLIP's pooling.
+        These are the last block and everything after it (features are those of the block before, without a norm), and
+        SigLIP's pooling.
         """
         for number, tower in enumerate(self.towers):
             before = f"vision_backbone.{_TOWER_NAMES[number]}."
@@ -170,13 +171,13 @@ class VisionShape:
 
 
 def state_size(config: Mapping[str, Any], where: str) -> int:
-    """Numbers of the robot's state that a policy takes; 0: it takes none.
+    """Return the size of the robot's state that a policy takes; 0: it takes none.
 
-    `state_dim`, or `use_proprio` and `proprio_dim` as SimpleVLA-RL writes them: of a policy without a state both, too,
-    the first of them false.
+    It is `state_dim`, or `use_proprio` and `proprio_dim` as SimpleVLA-RL writes them, where `use_proprio` is false for
+    a policy without a state.
 
     Raises:
-        ConfigError: they contradict each other, or are no such sizes.
+        ConfigError: they contradict each other, or are invalid.
     """
     own, used, size = config.get("state_dim"), config.get("use_proprio"), config.get("proprio_dim")
     for key, value in (("state_dim", own), ("proprio_dim", size)):

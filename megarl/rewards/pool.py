@@ -97,9 +97,7 @@ class ScorerPool:
             self._drop(worker)
 
     def _chunks(self, samples: list[Sample]) -> list[list[int]]:
-        """Split the positions. Sequential mode: short runs. Batch mode: a chunk per process, with whole groups
-        (uid).
-        """
+        """Split the positions. Sequential mode: short runs. Batch mode: a chunk per process, groups (uid) whole."""
         if self._mode == "sequential":
             size = max(1, len(samples) // (self._size * _CHUNKS_PER_WORKER))
             return [list(range(a, min(a + size, len(samples)))) for a in range(0, len(samples), size)]

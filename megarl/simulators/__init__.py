@@ -1,1 +1,1 @@
-"""What runs in the interpreter of a simulator, which may know nothing of megarl: standard library, numpy, itself."""
+"""Code that runs in a simulator's interpreter, without megarl: standard library, numpy, and the simulator's package."""

@@ -1,8 +1,8 @@
 """Frames of an episode for a reward that looks at videos: of every environment step, thinned while it is played.
 
-An episode of 512 environment steps with pictures of 256 pixels is 100 MB; an encoder of videos reads 64 frames of it,
-evenly spread, and which ones is known at its end only. So four times as many are held: when they are too many, every
-second one goes, and from then on only every second one is taken.
+An episode of 512 environment steps with pictures of 256 pixels is 100 MB; a video encoder reads 64 evenly spaced frames
+of it, which are known only at the end. So four times as many are kept: when there are more, every second one is
+dropped, and from then on only every second one is recorded.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Frames = NDArray[np.uint8]
-_HELD = 4  # times the frames that are asked for
+_HELD = 4  # times the requested frames
 
 
 class ClipRecorder:
-    """Holds frames of one episode, as the simulator rendered them.
+    """A recorder of one episode's frames, as the simulator rendered them.
 
     Args:
-        cameras: whose frames are held.
-        frames: that a clip has at most; at most `4 * frames + 2` of each camera are held.
+        cameras: cameras to record.
+        frames: maximum number in a clip; up to `4 * frames + 2` per camera are kept.
     """
 
     def __init__(self, cameras: Sequence[str], frames: int) -> None:
@@ -31,7 +31,7 @@ class ClipRecorder:
         self._last: dict[str, Frames] = {}
 
     def add(self, seen: Mapping[str, Frames]) -> None:
-        """What is seen after the reset, then after each environment step."""
+        """Add the frames after the reset, then after each environment step."""
         self._last = {camera: np.array(seen[camera], np.uint8) for camera in self._cameras}
         if self._count % self._stride == 0:
             self._held[self._count] = self._last
@@ -41,17 +41,18 @@ class ClipRecorder:
             self._held = {place: held for place, held in self._held.items() if place % self._stride == 0}
 
     def places(self) -> list[int]:
-        """Environment steps that `clip` shows; 0 is the reset."""
+        """Return the environment steps that `clip` shows; 0 is the reset."""
         if self._count <= self._frames:
             return list(range(self._count))
         wanted = np.linspace(0, self._count - 1, self._frames, dtype=np.int64).tolist()
         return [*(self._nearest(place) for place in wanted[:-1]), self._count - 1]
 
     def clip(self) -> dict[str, Frames]:
-        """Frames uint8 [n, H, W, 3] by camera: all of a short episode, else `frames` evenly spread with both ends.
+        """Return frames uint8 [n, H, W, 3] by camera: all of a short episode, else `frames` evenly spaced with both
+        ends.
 
-        Exact up to `4 * frames + 1` frames; of longer episodes each is the nearest that was held, which is half a
-        stride away at most.
+        Exact up to `4 * frames + 1` frames; in longer episodes each is the nearest kept frame, up to half a stride
+        away.
         """
         chosen = [self._held.get(place, self._last) for place in self.places()]
         return {camera: np.stack([one[camera] for one in chosen]) for camera in self._cameras}

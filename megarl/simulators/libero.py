@@ -1,15 +1,15 @@
 """LIBERO: a Franka arm, four suites of ten tasks and one of 90, 50 start states each. Needs hf-libero and its meshes.
 
 A task is `SUITE/NUMBER`, libero_spatial/0 to libero_90/89, in LIBERO's order. A trial is one of its start states;
-`settle` actions that do nothing come first and count nowhere. An action is 7 numbers, -1 to 1:
-change of position and of orientation, and the gripper, -1 opens and 1 closes: whatever else a policy's gripper says
-(0 to 1, the other sign, values between) is turned into that by whoever reads the policy. The state is 8 numbers:
-position of the gripper, its axis-angle orientation, and its two fingers. Pictures are as robosuite gives them: upside
-down, which OpenVLA's pre-processing answers by a turn of 180 degrees.
+`settle` actions that do nothing come first and are not counted. An action is 7 numbers, -1 to 1: change of position and
+of orientation, and the gripper, -1 opens and 1 closes. The reader of the policy converts other gripper conventions (0
+to 1, the other sign, values between). The state is 8 numbers: position of the gripper, its axis-angle orientation, and
+its two fingers. Pictures are as robosuite renders them: upside down, which OpenVLA's pre-processing corrects by a turn
+of 180 degrees.
 
 Pictures are those of LIBERO's own observations, taken one physics step (2 ms) before the end of an environment step.
-They are rendered for the last action of a chunk only. Fixtures (a stove, a cabinet) are no part of a start state: they
-lie where `seed(0)` and one reset put them, as in the evaluation of OpenVLA, and in every episode.
+They are rendered only for the last action of a chunk. Fixtures (a stove, a cabinet) are not part of a start state: in
+every episode they are where `seed(0)` and one reset put them, as in OpenVLA's evaluation.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
 
 #: Suite to the environment steps after which OpenVLA's evaluation ends an episode.
 SUITES = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-#: What `limits` may be -> suite to its limit.
+#: Value of `limits` -> suite to its limit.
 LIMITS: Mapping[str, Mapping[str, int]] = {"common": dict.fromkeys(SUITES, 512), "openvla": SUITES}
 #: Camera to its name in robosuite.
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
 NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)
 MESHES = ("articulated_objects", "stable_scanned_objects", "turbosquid_objects", "stable_hope_objects", "scenes")
-ATTEMPTS = 100  # to place fixtures; LIBERO itself tries for ever
+ATTEMPTS = 100  # attempts to place fixtures; LIBERO itself tries for ever
 
 
 class Libero(Simulator):
@@ -50,19 +50,19 @@ class Libero(Simulator):
     """
 
     settings: ClassVar[Mapping[str, Any]] = {
-        "suites": tuple(name for name in SUITES if name != "libero_90"),  # 90 tasks more, for those who name it
+        "suites": tuple(name for name in SUITES if name != "libero_90"),  # 90 more tasks, if named
         "limits": "common",  # environment steps of an episode: 512 in all suites; `openvla`: by suite, 220 to 520
-        "max_steps": None,  # environment steps of an episode, whatever `limits` says
+        "max_steps": None,  # environment steps of an episode; overrides `limits`
         "size": 256,  # height and width of the pictures
         "cameras": tuple(CAMERAS),
-        "settle": 10,  # actions that do nothing, while what was placed in the air falls
-        "shadows": True,  # shadows and reflections: up to a third of the time of a picture, without a GPU
-        "assets": None,  # the folder of the meshes, where it is not one of LIBERO's own places
+        "settle": 10,  # actions that do nothing, while objects placed in the air fall
+        "shadows": True,  # shadows and reflections: up to a third of a picture's time without a GPU
+        "assets": None,  # folder of the meshes, if it is not one of LIBERO's own places
     }
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """The tasks of all `suites`, in LIBERO's order."""
+        """Return the tasks of all `suites`, in LIBERO's order."""
         chosen = {**cls.settings, **settings}
         return [spec for suite in chosen["suites"] for spec in _specs(suite, chosen)]
 
@@ -83,7 +83,7 @@ class Libero(Simulator):
         self._steps, self._over = 0, True
 
     def _place(self) -> None:
-        """Put the fixtures where one reset after `seed(0)` puts them; the resets of episodes build nothing again."""
+        """Put the fixtures where one reset after `seed(0)` puts them; resets of episodes do not rebuild the scene."""
         self._env.seed(0)
         self._reset()
         model = self._env.env.sim.model
@@ -109,7 +109,7 @@ class Libero(Simulator):
         flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
 
     def _as_constructed(self) -> None:
-        """What a reset that builds the scene again would reset, and one that does not leaves from the last episode."""
+        """Reset the state that a reset with rebuilding clears, and one without keeps from the last episode."""
         for observable in self._env.env._observables.values():
             observable.reset()  # its clock
             observable._sampled = False
@@ -146,7 +146,7 @@ class Libero(Simulator):
             raw, _, success, _ = self._env.step(action)
             if success:
                 break
-        if success and executed < len(chunk):  # nobody had asked for this picture
+        if success and executed < len(chunk):  # nobody had requested this picture
             self._render(True)
             self._env.env._update_observables(force=True)
             raw = self._env.env._get_observations()
@@ -169,7 +169,7 @@ class Libero(Simulator):
         return Observation(frames, np.concatenate(parts).astype(np.float32))
 
     def _progress(self) -> float:
-        """Share of the task's goals that are met now."""
+        """Return the share of the task's goals that are met now."""
         goals = self._env.env.parsed_problem["goal_state"]
         return sum(bool(self._env.env._eval_predicate(goal)) for goal in goals) / len(goals)
 
@@ -179,7 +179,7 @@ class Libero(Simulator):
 
 
 class _OnDemand:
-    """A camera's sensor that renders when its picture is wanted, and tells how long that took."""
+    """A camera's sensor that renders only on request and reports the time it took."""
 
     def __init__(self, env: Any, camera: str) -> None:
         self.wanted, self.seconds = True, 0.0
@@ -199,7 +199,7 @@ class _OnDemand:
 
 
 def axis_angle(quaternion: Sequence[float]) -> Any:
-    """Rotation vector [3] of a unit quaternion (x, y, z, w); no rotation is (0, 0, 0)."""
+    """Return the rotation vector [3] of a unit quaternion (x, y, z, w); no rotation is (0, 0, 0)."""
     xyz, w = np.asarray(quaternion[:3], np.float64), float(np.clip(quaternion[3], -1.0, 1.0))
     sine = np.sqrt(1.0 - w * w)
     return np.zeros(3) if np.isclose(sine, 0.0) else xyz * 2.0 * np.arccos(w) / sine
@@ -214,12 +214,12 @@ def _construct(problem: str, cameras: Mapping[str, tuple[int, int]]) -> Any:
         camera_names=[CAMERAS[name] for name in cameras],
         camera_heights=height,
         camera_widths=width,
-        ignore_done=True,  # its own limit of 1000 steps; episodes end by ours
+        ignore_done=True,  # replaces its own limit of 1000 steps
     )
 
 
 def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
-    """All tasks of a suite."""
+    """Return all tasks of a suite."""
     limits = LIMITS.get(chosen["limits"])
     if limits is None:
         raise ValueError(f"LIBERO: limits: {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
@@ -244,7 +244,7 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
 
 
 def _find(task: str, suites: Sequence[str]) -> tuple[str, int]:
-    """Suite and number of a task."""
+    """Return suite and number of a task."""
     sizes = {suite: _suite(suite).get_num_tasks() for suite in suites}
     for suite, size in sizes.items():
         for number in range(size):
@@ -255,7 +255,7 @@ def _find(task: str, suites: Sequence[str]) -> tuple[str, int]:
 
 
 def _suite(name: str) -> Any:
-    """LIBERO's object for a suite; the package is imported by the first call."""
+    """Return LIBERO's object for a suite; the first call imports the package."""
     if name not in SUITES:
         raise ValueError(f"LIBERO: suites: {name!r}; allowed: {', '.join(SUITES)}")
     _prepare()
@@ -266,7 +266,7 @@ def _suite(name: str) -> Any:
 
 
 def _prepare() -> Path:
-    """Write the configuration that `import libero.libero` would ask for on standard input; gives LIBERO's folder."""
+    """Write the configuration that `import libero.libero` would ask for on standard input; return LIBERO's folder."""
     try:
         import libero
     except ImportError as error:
@@ -290,7 +290,7 @@ def _prepare() -> Path:
 
 
 def _use_meshes(configured: str | None) -> None:
-    """Tell LIBERO where its meshes are. Left to itself it would fetch them, in every process at once.
+    """Set LIBERO's path of meshes. By itself LIBERO would download them, in every process at once.
 
     Raises:
         FileNotFoundError: they are in none of the places.
@@ -312,5 +312,5 @@ def _use_meshes(configured: str | None) -> None:
 
 
 def _silent() -> contextlib.AbstractContextManager[Any]:
-    """LIBERO and robosuite print what they load; standard output may be somebody's pipe."""
+    """Silence the output of LIBERO and robosuite while they load; standard output may be a pipe."""
     return contextlib.redirect_stdout(sys.stderr)

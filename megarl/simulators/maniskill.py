@@ -1,8 +1,8 @@
 """ManiSkill 3: a Franka arm on a table, one CPU scene per simulator. Written against its published source, never run.
 
-`tasks` says which ones, with what their names do not: `PickCube-v1: {instruction: lift the red cube, max_steps: 50}`.
-A trial is the seed of a reset. The state is the positions of the arm's joints; what only a simulator knows (where the
-cube is) is in no observation.
+`tasks` lists the tasks with facts that their names lack: `PickCube-v1: {instruction: lift the red cube, max_steps:
+50}`. A trial is the seed of a reset. The state is the positions of the arm's joints; privileged knowledge (the cube's
+place) is in no observation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from .protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
 
-#: Control mode to the numbers of an action of the arm with its gripper.
+#: Control mode to the dimension of an action of the arm with its gripper.
 ACTIONS = {"pd_ee_delta_pose": 7, "pd_ee_delta_pos": 4, "pd_joint_delta_pos": 8}
 JOINTS = 9
 
@@ -25,7 +25,7 @@ class ManiSkill(Simulator):
 
     Raises:
         ImportError: this interpreter has no ManiSkill.
-        ValueError: a task that `tasks` does not have, a setting, or shapes that are not those of a Franka arm.
+        ValueError: a task is not in `tasks`, a setting is invalid, or shapes do not fit a Franka arm.
     """
 
     settings: ClassVar[Mapping[str, Any]] = {
@@ -38,7 +38,7 @@ class ManiSkill(Simulator):
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """The tasks that `tasks` names."""
+        """Return the tasks that `tasks` names."""
         chosen = {**cls.settings, **settings}
         if chosen["control"] not in ACTIONS:
             raise ValueError(f"ManiSkill: control: {chosen['control']!r}; allowed: {', '.join(ACTIONS)}")
@@ -72,7 +72,7 @@ class ManiSkill(Simulator):
             sim_backend="cpu",
             sensor_configs={"width": chosen["size"], "height": chosen["size"]},
         )
-        self._env: Any = made.unwrapped  # gymnasium's own limit of steps is not ours
+        self._env: Any = made.unwrapped  # replaces gymnasium's own limit of steps
         shape = tuple(self._env.single_action_space.shape)
         if shape != (self.spec.action_dim,):
             raise ValueError(f"{task}: an action has shape {shape}, not {(self.spec.action_dim,)}")
@@ -87,7 +87,7 @@ class ManiSkill(Simulator):
         return self._observation(raw)
 
     def step(self, actions: Numbers) -> Outcome:
-        """Execute actions [K, D]. `physics` has the pictures' seconds in it: every step renders."""
+        """Execute actions [K, D]. `physics` includes the pictures' seconds, since every step renders."""
         if self._over:
             raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
         began, executed, success = time.perf_counter(), 0, False
@@ -114,7 +114,7 @@ class ManiSkill(Simulator):
 
 
 def _unbatched(value: Any) -> Any:
-    """The one element of a batch of one, of torch or of numpy."""
+    """Return the only element of a batch of one, of torch or of numpy."""
     array = np.asarray(value.cpu() if hasattr(value, "cpu") else value)
     if len(array) != 1:
         raise ValueError(f"a batch of one was expected, not {array.shape}")

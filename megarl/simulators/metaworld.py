@@ -1,16 +1,16 @@
 """Meta-World 3: the 50 tasks of MT50, a Sawyer arm over a table, 50 start states each. Needs metaworld and OpenGL.
 
-A task has Meta-World's name, reach-v3 to window-close-v3; Meta-World has no instructions, those below are ours. A trial
-is a number of MT1's `train_tasks` with `seed`; after these 50 come those of `seed` + 1, and so on. An action is 4
-numbers, -1 to 1: the gripper's way in x, y and z, and how hard its fingers close. The state is 4 numbers: place of the
-gripper, and how far it is open; where the object and its goal are is in no observation but the picture.
+A task has Meta-World's name, reach-v3 to window-close-v3. Meta-World has no instructions; those below were written for
+this project. A trial is a number of MT1's `train_tasks` with `seed`; after these 50 come those of `seed` + 1, and so
+on. An action is 4 numbers, -1 to 1: the gripper's motion in x, y and z, and the force of its fingers. The state is 4
+numbers: position of the gripper, and how far it is open; only the picture shows the object and its goal.
 
-Pictures of the corner cameras are turned by 180 degrees, so that up is up; Meta-World renders them upside down. There
-are no shadows: without a GPU they are most of the time of a picture. `plain` pictures have no textures, one light, no
-background and hard edges: a quarter of what is left.
+Pictures of the corner cameras, which Meta-World renders upside down, are turned by 180 degrees. There are no shadows:
+without a GPU they take most of a picture's time. `plain` pictures have no textures, one light, no background and hard
+edges: they take a quarter of the remaining time.
 
-`progress` is Meta-World's `in_place_reward` after the last environment step, 1 at success: how near what is to be moved
-is to its place, 0 to 1, by the distances of the task. In many tasks it changes little until the arm is there.
+`progress` is Meta-World's `in_place_reward` after the last environment step, 1 at success: the closeness, 0 to 1, of
+the moved object to its goal, by the task's distances. In many tasks it changes little until the arm arrives.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ INSTRUCTIONS = {
 }
 BLOCK = 50  # start states of one seed of Meta-World
 CAMERAS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
-#: Ways to render to the system's libraries that they load, and the Debian packages that have them.
+#: Ways of rendering, each with the system libraries that it loads and the Debian packages that hold them.
 LIBRARIES = {
     "egl": {"EGL": "libegl1", "OpenGL": "libopengl0"},
     "osmesa": {"OSMesa": "libosmesa6"},
@@ -93,7 +93,7 @@ class MetaWorld(Simulator):
 
     Raises:
         ImportError: this interpreter has no metaworld.
-        RuntimeError: a library of the system that rendering needs is missing; the message names its package.
+        RuntimeError: a system library for rendering is missing; the message names its package.
         ValueError: a task, camera, setting or trial that does not exist.
     """
 
@@ -101,14 +101,14 @@ class MetaWorld(Simulator):
         "max_steps": 150,  # environment steps of an episode
         "size": 64,  # height and width of the pictures
         "cameras": ("corner2",),
-        "seed": 0,  # of Meta-World's start states
-        "trials": BLOCK,  # start states
+        "seed": 0,  # seed of Meta-World's start states
+        "trials": BLOCK,  # number of start states
         "plain": False,  # pictures that take a quarter of the time
     }
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """The 50 tasks, by name."""
+        """Return the 50 tasks, by name."""
         chosen = {**cls.settings, **settings}
         _import()
         if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
@@ -140,7 +140,7 @@ class MetaWorld(Simulator):
         one = metaworld.MT1(task, seed=chosen["seed"])
         self._blocks, self._seed, self._policy_class = {0: one.train_tasks}, chosen["seed"], ENV_POLICY_MAP[task]
         self._env = one.train_classes[task]()
-        self._env.max_path_length = 10**9  # its own limit of steps is not ours
+        self._env.max_path_length = 10**9  # replaces its own limit of steps
         self._renderer = _renderer(self._env.model, chosen["size"], chosen["plain"])
         self._seen: Any = None
         self._steps, self._over = 0, True
@@ -175,7 +175,7 @@ class MetaWorld(Simulator):
         return Outcome(observation, executed, success, self._over, progress, seconds)
 
     def expert(self) -> Numbers:
-        """The action [4] of Meta-World's scripted policy, which knows where everything lies."""
+        """Return the action [4] of Meta-World's scripted policy, which knows where everything is."""
         return np.clip(np.asarray(self._policy.get_action(self._seen), np.float32), -1, 1)
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class MetaWorld(Simulator):
 
 
 def _renderer(model: Any, size: int, plain: bool) -> Any:
-    """What renders pictures of `size` x `size`. All of this works before the first picture only."""
+    """Return a renderer of pictures of `size` x `size`. These settings only work before the first picture."""
     import mujoco
 
     model.vis.quality.shadowsize = 0
@@ -219,7 +219,7 @@ def _renderer(model: Any, size: int, plain: bool) -> Any:
 
 
 def _import() -> Any:
-    """The package, with the way to render chosen: `MUJOCO_GL` where it is set, or else EGL, or OSMesa."""
+    """Import the package with a way of rendering chosen: `MUJOCO_GL` if set, else EGL, or OSMesa."""
     if not os.environ.get("MUJOCO_GL"):
         found = [way for way in ("egl", "osmesa") if not _missing(way)]
         os.environ["MUJOCO_GL"] = found[0] if found else "egl"
@@ -240,5 +240,5 @@ def _import() -> Any:
 
 
 def _missing(way: str) -> list[str]:
-    """Debian packages that rendering this way lacks."""
+    """Return the Debian packages that are missing for this way of rendering."""
     return [package for name, package in LIBRARIES.get(way, {}).items() if not ctypes.util.find_library(name)]

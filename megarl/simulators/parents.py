@@ -1,9 +1,10 @@
-"""Who started this process, told in its environment: a child ends itself when one of them has, even before it began.
+"""Parents of this process, named in its environment: a child ends itself when one of them ends, even if that was before
+it began.
 
     parent   environment of the child: MEGARL_PARENTS=PID:BEGAN[,PID:BEGAN...]
     child    end_with_parents()     at once, and then every second: has one of them ended?
 
-An id that the child asks for is that of whoever adopted it, where its parent was killed while it started.
+`os.getppid` would return the adopting process if the parent was killed while the child started.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import threading
 import time
 
 PARENTS = "MEGARL_PARENTS"
-Parent = tuple[int, int]  # its number, and when it began
+Parent = tuple[int, int]  # process id, and start time
 
 
 def began(pid: int) -> int | None:
-    """When a process began, in ticks of the kernel (0 where no /proc tells); None: it has ended, as a zombie has.
+    """Return when a process began, in ticks of the kernel (0 without /proc); None: it has ended, as a zombie has.
 
     Raises:
-        OSError: that cannot be found out now.
+        OSError: the start time cannot be read now.
     """
     try:
         if sys.platform != "linux":
@@ -38,16 +39,16 @@ def began(pid: int) -> int | None:
 
 
 def as_parent(above: str | None = None) -> dict[str, str]:
-    """Environment of a child that ends with this process.
+    """Return the environment of a child that ends with this process.
 
     Args:
-        above: PARENTS of this process, if the child is to end with them, too.
+        above: PARENTS of this process, if the child should also end with them.
     """
     return {PARENTS: ",".join(filter(None, [above, f"{os.getpid()}:{began(os.getpid())}"]))}
 
 
 def parents() -> list[Parent]:
-    """Those that the environment names; without any, whoever is the parent now."""
+    """Return the parents that the environment names; without any, the current parent."""
     told = os.environ.get(PARENTS)
     if told is None:
         return [(os.getppid(), began(os.getppid()) or 0)]
@@ -55,14 +56,14 @@ def parents() -> list[Parent]:
 
 
 def one_has_ended(of: list[Parent]) -> bool:
-    """Whether one of them is certainly gone."""
+    """Return whether one of them is certainly gone."""
     with contextlib.suppress(OSError):
         return any(began(pid) != when for pid, when in of)
     return False
 
 
 def end_with_parents(poll_s: float = 1.0) -> None:
-    """Kill this process within `poll_s` of the end of one of `parents`; now, if one has ended already."""
+    """Kill this process within `poll_s` of the end of one of `parents`; at once, if one has ended already."""
     of = parents()
 
     def watch() -> None:

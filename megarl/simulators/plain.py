@@ -2,9 +2,9 @@
 
     length of the header | length of the body | header (a JSON object) | body
 
-Code that a model wrote can write anything into the connection of its process. So a reader states how much it takes,
-and what is larger, nested deeper or no such message is `Malformed`; it never waits for the rest of a message. What the
-fields of a message may hold is for its reader to check: the functions below do that for the usual kinds.
+Code that a model wrote can write anything into the connection of its process. So a reader states limits, and a larger,
+deeper or invalid message is `Malformed`; it never waits for the rest of a message. The reader validates the fields of a
+message: the functions below do that for the usual types.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections.abc import Mapping
 from typing import Any
 
 _LENGTHS = struct.Struct("<II")
-_SHOWN = 40  # characters of what was found
+_SHOWN = 40  # characters of the value found
 
 
 class Malformed(ValueError):
-    """What a process wrote is no message, or says what no process of ours would. The text goes on from "it wrote"."""
+    """A process wrote no message, or an invalid one. The text continues "it wrote"."""
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"", *, finite: bool = True) -> bytes:
-    """A message as bytes.
+    """Encode a message as bytes.
 
     Args:
         header: plain JSON with names of type str.
-        body: what follows it.
+        body: bytes after the header.
         finite: refuse NaN and infinity, which only Python's JSON has.
 
     Raises:
@@ -39,12 +39,12 @@ def pack(header: Mapping[str, Any], body: bytes = b"", *, finite: bool = True) -
 
 
 class PlainInbox:
-    """Takes bytes as they come, and gives messages as they are complete.
+    """A decoder that takes bytes as they arrive, and returns messages once they are complete.
 
     Args:
-        header: bytes that a header may have.
-        body: bytes that a body may have.
-        depth: lists and objects inside one another that a header may have; None: whoever writes is trusted.
+        header: maximum bytes of a header.
+        body: maximum bytes of a body.
+        depth: maximum nesting of lists and objects in a header; None: the writer is trusted.
 
     >>> inbox = PlainInbox(1000, 0, 5)
     >>> data = pack({"call": "reset"})
@@ -62,10 +62,10 @@ class PlainInbox:
         self._held += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
-        """The next message; None: not all of it is there.
+        """Return the next message; None: it is not complete.
 
         Raises:
-            Malformed: this is none, and nothing after it can be read.
+            Malformed: it is invalid, and nothing after it can be read.
         """
         start = _LENGTHS.size
         if len(self._held) < start:
@@ -83,10 +83,10 @@ class PlainInbox:
 
 
 def parsed(text: bytes, depth: int | None) -> dict[str, Any]:
-    """The JSON object that `text` is; `depth` as for an inbox.
+    """Return the JSON object in `text`; `depth` as for an inbox.
 
     Raises:
-        Malformed: it is none.
+        Malformed: it holds none.
     """
     try:
         header = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=_constant if depth else None)
@@ -104,7 +104,7 @@ def _constant(name: str) -> float:
 
 
 def nested_deeper(value: Any, depth: int) -> bool:
-    """Whether `value` has more than `depth` lists and objects inside one another."""
+    """Return whether `value` has more than `depth` nested lists and objects."""
     level = [value]
     for _ in range(depth):
         level = [
@@ -119,10 +119,10 @@ def nested_deeper(value: Any, depth: int) -> bool:
 
 
 def number(value: Any, what: str) -> float:
-    """`value` as a finite number.
+    """Return `value` as a finite number.
 
     Raises:
-        Malformed: it is none; `what` names it.
+        Malformed: it is not one; `what` names it.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
@@ -134,10 +134,10 @@ def number(value: Any, what: str) -> float:
 
 
 def whole(value: Any, limits: range, what: str) -> int:
-    """`value` as an integer within `limits`.
+    """Return `value` as an integer within `limits`.
 
     Raises:
-        Malformed: it is none; `what` names it.
+        Malformed: it is not one; `what` names it.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value not in limits:
         raise Malformed(f"{what} {short(value)}; allowed: an integer from {limits.start} to {limits.stop - 1}")
@@ -145,7 +145,7 @@ def whole(value: Any, limits: range, what: str) -> int:
 
 
 def flag(value: Any, what: str) -> bool:
-    """`value`, true or false.
+    """Return `value`, true or false.
 
     Raises:
         Malformed: it is neither; `what` names it.
@@ -156,10 +156,10 @@ def flag(value: Any, what: str) -> bool:
 
 
 def text(value: Any, limit: int, what: str) -> str:
-    """`value` as text of at most `limit` characters.
+    """Return `value` as text of at most `limit` characters.
 
     Raises:
-        Malformed: it is none; `what` names it.
+        Malformed: it is not that; `what` names it.
     """
     if not isinstance(value, str) or len(value) > limit:
         found = f"of {len(value)} characters" if isinstance(value, str) else short(value)
@@ -168,13 +168,13 @@ def text(value: Any, limit: int, what: str) -> str:
 
 
 def short(value: Any) -> str:
-    """The beginning of a value of a message, for messages about it."""
+    """Return the beginning of a message's value, for error texts."""
     shown = json.dumps(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
     return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
 
 
 def cut(value: str, limit: int) -> str:
-    """The first `limit` characters of a text; one that is cut says so at its end, within them.
+    """Return the first `limit` characters of a text; a note that it was cut counts among them.
 
     >>> cut("x" * 100, 30)
     'xxxxxxx... (of 100 characters)'

@@ -1,4 +1,4 @@
-"""What a simulator of a robot's task is: built once, reset for every episode, stepped by chunks of actions.
+"""The protocol of a simulator of a robot's task: built once, reset for every episode, stepped by chunks of actions.
 
     Simulator(task, settings)           once per process and task: seconds
     reset(trial) -> observation         an episode begins in one of the task's start states
@@ -22,17 +22,17 @@ Numbers = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What a policy has to know of a task.
+    """The facts about a task that a policy needs.
 
     Attributes:
-        name: names it in recipes and metrics.
-        instruction: what the policy is told, where an episode has no instruction of its own.
+        name: in recipes and metrics.
+        instruction: the policy's instruction, for episodes without their own.
         trials: number of start states.
         max_steps: environment steps after which an episode is over.
         action_dim: numbers of an action, D.
-        state_dim: numbers of the robot's own state; 0: it tells none.
+        state_dim: numbers of the robot's own state; 0: it has none.
         cameras: height and width of the pictures, by camera.
-        evaluation: so many start states, the last ones, are of a list that nobody trains on, only measures with.
+        evaluation: number of start states, the last ones, that are only for evaluation.
     """
 
     name: str
@@ -47,13 +47,13 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a policy sees.
+    """The input of a policy.
 
     Attributes:
         frames: uint8 [H, W, 3], by camera.
         state: float32 [state_dim].
-        instruction: of the observation that begins an episode: what the policy is told in this one; empty: the task's.
-            The same in every episode of a trial.
+        instruction: in an episode's first observation: its own instruction; empty: the task's. Equal in all episodes of
+            a trial.
     """
 
     frames: Mapping[str, Frame]
@@ -63,17 +63,16 @@ class Observation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a chunk of actions came to.
+    """The result of a chunk of actions.
 
     Attributes:
-        observation: after the last action that was executed.
+        observation: after the last executed action.
         executed: environment steps.
         success: the task is done.
-        over: it is, or the limit of environment steps is reached.
-        progress: how much of the task is done, 0 to 1, where the simulator knows; never shown to a policy.
+        over: the task is done, or the limit of environment steps is reached.
+        progress: done part of the task, 0 to 1, if the simulator knows it; never shown to a policy.
         seconds: spent, by `physics` and `render`.
-        clip: of an episode that is over and is recorded, frames uint8 [n, H, W, 3] by camera; a simulator leaves it
-            out, its process adds it.
+        clip: frames uint8 [n, H, W, 3] by camera, at the end of a recorded episode; added by the simulator's process.
     """
 
     observation: Observation
@@ -87,11 +86,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Recording:
-    """What is held of an episode for a reward that looks at videos.
+    """The recording of an episode for a reward that looks at videos.
 
     Attributes:
-        cameras: whose frames, as the simulator renders them.
-        frames: of each camera, at most; evenly spread over the environment steps.
+        cameras: cameras to record, as the simulator renders them.
+        frames: maximum per camera; evenly spaced over the environment steps.
     """
 
     cameras: tuple[str, ...]
@@ -99,7 +98,7 @@ class Recording:
 
 
 class Simulator:
-    """Base of all simulators: one task.
+    """The base class of simulators: one task.
 
     Attributes:
         spec: of this task.
@@ -111,11 +110,11 @@ class Simulator:
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """All tasks that there are with these settings; nothing is constructed."""
+        """Return all available tasks with these settings; nothing is constructed."""
         raise NotImplementedError
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
-        """Construct the simulator of the task of this name."""
+        """Construct the simulator of the task with this name."""
         raise NotImplementedError
 
     def reset(self, trial: int) -> Observation:
@@ -123,15 +122,15 @@ class Simulator:
         raise NotImplementedError
 
     def step(self, actions: Numbers) -> Outcome:
-        """Execute actions [K, D] until they are through, or the episode is over.
+        """Execute actions [K, D] until all are done, or the episode is over.
 
-        Numbers are clipped to -1 to 1, except by a simulator that has units of its own, which its file then says.
+        Numbers are clipped to -1 to 1, except by a simulator with its own units, which its file states.
         """
         raise NotImplementedError
 
     def expert(self) -> Numbers | None:
-        """The action [D] of a scripted expert in the present state; None: there is none."""
+        """Return the action [D] of a scripted expert in the current state; None: there is none."""
         return None
 
     def close(self) -> None:
-        """Free what the constructor took."""
+        """Free the resources of the constructor."""

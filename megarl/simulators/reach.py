@@ -3,15 +3,15 @@
     reach_red, reach_green, reach_blue              lower the gripper on the square of that colour
     push_left, push_right, push_down, push_up       push the orange disc into that edge of the table
 
-Tasks of a kind share their scenes: trial 7 of reach_red and of reach_blue look the same, and only the instruction tells
-them apart. The table is the square from -1 to 1, x to the right and y up.
+Tasks of a kind share their scenes: trial 7 of reach_red and of reach_blue look the same, and only the instruction
+differs. The table is the square from -1 to 1, x to the right and y up.
 
-An action is 3 numbers: the gripper's way in x and y, in parts of `speed`, and whether it is lowered (above 0). Raised
-it passes over everything. Lowered it pushes discs along the line from its centre to theirs, so that one that is pushed
+An action is 3 numbers: the gripper's motion in x and y, in parts of `speed`, and whether it is lowered (above 0).
+Raised, it passes over everything. Lowered, it pushes discs along the line from its centre to theirs, so a disc pushed
 off-centre slips away sideways; it cannot be lowered on a disc. Discs push each other and stop at the rim; nothing has
-momentum. The state is the gripper's x and y, and 1 where it is lowered, -1 where it is not.
+momentum. The state is the gripper's x and y, and 1 if it is lowered, else -1.
 
-`progress` is the part of the trial's path that is no longer ahead: a function of the trial and of where things lie now.
+`progress` is the completed part of the trial's path: a function of the trial and of the current positions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .protocol import Frame, Numbers, Observation, Outcome, Simulator, TaskSpec
 Point = tuple[float, float]
 
 GRIPPER, DISC, SQUARE = 0.08, 0.14, 0.13  # radii, and half the side of a square
-EDGE = 0.7  # a disc's centre is in the edge of the table from here on
+EDGE = 0.7  # a disc is in the edge of the table when its centre is beyond this
 PARTS = 4  # of an environment step: a gripper moves less than its radius in each
-FAR = 0.35  # between the centres of things on the table, at least
+FAR = 0.35  # minimum distance between the centres of objects
 COLORS = {"red": (214, 48, 49), "green": (39, 158, 82), "blue": (41, 98, 214)}
 ORANGE, GREY, TABLE, RIM, BLACK = (240, 138, 24), (128, 128, 136), (236, 232, 222), (206, 200, 186), (24, 24, 28)
 DIRECTIONS: Mapping[str, Point] = {"left": (-1, 0), "right": (1, 0), "down": (0, -1), "up": (0, 1)}
@@ -42,7 +42,7 @@ INSTRUCTIONS = {
     "push_down": "push the orange disc to the bottom edge",
     "push_up": "push the orange disc to the top edge",
 }
-#: Allowed values of the settings, from and to.
+#: Minimum and maximum of the settings.
 RANGES = {"size": (16, 512), "max_steps": (1, 1000), "trials": (1, 1 << 32), "speed": (0.01, 0.2)}
 
 
@@ -50,19 +50,19 @@ class Reach(Simulator):
     """One task of reach and push.
 
     Raises:
-        ValueError: a task, trial or value of a setting that does not exist; the message says what does.
+        ValueError: an unknown task or trial, or an invalid setting; the message lists valid ones.
     """
 
     settings: ClassVar[Mapping[str, Any]] = {
         "size": 32,  # height and width of the picture
         "max_steps": 32,  # environment steps of an episode
         "trials": 1000,
-        "speed": 0.1,  # way of an environment step along each axis, of a table of 2
+        "speed": 0.1,  # distance of an environment step along each axis, on a table of 2
     }
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """All seven tasks."""
+        """Return all seven tasks."""
         chosen = {**cls.settings, **settings}
         for key, (low, high) in RANGES.items():
             if not low <= chosen[key] <= high:
@@ -97,16 +97,16 @@ class Reach(Simulator):
         """Begin an episode in the scene of `trial`."""
         if not 0 <= trial < self.spec.trials:
             raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
-        draws = _draws(self._kind, trial)
+        numbers = _random_numbers(self._kind, trial)
         if self._kind == "reach":
-            *squares, (self._x, self._y) = _apart(draws, len(COLORS) + 1)
+            *squares, (self._x, self._y) = _apart(numbers, len(COLORS) + 1)
             self._squares = dict(zip(COLORS, squares, strict=True))
         else:
-            orange = [next(draws) * 0.7 - 0.35, next(draws) * 0.7 - 0.35]
-            # The grey disc lies in none of the four ways of the orange one.
-            grey = [at + (0.36 + 0.14 * next(draws)) * (1 if next(draws) < 0.5 else -1) for at in orange]
+            orange = [next(numbers) * 0.7 - 0.35, next(numbers) * 0.7 - 0.35]
+            # The grey disc is in none of the four paths of the orange one.
+            grey = [at + (0.36 + 0.14 * next(numbers)) * (1 if next(numbers) < 0.5 else -1) for at in orange]
             self._discs = [orange, grey]
-            self._x, self._y = next(draws) * 1.6 - 0.8, next(draws) * 1.6 - 0.8
+            self._x, self._y = next(numbers) * 1.6 - 0.8, next(numbers) * 1.6 - 0.8
         self._lowered, self._steps, self._over = False, 0, False
         self._start = self._remaining()
         return self._observation()
@@ -131,7 +131,7 @@ class Reach(Simulator):
         return Outcome(observation, executed, remaining == 0, self._over, progress, seconds)
 
     def expert(self) -> Numbers:
-        """The action [3] of an expert that knows where everything lies."""
+        """Return the action [3] of an expert that knows where everything is."""
         if self._kind == "reach":
             x, y = self._squares[self._goal]
             dx, dy = self._towards(x, y)
@@ -139,7 +139,7 @@ class Reach(Simulator):
             return np.array([dx, dy, 1 if arrives else -1], np.float32)
         (ox, oy), (ux, uy) = self._discs[0], DIRECTIONS[self._goal]
         along = (self._x - ox) * ux + (self._y - oy) * uy
-        across = (self._y - oy) * ux - (self._x - ox) * uy  # to the left of the way
+        across = (self._y - oy) * ux - (self._x - ox) * uy  # to the left of the path
         reach = DISC + GRIPPER
         if abs(across) < 0.05 and ((self._lowered and along < 0) or -along > reach):
             back = min(1.0, max(-1.0, -across / self._speed))
@@ -154,7 +154,7 @@ class Reach(Simulator):
         return dx / longest, dy / longest
 
     def _remaining(self) -> float:
-        """The way that is left: the gripper's, the disc's, and one environment step's where it is not lowered."""
+        """Return the remaining path: the gripper's, the disc's, and one environment step's if it is not lowered."""
         lowering = 0.0 if self._lowered else self._speed
         if self._kind == "reach":
             x, y = self._squares[self._goal]
@@ -168,7 +168,7 @@ class Reach(Simulator):
         return push + math.hypot(self._x - ox + reach * ux, self._y - oy + reach * uy) + lowering
 
     def _move(self, dx: float, dy: float, lower: bool) -> None:
-        """One environment step: the way first, with the gripper as it was, then raising or lowering."""
+        """Execute one environment step: first the motion, with the gripper as it was, then raising or lowering."""
         pushes, rim = self._lowered and lower, 1 - GRIPPER
         for _ in range(PARTS):
             self._x = min(rim, max(-rim, self._x + dx / PARTS))
@@ -179,12 +179,12 @@ class Reach(Simulator):
         self._lowered = lower and (pushes or free)
 
     def _push(self) -> None:
-        """The gripper moves discs, discs move each other; what stands at the rim holds up what pushes it."""
+        """Let the gripper push discs, and discs push each other; an object at the rim stops the one that pushes it."""
         gripper = [self._x, self._y]
         rim, (first, second) = 1 - DISC, self._discs
         for disc in self._discs:
             _part(gripper, disc, DISC + GRIPPER, 0.0)
-        for _ in range(4):  # each halves what a disc at the rim did not give way
+        for _ in range(4):  # each halves the overlap that a disc at the rim did not yield
             _part(first, second, 2 * DISC, 0.5)
             for disc in self._discs:
                 disc[:] = [min(rim, max(-rim, at)) for at in disc]
@@ -200,32 +200,32 @@ class Reach(Simulator):
             picture.disc(x, y, DISC, color_)
         if self._lowered:
             picture.disc(self._x, self._y, GRIPPER, BLACK)
-        else:  # a ring, through which things are seen
+        else:  # a ring, which shows the objects inside
             picture.disc(self._x, self._y, GRIPPER, BLACK, hole=0.55 * GRIPPER)
         state = np.array([self._x, self._y, 1 if self._lowered else -1], np.float32)
         return Observation({"top": picture.end()}, state)
 
 
-def _draws(kind: str, trial: int) -> Iterator[float]:
-    """Numbers from 0 to 1 that only depend on the kind of task and the trial, with every version of numpy."""
+def _random_numbers(kind: str, trial: int) -> Iterator[float]:
+    """Yield numbers from 0 to 1 that depend only on the kind of task and the trial, with every version of numpy."""
     generator = np.random.Philox(key=[0x4D454741, ("reach", "push").index(kind)], counter=[0, 0, 0, trial])
     while True:
         for raw in generator.random_raw(16).tolist():
             yield raw / 2.0**64
 
 
-def _apart(draws: Iterator[float], count: int) -> list[Point]:
-    """Places on the table that do not touch."""
+def _apart(numbers: Iterator[float], count: int) -> list[Point]:
+    """Return places on the table that do not touch."""
     places: list[Point] = []
     while len(places) < count:
-        x, y = next(draws) * 1.6 - 0.8, next(draws) * 1.6 - 0.8
+        x, y = next(numbers) * 1.6 - 0.8, next(numbers) * 1.6 - 0.8
         if all(math.hypot(x - a, y - b) >= FAR for a, b in places):
             places.append((x, y))
     return places
 
 
 def _part(one: list[float], other: list[float], distance: float, share: float) -> None:
-    """Move two centres apart to `distance` along the line between them, `one` by its `share` of it."""
+    """Move two centres to `distance` from each other along their line, `one` by its `share` of it."""
     dx, dy = other[0] - one[0], other[1] - one[1]
     now = math.hypot(dx, dy)
     if now >= distance:
@@ -237,36 +237,36 @@ def _part(one: list[float], other: list[float], distance: float, share: float) -
 
 
 class _Canvas:
-    """Antialiased shapes: a pixel takes a shape's colour by the part of it that the shape covers."""
+    """A canvas of antialiased shapes: a pixel takes a shape's colour by the covered part."""
 
     def __init__(self, size: int) -> None:
         self._pixel = 2.0 / size
         centres = (np.arange(size) + 0.5) * self._pixel - 1
         self._xs = centres.astype(np.float32)
-        self._ys = -self._xs  # rows go down
+        self._ys = -self._xs  # row indices increase downwards
         self._picture = np.empty((size, size, 3), np.float32)
         self._picture[...] = RIM
         self.square(0, 0, EDGE, TABLE)
         self._table = self._picture.copy()
 
     def begin(self) -> _Canvas:
-        """An empty table."""
+        """Return an empty table."""
         self._picture = self._table.copy()
         return self
 
     def end(self) -> Frame:
-        """The picture, uint8 [size, size, 3]."""
+        """Return the picture, uint8 [size, size, 3]."""
         return (self._picture + np.float32(0.5)).astype(np.uint8)
 
     def square(self, x: float, y: float, half: float, color: tuple[int, int, int]) -> None:
-        """A square around (x, y)."""
+        """Paint a square around (x, y)."""
         columns, rows = self._box(x, y, half)
         across = self._covered(half - np.abs(self._xs[columns] - np.float32(x)))
         down = self._covered(half - np.abs(self._ys[rows] - np.float32(y)))
         self._paint(rows, columns, down[:, None] * across[None, :], color)
 
     def disc(self, x: float, y: float, radius: float, color: tuple[int, int, int], hole: float = 0.0) -> None:
-        """A disc around (x, y), or a ring."""
+        """Paint a disc around (x, y), or a ring."""
         columns, rows = self._box(x, y, radius)
         dx, dy = self._xs[columns] - np.float32(x), self._ys[rows] - np.float32(y)
         distance = np.sqrt(dx[None, :] ** 2 + dy[:, None] ** 2)
@@ -276,11 +276,11 @@ class _Canvas:
         self._paint(rows, columns, coverage, color)
 
     def _covered(self, inside: NDArray[Any]) -> NDArray[Any]:
-        """Part of a pixel that a shape covers whose rim is `inside` away from its centre."""
+        """Return the covered part of a pixel, for a shape whose rim is `inside` away from its centre."""
         return np.clip(np.float32(0.5) + inside / np.float32(self._pixel), 0, 1)
 
     def _box(self, x: float, y: float, half: float) -> tuple[slice, slice]:
-        """Columns and rows that a shape may touch."""
+        """Return the columns and rows that a shape may touch."""
         reach, size = half + self._pixel, len(self._xs)
 
         def span(low: float) -> slice:

@@ -1,9 +1,9 @@
-"""Ends a process that runs foreign code with all that it started, whatever groups and sessions that went to.
+"""A guardian that ends a process with foreign code and all its descendants, in any group or session.
 
     trainer -> guardian (this file: runs nothing foreign) -> worker -> what its code starts
 
-The guardian adopts what loses its parent below it. When the worker ends, or SIGTERM comes, or the trainer is gone, it
-ends everything below it, and ends as the worker did. Linux only: elsewhere a process has no guardian.
+The guardian adopts orphaned descendants. When the worker ends, or SIGTERM arrives, or the trainer is gone, it kills all
+descendants, and exits with the worker's status. Linux only: elsewhere a process has no guardian.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from types import FrameType
 from .parents import PARENTS, as_parent, one_has_ended, parents
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_END_S = 5.0  # for what goes on to start processes while it is ended
+_END_S = 5.0  # for code that keeps starting processes while it is killed
 
 
-class _Told(BaseException):
-    """SIGTERM has come."""
+class _Terminated(BaseException):
+    """SIGTERM has arrived."""
 
 
 def guarded(*close: int) -> None:
-    """Return in a worker, a child of this process, which stays as its guardian. Called before any thread starts.
+    """Return in a worker, a child of this process, which stays as its guardian. Call it before any thread starts.
 
     Args:
-        close: descriptors that are the worker's only.
+        close: descriptors for the worker only.
     """
     if sys.platform != "linux":
         return
@@ -45,35 +45,35 @@ def guarded(*close: int) -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         return
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # for the worker, who shares the group
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # left to the worker, which shares the group
         signal.signal(number, signal.SIG_IGN)
     for descriptor in close:
         os.close(descriptor)
-    # A trainer that was gone before the kernel was asked to tell is not told of.
+    # If the trainer ended before this request to the kernel, no signal comes.
     status = None if one_has_ended(trainer) else _wait_for(worker)
     _end_all()
     _end_as(status)
 
 
 def _told(number: int, frame: FrameType | None) -> None:
-    raise _Told
+    raise _Terminated
 
 
 def _wait_for(worker: int) -> int | None:
-    """How the worker ended; None: it is to end now."""
+    """Return how the worker ended; None: it has to be ended now."""
     try:
         while True:
             pid, status = os.wait()
             if pid == worker:
                 return status
-    except _Told:
+    except _Terminated:
         return None
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _end_all() -> None:
-    """Kill the children until there are none: those of a child that ends come here."""
+    """Kill children until there are none: those of an ended child are adopted."""
     until = time.monotonic() + _END_S
     while (children := _children()) and time.monotonic() < until:
         for pid in children:

@@ -1,4 +1,4 @@
-"""Simulators by name, as the process that runs them finds them."""
+"""Registry of simulators by name, as used in the process that runs them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ SIMULATORS: dict[str, str] = {
     "reach": "reach:Reach",
     "robotwin": "robotwin:RoboTwin",
 }
-#: What else names one: a file, or a module of the simulator's interpreter.
+#: Other names of a simulator: a file, or a module of the simulator's interpreter.
 FORMS = ("file.py:Class", "pkg.mod:Class")
 
 
 def is_known(name: str) -> bool:
-    """Whether `name` is that of an included simulator, or has one of the other forms."""
+    """Return whether `name` is an included simulator, or has one of the other forms."""
     return name in SIMULATORS or all(name.rpartition(":")[::2])
 
 
 def simulator_class(name: str) -> type[Simulator]:
-    """The class that `name` stands for.
+    """Return the class that `name` names.
 
     Raises:
-        LookupError: there is no such class; the message says what there is.
-        Exception: whatever importing the module raises.
+        LookupError: there is no such class; the message lists the known ones.
+        Exception: any error of importing the module.
     """
     if name in SIMULATORS:
         module_name, _, class_name = SIMULATORS[name].partition(":")

@@ -2,17 +2,17 @@
 
 `root` is a checkout of RoboTwin with its assets. A trial is one of the seeds of `seeds`, a JSON file of lists by task,
 as RoboTwin's users make them (`{"click_bell": {"success_seeds": [100000, ...]}}`): not every seed has a stable scene
-that its expert solves. Those of `eval_seeds`, a file of the same form, follow, and are only measured with.
+that its expert solves. The seeds of `eval_seeds`, a file of the same form, follow, and are only for evaluation.
 
 An action is the positions of all joints, left arm, left gripper, right arm, right gripper, in RoboTwin's units:
 radians, and 0 to 1 for grippers. Nothing is clipped. The state is the same 14 numbers. Limits are RoboTwin's own, by
 task, unless `max_steps` has the task.
 
-The instruction is the task's description, or with `instructions` one that RoboTwin makes of the trial's objects, in
-words that its training data has (`seen`) or lacks (`unseen`); which one depends on the seed only. What the objects are
-is said by `get_info` of SimpleVLA-RL's tasks, or else by the expert, who plays each trial once for it.
+The instruction is the task's description, or with `instructions` one that RoboTwin builds from the trial's objects, in
+words that its training data has (`seen`) or lacks (`unseen`); the choice depends only on the seed. The objects come
+from `get_info` of SimpleVLA-RL's tasks, or else from the expert, which plays each trial once for it.
 
-RoboTwin builds the scene of every episode again; the robot, its planner and the renderer are kept.
+RoboTwin rebuilds the scene for every episode; the robot, its planner and the renderer are kept.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RoboTwin(Simulator):
         "tasks": (),
         "seeds": None,
         "eval_seeds": None,
-        "config": "demo_clean",  # or demo_randomized: other light, tables and objects around
+        "config": "demo_clean",  # or demo_randomized: other light, tables and objects
         "cameras": ("head_camera", "left_camera", "right_camera"),
         "max_steps": {},
         "instructions": "task",  # or seen, unseen
@@ -58,7 +58,7 @@ class RoboTwin(Simulator):
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """The tasks that `tasks` names, from the files of the checkout."""
+        """Return the tasks that `tasks` names, from the files of the checkout."""
         chosen = {**cls.settings, **settings}
         root = _root(chosen["root"])
         if chosen["instructions"] not in INSTRUCTIONS:
@@ -117,7 +117,7 @@ class RoboTwin(Simulator):
         return replace(self._observation(), instruction=self._told.get(trial, ""))
 
     def _set_up(self, trial: int) -> None:
-        """Build the scene of a trial; that of before is taken down."""
+        """Build the scene of a trial; the previous one is removed."""
         self.close()
         seed = self._seeds[trial]
         try:
@@ -129,14 +129,14 @@ class RoboTwin(Simulator):
         self._open = True
 
     def _instruction(self, seed: int) -> str:
-        """What RoboTwin says of the scene that is there; empty: it has no words for it."""
+        """Return RoboTwin's instruction for the current scene; empty: it has none."""
         objects = self._env.get_info() if hasattr(self._env, "get_info") else self._env.play_once()["info"]
         made = importlib.import_module("description.utils.generate_episode_instructions")
         before = random.getstate()
-        random.seed(seed)  # its choices are those of the module `random`
+        random.seed(seed)  # it chooses with the module `random`
         try:
             found = made.generate_episode_descriptions(self.spec.name, [objects], 1)
-        except SystemExit as error:  # after a print, where a description is missing
+        except SystemExit as error:  # it prints this if a description is missing
             raise ValueError(f"{self.spec.name}, seed {seed}: RoboTwin has no description of {objects}") from error
         finally:
             random.setstate(before)
@@ -144,7 +144,7 @@ class RoboTwin(Simulator):
         return str(texts[0]) if texts else ""
 
     def step(self, actions: Numbers) -> Outcome:
-        """Execute positions of the joints [K, 14]. `physics` is all but the last pictures."""
+        """Execute positions of the joints [K, 14]. `physics` includes all pictures except the last."""
         if self._over:
             raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
         began, executed, success = time.perf_counter(), 0, False
@@ -170,7 +170,7 @@ class RoboTwin(Simulator):
         return Observation(frames, state)
 
     def close(self) -> None:
-        """Take the scene down."""
+        """Remove the scene."""
         if self._open:
             self._env.close_env()
         self._open = False
@@ -206,7 +206,7 @@ def _yaml(root: Path, name: str) -> Any:
 
 
 def _arguments(root: Path, task: str, config: str) -> dict[str, Any]:
-    """What `setup_demo` takes: the task's configuration with both arms' and the head camera's put in."""
+    """Return the arguments of `setup_demo`: the task's configuration with those of both arms and the head camera."""
     import yaml
 
     arguments = _yaml(root, config)

@@ -2,8 +2,8 @@
 
 The interpreter is the simulator's, and megarl need not be installed in it. So this folder becomes `megarl.simulators`
 of a package `megarl` that holds nothing else: included simulators and a user's file import the same names here and in
-the trainer, and neither the trainer's packages nor the files of this folder are on the path (a simulator in
-`metaworld.py` finds the real `metaworld`).
+the trainer. Neither the trainer's packages nor the files of this folder are on the path (a simulator in `metaworld.py`
+finds the real `metaworld`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGE = "megarl.simulators"
 
 
 def load(folder: Path) -> None:
-    """Make `folder` importable as PACKAGE, in an interpreter that knows no megarl."""
+    """Make `folder` importable as PACKAGE, in an interpreter without megarl."""
     above = ModuleType(PACKAGE.partition(".")[0])
     above.__path__ = []
     spec = importlib.util.spec_from_file_location(

@@ -1,8 +1,8 @@
-"""Messages between a trainer and the process of a simulator: numbers and names only, so nothing in them is ever run.
+"""Messages between a trainer and a simulator's process: only numbers and names, so nothing in them is executed.
 
-    a message of `plain` whose header has `arrays`, name -> [kind, shape], which lie one after the other in its body
+    a message of `plain` whose header has `arrays`, name -> [kind, shape], concatenated in its body
 
-Pictures take another way: a block of memory that both map (`places`).
+Pictures travel in memory that both processes map (`places`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .protocol import Recording, TaskSpec
 Message = tuple[dict[str, Any], dict[str, NDArray[Any]]]
 _KINDS = ("<f4", "<f8", "<i4", "<i8", "|u1", "|b1")
 _MOST_ARRAYS, _MOST_DIMENSIONS = 64, 8
-#: Bytes and levels that a trainer takes from a simulator's process; the other way there is nothing to fear.
+#: Limits of bytes and nesting of a simulator's messages to the trainer; messages of the trainer are trusted.
 _HEADER, _BODY, _DEPTH = 8 << 20, 1 << 30, 16
 _ANY = (1 << 32) - 1
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None) -> bytes:
-    """A message as bytes. `header`: plain JSON with finite numbers."""
+    """Encode a message as bytes. `header`: plain JSON with finite numbers."""
     blocks = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
     shapes = {name: [block.dtype.str, list(block.shape)] for name, block in blocks.items()}
     return plain.pack({**header, "arrays": shapes}, b"".join(block.tobytes() for block in blocks.values()))
 
 
 class Inbox:
-    """Takes bytes as they come, and gives messages as they are complete.
+    """A decoder that takes bytes as they arrive, and returns messages once they are complete.
 
     Args:
-        trusted: they come from the trainer.
+        trusted: the messages come from the trainer.
 
     >>> inbox = Inbox()
     >>> data = pack({"call": "reset"})
@@ -57,20 +57,20 @@ class Inbox:
         self._inbox.feed(data)
 
     def take(self) -> Message | None:
-        """The next message; None: not all of it is there.
+        """Return the next message; None: it is not complete.
 
         Raises:
-            Malformed: this is none.
+            Malformed: it is invalid.
         """
         message = self._inbox.take()
         return None if message is None else (message[0], _arrays(*message, most=self._arrays))
 
 
 def _arrays(header: dict[str, Any], body: bytes, most: int) -> dict[str, NDArray[Any]]:
-    """The arrays of a message; their shapes are taken out of its header.
+    """Return the arrays of a message and remove their shapes from its header.
 
     Raises:
-        Malformed: the shapes are none, or not those of the body.
+        Malformed: the shapes are invalid, or do not fit the body.
     """
     shapes = header.pop("arrays", None)
     if not isinstance(shapes, dict) or len(shapes) > most:
@@ -99,7 +99,7 @@ def _kind_and_shape(name: str, entry: Any) -> tuple[str, list[int]]:
 
 
 def places(spec: TaskSpec) -> tuple[dict[str, tuple[int, tuple[int, int, int]]], int]:
-    """Where each camera's picture lies in the shared memory (offset, shape), and the bytes of all."""
+    """Return each camera's place in the shared memory (offset, shape), and the number of bytes."""
     found, end = {}, 0
     for camera, (height, width) in spec.cameras.items():
         found[camera] = (end, (height, width, 3))
@@ -108,7 +108,7 @@ def places(spec: TaskSpec) -> tuple[dict[str, tuple[int, tuple[int, int, int]]],
 
 
 def clip_places(spec: TaskSpec, recording: Recording | None) -> tuple[dict[str, int], int]:
-    """Where the clip of each camera begins in the shared memory, after the pictures, and the bytes of all."""
+    """Return the offset of each camera's clip in the shared memory, after the pictures, and the number of bytes."""
     end = places(spec)[1]
     found = {}
     for camera in () if recording is None else recording.cameras:
@@ -119,12 +119,12 @@ def clip_places(spec: TaskSpec, recording: Recording | None) -> tuple[dict[str, 
 
 
 def plain_spec(spec: TaskSpec) -> dict[str, Any]:
-    """What a task is, as plain JSON."""
+    """Return a task as plain JSON."""
     cameras = {camera: [int(height), int(width)] for camera, (height, width) in spec.cameras.items()}
     return {**dataclasses.asdict(spec), "cameras": cameras}
 
 
 def spec_of(plain: Mapping[str, Any]) -> TaskSpec:
-    """The task that `plain_spec` wrote."""
+    """Return the task that `plain_spec` wrote."""
     cameras = {camera: (height, width) for camera, (height, width) in plain["cameras"].items()}
     return TaskSpec(**{**plain, "cameras": cameras})

@@ -1,4 +1,4 @@
-"""A simulator's process: constructs simulators, keeps them by task, and answers the trainer's calls one by one.
+"""A simulator's process: it constructs simulators, keeps them by task, and answers the trainer's calls one by one.
 
     call      answer
     open      `open`: the tasks that there are
@@ -7,9 +7,9 @@
     expert    `expert`: the scripted expert's action, or none
     close     the process ends
 
-An answer with `error` is a refusal. What a simulator returns is checked here, where it is whole: finite numbers, and
-pictures of the shapes that the task names. Pictures are written to shared memory; `sum` is a checksum of everything
-that an answer says of the episode, by which a repeated call is held against its first time.
+An answer with `error` is a refusal. A simulator's results are validated here: finite numbers, and pictures of the
+task's shapes. Pictures are written to shared memory; `sum` is a checksum of an answer's whole content about the
+episode, with which a replayed call is compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TEXT = 2000  # characters of an error's message, and of an instruction
 
 
 class _Refused(Exception):
-    """An answer that must not be given; `kind` is what the trainer calls it."""
+    """An answer that must not be given; `kind` is the trainer's name for it."""
 
     def __init__(self, kind: str, text: str, **parts: Any) -> None:
         super().__init__(text)
@@ -50,7 +50,7 @@ class _Refused(Exception):
 
 
 class _Work:
-    """What a process knows: its simulators by task, least recently used first, and the episode that is played."""
+    """The state of the process: its simulators by task, least recently used first, and the current episode."""
 
     def __init__(self, connection: socket.socket, memory: int) -> None:
         self._connection, self._file = connection, memory
@@ -66,7 +66,7 @@ class _Work:
         self._chunk = 0
 
     def answer(self, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-        """Send what a call comes to."""
+        """Send the answer to a call."""
         calls = {"open": self._open, "begin": self._begin, "step": self._step, "expert": self._expert}
         try:
             calls[header["call"]](header, arrays)
@@ -133,7 +133,7 @@ class _Work:
         return simulator
 
     def _map(self, size: int) -> None:
-        """Let the shared memory hold `size` bytes."""
+        """Resize the shared memory to `size` bytes."""
         if size > (len(self._memory) if self._memory is not None else 0):
             os.ftruncate(self._file, size)
             self._memory = mmap.mmap(self._file, size)
@@ -155,7 +155,7 @@ class _Work:
         self._observed({"call": "step", **said, "parts": parts, **held}, outcome.observation, seconds)
 
     def _step_by_step(self, recorder: ClipRecorder, actions: NDArray[Any]) -> Outcome:
-        """A chunk action by action, so that every environment step is seen."""
+        """Execute a chunk action by action, so that every environment step is seen."""
         assert self._playing is not None
         found, executed, seconds = places(self._playing.spec)[0], 0, dict[str, float]()
         while True:
@@ -170,13 +170,13 @@ class _Work:
                 return dataclasses.replace(outcome, executed=executed, seconds=seconds)
 
     def _hold_clip(self, recorder: ClipRecorder) -> dict[str, Any]:
-        """Write the clip of an episode that is over to the shared memory; what the answer says of it."""
+        """Write the clip of a finished episode to the shared memory; return its part of the answer."""
         assert self._playing is not None and self._memory is not None  # noqa: PT018
         clip = recorder.clip()
         for camera, start in clip_places(self._playing.spec, self._recording)[0].items():
             frames = clip[camera]
             np.ndarray(frames.shape, np.uint8, self._memory, start)[...] = frames
-        self._recorder = None  # its frames are no longer held
+        self._recorder = None  # its frames are released
         return {"clip": {camera: len(frames) for camera, frames in clip.items()}}
 
     def _expert(self, _: Any, __: Any) -> None:
@@ -190,7 +190,7 @@ class _Work:
         return self._send({"call": "expert"}, {"action": action})
 
     def _observed(self, header: dict[str, Any], observation: Observation, seconds: float) -> None:
-        """Send an answer with what is seen; pictures go to the shared memory."""
+        """Send an answer with an observation; pictures go to the shared memory."""
         assert self._playing is not None
         state = _checked_state(self._playing.spec, observation.state)
         found, size = places(self._playing.spec)
@@ -237,7 +237,7 @@ def _check_frames(found: Mapping[str, tuple[int, tuple[int, int, int]]], frames:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Whether a setting may have this value: of its default's kind, or null; anything where the default is null."""
+    """Return whether a setting may have this value: of its default's type, or null; anything if the default is null."""
     if default is None or value is None:
         return True
     if isinstance(default, bool) or isinstance(value, bool):
@@ -259,11 +259,11 @@ def serve(connection: int, memory: int) -> None:
 
     Args:
         connection: descriptor of a socket to the trainer.
-        memory: descriptor of the block of memory that pictures go through.
+        memory: descriptor of the shared memory for pictures.
     """
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a trainer that waits too long asks where this process is
-    end_with_parents()  # whatever it is doing; its guardian ends the rest
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a trainer that waits too long requests stack traces
+    end_with_parents()  # in any state; its guardian ends the rest
     with socket.socket(fileno=connection) as trainer:
         work, inbox = _Work(trainer, memory), Inbox(trusted=True)
         while data := trainer.recv(1 << 16):
@@ -272,6 +272,6 @@ def serve(connection: int, memory: int) -> None:
                 if message[0]["call"] == "close":
                     work.close()
                     sys.stdout.flush()
-                    os._exit(0)  # no exit handlers: graphics libraries fail in theirs
+                    os._exit(0)  # no exit handlers: those of graphics libraries fail
                 work.answer(*message)
     os._exit(0)
