@@ -76,8 +76,8 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
     if gpu:
         offloaded = [term("offloaded state", own, "actor.engine.offload")] if actor.engine.offload and own else []
         # The buffers are on the device: none of the host memory is certain.
-        held = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
-        responses = [replace(_times(ranks, part), least=0.0) for part in held]
+        buffers = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
+        responses = [replace(_times(ranks, part), least=0.0) for part in buffers]
         return Memory((Moment("a step", (*offloaded, *staging, *responses)),))
     moments = [
         Moment(moment.name, tuple(_times(ranks, part) for part in moment.terms))
