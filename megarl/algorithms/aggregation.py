@@ -1,7 +1,7 @@
-"""How token losses become one number: a weight per token, so that the loss of any part is just sum(weight * loss).
+"""Aggregation of token losses: a weight per token, so that the loss of any part is just sum(weight * loss).
 
-The weights are computed once per mini-batch from counts over all ranks. Whatever way the mini-batch is then cut into
-micro-batches or spread over ranks, the parts add up to the same loss and the same gradient.
+The weights are computed once per mini-batch from counts over all ranks. For any split of the mini-batch into
+micro-batches or over ranks, the parts add up to the same loss and the same gradient.
 
     counts = all_sum(local_counts(mask, offsets))
     weights = aggregation_weights("token-mean", mask, counts, offsets=offsets)
@@ -20,7 +20,7 @@ from megarl.errors import ConfigError
 
 
 def local_counts(mask: Tensor, offsets: Tensor | None = None, *, copies: Tensor | None = None) -> Tensor:
-    """float64 [2] on the CPU: valid tokens, and sequences with a valid token. Add these over ranks.
+    """Count valid tokens, and sequences with a valid token: float64 [2] on the CPU. Add the counts over ranks.
 
     Args:
         mask: bool [N] or [B, T].
@@ -41,7 +41,7 @@ def aggregation_weights(
     sum_norm: float | None = None,
     copies: Tensor | None = None,
 ) -> Tensor:
-    """Weight of every token's loss, float32 in the shape of `mask`, zero where it hides.
+    """Return the weight of every token's loss, float32 in the shape of `mask`, zero where it hides.
 
     | mode | weight of a valid token; n = valid tokens of its sequence |
     |---|---|
@@ -54,7 +54,7 @@ def aggregation_weights(
     Sequences without a valid token are not counted.
 
     Args:
-        mode: one of the table.
+        mode: one of the table's.
         mask: bool [N] or [B, T].
         counts: `local_counts` added over all ranks of the mini-batch.
         offsets: int64 [B + 1] for the packed form.

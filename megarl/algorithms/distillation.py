@@ -1,4 +1,4 @@
-"""The term of an update that moves the policy to a teacher, on the policy's own samples."""
+"""The term of an update that moves the policy towards a teacher, on the policy's own samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megarl.config.algorithm import DistillationConfig
     from megarl.metrics import Metrics
 
-#: Log-probs of a teacher; or its likeliest tokens, and what the policy says of them: cross entropy and mass.
+#: Log-probs of a teacher; or its most likely tokens, with the policy's cross entropy and mass on them.
 Teacher: TypeAlias = "Tensor | Sequence[Tensor | None] | None"
 
 
@@ -27,10 +27,10 @@ def teacher_term(
     policy_loss: Callable[[Tensor], Tensor],
     metrics: Metrics,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of every token, and the estimate of the KL that it is made of, without gradient; both zero where masked.
+    """Return the loss of every token, and its KL estimate without gradient; both zero where masked.
 
-    `through: loss` minimises the estimate itself. `through: policy` gives minus the estimate as the advantage of the
-    token to the policy loss, with the ratio, clip and importance weights of the task's own: the estimate is a number.
+    `through: loss` minimises the estimate itself. `through: policy` passes minus the estimate as the token's advantage
+    to the policy loss, with the ratio, clip and importance weights of the task's loss: the estimate is a constant.
 
     Args:
         settings: `algorithm.distillation`.
@@ -38,10 +38,10 @@ def teacher_term(
         teacher: its log-probs, same shape; or [N, K, 2], with cross entropy and mass [N] (`megarl.algorithms.topk`).
         mask: bool, in the shape of `logp`.
         policy_loss: advantages to token losses.
-        metrics: gets the extremes of the estimate, before the clamp, and what both models give to the top k.
+        metrics: receives the extremes of the estimate, before the clamp, and both models' mass on the top k.
 
     Raises:
-        ValueError: the teacher has not said what the estimator reads.
+        ValueError: an input of the estimator is missing.
 
     Source: generalised distillation on the student's samples (arXiv 2306.13649); as an advantage: MiniLLM (arXiv
     2306.08543).

@@ -1,4 +1,4 @@
-"""Which action tokens of an episode a robot carried out."""
+"""The mask of an episode's action tokens that a robot executed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def executed_mask(finish_step: Tensor, calls: Tensor, *, chunk: int, dims: int) -> tuple[Tensor, Tensor]:
-    """Response mask of episodes, packed: true for tokens of actions that were executed.
+    """Return the response mask of episodes, packed: true for tokens of executed actions.
 
     An episode's response is the tokens of its policy calls in order, `chunk` actions of `dims` tokens each. The first
-    `finish_step` actions were executed; where it ended inside a call, the rest of that call was not.
+    `finish_step` actions were executed; if it ended inside a call, the rest of that call was not.
 
     Args:
         finish_step: int [B], environment steps that each episode executed.
@@ -26,7 +26,7 @@ def executed_mask(finish_step: Tensor, calls: Tensor, *, chunk: int, dims: int) 
         bool [N] and int64 offsets [B + 1], N = sum of calls * chunk * dims.
 
     Raises:
-        ValueError: an episode executed fewer than no actions, or more than its calls have.
+        ValueError: an episode's number of executed actions is negative, or more than its calls have.
 
     >>> executed_mask(torch.tensor([3, 0]), torch.tensor([2, 1]), chunk=2, dims=1)
     (tensor([ True,  True,  True, False, False, False]), tensor([0, 4, 6]))
@@ -37,15 +37,15 @@ def executed_mask(finish_step: Tensor, calls: Tensor, *, chunk: int, dims: int) 
         raise ValueError(
             f"finish_step and calls must be [B], got shapes {tuple(finish_step.shape)} and {tuple(calls.shape)}"
         )
-    steps, drawn = finish_step.long(), calls.long() * chunk
-    wrong = (steps < 0) | (steps > drawn)
+    steps, possible = finish_step.long(), calls.long() * chunk
+    wrong = (steps < 0) | (steps > possible)
     if wrong.any():
         place = int(wrong.nonzero()[0])
         raise ValueError(
-            f"episode {place} executed {int(steps[place])} actions of the {int(drawn[place])} of its "
+            f"episode {place} executed {int(steps[place])} actions of the {int(possible[place])} of its "
             f"{int(calls[place])} policy calls"
         )
-    lengths = drawn * dims
+    lengths = possible * dims
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     token = torch.arange(int(offsets[-1]), device=offsets.device) - offsets[:-1].repeat_interleave(lengths)
     return token < (steps * dims).repeat_interleave(lengths), offsets

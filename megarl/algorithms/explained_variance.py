@@ -1,4 +1,4 @@
-"""How much of the returns a critic foresaw."""
+"""Explained variance of a critic's values."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from megarl.algorithms.stats import AllSum, one_rank
 
-_NOTHING = 1e-8  # float32 returns that should be equal differ by about this much
+_NOTHING = 1e-8  # rounding error of float32 returns that should be equal
 
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, all_sum: AllSum = one_rank) -> float | None:
-    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one, negative for one worse than that.
+    """Compute 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one, negative for a worse one.
 
     Both variances are over all valid tokens of all ranks together, in float64; it is not an average of per-rank values.
 
@@ -23,7 +23,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, all_sum
         all_sum: adds over ranks.
 
     Returns:
-        The share; None when the returns do not vary (variance up to 1e-8), so that there is nothing to explain.
+        The share; None when the returns do not vary (variance up to 1e-8).
 
     >>> all_tokens = torch.ones(4, dtype=torch.bool)
     >>> explained_variance(torch.tensor([0., 0., 1., 1.]), torch.tensor([0., 1., 2., 3.]), all_tokens)

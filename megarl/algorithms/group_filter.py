@@ -1,4 +1,4 @@
-"""Which samples and prompt groups are kept: groups that carry a signal, accuracy bounds, responses that ended."""
+"""Filters of samples and prompt groups: groups that carry a signal, accuracy bounds, responses that ended."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from megarl.config.base import ComponentSection
 
-#: Offered to every filter, which may take them or not.
+#: Offered to every filter, which may or may not take them.
 OFFERED = ("mask", "offsets", "live")
-#: fn(score, uid, *, those of OFFERED that it names, what it reads, its settings) -> bool [B]: kept
+#: fn(score, uid, *, those of OFFERED that it names, the fields that it reads, its settings) -> bool [B]: kept
 FILTERS = Registry("sample filter", "algorithm.filter.name", Spec, by_name=True)
 
 
@@ -31,7 +31,7 @@ class BoundsSettings(Settings):
     truncated: bool = Field(False, description="leave out responses that a limit of tokens or seconds cut")
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Bounds that no group is between."""
+        """Return the problem of bounds that no group is between."""
         if self.low is None or self.high is None or self.low <= self.high:
             return []
         return [
@@ -46,7 +46,7 @@ class BoundsSettings(Settings):
 
 
 def live_rows(mask: Tensor, offsets: Tensor) -> Tensor:
-    """bool [B]: samples with a token that is trained on; an episode whose environment failed has none.
+    """Return bool [B]: samples with a trained token; an episode whose environment failed has none.
 
     Args:
         mask: bool [N].
@@ -60,7 +60,7 @@ def live_rows(mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def group_filter(metric: Tensor, uid: Sequence[Hashable], *, live: Tensor | None = None) -> Tensor:
-    """bool [B]: samples whose group's metric varies (DAPO's dynamic sampling).
+    """Return bool [B]: samples whose group's metric varies (DAPO's dynamic sampling).
 
     Variation is tested on the values themselves (for a 0/1 metric: 0 < successes < G), never on a rounded variance.
 
@@ -91,7 +91,7 @@ def accuracy_filter(
     high: float | None = None,
     live: Tensor | None = None,
 ) -> Tensor:
-    """bool [B]: samples of groups with low <= mean metric <= high.
+    """Return bool [B]: samples of groups with low <= mean metric <= high.
 
     The sum is compared with the bounds times the size of the group, to a few rounding errors: 7 successes of 10 are not
     below 0.7.
@@ -127,7 +127,8 @@ def informative_groups(
     high: float | None = None,
     live: Tensor | None = None,
 ) -> Tensor:
-    """bool [B]: samples of groups that dynamic sampling keeps: `group_filter`, or `accuracy_filter` with a bound.
+    """Return bool [B]: samples of groups that dynamic sampling keeps: `group_filter`, or `accuracy_filter` with a
+    bound.
 
     A group without a sample that counts is dropped in either case.
 
@@ -137,7 +138,7 @@ def informative_groups(
         low, high: smallest and largest group mean to keep.
         live: bool [B], samples whose metric counts; None: all.
 
-    Source of the bounds: SimpleVLA-RL (arXiv 2509.09674), where both belong to what is kept.
+    Source of the bounds: SimpleVLA-RL (arXiv 2509.09674), where both are inclusive.
     """
     if low is None and high is None:
         return group_filter(metric, uid, live=live)
@@ -148,7 +149,8 @@ def informative_groups(
 def uncut_groups(
     finish_step: Tensor, max_steps: Tensor, uid: Sequence[Hashable], *, live: Tensor | None = None
 ) -> Tensor:
-    """bool [B]: samples of groups in which no episode used all its environment steps, whether or not it succeeded.
+    """Return bool [B]: samples of groups in which no episode used all its environment steps, whether or not it
+    succeeded.
 
     Args:
         finish_step: int [B], environment steps that an episode executed.
@@ -174,7 +176,7 @@ def bounds(
     high: float | None,
     truncated: bool,
 ) -> Tensor:
-    """bool [B]: `accuracy_filter` and, with `truncated`, `truncated_filter`.
+    """Return bool [B]: `accuracy_filter` and, with `truncated`, `truncated_filter`.
 
     Args:
         score: float [B].
@@ -190,17 +192,17 @@ def bounds(
 def kept_samples(
     section: ComponentSection, score: Tensor, uid: Sequence[Hashable], fields: Mapping[str, Any]
 ) -> Tensor:
-    """bool [B]: the samples that the filter of section `algorithm.filter` keeps.
+    """Return bool [B]: the samples that the filter of section `algorithm.filter` keeps.
 
     Args:
         section: names the filter and gives its settings.
         score: float [B].
         uid: B group names.
         fields: `mask` (bool [N]), `offsets` (int64 [B + 1]) and `live` (bool [B] or None), of which the filter gets
-            those that it names, and what it declares to read.
+            those that it names, and the fields that it declares.
 
     Raises:
-        UserError: there is no such filter, the keys are not its own, or it returns something else.
+        UserError: the filter is unknown, a key is not its own, or its result has another form.
     """
     chosen = FILTERS.choose(section)
     own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
@@ -220,7 +222,7 @@ def kept_samples(
 
 
 def truncated_filter(finish_reason: Sequence[str]) -> Tensor:
-    """bool [B]: samples whose response ended by itself ("stop"), not at a limit of tokens or seconds.
+    """Return bool [B]: samples whose response ended by itself ("stop"), not at a limit of tokens or seconds.
 
     Source: DAPO (arXiv 2503.14476), overlong filtering.
     """
@@ -228,22 +230,22 @@ def truncated_filter(finish_reason: Sequence[str]) -> Tensor:
 
 
 def _numbers(uid: Sequence[Hashable], like: Tensor) -> tuple[Tensor, int]:
-    """Group number of each sample on the device of `like`, and the number of groups."""
+    """Return the group number of each sample on the device of `like`, and the number of groups."""
     numbers: dict[Hashable, int] = {}
     index = torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64, device=like.device)
     return index, len(numbers)
 
 
 def _any_in_group(what: Tensor, uid: Sequence[Hashable]) -> Tensor:
-    """bool [B]: whether `what`, bool [B], is true of any sample of each sample's group."""
+    """Return bool [B]: whether `what`, bool [B], is true of any sample of each sample's group."""
     index, groups = _numbers(uid, what)
     return torch.bincount(index[what], minlength=groups)[index] > 0
 
 
 def score_histogram(groups: Sequence[Sequence[float]]) -> dict[str, int]:
-    """Number of groups whose samples all have the lowest score, lie in between, or all have the highest.
+    """Count the groups whose samples all have the lowest score, lie in between, or all have the highest.
 
-    For the message of a run that finds too few groups with a signal. Lowest and highest are those of all samples given.
+    Used in the message of a run that finds too few groups with a signal. Lowest and highest are over all given samples.
 
     Args:
         groups: the scores of each group's samples; at least one group.

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KLSpec(Spec):
-    """What an estimator declares.
+    """The declaration of an estimator.
 
     Attributes:
-        distributions: it compares the teacher's likeliest tokens, not the sampled one: fn(teacher, cross, **settings),
-            see `megarl.algorithms.topk`. For distillation only; its settings are `TopKSettings` or more.
+        distributions: it compares the teacher's most likely tokens, not the sampled one: fn(teacher, cross,
+            **settings), see `megarl.algorithms.topk`. Only for distillation; its settings are `TopKSettings` or more.
     """
 
     distributions: bool = False
@@ -37,25 +37,25 @@ Estimator: TypeAlias = "Callable[[Tensor], Tensor]"
 
 @KL.register("kl", "k1")
 def k1(d: Tensor) -> Tensor:
-    """d = log pi - log ref. Unbiased, often negative."""
+    """Return d = log pi - log ref. Unbiased, often negative."""
     return d
 
 
 @KL.register("abs")
 def absolute(d: Tensor) -> Tensor:
-    """|d|."""
+    """Return |d|."""
     return d.abs()
 
 
 @KL.register("mse", "k2")
 def k2(d: Tensor) -> Tensor:
-    """d^2 / 2. Biased value, but its gradient is that of the KL."""
+    """Return d^2 / 2. The value is biased, but its gradient is that of the KL."""
     return 0.5 * d.square()
 
 
 @KL.register("low_var_kl", "k3")
 def k3(d: Tensor) -> Tensor:
-    """exp(-d) - 1 + d, with d limited to +-20 and the value to +-10. Unbiased, never negative."""
+    """Return exp(-d) - 1 + d, with d limited to +-20 and the value to +-10. Unbiased, never negative."""
     d = d.clamp(-20, 20)
     return ((-d).exp() - 1 + d).clamp(-10, 10)
 
@@ -63,10 +63,10 @@ def k3(d: Tensor) -> Tensor:
 def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def plus(d: Tensor) -> Tensor:
         right_gradient = k2(d)
-        # In this order: zero is added to the value. A large k2 added first would take its last digits.
+        # In this order: zero is added to the value. A large k2 added first would remove its last digits.
         return value(d).detach() + (right_gradient - right_gradient.detach())
 
-    plus.__doc__ = f"Value of: {value.__doc__} Gradient of k2."
+    plus.__doc__ = f"{value.__doc__} The gradient is that of k2."
     return plus
 
 
@@ -75,10 +75,10 @@ for _names in (("kl", "k1"), ("abs",), ("mse", "k2"), ("low_var_kl", "k3")):
 
 
 def chosen_estimator(section: ComponentSection) -> Estimator:
-    """The estimator that `algorithm.kl` or `algorithm.distillation` names, with its settings.
+    """Return the estimator that `algorithm.kl` or `algorithm.distillation` names, with its settings.
 
     Raises:
-        UserError: there is none of that name, or the keys are not its own.
+        UserError: the name is unknown, or a key is not its own.
     """
     chosen = KL.choose(section)
     own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
@@ -86,7 +86,7 @@ def chosen_estimator(section: ComponentSection) -> Estimator:
 
 
 def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
-    """Estimate of KL(pi || ref) at each sampled token, zero where the mask hides; differentiable in `logp`.
+    """Estimate KL(pi || ref) at each sampled token, zero where the mask hides; differentiable in `logp`.
 
     The forms with "+" have the value of the plain form and the gradient of k2, d grad(log pi), whose expectation under
     pi is the gradient of the KL; the plain gradients of k1 and k3 are not (k1's is zero on average).
@@ -98,7 +98,7 @@ def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: 
         mask: bool, same shape.
 
     Returns:
-        The inputs' shape; half precision comes back as float32.
+        The inputs' shape; half precision is returned as float32.
 
     Raises:
         ConfigError: unknown estimator.
@@ -107,7 +107,7 @@ def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: 
     """
     function = KL.get(estimator) if isinstance(estimator, str) else estimator
     d = torch.where(mask, at_least_float32(logp) - at_least_float32(ref_logp).detach(), 0)
-    return torch.where(mask, function(d), 0)  # an estimator of a user's may not be 0 at 0
+    return torch.where(mask, function(d), 0)  # a user's estimator may not be 0 at 0
 
 
 @no_grad
@@ -120,7 +120,7 @@ def kl_in_reward(
     coef: float,
     estimator: str | Estimator = "kl",
 ) -> tuple[Tensor, Tensor]:
-    """Token rewards minus coef * KL.
+    """Subtract coef * KL from the token rewards.
 
     Args:
         token_rewards: float [N] or [B, T].
@@ -132,7 +132,7 @@ def kl_in_reward(
 
     Returns:
         New token rewards, zero where the mask hides, and float64 [2] on the CPU: sum of the KL and number of tokens.
-        Add the latter over ranks; their quotient is what the controller wants.
+        Add the latter over ranks; their quotient is the controller's input.
     """
     kl = kl_tokens(estimator, logp, ref_logp, mask)
     rewards = torch.where(mask, token_rewards, 0) - coef * kl
@@ -141,7 +141,7 @@ def kl_in_reward(
 
 @dataclass
 class KLController:
-    """Weight of the KL penalty; adaptive when `target` is set.
+    """The weight of the KL penalty, adaptive when `target` is set.
 
     update: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon.
 
@@ -157,20 +157,20 @@ class KLController:
     horizon: int = 10_000
 
     def update(self, kl: float, samples: int) -> None:
-        """Move `coef` after a step of `samples` samples (over all ranks) with mean token KL `kl`."""
+        """Update `coef` after a step of `samples` samples (over all ranks) with mean token KL `kl`."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """For the checkpoint; a weight that does not adapt has no state."""
+        """Return the state for a checkpoint; a constant weight has none."""
         return {} if self.target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from where an adaptive controller was; one that does not adapt keeps the weight it was made with."""
+        """Restore an adaptive controller; a constant one keeps its configured weight."""
         if self.target is not None:
             self.coef = float(state.get("coef", self.coef))
 
 
-# Last: it registers its estimator, which compares the likeliest tokens, in the registry above.
+# Last: it registers its estimator, which compares the most likely tokens, in the registry above.
 import megarl.algorithms.topk  # noqa: E402, F401

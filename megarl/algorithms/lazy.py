@@ -1,8 +1,8 @@
-"""`torch`, imported when something of it is first used.
+"""`torch`, imported at its first use.
 
-A component (a loss, an estimator, a KL) is one file: its function, its settings and what it declares. The dry run, the
-checks and the reference of keys read the settings without computing anything, so these files, and what they import,
-must load without torch. They write `from megarl.algorithms.lazy import torch`, and otherwise look as usual.
+A component (a loss, an estimator, a KL) is one file: its function, its settings and its declaration. The dry run, the
+checks and the reference of keys read the settings without computing anything, so these files and their imports must
+load without torch. They write `from megarl.algorithms.lazy import torch`, and otherwise look as usual.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
 
     class _Torch(ModuleType):
-        """Everything that torch has; what was asked for once is an attribute from then on."""
+        """A proxy of torch; each attribute is resolved at its first use."""
 
         def __getattr__(self, name: str) -> Any:
             import torch
@@ -34,7 +34,7 @@ else:
 
 
 def no_grad(function: F) -> F:
-    """`torch.no_grad()` as a decorator that needs no torch before the function is called."""
+    """Decorate with `torch.no_grad()`, without importing torch before the function is called."""
 
     @functools.wraps(function)
     def without_gradient(*args: Any, **kwargs: Any) -> Any:

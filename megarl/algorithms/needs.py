@@ -1,7 +1,7 @@
-"""Batch fields that the components of a recipe need, in addition to those that every pipeline writes.
+"""Batch fields that a recipe's components need, in addition to those that every pipeline writes.
 
-They follow from the components only: an estimator takes what its parameters name, a loss says what it reads. Recipes
-add the nodes that write these fields, and the checks ask for them instead of names.
+They follow only from the components: an estimator takes the fields that its parameters name, a loss declares those that
+it reads. Recipes add the nodes that write these fields, and the checks query them instead of names.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megarl.errors import UserError
 if TYPE_CHECKING:
     from megarl.config.algorithm import AlgorithmConfig
 
-#: What an estimator is given in every pipeline.
+#: Fields that an estimator can use in every pipeline.
 _GIVEN = ("token_rewards", "mask", "offsets", "uid", "all_sum")
 
 
 def estimator_fields(algorithm: AlgorithmConfig) -> list[str]:
-    """What the advantage estimator reads in addition to rewards; of one that cannot be found nothing is known."""
+    """Return the fields that the advantage estimator reads in addition to rewards; none if it cannot be found."""
     name = algorithm.advantage.name
     try:
         settings, required = ADVANTAGES.spec(name).settings, ADVANTAGES.required(name)
@@ -32,7 +32,7 @@ def estimator_fields(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def loss_fields(algorithm: AlgorithmConfig) -> list[str]:
-    """What the policy loss reads in addition to advantages; the old log-probs when it prepares the mini-batch."""
+    """Return the fields that the policy loss reads beyond advantages; with a `prepare`, also the old log-probs."""
     try:
         spec = POLICY_LOSSES.spec(algorithm.loss.name)
     except UserError:
@@ -41,7 +41,7 @@ def loss_fields(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def distillation_fields(algorithm: AlgorithmConfig) -> list[str]:
-    """What the distillation term reads of the teacher; nothing while it is off."""
+    """Return the teacher's fields that the distillation term reads; none while it is off."""
     section = algorithm.distillation
     if not section.coef:
         return []
@@ -52,7 +52,7 @@ def distillation_fields(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def filter_fields(algorithm: AlgorithmConfig) -> list[str]:
-    """What the sample filter reads in addition to scores; nothing while it is off."""
+    """Return the fields that the sample filter reads in addition to scores; none while it is off."""
     try:
         return list(FILTERS.spec(algorithm.filter.name).reads) if algorithm.filter.active else []
     except UserError:
@@ -60,5 +60,5 @@ def filter_fields(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def component_fields(algorithm: AlgorithmConfig) -> set[str]:
-    """What estimator, loss and filter read together."""
+    """Return the fields that estimator, loss and filter read together."""
     return {*estimator_fields(algorithm), *loss_fields(algorithm), *filter_fields(algorithm)}

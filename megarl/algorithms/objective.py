@@ -1,12 +1,12 @@
-"""The objective of the policy update: from what is known of a mini-batch's tokens to the loss of each of its parts.
+"""The objective of the policy update: from the inputs of a mini-batch's tokens to the loss of each of its parts.
 
     objective = Objective.of(config.algorithm, knobs)
     tokens, weights = objective.weigh(inputs, all_sum)       # this rank's part of the mini-batch; counts over all ranks
-    made = objective.prepare(inputs, keys, all_sum)          # what the policy loss wants to know of all of it
+    made = objective.prepare(inputs, keys, all_sum)          # the policy loss's inputs from the whole mini-batch
     loss, metrics = objective.loss(logp, entropy, part, tokens)     # of any micro-batch; the parts add up
 
-The policy loss itself (`megarl/algorithms/losses/`) gives one number per token. Here it is weighted by the rollout
-correction and the aggregation, and joined by the entropy bonus and the KL terms.
+The policy loss itself (`megarl/algorithms/losses/`) returns one number per token. Here it is weighted by the rollout
+correction and the aggregation, and the entropy bonus and the KL terms are added.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
     from megarl.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig, PolicyLossConfig
     from megarl.config.correction import ResolvedCorrection
 
-#: Raw metrics of a part, by which the gradient is divided when all parts are counted: its tokens or sequences, and the
+#: Raw metrics of a part by which the gradient is divided once all parts are counted: its tokens or sequences, and the
 #: sum and number of its importance weights.
 DIVISOR, WEIGHT_SUM, WEIGHT_COUNT = "_update/divisor", "_update/weight_sum", "_update/weight_count"
 
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What is known of the response tokens of some samples before the policy that is trained scores them.
+    """The inputs of the response tokens of some samples, before the trained policy scores them.
 
     Tensors are [N], N tokens of all samples end to end, on one device.
 
     Attributes:
-        offsets: int64 [B + 1], where samples begin and end.
+        offsets: int64 [B + 1], boundaries of the samples.
         advantages: float.
-        response_mask: bool, tokens that the policy drew.
+        response_mask: bool, tokens that the policy generated.
         loss_mask: bool, those of them that are trained on.
         weights: float32, share of each token in the loss, from `Objective.weigh`.
-        old_logp: of the policy that the ratio is against. None: one update uses every sample once.
-        drawn_logp: the same for samples that waited since an earlier step, NaN for the others.
-        rollout_logp, ref_logp, teacher_logp: of the engine that drew the tokens, the reference, the teacher.
-        teacher_topk: float32 [N, K, 2], what the teacher finds likeliest, see `megarl.algorithms.topk`.
+        old_logp: of the denominator policy of the ratio. None: one update uses every sample once.
+        drawn_logp: the same for samples that waited since an earlier step, NaN for others.
+        rollout_logp, ref_logp, teacher_logp: of the engine that generated the tokens, the reference, the teacher.
+        teacher_topk: float32 [N, K, 2], the teacher's most likely tokens, see `megarl.algorithms.topk`.
         is_weights: importance weights of rollout correction.
         copies: int64 [B], how often each sample counts; None: once.
-        own: what the policy loss reads in addition, and what its preparation made, by name.
+        own: further inputs of the policy loss, and the results of its preparation, by name.
     """
 
     offsets: Tensor
@@ -78,8 +78,8 @@ class TokenInputs:
 class Objective:
     """The settings of an update, and the maths of its loss.
 
-    In bypass with rejection it is known only after the last micro-batch which tokens are trained on, and so is the mean
-    of the importance weights that they may be divided by. The parts are then made without these global numbers, and the
+    In bypass with rejection, the trained tokens are known only after the last micro-batch, and so is the mean of the
+    importance weights that they may be divided by. The parts are then computed without these global numbers, and the
     summed gradient is divided by them: the loss is linear in both. (With a KL term or an entropy bonus it is not linear
     in the mean weight, which the checks refuse.)
     """
@@ -91,7 +91,7 @@ class Objective:
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, correction: ResolvedCorrection) -> Objective:
-        """The objective of a recipe's sections `algorithm` and `rollout_correction`."""
+        """Build the objective from a recipe's sections `algorithm` and `rollout_correction`."""
         return cls(algorithm, correction, algorithm.loss.of("gpg") if correction.loss == "pg" else algorithm.loss)
 
     @property
@@ -101,15 +101,15 @@ class Objective:
 
     @property
     def prepares(self) -> bool:
-        """Whether the policy loss looks at the whole mini-batch first."""
+        """Whether the policy loss has a `prepare` for the whole mini-batch."""
         return POLICY_LOSSES.choose(self.algorithm.loss).spec.prepare is not None
 
     def measures(self, inputs: TokenInputs) -> bool:
-        """Whether the gap between rollout and trainer is measured here: nothing has scored the samples before."""
+        """Whether the gap between rollout and trainer is measured here, as no earlier stage scored the samples."""
         return inputs.rollout_logp is not None and (self.correction.bypass or inputs.old_logp is None)
 
     def counts_late(self, inputs: TokenInputs) -> bool:
-        """Whether the tokens that are trained on are known only after the last micro-batch."""
+        """Whether the trained tokens are known only after the last micro-batch."""
         return self.correction.bypass and self.correction.rejects and inputs.rollout_logp is not None
 
     def normalises_late(self, inputs: TokenInputs) -> bool:
@@ -119,12 +119,12 @@ class Objective:
         return knobs.bypass and normalises and inputs.rollout_logp is not None
 
     def divides_late(self, inputs: TokenInputs) -> bool:
-        """Whether the gradient is still to be divided by `divisor`."""
+        """Whether the gradient has yet to be divided by `divisor`."""
         counts = self.counts_late(inputs) and self.settings.aggregation != "token-sum"
         return counts or self.normalises_late(inputs)
 
     def divisor(self, metrics: Metrics) -> float:
-        """What the gradient of all parts, of merged `metrics`, is divided by where `divides_late`."""
+        """Return the divisor of the gradient of all parts, from their merged `metrics`, where `divides_late`."""
         from megarl.algorithms.correction import mean_weight
 
         count = 1.0
@@ -135,9 +135,10 @@ class Objective:
         return count
 
     def weigh(self, inputs: TokenInputs, all_sum: AllSum) -> tuple[float, Tensor | None]:
-        """Valid tokens of the mini-batch over all ranks, and the weight of each token here.
+        """Return the mini-batch's valid tokens over all ranks, and the weight of each token here.
 
-        The weights hold the global counts, so no split of the samples changes the result. None when they come late.
+        The weights hold the global counts, so no split of the samples changes the result. They are None when they come
+        late.
         """
         from megarl.algorithms.aggregation import local_counts
 
@@ -150,14 +151,14 @@ class Objective:
         return float(tokens), self._weights(mask, torch.cat(counts), inputs)
 
     def prepare(self, inputs: TokenInputs, keys: Tensor, all_sum: AllSum) -> dict[str, Tensor]:
-        """What the policy loss makes of the whole mini-batch before it is cut; `keys` int64 [N] are drawn per token."""
+        """Run the loss's `prepare` on the whole mini-batch before its split; `keys` int64 [N] are random per token."""
         chosen = POLICY_LOSSES.choose(self.algorithm.loss)
         assert chosen.spec.prepare is not None, "asked of losses that prepare only"
         known = (inputs.old_logp, inputs.advantages, inputs.loss_mask)
         return chosen.spec.prepare(*known, chosen.settings, keys=keys, all_sum=all_sum)
 
     def taught(self) -> TopKSettings | None:
-        """Settings of the distillation when it compares the teacher's likeliest tokens: `loss` wants `cross` then."""
+        """Return the distillation settings if it compares the teacher's top tokens: `loss` then needs `cross`."""
         from megarl.algorithms.topk import topk_settings
 
         section = self.algorithm.distillation
@@ -172,14 +173,14 @@ class Objective:
         cross: Tensor | None = None,
         mass: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The share of one micro-batch in the loss of its mini-batch, and metrics.
+        """Return the share of one micro-batch in the loss of its mini-batch, and metrics.
 
         Args:
             logp, entropy: [N], of the policy that is trained; differentiable.
             inputs: the tokens of this micro-batch.
             tokens: valid tokens of the mini-batch, from `weigh`.
-            cross: [N], sum over the teacher's likeliest tokens of p log q, differentiable; where `taught`.
-            mass: [N], what the policy gives to these tokens together.
+            cross: [N], sum over the teacher's most likely tokens of p log q, differentiable; where `taught`.
+            mass: [N], the policy's total probability of these tokens.
         """
         mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, self._old_logp(logp, inputs)
         correction = self._correct(logp, inputs) if self.measures(inputs) else None
@@ -217,7 +218,7 @@ class Objective:
         return loss, metrics
 
     def settle(self, metrics: Metrics, inputs: TokenInputs) -> None:
-        """Divide what the metrics of all parts, merged, still have to be divided by."""
+        """Divide those of the merged metrics of all parts that still lack their divisor."""
         if not self.divides_late(inputs) and not self.counts_late(inputs):
             return
         if "actor/pg_loss" in metrics:
@@ -232,16 +233,16 @@ class Objective:
             metrics.pop(DIVISOR)
 
     def _old_logp(self, logp: Tensor, inputs: TokenInputs) -> Tensor:
-        """Where one update uses every sample once its own log-probs, and for samples that waited those they bring."""
+        """Return the ratio's denominator: `old_logp`, else current log-probs, or stored ones of waiting samples."""
         if inputs.old_logp is not None:
             return inputs.old_logp
-        drawn = inputs.drawn_logp
-        return logp.detach() if drawn is None else drawn.where(~drawn.isnan(), logp.detach())
+        stored = inputs.drawn_logp
+        return logp.detach() if stored is None else stored.where(~stored.isnan(), logp.detach())
 
     def _correct(self, logp: Tensor, inputs: TokenInputs) -> Correction:
-        """Rollout correction from pi_theta / pi_rollout of one micro-batch; without bypass it only measures.
+        """Apply rollout correction from pi_theta / pi_rollout of one micro-batch; without bypass only measure.
 
-        Weights are not divided by their mean here: the rest of the batch is not known yet.
+        Weights are not divided by their mean here: the rest of the batch is still unknown.
         """
         from megarl.algorithms.correction import correct, rules_of
 
@@ -267,7 +268,7 @@ class Objective:
         return aggregation_weights(mode, mask, counts, offsets=inputs.offsets, sum_norm=sum_norm, copies=inputs.copies)
 
     def _count(self, metrics: Metrics, mask: Tensor, inputs: TokenInputs) -> None:
-        """What late weights lack: tokens for token-mean, else sequences."""
+        """Record the counts that late weights lack: tokens for token-mean, else sequences."""
         from megarl.algorithms.aggregation import local_counts
 
         tokens, sequences = local_counts(mask, inputs.offsets, copies=inputs.copies).tolist()
@@ -292,9 +293,9 @@ def actor_loss(
     fields: Mapping[str, Any] | None = None,
     is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w distillation).
+    """Compute sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w distillation).
 
-    The first term is left out where only the teacher is to teach (`distillation.task_loss: false`).
+    The first term is omitted if only the teacher teaches (`distillation.task_loss: false`).
 
     Args:
         logp: float [N] or [B, T], differentiable; old_logp, advantages, ref_logp, entropy and bool mask have its shape.
@@ -302,14 +303,14 @@ def actor_loss(
         cfg: `algorithm.loss`: the policy loss, its settings, and entropy_coef.
         tokens: valid tokens of the whole mini-batch over all ranks; the metrics need it.
         offsets: int64 [B + 1] for the packed form.
-        entropy: differentiable when it is to be a bonus; None: none.
+        entropy: differentiable if it is a bonus; None: none.
         kl, distillation: estimator, coefficient and form of these terms; None: none.
-        teacher: log-probs of the teacher, same shape; or what `Objective.taught` asks for.
-        fields: this part of what the loss reads in addition, and of what its `prepare` made of the mini-batch.
+        teacher: log-probs of the teacher, same shape; or the inputs that `Objective.taught` asks for.
+        fields: this part of the loss's further inputs, and of the results of its `prepare`.
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
 
     Returns:
-        This part's share of the mini-batch's loss, zero (and its gradients) where nothing is valid, and metrics.
+        This part's share of the mini-batch's loss, zero (with zero gradients) without valid tokens, and metrics.
     """
     policy_loss = partial(_policy_loss, cfg, logp, old_logp, mask, offsets, fields or {}, is_weights)
     token_loss, metrics = policy_loss(advantages)
@@ -346,7 +347,7 @@ def _policy_loss(
     is_weights: Tensor | None,
     advantages: Tensor,
 ) -> tuple[Tensor, Metrics]:
-    """c times the policy loss of every token, and its metrics."""
+    """Return c times the policy loss of every token, and its metrics."""
     chosen = POLICY_LOSSES.choose(cfg)
     inputs = (logp, old_logp, advantages, mask, chosen.settings)
     token_loss, metrics = chosen.function(*inputs, offsets=offsets, **fields)
@@ -354,14 +355,14 @@ def _policy_loss(
 
 
 def _distance(settings: KLConfig, logp: Tensor, ref_logp: Tensor | None, mask: Tensor) -> Tensor:
-    """KL of every token to the reference, which must have given its log-probs."""
+    """Return the KL of every token to the reference, whose log-probs are required."""
     if ref_logp is None:
         raise ValueError("a kl term needs the log-probs of its model")
     return kl_tokens(chosen_estimator(settings), logp, ref_logp, mask)
 
 
 def _record(metrics: Metrics, sums: dict[str, Tensor], coefs: dict[str, float], tokens: float) -> None:
-    """Metrics of the terms, out of scalar sums over this part's valid tokens; nothing when it has none."""
+    """Record the metrics of the terms from scalar sums over this part's valid tokens; nothing without any."""
     count, *values = torch.stack([value.double() for value in sums.values()]).tolist()
     numbers = dict(zip(list(sums)[1:], values, strict=True))
     if not count:

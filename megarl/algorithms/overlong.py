@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """min(-(exceed / buffer) * factor, 0), where exceed = length - (max_length - buffer); add it to the score.
+    """Compute min(-(exceed / buffer) * factor, 0), where exceed = length - (max_length - buffer); add it to the score.
 
     Args:
         lengths: int [B], response tokens.

@@ -1,4 +1,4 @@
-"""Scores of failed episodes by how near they come to the successes of their task (SRPO).
+"""Scores of failed episodes by their distance to the successes of their task (SRPO).
 
     embeddings [B, E]   success [B]   task [B]                 of the whole global batch, on every rank
         |
@@ -7,8 +7,8 @@
         +-- distances of the task's failures -> scores: less than a success, more where it is nearer
 
 Source: SRPO (arXiv 2511.15605). Its code in siiRL is `radius: fixed` with `mapping: min_max`, except that a success
-without a valid embedding scores 0 there. `mapping: z_score` is after the paper's z-scored distances, of which siiRL has
-no code: weight 0.8, mean and deviation over the failures of the task, the nearer the more.
+without a valid embedding scores 0 there. `mapping: z_score` follows the paper's z-scored distances, which siiRL's code
+lacks: weight 0.8, mean and deviation over the failures of the task, higher scores for nearer failures.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.success_bank import SuccessBank
 
-#: Distances that span less than this (or deviate less) do not tell failures apart.
+#: Distances that span less than this (or deviate less) do not distinguish failures.
 _NOTHING = 1e-6
-#: Points of a cluster; a success that has fewer neighbours belongs to none.
+#: Points of a cluster; a success with fewer neighbours belongs to none.
 _MIN_SAMPLES = 2
-#: `k_distance`: distances that differ by less than this share are taken as equal. In many dimensions those of points
-#: of one kind do.
+#: `k_distance`: distances that differ by less than this share count as equal. In many dimensions those of points of
+#: one kind do.
 _ALIKE = 0.1
 _STEEPNESS, _MIDDLE = 10.0, 0.5
 _WEIGHTS = {"min_max": 0.6, "z_score": 0.8}
@@ -66,15 +66,15 @@ class ProgressSettings(Settings):
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """Scores, and what they were made of.
+    """Scores, and the data that they follow from.
 
     Attributes:
         scores: float64 [B], 1 for a success, below that for a failure.
         distances: float64 [B], of failures to the nearest reference; NaN where there is none.
         failed: bool [B].
-        invalid: bool [B], embeddings that are zero, NaN or infinite; those of successes, too.
-        clusters: clusters of each task's successes; 0 where their mean was the reference. Tasks without success are
-            not in it.
+        invalid: bool [B], embeddings that are zero, NaN or infinite, including those of successes.
+        clusters: number of clusters of each task's successes; 0 where their mean was the reference. Tasks without
+            success are missing.
         task: as given.
     """
 
@@ -87,13 +87,13 @@ class ProgressReport:
 
     @property
     def shaped(self) -> Tensor:
-        """bool [B]: failures that were scored by their distance."""
+        """Failures that were scored by their distance, bool [B]."""
         return ~self.distances.isnan()
 
     def histogram(self, bins: int) -> tuple[list[int], list[float]]:
-        """Numbers of shaped failures between equally spaced distances, and those `bins` + 1 distances.
+        """Return the numbers of shaped failures between equally spaced distances, and those `bins` + 1 distances.
 
-        No failure was shaped: zeros, between 0 and 1.
+        Without shaped failures: zeros, between 0 and 1.
         """
         import numpy as np
 
@@ -101,13 +101,13 @@ class ProgressReport:
         return counts.tolist(), edges.tolist()
 
     def rank_correlations(self, progress: Tensor, groups: Sequence[Hashable] | None = None) -> dict[Hashable, float]:
-        """Spearman's correlation of score and true progress over the shaped failures of each task, or group.
+        """Return Spearman's correlation of score and true progress over the shaped failures of each task, or group.
 
-        Those with fewer than two of them, or where all scores or all progress are equal, are not in it.
+        Tasks with fewer than two of them, or with equal scores or equal progress, are missing.
 
         Args:
-            progress: float [B]; NaN where the environment does not know it.
-            groups: B names of start states: what an advantage compares; None: tasks.
+            progress: float [B]; NaN where it is unknown.
+            groups: B names of start states, as compared by an advantage; None: tasks.
         """
         from scipy.stats import spearmanr
 
@@ -131,17 +131,16 @@ def progress_scores(
 ) -> ProgressReport:
     """Score 1 for every success, and failures by their distance to the successes of their task.
 
-    A failure scores 0 where its embedding is invalid (zero, NaN, or infinite in float32), or where its task has no
-    success with a valid one, in the batch or in the bank. A success whose embedding is invalid is no reference. An
-    episode that could not be played belongs to nothing: give it an embedding of zeros.
-    Everything is computed in float64 on the CPU, so that equal batches score equally on every rank. Nothing is written
-    into the bank: add the batch to it when the step has been scored.
+    A failure scores 0 if its embedding is invalid (zero, NaN, or infinite in float32), or if its task has no success
+    with a valid one, in the batch or in the bank. A success with an invalid embedding is no reference. Give an episode
+    that could not be played an embedding of zeros. Everything is computed in float64 on the CPU, so that equal batches
+    score equally on every rank. The bank is not changed: add the batch to it when the step has been scored.
 
     Args:
         embeddings: float [B, E] of all episodes of the global batch.
         success: bool [B].
         task: B names or numbers.
-        settings: radius, eps, mapping, weight. `ProgressScorer` does what `bank` and `shuffled` say.
+        settings: radius, eps, mapping, weight. `ProgressScorer` implements `bank` and `shuffled`.
         bank: successes of earlier steps.
 
     Raises:
@@ -174,7 +173,8 @@ def progress_scores(
 
 
 def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.ndarray, int]:
-    """Centres of the clusters of a task's successes, float64 [C, E], and their number; no cluster: the mean, and 0.
+    """Return the centres of the clusters of a task's successes, float64 [C, E], and their number; without clusters the
+    mean, and 0.
 
     Args:
         points: float64 [n, E], at least one.
@@ -195,14 +195,14 @@ def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.
     count = int(labels.max()) + 1
     if not count:
         return points.mean(0, keepdims=True), 0
-    # Standardisation is affine: a mean that is mapped back is the mean of the points as they are.
+    # Standardisation is affine: a mapped-back mean is the mean of the original points.
     return np.stack([points[labels == label].mean(0) for label in range(count)]), count
 
 
 def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int) -> Tensor:
-    """The valid embeddings, exchanged among the episodes of each task by a permutation that follows from `seed`.
+    """Return the embeddings with the valid ones permuted among the episodes of each task by a permutation from `seed`.
 
-    What the scores of a task are made of stays the same, and says nothing about the episode any more.
+    The inputs of a task's scores stay the same, but carry no information about the episode.
 
     Args:
         embeddings: [B, E].
@@ -211,16 +211,16 @@ def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int
     """
     import numpy as np
 
-    drawn = np.random.Generator(np.random.PCG64(list(seed)))
+    generator = np.random.Generator(np.random.PCG64(list(seed)))
     source, valid = torch.arange(len(task)), valid_embeddings(embeddings).tolist()
     for every in _by_task(task).values():
         places = [place for place in every if valid[place]]
-        source[places] = torch.tensor(places, dtype=torch.int64)[torch.from_numpy(drawn.permutation(len(places)))]
+        source[places] = torch.tensor(places, dtype=torch.int64)[torch.from_numpy(generator.permutation(len(places)))]
     return embeddings[source.to(embeddings.device)]
 
 
 def valid_embeddings(embeddings: Tensor) -> Tensor:
-    """bool [B]: neither zero nor, in float32, NaN or infinite.
+    """Return bool [B]: neither zero nor, in float32, NaN or infinite.
 
     Args:
         embeddings: float [B, E].
@@ -238,7 +238,7 @@ def _check(embeddings: Tensor, success: Tensor, task: Sequence[Hashable]) -> Non
 
 
 def _valid(embeddings: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """float64 [B, E], and which rows can be compared, bool [B]."""
+    """Return the embeddings as float64 [B, E], and which rows can be compared, bool [B]."""
     points = embeddings.detach().float().cpu().double().numpy()
     return points, ((points != 0).any(1) & ~(abs(points) == math.inf).any(1) & ~(points != points).any(1))
 
@@ -250,11 +250,11 @@ def _joined(earlier: Tensor | None, points: np.ndarray) -> np.ndarray:
 
 
 def _radius(apart: np.ndarray, dims: int, settings: ProgressSettings) -> float:
-    """DBSCAN's eps for points that are `apart`, float64 [n, n], n at least 2.
+    """Return DBSCAN's eps for points with distances `apart`, float64 [n, n], n at least 2.
 
     `k_distance`: the distances to the nearest other point, in ascending order, are a curve; its knee is the point
-    farthest below the chord from its first to its last (Kneedle, Satopaa and others 2011). A curve that is nowhere
-    below by a tenth of its largest value has no knee: then its end is taken, which gives every point a neighbour.
+    farthest below the chord from its first to its last (Kneedle, Satopaa and others 2011). A curve that is never below
+    by a tenth of its largest value has no knee: then its end is used, which gives every point a neighbour.
     """
     import numpy as np
 
@@ -276,7 +276,7 @@ def _nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
-    """Scores of one task's failures, float64 [n]."""
+    """Return the scores of one task's failures, float64 [n]."""
     import numpy as np
     from scipy.special import expit
 

@@ -1,4 +1,4 @@
-"""Components by name, or by the import path of a user's own: a function, its settings, and what it declares.
+"""Registries of components by name or import path: a function, its settings, and its declaration.
 
     class LeashSettings(Settings):
         pull: float = Field(0.1, ge=0, description="weight of the penalty")
@@ -6,9 +6,9 @@
     @POLICY_LOSSES.register("leash", settings=LeashSettings, reads=("ref_logp",))
     def leash(logp, old_logp, advantages, mask, cfg, *, offsets, ref_logp): ...
 
-A component of this package gives a name; one of a user's file leaves it out and is found by its path. Nothing else
-tells them apart. The names that a recipe may choose, the reference of keys, the checks and the task graph's needs all
-come from here.
+A component of this package has a name; one in a user's file omits it and is found by its path. There is no other
+difference. The names that a recipe may choose, the reference of keys, the checks and the task graph's needs all come
+from here.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Settings(Section):
-    """Keys of one component, in addition to those that its section has for every component. None here."""
+    """The own keys of one component, in addition to those that its section has for every component. None here."""
 
     def problems(self, path: str) -> list[ConfigError]:
-        """What is wrong between these keys, of the section `path`; each key by itself is right."""
+        """Return the conflicts between these keys, of the section `path`; each key by itself is valid."""
         return []
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a component declares.
+    """The declaration of a component.
 
     Attributes:
         settings: model of its own keys.
-        reads: batch fields that it is given as keyword arguments of these names.
+        reads: batch fields that it receives as keyword arguments of these names.
     """
 
     settings: type[Settings] = Settings
@@ -54,7 +54,7 @@ S = TypeVar("S", bound=Spec)
 
 @dataclass(frozen=True)
 class Chosen(Generic[S]):
-    """The component that a section names, with the settings that the section gives it."""
+    """The component that a section names, with its settings from the section."""
 
     function: Callable[..., Any]
     spec: S
@@ -62,7 +62,7 @@ class Chosen(Generic[S]):
 
 
 class Registry(Generic[S]):
-    """Components of one kind.
+    """A registry of components of one kind.
 
     >>> losses = Registry("policy loss", "algorithm.loss.name", Spec)
     >>> @losses.register("half")
@@ -72,13 +72,13 @@ class Registry(Generic[S]):
     """
 
     def __init__(self, kind: str, key: str, spec: type[S], *, by_name: bool = False) -> None:
-        """No components yet.
+        """Create an empty registry.
 
         Args:
             kind: for error messages.
             key: dotted configuration key, for error messages.
-            spec: what components declare.
-            by_name: a function is given the settings that its parameters name; else an object that has them all.
+            spec: type of the components' declarations.
+            by_name: a function receives the settings that its parameters name; else an object with all of them.
         """
         self.kind, self.key, self._spec, self._by_name = kind, key, spec, by_name
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -86,10 +86,10 @@ class Registry(Generic[S]):
         self._named: dict[Callable[..., Any], type[Settings]] = {}
 
     def register(self, *names: str, **declared: Any) -> Callable[[F], F]:
-        """Decorator: the function is a component that declares this, known under these names.
+        """Decorate a function as a component with this declaration, under these names.
 
         Args:
-            names: what recipes call it; none for a function of a user's file.
+            names: in recipes; none for a function of a user's file.
             declared: attributes of the registry's `Spec`.
         """
         spec = self._spec(**declared)
@@ -107,14 +107,14 @@ class Registry(Generic[S]):
         return add
 
     def names(self) -> list[str]:
-        """All registered names, sorted."""
+        """Return all registered names, sorted."""
         return sorted(self._functions)
 
     def get(self, name: str) -> Callable[..., Any]:
-        """The function of that name, or the one that `pkg.mod:fn` or `file.py:fn` refers to.
+        """Return the function of that name, or the one that `pkg.mod:fn` or `file.py:fn` refers to.
 
         Raises:
-            ConfigError: no such name; the message has the nearest one.
+            ConfigError: unknown name; the message has the nearest one.
             UserError: an import path that does not import.
         """
         if name in self._functions:
@@ -130,12 +130,12 @@ class Registry(Generic[S]):
         )
 
     def spec(self, name: str) -> S:
-        """What the component declares.
+        """Return the declaration of a component.
 
-        A function that declares nothing reads the keys of all that have a name; those that it names, `by_name`.
+        A function without a declaration reads the keys of all named components; `by_name`, only those that it names.
 
         Raises:
-            UserError: as `get`; it is a component of another kind; or `by_name`, and does not say what it takes.
+            UserError: as `get`; it is a component of another kind; or `by_name`, and does not name its parameters.
         """
         function = self.get(name)
         declared = self.declared(function)
@@ -144,7 +144,7 @@ class Registry(Generic[S]):
         return self._spec(settings=self._settings_named(function) if self._by_name else self.every_setting())
 
     def _settings_named(self, function: Callable[..., Any]) -> type[Settings]:
-        """The settings of all components that are parameters of `function`; made once, since steps ask for them."""
+        """Return the settings of all components that are parameters of `function`; cached, since steps ask for them."""
         if function not in self._named:
             taken = self._parameters(function)
             every = self.every_setting().model_fields
@@ -153,10 +153,10 @@ class Registry(Generic[S]):
         return self._named[function]
 
     def declared(self, function: Callable[..., Any]) -> S | None:
-        """What a function declares as a component of this kind; None: nothing.
+        """Return a function's declaration as a component of this kind; None without one.
 
         Raises:
-            ConfigError: it declares that it is something else.
+            ConfigError: it is declared as a component of another kind.
         """
         spec: S | None = getattr(function, "__component__", None)
         other: Registry[Any] | None = getattr(function, "__registry__", None)
@@ -170,7 +170,7 @@ class Registry(Generic[S]):
         return spec
 
     def every_setting(self) -> type[Settings]:
-        """A model with the keys of all named components; the same one until another component is registered."""
+        """Return a model with the keys of all named components; cached until another component is registered."""
         if self._every is None:
             fields: dict[str, Any] = {}
             for name in self.names():
@@ -180,17 +180,18 @@ class Registry(Generic[S]):
         return self._every
 
     def readers(self, key: str) -> dict[str, type[Settings]]:
-        """The named components that have a key of their own of this name, with their settings."""
+        """Return the named components that have an own key of this name, with their settings."""
         models = {name: self.spec(name).settings for name in self.names()}
         return {name: model for name, model in models.items() if key in model.model_fields}
 
     def choose(self, section: ComponentSection, path: str | None = None) -> Chosen[S]:
-        """The component that `section` names, and its settings; `path` is the section's where it is not the registry's.
+        """Return the component that `section` names, and its settings; `path` is the section's if it is not the
+        registry's.
 
-        The settings of a function that declares nothing have the keys that all components share as well.
+        The settings of a function without a declaration also have the keys that all components share.
 
         Raises:
-            ConfigError: no such component, or keys that it does not have.
+            ConfigError: unknown component, or keys that it does not have.
             UserError: an import path that does not import.
         """
         name, named_by = section.component, section.named_by
@@ -206,7 +207,7 @@ class Registry(Generic[S]):
         return Chosen(function, spec, settings)
 
     def required(self, name: str) -> list[str]:
-        """Names of the parameters without a default, in order.
+        """Return the names of the parameters without a default, in order.
 
         Raises:
             UserError: as `parameters`.
@@ -218,10 +219,10 @@ class Registry(Generic[S]):
         ]
 
     def parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
-        """Parameters of the function of that name, in order.
+        """Return the parameters of the function of that name, in order.
 
         Raises:
-            UserError: as `get`; or it does not say what it takes.
+            UserError: as `get`; or it does not name its parameters.
         """
         return self._parameters(self.get(name))
 

@@ -1,10 +1,10 @@
-"""Training on the samples whose reward can be trusted: the batch is drawn again from itself (PF-PPO).
+"""Resampling (PF-PPO): the batch is sampled from itself, so that samples with a trustworthy reward train.
 
     weights = chosen.function(scores, ...)            # one per sample of the whole batch
-    copies = resampled(weights, seed)                 # how often each sample was drawn; they add up to the batch
+    copies = resampled(weights, seed)                 # copies of each sample; they add up to the batch
 
-A sample that was drawn twice counts twice in the loss and in what the loss is divided by
-(`megarl.algorithms.aggregation`), which is the same as training on both copies, at the price of one.
+A sample with two copies counts twice in the loss and in the loss's divisor (`megarl.algorithms.aggregation`), which is
+the same as training on both copies, at the cost of one.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ RESAMPLING = Registry("resampling", "algorithm.resampling.name", Spec, by_name=T
 
 
 class PowerSettings(Settings):
-    """How sharply large scores are preferred."""
+    """How strongly large scores are preferred."""
 
     power: NonNegativeFloat = Field(2.0, description="exponent of abs(score)")
 
 
 @RESAMPLING.register("none")
 def none(scores: Tensor) -> Tensor:
-    """Equal weights. Pipelines leave the node out instead: every sample is used once."""
+    """Return equal weights. Pipelines omit the node instead: every sample is used once."""
     return torch.ones_like(scores)
 
 
 @RESAMPLING.register("pow", settings=PowerSettings)
 def pow_(scores: Tensor, *, power: float) -> Tensor:
-    """abs(score) ** power.
+    """Return abs(score) ** power.
 
     >>> pow_(torch.tensor([-2.0, 0.5]), power=2.0)
     tensor([4.0000, 0.2500])
@@ -50,7 +50,7 @@ def pow_(scores: Tensor, *, power: float) -> Tensor:
 
 @RESAMPLING.register("max_min")
 def max_min(scores: Tensor) -> Tensor:
-    """1 for the largest and the smallest score of the batch, 0 for all others.
+    """Return 1 for the largest and the smallest score of the batch, 0 for all others.
 
     >>> max_min(torch.tensor([0.0, 0.5, 1.0, 1.0]))
     tensor([1., 0., 1., 1.])
@@ -60,7 +60,7 @@ def max_min(scores: Tensor) -> Tensor:
 
 @RESAMPLING.register("max_random")
 def max_random(scores: Tensor) -> Tensor:
-    """0.4 for the largest score of the batch, 0.1 for all others.
+    """Return 0.4 for the largest score of the batch, 0.1 for all others.
 
     >>> max_random(torch.tensor([0.0, 1.0]))
     tensor([0.1000, 0.4000])
@@ -69,18 +69,18 @@ def max_random(scores: Tensor) -> Tensor:
 
 
 def resampled(section: ComponentSection, scores: Tensor, seed: int) -> Tensor:
-    """How often each sample is drawn in as many draws as there are samples, int64 [B].
+    """Return how often each sample is chosen in as many random choices as there are samples, int64 [B].
 
-    Draws are independent and with replacement, with probabilities proportional to the weights plus 1e-8: where all
+    Choices are independent and with replacement, with probabilities proportional to the weights plus 1e-8: if all
     weights are 0, all samples are equally likely.
 
     Args:
         section: `algorithm.resampling`.
         scores: float [B], of all samples of the batch that count, in an order that does not depend on ranks.
-        seed: of the draws.
+        seed: of the choices.
 
     Raises:
-        UserError: there is no such function, its keys are not its own, or its weights are not numbers from 0.
+        UserError: the function is unknown, a key is not its own, or its weights are not non-negative numbers.
 
     Source: PF-PPO (arXiv 2409.06957); the weights are those of verl's `pf_ppo`.
     """

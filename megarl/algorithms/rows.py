@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Tokens worked on at a time on a CPU: temporaries of this size stay in the cache, whatever the batch.
+# Tokens processed at a time on a CPU: temporaries of this size stay in the cache, for any batch.
 _BLOCK_TOKENS = 1 << 17
 
 
 def all_true(mask: Tensor) -> bool:
-    """Whether a bool tensor has no False; the least of its bytes says so in an eighth of the time of `mask.all()`."""
+    """Return whether a bool tensor has no False; the least of its bytes takes an eighth of `mask.all()`'s time."""
     return mask.numel() == 0 or bool(mask.view(torch.uint8).min())
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """`x`, in float32 when its own type is narrower: exp(20) is no float16, and bfloat16 has three digits."""
+    """Return `x`, in float32 if its own type is narrower: exp(20) exceeds float16, and bfloat16 has three digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where rows begin and end in flat [N] values.
+    """The boundaries of rows in flat [N] values.
 
     Attributes:
         offsets: int64 [B + 1], from 0 to N.
@@ -40,7 +40,7 @@ class Rows:
 
     @classmethod
     def of(cls, mask: Tensor, offsets: Tensor | None) -> Rows:
-        """Rows of `mask`: [B, T] without offsets, or [N] with offsets.
+        """Return the rows of `mask`: [B, T] without offsets, or [N] with offsets.
 
         Raises:
             ValueError: neither of these forms, or offsets that do not end at N.
@@ -65,7 +65,7 @@ class Rows:
         return len(self.offsets) - 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of each row, [B]; differentiable. Values that a mask hides must be zero already."""
+        """Return the sum of each row, [B]; differentiable. Values that a mask hides must already be zero."""
         if self.width is not None:
             return values.reshape(len(self), self.width).sum(1)
         if not values.is_floating_point():
@@ -75,7 +75,7 @@ class Rows:
         return torch.segment_reduce(values, "sum", offsets=self.offsets, initial=0)
 
     def masked_sum(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the valid values of each row, [B], and whether it has any, bool [B]; not differentiable.
+        """Return the sum of the valid values of each row, [B], and whether it has any, bool [B]; not differentiable.
 
         Sums are of the dtype of the values, at least float32. No temporary is as large as the batch.
         """
@@ -99,21 +99,21 @@ class Rows:
         return total, live
 
     def counts(self, mask: Tensor) -> Tensor:
-        """Valid tokens of each row, int64 [B]."""
+        """Return the number of valid tokens of each row, int64 [B]."""
         if self.width is not None:
-            # int32 is twice as fast to add up as int64, and rows are never that long.
+            # int32 sums twice as fast as int64, and rows are never that long.
             return mask.reshape(len(self), self.width).sum(1, dtype=torch.int32).long()
         return self.sum(mask.reshape(-1)).round().long()
 
     def expand(self, per_row: Tensor) -> Tensor:
-        """Each row's value at each of its tokens: [B] -> flat [N]."""
+        """Return each row's value at each of its tokens: [B] -> flat [N]."""
         if self.width is not None:
             return per_row[:, None].expand(-1, self.width).reshape(-1)
         lengths = self.offsets.diff()
         return torch.repeat_interleave(per_row, lengths, output_size=None if lengths.is_cuda else int(lengths.sum()))
 
     def spread(self, per_row: Tensor, mask: Tensor) -> Tensor:
-        """Each row's value at its valid tokens, zero elsewhere, in the shape of `mask`."""
+        """Return each row's value at its valid tokens, zero elsewhere, in the shape of `mask`."""
         if self.width is not None and not mask.is_cuda and all_true(mask):
             return per_row[:, None].expand(-1, self.width).contiguous()
         if self.width is not None:
@@ -121,7 +121,7 @@ class Rows:
         return mask.to(per_row.dtype).mul_(self.expand(per_row))
 
     def blocks(self) -> Iterator[tuple[int, int, slice]]:
-        """Runs of whole rows as (first row, end row, their tokens), small on a CPU, everything at once on a GPU."""
+        """Yield runs of whole rows as (first row, end row, their tokens): small on a CPU, all at once on a GPU."""
         ends = self.offsets.tolist()
         if self.offsets.is_cuda:
             if len(self):

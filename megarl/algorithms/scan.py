@@ -19,7 +19,7 @@ Dense: TypeAlias = "Callable[..., Sequence[Tensor]]"
 
 
 def suffix_sum(values: Tensor, discount: float) -> Tensor:
-    """out[r, t] = sum over s >= t of discount^(s - t) values[r, s], for values [R, T].
+    """Compute out[r, t] = sum over s >= t of discount^(s - t) values[r, s], for values [R, T].
 
     Chunks of 16 tokens are summed by one triangular matrix product; their totals are the same problem 16 times
     smaller, with discount^16. So the work is a few matrix products, and rounding grows with log T, not T.
@@ -42,7 +42,7 @@ def suffix_sum(values: Tensor, discount: float) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _triangle(discount: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[16, 16] with discount^(s - t) at [s, t] for s >= t; not to be changed."""
+    """Return [16, 16] with discount^(s - t) at [s, t] for s >= t; it must not be changed."""
     gap = torch.arange(_CHUNK)[:, None] - torch.arange(_CHUNK)
     powers = torch.tensor(discount, dtype=torch.float64) ** gap.clamp(min=0)
     return torch.where(gap >= 0, powers, 0.0).to(device, dtype)
@@ -52,8 +52,8 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
     """Apply `fn` to the valid tokens of each row, moved together so that holes in the mask vanish.
 
     Args:
-        fn: `fn(*dense_inputs, prefix)`: dense [R, T] blocks, not to be changed, that are zero outside `prefix`, bool
-            [R, T] that is true for the first n tokens of each row; returns `n_outputs` tensors [R, T].
+        fn: `fn(*dense_inputs, prefix)`: read-only dense [R, T] blocks that are zero outside `prefix`, bool [R, T] that
+            is true for the first n tokens of each row; returns `n_outputs` tensors [R, T].
         rows: the rows of `mask`.
         mask: bool, padded or packed.
         inputs: tensors in the shape of `mask`.
@@ -94,7 +94,7 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
 
 
 def _slots(counts: Tensor, width: int) -> Tensor:
-    """Place in a flat [R, width] block of each token of R packed rows with `counts` tokens."""
+    """Return the position in a flat [R, width] block of each token of R packed rows with `counts` tokens."""
     ends = counts.cumsum(0)
     shift = torch.arange(len(counts), device=counts.device) * width - (ends - counts)
     slot = torch.repeat_interleave(shift, counts)
@@ -102,5 +102,5 @@ def _slots(counts: Tensor, width: int) -> Tensor:
 
 
 def _is_prefix(mask: Tensor) -> bool:
-    """Whether in every row no valid token follows a hidden one."""
+    """Return whether in every row no valid token follows a hidden one."""
     return not bool((mask[:, 1:] > mask[:, :-1]).any())

@@ -1,4 +1,4 @@
-"""Choosing tokens out of the mini-batch of all ranks: the k smallest keys, and keys that are drawn."""
+"""Selection of tokens from the mini-batch of all ranks: the k smallest keys, and random keys."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LARGEST = 2**63 - 1
 
 
 def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank) -> Tensor:
-    """bool, shape of `keys`: which of the candidates are among the `count` smallest of all ranks.
+    """Select the candidates among the `count` smallest keys of all ranks: bool, shape of `keys`.
 
-    Equal keys are chosen together, so the answer does not depend on their order. Eight sums over ranks, whatever the
-    number of tokens.
+    Equal keys are chosen together, so the result does not depend on their order. It takes eight sums over ranks, for
+    any number of tokens.
 
     Args:
         keys: int64, not negative.
         among: bool, same shape, the candidates.
-        count: how many to choose over all ranks, at least 1; fewer candidates than that are all chosen.
+        count: number to choose over all ranks, at least 1; if there are fewer candidates, all are chosen.
         all_sum: adds over ranks; must be called by all of them.
 
     >>> smallest(torch.tensor([5, 1, 9, 3]), torch.tensor([True, True, True, False]), 2)
@@ -45,15 +45,15 @@ def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank
 
 
 def descending(values: Tensor) -> Tensor:
-    """int64 keys in the reverse order of positive float values."""
+    """Return int64 keys in the reverse order of positive float values."""
     # Positive floats are ordered like their bits.
     return _LARGEST - values.double().view(torch.int64)
 
 
 def drawn(seeds: Tensor, rows: Rows) -> Tensor:
-    """int64 [N]: a random key for every token, from only its sequence's seed and its place.
+    """Return int64 [N]: a random key for every token, from only its sequence's seed and its position.
 
-    The same token of the same sample gets the same key however the mini-batch is cut or spread.
+    The same token of the same sample gets the same key in any split of the mini-batch.
 
     Args:
         seeds: int64 [B].

@@ -1,4 +1,4 @@
-"""SRPO's rewards of a run: the scores of its global batches one after another, with what they hand on."""
+"""SRPO's rewards of a run: the scores of its global batches in order, with the state between them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megarl.algorithms.success_bank import SuccessBank
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Successes of a task in one step that later rounds of its generation are compared with.
+#: Successes of a task in one step with which later rounds of its generation are compared.
 _OF_A_STEP = 4096
 
 
 class ProgressScorer:
-    """Scores global batches in the order of the steps; equal on all ranks that are given equal batches.
+    """The scorer of global batches in the order of the steps; equal on all ranks that get equal batches.
 
     Args:
         settings: the form of the scores, the size of the bank, and whether this is the control.
@@ -29,8 +29,8 @@ class ProgressScorer:
         self._step, self._round, self._earlier = -1, 0, SuccessBank(_OF_A_STEP)
 
     def score(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable], *, step: int) -> ProgressReport:
-        """`progress_scores` of a batch, whose successes are references from then on: of what is drawn for the same step
-        after it, and where there is a bank, of later steps.
+        """Return `progress_scores` of a batch. Its successes then become references: for later generation of the same
+        step, and with a bank for later steps.
 
         Args:
             embeddings: float [B, E] of the global batch.
@@ -49,10 +49,10 @@ class ProgressScorer:
         return report
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: that of the bank, or nothing."""
+        """Return the state for a checkpoint: that of the bank, or nothing."""
         return {} if self._bank is None else self._bank.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; that of a run without a bank leaves it empty, a run without one needs none."""
+        """Restore `state`; one from a run without a bank leaves the bank empty, and a run without a bank needs none."""
         if self._bank is not None and state:
             self._bank.load_state(state)

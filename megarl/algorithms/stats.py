@@ -1,4 +1,4 @@
-"""Means and variances over groups, and over everything on all ranks."""
+"""Means and variances over groups, and over all tokens on all ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ AllSum: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 def one_rank(values: Tensor) -> Tensor:
-    """The `AllSum` of a single process."""
+    """Return the value itself: the `AllSum` of a single process."""
     return values
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Statistics of B scores by group; samples that are masked entirely are outside of all statistics.
+    """Statistics of B scores by group; fully masked samples are excluded from all statistics.
 
     Attributes:
         index: int64 [B], group number of each sample.
@@ -48,8 +48,8 @@ class Groups:
         """Group `scores` [B] by `uid` (B values). A group must not be split over ranks.
 
         Raises:
-            UserError: a group of one sample, unless `allow_singleton`. (A group that masking left with one sample is
-                no error; its advantage is 0.)
+            UserError: a group of one sample, unless `allow_singleton`. (A group with one unmasked sample is no error;
+                its advantage is 0.)
         """
         if len(uid) != len(scores):
             raise ValueError(f"{len(uid)} uids for {len(scores)} samples")
@@ -72,25 +72,25 @@ class Groups:
 
     @property
     def centred(self) -> Tensor:
-        """float64 [B]: score - group mean; zero for samples that are not live or alone."""
+        """score - group mean, float64 [B]; zero for samples not live or alone."""
         return torch.where(self.live & (self.count > 1), self.scores - self.mean, 0)
 
     @property
     def std(self) -> Tensor:
-        """float64 [B]: unbiased standard deviation of the sample's group; zero for groups of one."""
+        """Unbiased standard deviation of the sample's group, float64 [B]; zero for groups of one."""
         return (self.sum(self.centred.square()) / (self.count - 1).clamp(min=1)).sqrt()
 
     @property
     def standardised(self) -> Tensor:
-        """float64 [B]: (score - group mean) / (group std + 1e-6); zero for samples that are not live or alone."""
+        """(score - group mean) / (group std + 1e-6), float64 [B]; zero for samples not live or alone."""
         return self.centred / (self.std + EPS)
 
     def sum(self, values: Tensor) -> Tensor:
-        """float64 [B]: sum of `values` [B] over the sample's group."""
+        """Return the sum of `values` [B] over the sample's group, float64 [B]."""
         return _by_group(values.double(), self.index, self._size)[self.index]
 
     def largest(self, values: Tensor, among: Tensor) -> Tensor:
-        """float64 [B]: largest of `values` [B] in the sample's group where `among` is true; -inf where nothing is."""
+        """Return the largest of `values` [B] in the sample's group among those in `among`, float64 [B]; else -inf."""
         chosen = torch.where(among, values.double(), -torch.inf)
         most = chosen.new_full((self._size,), -torch.inf).scatter_reduce(0, self.index, chosen, "amax")
         return most[self.index]
@@ -113,7 +113,7 @@ def whiten_(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the valid tokens of all ranks, in place; zero elsewhere.
+    """Compute (x - mean) / sqrt(var + eps) over the valid tokens of all ranks, in place; zero elsewhere.
 
     The variance is unbiased. Fewer than two valid tokens give zeros.
 
@@ -123,7 +123,7 @@ def whiten_(
         rows: rows of `mask`.
         all_sum: adds over ranks; must be called by all of them.
         eps: added to the variance.
-        out: where the answer goes, contiguous; None: in place.
+        out: output tensor, contiguous; None: in place.
     """
     flat, valid, target = values.view(-1), mask.reshape(-1), (values if out is None else out).view(-1)
     blocks = [tokens for *_, tokens in rows.blocks()]
@@ -142,7 +142,7 @@ def whiten_(
 
 
 def _moments(values: Tensor, valid: Tensor) -> tuple[float, float, float]:
-    """Number of valid values, their mean, and the sum of squares around it; the others are zero."""
+    """Return the number of valid values, their mean, and the sum of squares around it; the others are zero."""
     whole = all_true(valid)
     count = len(valid) if whole else int(valid.sum())
     mean = float(values.sum()) / max(count, 1)

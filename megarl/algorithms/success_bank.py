@@ -1,4 +1,4 @@
-"""Embeddings of successes by task over several steps, so that a batch in which a task always fails has a reference."""
+"""Embeddings of successes by task over several steps, a reference for a batch in which a task always fails."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class SuccessBank:
     """The latest successes of each task, oldest first.
 
-    What it holds follows from what was added, in order: ranks that add the same global batches hold the same.
+    Its content depends only on the added batches, in order: ranks that add the same global batches hold the same.
 
     Args:
-        size: successes that are kept for each task, at least 1.
+        size: number of successes kept for each task, at least 1.
 
     >>> bank = SuccessBank(2)
     >>> bank.add(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([True, False, True, True]), ["a"] * 4)
@@ -35,11 +35,11 @@ class SuccessBank:
         self._held: dict[Hashable, Tensor] = {}
 
     def __len__(self) -> int:
-        """Successes of all tasks."""
+        """Return the number of successes of all tasks."""
         return sum(map(len, self._held.values()))
 
     def references(self, task: Hashable, dims: int) -> Tensor | None:
-        """float32 [n, dims], oldest first; None: it has no success of this task.
+        """Return the embeddings of a task's successes, float32 [n, dims], oldest first; None: it has none.
 
         Raises:
             UserError: its embeddings have another size.
@@ -48,7 +48,7 @@ class SuccessBank:
         return self._held.get(task)
 
     def add(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable]) -> None:
-        """Take the successes of a global batch whose embeddings are valid; the oldest beyond the size are forgotten.
+        """Add the successes of a global batch with valid embeddings; the oldest beyond the size are dropped.
 
         Args:
             embeddings: float [B, E].
@@ -56,7 +56,7 @@ class SuccessBank:
             task: B names or numbers.
 
         Raises:
-            UserError: embeddings of another size than those it holds.
+            UserError: the embeddings have another size than the stored ones.
         """
         taken = (success.cpu() & valid_embeddings(embeddings)).tolist()
         rows = embeddings.detach().float().cpu()
@@ -70,13 +70,13 @@ class SuccessBank:
             self._held[name] = torch.cat([before, rows[mine]])[-self._size :].clone()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: `embedding` (float32 [N, E]) and `task` (N names or numbers), oldest first."""
+        """Return a checkpoint's state: `embedding` (float32 [N, E]), `task` (N names or numbers), oldest first."""
         held = list(self._held.values())
         names = [name for name, rows in self._held.items() for _ in range(len(rows))]
         return {"embedding": torch.cat(held) if held else torch.zeros(0, 0), "task": names}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Hold what `state` said, of each task the latest that there is room for, and nothing else."""
+        """Restore the content of `state`, of each task the latest that fit, and nothing else."""
         self._held = {}
         if state["task"]:
             self.add(state["embedding"], torch.ones(len(state["task"]), dtype=torch.bool), state["task"])

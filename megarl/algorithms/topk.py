@@ -1,4 +1,4 @@
-"""Distillation from the likeliest tokens of a teacher, in place of the sampled one: the forward KL over its top k."""
+"""Distillation from the teacher's most likely tokens instead of the sampled one: the forward KL over its top k."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TopKSettings(Settings):
-    """How much of the teacher's distribution is compared."""
+    """The part of the teacher's distribution that is compared."""
 
     topk: PositiveInt = Field(32, description="likeliest tokens of the teacher that are compared at every position")
     log_prob_min_clamp: float | None = Field(
@@ -25,10 +25,10 @@ class TopKSettings(Settings):
 
 
 def topk_settings(section: ComponentSection) -> TopKSettings | None:
-    """The settings of the section's estimator when it compares the teacher's likeliest tokens, else None.
+    """Return the settings of the section's estimator if it compares the teacher's most likely tokens, else None.
 
     Raises:
-        UserError: there is no such estimator, or the keys are not its own.
+        UserError: the estimator is unknown, or a key is not its own.
     """
     chosen = KL.choose(section, "algorithm.distillation")
     if not chosen.spec.distributions:
@@ -39,15 +39,15 @@ def topk_settings(section: ComponentSection) -> TopKSettings | None:
 
 @KL.register("forward_kl_topk", settings=TopKSettings, distributions=True)
 def forward_kl_topk(teacher: Tensor, cross: Tensor, *, topk: int, log_prob_min_clamp: float | None) -> Tensor:
-    """Sum over the teacher's k likeliest tokens of p (log p - log q), at least 0: p the teacher, q the policy.
+    """Sum p (log p - log q) over the teacher's k most likely tokens, at least 0: p the teacher, q the policy.
 
-    What both give to all other tokens is not compared, so the sum may be negative where the policy gives more to the
-    top k than the teacher; such a token has no gradient.
+    The probabilities of all other tokens are not compared, so the sum may be negative where the policy's mass on the
+    top k exceeds the teacher's; such a token has no gradient.
 
     Args:
         teacher: float32 [N, K, 2], token ids and log-probs, see `teacher_terms`.
         cross: [N], sum over the same tokens of p log q, differentiable.
-        topk, log_prob_min_clamp: the settings; what is read of them has been applied to the arguments.
+        topk, log_prob_min_clamp: the settings, already applied to the arguments.
 
     Source: GKD's forward KL (arXiv 2306.13649) on the teacher's top k, as verl's `forward_kl_topk`.
 
@@ -62,7 +62,7 @@ def forward_kl_topk(teacher: Tensor, cross: Tensor, *, topk: int, log_prob_min_c
 
 
 def teacher_terms(teacher: Tensor, floor: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids int64, probabilities and log-probs, [N, K] each, of `teacher` [N, K, 2]; log-probs at least `floor`."""
+    """Return token ids int64, probabilities, log-probs (at least `floor`), [N, K] each, of `teacher` [N, K, 2]."""
     logp = teacher[:, :, 1]
     if floor is not None:
         logp = logp.clamp(min=floor)

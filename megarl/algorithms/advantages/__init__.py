@@ -1,4 +1,4 @@
-"""Advantage estimators by name. `estimate` feeds any of them, a user's own included, from batch fields by name."""
+"""Advantage estimators by name. `estimate` calls any of them, also a user's own, with batch fields by name."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ __all__ = [
 
 
 def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Estimate:
-    """Call an estimator with the arguments it names.
+    """Call an estimator with the arguments that its parameters name.
 
     Args:
         name: registered name, or `pkg.mod:fn`.
-        fields: what the batch offers: mask, offsets, token_rewards, uid, values, greedy_score, ...
+        fields: of the batch: mask, offsets, token_rewards, uid, values, greedy_score, ...
         options: settings, such as gamma, lam, norm_by_std, allow_singleton, all_sum.
 
     Raises:
-        ConfigError: the estimator needs something that neither holds, or does not say what it takes.
+        ConfigError: the estimator needs an argument that neither holds, or does not name its parameters.
     """
     function = ADVANTAGES.get(name)
     offered = {**options, **fields}

@@ -1,4 +1,4 @@
-"""What all estimators share: the registry, the form of the answer, and the steps of those that compare scores."""
+"""Common parts of all estimators: the registry, the result type, and the steps of estimators that compare scores."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ ADVANTAGES = Registry("advantage estimator", "algorithm.advantage.name", Spec)
 
 
 class GroupSettings(Settings):
-    """Of an estimator that compares the samples of a prompt with each other."""
+    """Settings of an estimator that compares the samples of a prompt with each other."""
 
     allow_singleton: bool = Field(False, description="accept groups of one sample (advantage 0)")
 
 
 class NormSettings(GroupSettings):
-    """Whether differences of scores are divided by their spread."""
+    """Settings of an estimator that may divide differences of scores by their spread."""
 
     norm_by_std: bool = Field(True, description="divide by the group's standard deviation; false gives Dr. GRPO")
 
 
 class Estimate(NamedTuple):
-    """Answer of an estimator, both in the shape of the mask, zero where it hides.
+    """The result of an estimator, both in the shape of the mask, zero where it hides.
 
     Attributes:
         advantages: weight of each token's log-prob gradient.
-        returns: what a critic would regress on; equal to `advantages` for estimators without a critic.
+        returns: regression target of a critic; equal to `advantages` for estimators without a critic.
     """
 
     advantages: Tensor
@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
 def score_groups(
     token_rewards: Tensor, mask: Tensor, uid: Sequence[Hashable], offsets: Tensor | None, allow_singleton: bool
 ) -> tuple[Rows, Groups]:
-    """Rows of `mask`, and the samples' scores (sums of their valid token rewards) by group.
+    """Return the rows of `mask`, and the samples' scores (sums of their valid token rewards) by group.
 
     Raises:
         UserError: a group of one sample, unless allowed.
@@ -56,7 +56,7 @@ def score_groups(
 
 
 def for_all_tokens(per_sample: Tensor, rows: Rows, mask: Tensor, token_rewards: Tensor) -> Estimate:
-    """Each sample's value [B] at all its valid tokens, in the dtype of the rewards, at least float32."""
+    """Return each sample's value [B] at all its valid tokens, in the dtype of the rewards, at least float32."""
     dtype = torch.promote_types(token_rewards.dtype, torch.float32)
     advantages = rows.spread(per_sample.to(dtype), mask)
     return Estimate(advantages, advantages)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GaeSettings(Settings):
-    """Discounts."""
+    """The discounts."""
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
     lam: float = Field(1.0, ge=0, le=1, description="GAE lambda")
@@ -37,7 +37,8 @@ def gae(
     whiten: bool = True,
     all_sum: AllSum = one_rank,
 ) -> Estimate:
-    """delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns = A + V, before whitening.
+    """Compute delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns = A + V, before
+    whitening.
 
     t + 1 is the next valid token: tokens in a hole of the mask (tool output, other turns) are skipped. The value after
     the last valid token is 0.

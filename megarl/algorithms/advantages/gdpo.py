@@ -1,4 +1,4 @@
-"""Every part of the reward normalised by itself (GDPO)."""
+"""Advantage with every part of the reward normalised separately (GDPO)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class PartSettings(GroupSettings):
-    """What the parts of the reward count."""
+    """The weights of the reward's parts."""
 
     parts: dict[str, float] = Field(
         default_factory=dict, description="weight of each part that the reward function returns"
     )
 
     def problems(self, path: str) -> list[ConfigError]:
-        """No part at all."""
+        """Return the problem of having no parts."""
         if self.parts:
             return []
         problem = ConfigError(
@@ -50,9 +50,9 @@ def gdpo(
     allow_singleton: bool = False,
     all_sum: AllSum = one_rank,
 ) -> Estimate:
-    """A = sum over parts k of weight_k (x_k - group mean) / (group std + 1e-6), whitened over all valid tokens.
+    """Compute A = sum over parts k of weight_k (x_k - group mean) / (group std + 1e-6), whitened over all valid tokens.
 
-    Parts of different scale keep their say: a sum of raw rewards lets the largest one decide.
+    Parts of different scale keep their influence: in a sum of raw rewards the largest one dominates.
 
     Args:
         reward_parts: float [B, K], one column per part.
@@ -60,7 +60,7 @@ def gdpo(
         uid: B group names.
         parts: name and weight of each column, in order; None: all 1.
         offsets: int64 [B + 1] for the packed form.
-        allow_singleton: accept groups of one sample, which enter the whitening with 0.
+        allow_singleton: accept groups of one sample, which count as 0 in the whitening.
         all_sum: adds over ranks.
 
     Raises:

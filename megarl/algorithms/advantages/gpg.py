@@ -1,4 +1,4 @@
-"""Group policy gradient: centred scores, scaled up for the groups that carry no signal (GPG)."""
+"""Group policy gradient (GPG): centred scores, scaled up to compensate for groups without a signal."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def gpg(
     allow_singleton: bool = False,
     all_sum: AllSum = one_rank,
 ) -> Estimate:
-    """A = (score - group mean) / (share of samples whose group carries a signal).
+    """Compute A = (score - group mean) / (share of samples whose group carries a signal).
 
-    A group without differences in its scores has no gradient but is counted by the mean over the batch; the division
-    makes up for it. Shares are counted over all ranks.
+    A group with equal scores has no gradient but counts in the mean over the batch; the division compensates. Shares
+    are counted over all ranks.
 
     Args:
         token_rewards: float [N] or [B, T].

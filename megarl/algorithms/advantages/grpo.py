@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class GrpoSettings(NormSettings):
-    """What a sample without others to compare with is worth."""
+    """How a sample without others to compare with is scored."""
 
     lone_score: bool = Field(
         False,
@@ -26,7 +26,7 @@ class GrpoSettings(NormSettings):
     )
 
     def problems(self, path: str) -> list[ConfigError]:
-        """A value for samples that are refused."""
+        """Return the problem of a value for samples that are refused."""
         if not self.lone_score or self.allow_singleton:
             return []
         return [
@@ -52,7 +52,7 @@ def grpo(
     allow_singleton: bool = False,
     lone_score: bool = False,
 ) -> Estimate:
-    """A = (score - group mean) / (group std + 1e-6), the same for all tokens of a sample.
+    """Compute A = (score - group mean) / (group std + 1e-6), the same for all tokens of a sample.
 
     score = sum of the sample's valid token rewards; std is unbiased. A group must not be split over ranks.
 
@@ -61,10 +61,10 @@ def grpo(
         mask: bool, same shape.
         uid: B group names.
         offsets: int64 [B + 1] for the packed form.
-        norm_by_std: False leaves the division out (Dr. GRPO).
+        norm_by_std: False omits the division (Dr. GRPO).
         allow_singleton: accept groups of one sample, with A = 0.
-        lone_score: A = score / (1 + 1e-6) for these, and for the only sample that masking left of a group, as siiRL
-            and verl have it; without std A = score.
+        lone_score: A = score / (1 + 1e-6) for these, and for the only unmasked sample of a group, as in siiRL and verl;
+            without std A = score.
 
     Raises:
         UserError: a group of one sample, unless allowed.

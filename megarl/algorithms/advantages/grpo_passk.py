@@ -24,7 +24,7 @@ def grpo_passk(
     norm_by_std: bool = True,
     allow_singleton: bool = False,
 ) -> Estimate:
-    """The best sample of a group gets (best - second best) / (group std + 1e-6), all others get 0.
+    """Give the best sample of a group (best - second best) / (group std + 1e-6), and all others 0.
 
     Where two samples share the best score, the second best is as good and every sample gets 0.
 
@@ -33,7 +33,7 @@ def grpo_passk(
         mask: bool, same shape.
         uid: B group names.
         offsets: int64 [B + 1] for the packed form.
-        norm_by_std: False leaves the division out.
+        norm_by_std: False omits the division.
         allow_singleton: accept groups of one sample, with A = 0.
 
     Raises:

@@ -22,9 +22,9 @@ def opo(
     offsets: Tensor | None = None,
     allow_singleton: bool = False,
 ) -> Estimate:
-    """A = score - sum over the group of (length score) / sum of (length); length = valid tokens.
+    """Compute A = score - sum over the group of (length score) / sum of (length); length = valid tokens.
 
-    The baseline of least variance when a response's squared gradient norm grows with its length.
+    This baseline has the least variance when a response's squared gradient norm grows with its length.
 
     Args:
         token_rewards: float [N] or [B, T].

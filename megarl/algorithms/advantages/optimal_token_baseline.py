@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BaselineSettings(GroupSettings):
-    """Whether the baseline is that of samples which importance weights correct."""
+    """Whether the baseline is that of samples corrected by importance weights."""
 
     is_weighted: bool = Field(
         False, description="multiply the squared gradient norms by the squared weights of rollout_correction"
@@ -40,15 +40,16 @@ def optimal_token_baseline(
     allow_singleton: bool = False,
     is_weighted: bool = False,
 ) -> Estimate:
-    """A_t = G_t - B_t, B_t = sum W_t G_t / sum W_t over the samples of the group that have a valid token at place t.
+    """Compute A_t = G_t - B_t, B_t = sum W_t G_t / sum W_t over the samples of the group that have a valid token at
+    position t.
 
     G_t is the sum of rewards from t on, W_t the sum up to t of w = 1 - 2 pi(y) + sum_v pi(v)^2: the squared norm of the
-    gradient of log pi(y) with respect to the logits. Places are counted from the start of the response. At a
+    gradient of log pi(y) with respect to the logits. Positions are counted from the start of the response. At a
     position that only one sample of the group reaches, B_t is its own G_t and A_t exactly 0: the tail of the longest
     response learns nothing.
 
     The loss of a token is multiplied by its importance weight when rollouts are corrected, and so is its gradient:
-    `is_weighted` multiplies w by the square of that weight, which makes B_t the baseline of least variance for it.
+    `is_weighted` multiplies w by the square of that weight, so that B_t has the least variance for it.
 
     Args:
         token_rewards: float [N] or [B, T].
@@ -88,10 +89,11 @@ def tir_optimal_token_baseline(
     allow_singleton: bool = False,
     is_weighted: bool = False,
 ) -> Estimate:
-    """`optimal_token_baseline` with places counted over valid tokens only, for responses with tool output in between.
+    """Compute `optimal_token_baseline` with positions counted over valid tokens only, for responses with tool output in
+    between.
 
-    The k-th token that one sample's policy wrote is compared with the k-th that another's wrote, however much text the
-    tools returned before. Arguments and source as there; without holes in the mask both are the same.
+    The k-th token that the policy wrote in one sample is compared with the k-th in another, independent of the text
+    that tools returned before. Arguments and source as there; without holes in the mask both are the same.
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     inputs = [token_rewards, old_logp, sum_pi_squared, *_squared(is_weights, is_weighted)]
@@ -100,7 +102,7 @@ def tir_optimal_token_baseline(
 
 
 def _squared(is_weights: Tensor | None, wanted: bool) -> list[Tensor]:
-    """The squared importance weights when the baseline is made with them, else nothing."""
+    """Return the squared importance weights when the baseline uses them, else nothing."""
     if not wanted:
         return []
     if is_weights is None:
@@ -115,7 +117,7 @@ def _squared(is_weights: Tensor | None, wanted: bool) -> list[Tensor]:
 
 
 def _returns_and_weights(rows: Rows, mask: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Rewards to go, summed gradient proxies, and place among the valid tokens, in the shape of `mask`.
+    """Return rewards to go, summed gradient proxies, and position among the valid tokens, in the shape of `mask`.
 
     Inputs are token rewards, log-probs, sums of squared probabilities and, if there are any, squared weights.
     """
@@ -135,7 +137,7 @@ def _returns_and_weights(rows: Rows, mask: Tensor, inputs: list[Tensor]) -> list
 def _subtract_baseline(
     rows: Rows, groups: Groups, mask: Tensor, returns: Tensor, weight: Tensor, place: Tensor
 ) -> Estimate:
-    """Returns minus their weighted mean over the valid tokens of the same group and place."""
+    """Subtract from the returns their weighted mean over the valid tokens of the same group and position."""
     valid = mask.reshape(-1)
     width = int(place.max()) + 1 if len(place) else 1
     slot = (rows.expand(groups.index) * width + place)[valid]
@@ -144,7 +146,7 @@ def _subtract_baseline(
     sums = torch.zeros(2, size, dtype=torch.float64, device=mask.device)
     sums[0].index_add_(0, slot, w * g)
     sums[1].index_add_(0, slot, w)
-    # Where all proxies are zero no gradient flows, whatever the baseline.
+    # Where all proxies are zero no gradient flows, for any baseline.
     baseline = sums[0] / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
     advantages = torch.zeros_like(returns)
     advantages.view(-1)[valid] = (g - baseline[slot]).to(returns.dtype)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DiscountSettings(Settings):
-    """Discount of the rewards to come."""
+    """The discount of future rewards."""
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
 
@@ -34,7 +34,7 @@ def reinforce_pp(
     gamma: float = 1.0,
     all_sum: AllSum = one_rank,
 ) -> Estimate:
-    """R_t = r_t + gamma R_{t+1} over valid tokens; A = R whitened over all valid tokens of all ranks.
+    """Compute R_t = r_t + gamma R_{t+1} over valid tokens; A = R whitened over all valid tokens of all ranks.
 
     Args:
         token_rewards: float [N] or [B, T].
@@ -61,14 +61,14 @@ def reinforce_pp_baseline(
     allow_singleton: bool = False,
     all_sum: AllSum = one_rank,
 ) -> Estimate:
-    """A = score - group mean, whitened over all valid tokens of all ranks.
+    """Compute A = score - group mean, whitened over all valid tokens of all ranks.
 
     Args:
         token_rewards: float [N] or [B, T].
         mask: bool, same shape.
         uid: B group names.
         offsets: int64 [B + 1] for the packed form.
-        allow_singleton: accept groups of one sample, which enter the whitening with 0.
+        allow_singleton: accept groups of one sample, which count as 0 in the whitening.
         all_sum: adds over ranks.
 
     Raises:

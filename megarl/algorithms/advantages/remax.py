@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @ADVANTAGES.register("remax")
 @no_grad
 def remax(token_rewards: Tensor, mask: Tensor, greedy_score: Tensor, *, offsets: Tensor | None = None) -> Estimate:
-    """A = score - score of a greedy rollout of the same prompt.
+    """Compute A = score - score of a greedy rollout of the same prompt.
 
     Args:
         token_rewards: float [N] or [B, T].

@@ -1,4 +1,4 @@
-"""On-policy distillation: how much likelier a teacher finds each sampled token."""
+"""On-policy distillation: advantages from the teacher's log-probs of the sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReverseKLSettings(Settings):
-    """How much one token may count."""
+    """The largest weight of a token."""
 
     loss_max_clamp: PositiveFloat | None = Field(
         None, description="largest absolute value of an advantage; null: no bound"
@@ -28,16 +28,16 @@ class ReverseKLSettings(Settings):
 def reverse_kl(
     old_logp: Tensor, teacher_logp: Tensor, mask: Tensor, *, loss_max_clamp: float | None = None
 ) -> Estimate:
-    """A_t = log teacher - log pi of the sampled token: minus an unbiased estimate of KL(pi || teacher).
+    """Compute A_t = log teacher - log pi of the sampled token: minus an unbiased estimate of KL(pi || teacher).
 
-    Each token answers for its own divergence only, not for what follows it.
+    Each token is charged only for its own divergence, not for that of later tokens.
 
     Args:
         old_logp: float [N] or [B, T], the policy that sampled.
         teacher_logp: same shape.
         mask: bool, same shape.
-        loss_max_clamp: largest absolute value of an advantage: a token that the teacher finds all but impossible is
-            worth -20 and more otherwise.
+        loss_max_clamp: largest absolute value of an advantage; without it a token that the teacher finds nearly
+            impossible gets -20 or less.
 
     Source: on-policy distillation (arXiv 2306.13649) with the reverse KL of MiniLLM (arXiv 2306.08543).
 

@@ -22,7 +22,7 @@ def rloo(
     offsets: Tensor | None = None,
     allow_singleton: bool = False,
 ) -> Estimate:
-    """A = score - mean score of the other samples of the group = n / (n - 1) (score - group mean).
+    """Compute A = score - mean score of the other samples of the group = n / (n - 1) (score - group mean).
 
     Args:
         token_rewards: float [N] or [B, T].

@@ -1,4 +1,4 @@
-"""All of rollout correction in one pass over the tokens."""
+"""Rollout correction in one pass over the tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Correction(NamedTuple):
-    """What a batch is trained with.
+    """The corrected mask and weights of a batch.
 
     Attributes:
         weights: float in the shape of the mask: factor of each token's policy loss, zero where `mask` hides.
-        mask: bool, same shape: the mask given, without what was rejected. Losses and their normalisers use this one.
-        keep: bool [B]: False for samples that lost every token they had.
+        mask: bool, same shape: the given mask without rejected tokens. Losses and their normalisers use this one.
+        keep: bool [B]: False for samples that lost all their tokens.
         moments: raw sums of the metrics; see `finish`.
-        normaliser: float64 [2], sum and number of this part's weights over which their mean is taken.
+        normaliser: float64 [2], sum and number of this part's weights in their mean.
     """
 
     weights: Tensor
@@ -54,17 +54,18 @@ def correct(
     copies: Tensor | None = None,
     all_sum: AllSum = one_rank,
 ) -> Correction:
-    """Importance weights, rejection and metrics for rho = exp(clamp(logp - rollout_logp, -20, 20)), without gradient.
+    """Compute importance weights, rejection and metrics for rho = exp(clamp(logp - rollout_logp, -20, 20)), without
+    gradient.
 
     Args:
         logp: float [N] or [B, T], log-probs of the trainer's policy.
-        rollout_logp: same shape, log-probs of the policy that drew the tokens.
+        rollout_logp: same shape, log-probs of the policy that sampled the tokens.
         mask: bool, same shape.
         offsets: int64 [B + 1] for the packed form.
         is_level: none, token or sequence; none gives weights of 1.
         is_threshold: C of min(ratio, C), or [low, high]: see `importance_weights`.
         is_batch_normalize: divide by the mean weight over tokens (token) or sequences (sequence) of all ranks.
-        is_normalize_over: which of them: `trained` (without what was rejected) or `all`, as verl does.
+        is_normalize_over: which of them: `trained` (without rejected ones) or `all`, as verl does.
         rules: a token is trained on if all of them accept it.
         veto: reject sequences with a ratio, not clamped, below this; 0: none.
         copies: int64 [B], how often each sequence counts in that mean; None: once.
@@ -91,19 +92,21 @@ def correct(
             add_weights(moments, items, where, truncated)
             every = ratios.mask if is_level == "token" else ratios.live
             chosen = where if is_normalize_over == "trained" else every
-            drawn = None if copies is None else copies[first:last].to(items)
-            normaliser += _total(items, chosen, drawn if drawn is None or is_level != "token" else block.expand(drawn))
+            own_copies = None if copies is None else copies[first:last].to(items)
+            normaliser += _total(
+                items, chosen, own_copies if own_copies is None or is_level != "token" else block.expand(own_copies)
+            )
             weights[tokens] = items if is_level == "token" else block.expand(items)
     bag = moments.bag()
     if is_level != "none" and is_batch_normalize:
         weights.div_(_factor(bag, normaliser, all_sum))
-    weights.masked_fill_(~accepted, 0)  # no product: what was rejected may be NaN
+    weights.masked_fill_(~accepted, 0)  # no product: rejected values may be NaN
     return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag, normaliser)
 
 
 def _total(items: Tensor, chosen: Tensor, copies: Tensor | None) -> Tensor:
-    """Sum of the chosen weights, each as often as it is copied, and how many they are; float64 [2]."""
-    # A ratio that is not a number has no weight; where it is not rejected the loss says so.
+    """Return the sum of the chosen weights, each as often as it is copied, and their number; float64 [2]."""
+    # A NaN ratio has no weight; if it is not rejected, the loss reports it.
     counted = chosen & ~items.isnan()
     times = counted.to(items.dtype)
     if copies is not None:
@@ -112,7 +115,7 @@ def _total(items: Tensor, chosen: Tensor, copies: Tensor | None) -> Tensor:
 
 
 def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, Tensor]:
-    """Tokens [N] that are trained on, and rows [B] that did not lose all they had."""
+    """Return the accepted tokens [N], and the rows [B] that did not lose all their tokens."""
     if not rules and veto <= 0:
         return ratios.mask, ratios.live.new_ones(len(ratios.rows))
     trained, counts = reject(ratios, rules, veto)
@@ -125,7 +128,7 @@ def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: fl
 
 
 def _weighing(ratios: Ratios, trained: Tensor, level: str, threshold: Threshold) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of the items of this level, which of them are trained on, and which the threshold changed."""
+    """Return the weights of this level's items, which of them are trained on, and which the threshold changed."""
     weights = importance_weights(ratios, level, threshold)
     if level == "token":
         return weights, trained, is_truncated(ratios.rho, threshold)
@@ -134,17 +137,17 @@ def _weighing(ratios: Ratios, trained: Tensor, level: str, threshold: Threshold)
 
 
 def _factor(bag: Metrics, normaliser: Tensor, all_sum: AllSum) -> float:
-    """Mean weight over all ranks, which is also a metric."""
+    """Return the mean weight over all ranks, which is also a metric."""
     factor = mean_weight(*all_sum(normaliser.cpu()).tolist())
     bag.mean("rollout_corr/is_batch_norm", factor, 1)
     return factor
 
 
 def mean_weight(total: float, count: float) -> float:
-    """What weights are divided by; 1 when no weight is left to normalise."""
+    """Return the divisor of the weights; 1 when no weight is left to normalise."""
     return total / count if total > 0 else 1.0
 
 
 def rules_of(knobs: ResolvedCorrection) -> list[Rule]:
-    """The rejection rules of a recipe."""
+    """Return the rejection rules of a recipe."""
     return [Rule(**rule) for rule in knobs.rules]

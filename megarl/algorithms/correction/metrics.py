@@ -1,4 +1,4 @@
-"""The named numbers of rollout correction, out of merged sums."""
+"""Named metrics of rollout correction from merged sums."""
 
 from __future__ import annotations
 
@@ -13,27 +13,21 @@ NAME = "rollout_corr/"
 
 
 def finish(metrics: Metrics) -> Metrics:
-    """Take the raw sums out of `metrics` (merged over micro-batches and ranks) and add what they mean.
+    """Replace the raw sums in `metrics` (merged over micro-batches and ranks) by the named metrics.
 
-    | metric | formula, over valid tokens unless said otherwise |
-    |---|---|
-    | kl | E[log pi_rollout - log pi] |
-    | k3_kl | E[rho - 1 - log rho] |
-    | chi2_token, chi2_seq | E[rho^2] - 1; over sequences with their whole ratio |
-    | ppl, rollout_ppl | mean over sequences of exp(-mean log-prob) |
-    | ppl_ratio, log_ppl_diff | mean over sequences of exp(d) and d, d = mean(log pi_rollout - log pi) |
-    | log_ppl_abs_diff, log_ppl_diff_min, log_ppl_diff_max | mean over sequences of abs(d); smallest and largest d |
-    | ratio_min, ratio_mean, ratio_max, ratio_std | of rho |
-    | ess | (sum rho)^2 / (n sum rho^2), 1 is best |
-    | logp_diff_max | max of abs(log pi - log pi_rollout), not clamped |
-    | prob_corr | Pearson correlation of pi and pi_rollout; left out where one of them is the same at all tokens |
-    | is_weight_min, _mean, _max, _std, is_ess, is_truncated | weights of what is trained on, before normalisation |
-    | is_batch_norm | the factor that weights were divided by |
-    | rejected, rejected_seqs | share of tokens; of sequences that lost every token |
-    | rejected/NAME | share of tokens that this rule rejects |
+    | metric | formula, over valid tokens unless said otherwise | |---|---| | kl | E[log pi_rollout - log pi] | | k3_kl
+    | E[rho - 1 - log rho] | | chi2_token, chi2_seq | E[rho^2] - 1; over sequences with their whole ratio | | ppl,
+    rollout_ppl | mean over sequences of exp(-mean log-prob) | | ppl_ratio, log_ppl_diff | mean over sequences of exp(d)
+    and d, d = mean(log pi_rollout - log pi) | | log_ppl_abs_diff, log_ppl_diff_min, log_ppl_diff_max | mean over
+    sequences of abs(d); smallest and largest d | | ratio_min, ratio_mean, ratio_max, ratio_std | of rho | | ess | (sum
+    rho)^2 / (n sum rho^2), 1 is best | | logp_diff_max | max of abs(log pi - log pi_rollout), not clamped | | prob_corr
+    | Pearson correlation of pi and pi_rollout; omitted where one of them is the same at all tokens | | is_weight_min,
+    _mean, _max, _std, is_ess, is_truncated | weights of trained items, before normalisation | | is_batch_norm | the
+    factor that weights were divided by | | rejected, rejected_seqs | share of tokens; of sequences that lost every
+    token | | rejected/NAME | share of tokens that this rule rejects |
 
     Returns:
-        The same bag. Without a valid token there is nothing to add.
+        The same bag. Without a valid token nothing is added.
     """
     raw: dict[str, dict[str, float]] = {"sum": {}, "min": {}, "max": {}}
     for name in [name for name in metrics if name.startswith(RAW)]:
@@ -78,10 +72,10 @@ def _gap(metrics: Metrics, total: dict[str, float], low: dict[str, float], high:
 
 
 def _correlation(total: dict[str, float], n: float) -> float | None:
-    """Pearson correlation from E[p^2], E[q^2], E[(p - q)^2]; None where p or q is constant and there is none.
+    """Return Pearson's correlation from E[p^2], E[q^2], E[(p - q)^2]; None if p or q is constant.
 
-    cov(p, q) = (var p + var q - var(p - q)) / 2: rounding in the variances enters in second order only, so that
-    1 - 1e-6 can be told from 1.
+    cov(p, q) = (var p + var q - var(p - q)) / 2: rounding in the variances is only a second-order effect, so that 1 -
+    1e-6 is distinguishable from 1.
     """
     p, q = total["p"] / n, total["q"] / n
     var_p, var_q = max(total["p2"] / n - p * p, 0.0), max(total["q2"] / n - q * q, 0.0)
@@ -114,16 +108,17 @@ def _rejection(metrics: Metrics, total: dict[str, float]) -> None:
 
 
 def staleness(version: Tensor, tokens: Tensor, now: int, buckets: int) -> Metrics:
-    """Histogram of trainer version - token version: `staleness/0`, ... are shares of tokens, and the mean and maximum.
+    """Return the histogram of trainer version - token version: `staleness/0`, ... are shares of tokens; and mean and
+    maximum.
 
     Args:
         version: int64 [R], versions of weights.
-        tokens: int64 [R], tokens that each of them drew and that are trained on.
+        tokens: int64 [R], trained tokens that each of them generated.
         now: version of the weights that are about to be trained.
-        buckets: ages that are told apart; the last one also holds everything older.
+        buckets: number of ages; the last one also counts everything older.
 
     Raises:
-        ValueError: tokens of weights that are not there yet.
+        ValueError: a token's version is newer than `now`.
     """
     metrics = Metrics()
     if bool((version > now).any()):

@@ -1,7 +1,7 @@
-"""Sums from which the metrics of rollout correction are computed, so that they are exact over micro-batches and ranks.
+"""Sums for the metrics of rollout correction, so that they are exact over micro-batches and ranks.
 
 Blocks add to `Moments`; `bag` turns it into plain sums, minima and maxima of a `Metrics`, which merge over
-micro-batches and ranks as any metric does; `metrics.finish` makes the named numbers of the merged bag.
+micro-batches and ranks as any metric does; `metrics.finish` computes the named metrics of the merged bag.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RAW = "_rollout_corr/"
 
 
 class Moments:
-    """Named float64 totals (`sum`), minima (`low`) and maxima (`high`); stays on the device until `bag`."""
+    """Named float64 totals (`sum`), minima (`low`) and maxima (`high`), kept on the device until `bag`."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}
@@ -36,7 +36,7 @@ class Moments:
         self._highs.setdefault(name, []).append(value)
 
     def bag(self) -> Metrics:
-        """Everything, in one transfer from the device."""
+        """Return all of them, in one transfer from the device."""
         parts: list[Tensor] = []
         for kept, reduce in ((self._sums, torch.sum), (self._lows, torch.amin), (self._highs, torch.amax)):
             parts += [reduce(torch.stack(values).double(), 0) for values in kept.values()]
@@ -49,7 +49,7 @@ class Moments:
 
 
 def add_gap(moments: Moments, ratios: Ratios, logp: Tensor, rollout_logp: Tensor) -> None:
-    """The distance of two policies on the tokens of `ratios`; log-probs are flat [N].
+    """Add the distance of two policies on the tokens of `ratios`; log-probs are flat [N].
 
     Sums are of rho - 1, never of rho: near 1, the usual case, the metrics are differences of nearly equal sums.
     """
@@ -76,7 +76,7 @@ def add_gap(moments: Moments, ratios: Ratios, logp: Tensor, rollout_logp: Tensor
 
 
 def _add_rows(moments: Moments, ratios: Ratios, rollout_mean: Tensor) -> None:
-    """Perplexities and ratios of whole rows; `rollout_mean` [B] is the mean rollout log-prob."""
+    """Add perplexities and ratios of whole rows; `rollout_mean` [B] is the mean rollout log-prob."""
     live, difference = ratios.live, ratios.total / ratios.count.clamp(min=1)
     excess = ratios.total.clamp(-LIMIT, LIMIT).expm1()
     moments.sum("rows", live.sum())
@@ -88,12 +88,12 @@ def _add_rows(moments: Moments, ratios: Ratios, rollout_mean: Tensor) -> None:
         moments.high("row_log", difference.masked_fill(~live, -torch.inf).amax())
     moments.sum("row_ratio", (torch.exp(-difference.clamp(-LIMIT, LIMIT)) * live).sum())
     for name, mean in (("ppl", rollout_mean + difference), ("rollout_ppl", rollout_mean)):
-        # A model that finds its text impossible has no finite perplexity; the exponent is bounded like all others.
+        # A text that the model finds impossible has no finite perplexity; the exponent is bounded like all others.
         moments.sum(name, (torch.exp(-mean.clamp(-LIMIT, LIMIT)) * live).sum())
 
 
 def add_weights(moments: Moments, weights: Tensor, where: Tensor, truncated: Tensor) -> None:
-    """Importance weights of items (tokens or sequences) [K] that are trained on (bool [K]); `truncated` is bool [K]."""
+    """Add the importance weights of trained (bool [K]) items (tokens or sequences) [K]; `truncated` is bool [K]."""
     if len(weights) == 0:
         return
     excess = (weights - 1).masked_fill_(~where, 0)

@@ -1,4 +1,4 @@
-"""The ratio of two policies on the same tokens: what every part of rollout correction is computed from."""
+"""The ratio of two policies on the same tokens, from which all parts of rollout correction are computed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LIMIT = 20.0
 
 @dataclass(frozen=True)
 class Ratios:
-    """log rho of N tokens in B rows, rho = pi / pi_rollout. Nothing here has a gradient.
+    """log rho of N tokens in B rows, rho = pi / pi_rollout, without gradient.
 
     Attributes:
-        rows: where rows begin and end.
+        rows: boundaries of the rows.
         mask: bool [N].
         raw: float [N], log pi - log pi_rollout, not clamped; zero where the mask hides.
     """
@@ -30,7 +30,8 @@ class Ratios:
     @classmethod
     @torch.no_grad()
     def of(cls, logp: Tensor, rollout_logp: Tensor, mask: Tensor, offsets: Tensor | None = None) -> Ratios:
-        """From log-probs [N] with offsets int64 [B + 1], or [B, T]. What the mask (bool, same shape) hides is not read.
+        """Build from log-probs [N] with offsets int64 [B + 1], or [B, T]. Values hidden by the mask (bool, same shape)
+        are not read.
 
         >>> mask = torch.tensor([[True, True, False]])
         >>> r = Ratios.of(torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-1.5, -1.0, float("nan")]]), mask)
@@ -48,7 +49,7 @@ class Ratios:
 
     @cached_property
     def excess(self) -> Tensor:
-        """rho - 1 [N]: exact where rho is near 1, which is where it is used."""
+        """rho - 1 [N], exact near rho = 1, where it is used."""
         return self.log.expm1()
 
     @cached_property
@@ -72,11 +73,11 @@ class Ratios:
         return self.rows.sum(self.raw)
 
     def mean_of(self, values: Tensor) -> Tensor:
-        """Mean of each row's valid tokens, [B], zero for rows without; `values` [N] is zero where the mask hides."""
+        """Return each row's mean over valid tokens, [B], zero for rows without; `values` [N] is zero where masked."""
         return self.rows.sum(values) / self.count.clamp(min=1)
 
     def max_of(self, values: Tensor) -> Tensor:
-        """Largest valid value of each row, [B]; -inf for rows without."""
+        """Return the largest valid value of each row, [B]; -inf for rows without."""
         values = values.masked_fill(~self.mask, -torch.inf)
         if self.rows.width is not None:
             values = torch.nn.functional.pad(values.view(len(self.rows), self.rows.width), (0, 1), value=-torch.inf)

@@ -1,4 +1,4 @@
-"""Which tokens and sequences are too far from the policy that drew them: rules on the ratio, and the veto."""
+"""Rejection of tokens and sequences too far from the policy that sampled them: rules on the ratio, and the veto."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATS = ("k1", "k2", "k3")
 
 @dataclass(frozen=True)
 class Rule:
-    """Accept where lower <= value <= upper.
+    """A rejection rule: accept where lower <= value <= upper.
 
     | stat | token | sequence | geometric | seq_max |
     |---|---|---|---|---|
@@ -61,7 +61,7 @@ class Rule:
 
 
 def rule_value(rule: Rule, ratios: Ratios) -> Tensor:
-    """The value a rule bounds: [N] for level token, else [B]. Meaningless where masks hide.
+    """Return the value that a rule bounds: [N] for level token, else [B]. It is meaningless where masks hide.
 
     >>> import torch
     >>> r = Ratios.of(torch.log(torch.tensor([[0.5, 8.0]])), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
@@ -84,9 +84,10 @@ def rule_value(rule: Rule, ratios: Ratios) -> Tensor:
 
 
 def rejected_by(rule: Rule, ratios: Ratios) -> Tensor:
-    """bool: valid tokens [N] that a token rule rejects, or rows [B] with a valid token that another rule rejects.
+    """Return bool: valid tokens [N] that a token rule rejects, or rows [B] with a valid token that another rule
+    rejects.
 
-    A ratio that is not a number lies within no bounds.
+    A NaN ratio lies within no bounds.
     """
     value, (lower, upper) = rule_value(rule, ratios), rule.bounds
     inside = (value >= lower).logical_and_(value <= upper)
@@ -94,14 +95,14 @@ def rejected_by(rule: Rule, ratios: Ratios) -> Tensor:
 
 
 def vetoed(ratios: Ratios, threshold: float) -> Tensor:
-    """bool [B]: rows with a token whose ratio, not clamped, is below `threshold` (0: no veto)."""
+    """Return bool [B]: rows with a token whose ratio, not clamped, is below `threshold` (0: no veto)."""
     if threshold <= 0:
         return ratios.live.new_zeros(len(ratios.rows))
     return ratios.max_of(-ratios.raw) > -math.log(threshold)
 
 
 def reject(ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """What all rules and the veto accept, bool [N], and the number of valid tokens that each of them rejects."""
+    """Return the tokens that all rules and the veto accept, bool [N], and the number of tokens rejected by each."""
     accepted, counts = ratios.mask, {}
     for rule in rules:
         outside = rejected_by(rule, ratios)

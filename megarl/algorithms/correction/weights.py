@@ -12,7 +12,7 @@ Threshold = float | Sequence[float]
 
 
 def importance_weights(ratios: Ratios, level: str, threshold: Threshold) -> Tensor:
-    """Weight of each token ("token", [N]) or of each row ("sequence", [B]); what a mask hides gets 0.
+    """Return the weight of each token ("token", [N]) or of each row ("sequence", [B]); hidden tokens get 0.
 
     token: w_t = min(rho_t, C). sequence: w = min(exp(sum log rho), C). With `[low, high]` for C the weight is the ratio
     where it lies inside, and 0 outside. Sums are clamped to +-20 before the exponential.
@@ -38,7 +38,7 @@ def importance_weights(ratios: Ratios, level: str, threshold: Threshold) -> Tens
 
 
 def bounded(ratio: Tensor, threshold: Threshold) -> Tensor:
-    """min(ratio, C), or the ratio inside [low, high] and 0 outside."""
+    """Return min(ratio, C), or the ratio inside [low, high] and 0 outside."""
     if isinstance(threshold, Sequence):
         low, high = threshold
         return ratio.masked_fill((ratio < low) | (ratio > high), 0)
@@ -46,7 +46,7 @@ def bounded(ratio: Tensor, threshold: Threshold) -> Tensor:
 
 
 def is_truncated(ratio: Tensor, threshold: Threshold) -> Tensor:
-    """bool: ratios whose weight is not the ratio itself."""
+    """Return bool: ratios whose weight is not the ratio itself."""
     if isinstance(threshold, Sequence):
         low, high = threshold
         return (ratio < low) | (ratio > high)

@@ -1,4 +1,4 @@
-"""What all policy losses share: the registry, the clean log-ratio, and the metrics of a clipped ratio."""
+"""Common parts of all policy losses: the registry, the clean log-ratio, and the metrics of a clipped ratio."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ LIMIT = 20.0
 
 @dataclass(frozen=True)
 class LossSpec(Spec):
-    """What a policy loss declares.
+    """The declaration of a policy loss.
 
     Attributes:
-        prepare: looks at the whole mini-batch before it is cut into micro-batches: this rank's part, `keys` (int64 in
-            the shape of mask, drawn per token) and `all_sum`. What it returns comes back to the loss as keyword
-            arguments, cut like the other inputs. It reads `old_logp`, so there is a scoring pass.
-        ratio_free: it has no ratio that corrects for samples of an older policy.
-        per_sequence: it is a loss per sequence, which aggregation should count equally.
-        corrects: its weights are those of `rollout_correction` with `loss: pg`, which puts it in the place of the
-            loss that a recipe names.
+        prepare: function of the whole mini-batch before it is split into micro-batches: this rank's part, `keys` (int64
+            in the shape of mask, random per token) and `all_sum`. Its results are passed to the loss as keyword
+            arguments, split like the other inputs. It reads `old_logp`, so a scoring pass is needed.
+        ratio_free: no ratio corrects for samples of an older policy.
+        per_sequence: one loss per sequence, which aggregation should count equally.
+        corrects: its weights are those of `rollout_correction` with `loss: pg`, which replaces the recipe's loss by it.
     """
 
     prepare: Preparation | None = None
@@ -61,7 +60,7 @@ class RatioClipSettings(ClipSettings):
 
 
 class SequenceClipSettings(ClipSettings):
-    """The clip range, and a bound of -A s for A < 0 which the papers do not have."""
+    """The clip range, and a bound of -A s for A < 0, which the papers lack."""
 
     dual_clip: PositiveFloat | None = Field(None, gt=1, description="bound of -A*s for A < 0; null: no bound")
 
@@ -74,7 +73,7 @@ class DualClipSettings(RatioClipSettings):
 
 @dataclass(frozen=True)
 class Prologue:
-    """Inputs of a policy loss, safe everywhere: zero (ratio: one) where the mask hides; float32 or wider.
+    """The inputs of a policy loss, safe everywhere: zero (ratio: one) where the mask hides; float32 or wider.
 
     Attributes:
         logp: differentiable.
@@ -94,7 +93,7 @@ class Prologue:
 
     @classmethod
     def of(cls, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Prologue:
-        """All inputs have one shape, [N] or [B, T]."""
+        """Build from inputs of one shape, [N] or [B, T]."""
         # where, not a product with the mask: NaN * 0 is NaN.
         logp, old_logp, advantages = (
             torch.where(mask, at_least_float32(x), 0) for x in (logp, old_logp.detach(), advantages.detach())
@@ -107,9 +106,9 @@ class Prologue:
     def metrics(
         self, clipped: Tensor | None = None, lower: Tensor | None = None, ratio: Tensor | None = None
     ) -> Metrics:
-        """Ratio statistics over valid tokens, and the shares that `clipped` and `lower` (bool) mark.
+        """Return ratio statistics over valid tokens, and the shares marked by `clipped` and `lower` (bool).
 
-        `ratio` replaces the token ratio, for losses that work with another one.
+        `ratio` replaces the token ratio, for losses that use another one.
         """
         metrics, mask = Metrics(), self.mask
         if mask.numel() == 0:
@@ -124,7 +123,7 @@ class Prologue:
             (mask & (none if clipped is None else clipped)).sum(),
             (mask & (none if lower is None else lower)).sum(),
         ]
-        # One transfer for all of them: each would stall a GPU on its own.
+        # One transfer for all of them: each would stall a GPU separately.
         count, kl, total, least, most, cut, stopped = torch.stack([x.double() for x in numbers]).tolist()
         if count:
             metrics.mean("actor/ppo_kl", kl, count)
@@ -137,7 +136,8 @@ class Prologue:
 
 
 def capped_ratio(p: Prologue, cap: float | None) -> tuple[Tensor, Tensor]:
-    """The ratio up to `cap`, then its tangent there: its slope in the log-prob is min(r, cap), and never ends.
+    """Return the ratio up to `cap`, then its tangent there: its slope in the log-prob is min(r, cap), and never
+    vanishes.
 
     The truncated importance weight of a token, written as a loss: a token beyond the cap still learns, with the weight
     `cap`. A constant beyond it would give no gradient to tokens that a negative advantage should push back.

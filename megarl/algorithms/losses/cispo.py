@@ -21,7 +21,7 @@ def cispo(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-sg(clip(r, 1 - low, 1 + high)) A logp.
+    """Compute -sg(clip(r, 1 - low, 1 + high)) A logp.
 
     The clip bounds a weight and stops no token. `clip_low` of 1 or more means no lower bound.
 

@@ -1,4 +1,7 @@
-"""Holding entropy up by restraining the few tokens whose log-prob and advantage vary together (Clip-Cov, KL-Cov)."""
+"""Losses that hold entropy up by restraining the few tokens with the largest covariance of log-prob and advantage.
+
+They are Clip-Cov and KL-Cov.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class FractionSettings(Settings):
-    """Share of the mini-batch's tokens that are restrained."""
+    """The share of the mini-batch's tokens that are restrained."""
 
     cov_fraction: float = Field(2e-4, gt=0, le=1, description="share of tokens that are restrained")
 
 
 class ClipCovSettings(FractionSettings, DualClipSettings):
-    """Clip range, and the covariances of tokens that may be chosen."""
+    """The clip range, and the covariances of tokens that may be chosen."""
 
     cov_low: float = Field(1.0, description="smallest covariance of a token that may be chosen")
     cov_high: float = Field(5.0, description="largest covariance of a token that may be chosen")
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Bounds that hold nothing between them."""
+        """Return the problem of bounds with nothing between them."""
         if self.cov_low < self.cov_high:
             return []
         problem = ConfigError(
@@ -47,7 +50,7 @@ class ClipCovSettings(FractionSettings, DualClipSettings):
 
 
 class KLCovSettings(FractionSettings):
-    """Weight of the penalty on the chosen tokens, and a bound of the ratio which the paper does not have."""
+    """The weight of the penalty on the chosen tokens, and a bound of the ratio which the paper lacks."""
 
     cov_kl_coef: NonNegativeFloat = Field(1.0, description="weight of the penalty on the chosen tokens")
     ratio_cap: PositiveFloat | None = Field(
@@ -56,15 +59,14 @@ class KLCovSettings(FractionSettings):
 
 
 def covariances(old_logp: Tensor, advantages: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> tuple[Tensor, int]:
-    """(logp - mean)(A - mean) per token over the valid tokens of all ranks, float64, 0 where the mask hides; and their
-    number."""
+    """Return (logp - mean)(A - mean) per valid token of all ranks, float64, 0 where masked, and their number."""
     x, y = torch.where(mask, old_logp, 0).double(), torch.where(mask, advantages, 0).double()
     count, x_sum, y_sum = all_sum(torch.stack([mask.sum(), x.sum(), y.sum()]).cpu()).tolist()
     tokens = max(count, 1.0)
     return torch.where(mask, (x - x_sum / tokens) * (y - y_sum / tokens), 0), int(count)
 
 
-def draw_between(
+def choose_between(
     old_logp: Tensor,
     advantages: Tensor,
     mask: Tensor,
@@ -73,7 +75,7 @@ def draw_between(
     keys: Tensor,
     all_sum: AllSum = one_rank,
 ) -> dict[str, Tensor]:
-    """`selected`: floor(cov_fraction * tokens), at least one, of the tokens with cov_low < covariance < cov_high."""
+    """Select floor(cov_fraction * tokens), at least one, random tokens with cov_low < covariance < cov_high."""
     cov, tokens = covariances(old_logp, advantages, mask, all_sum)
     candidates = mask & (cov > cfg.cov_low) & (cov < cfg.cov_high)
     return {"selected": smallest(keys, candidates, max(1, int(cfg.cov_fraction * tokens)), all_sum)}
@@ -88,15 +90,15 @@ def take_largest(
     keys: Tensor,
     all_sum: AllSum = one_rank,
 ) -> dict[str, Tensor]:
-    """`selected`: the floor(cov_fraction * tokens), at least one, tokens of largest covariance, if it is positive."""
+    """Select the floor(cov_fraction * tokens), at least one, tokens of largest covariance, if it is positive."""
     cov, tokens = covariances(old_logp, advantages, mask, all_sum)
     positive = mask & (cov > 0)
-    # In float32, so that values which only differ by the order of summation stay equal.
+    # In float32, so that values that differ only by the order of summation stay equal.
     ranked = descending(cov.clamp(min=0).float())
     return {"selected": smallest(ranked, positive, max(1, int(cfg.cov_fraction * tokens)), all_sum)}
 
 
-@POLICY_LOSSES.register("clip_cov", settings=ClipCovSettings, prepare=draw_between)
+@POLICY_LOSSES.register("clip_cov", settings=ClipCovSettings, prepare=choose_between)
 def clip_cov(
     logp: Tensor,
     old_logp: Tensor,
@@ -107,9 +109,9 @@ def clip_cov(
     selected: Tensor,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The loss of `ppo`, zero for the tokens that `draw_between` selected.
+    """Compute the loss of `ppo`, zero for the tokens that `choose_between` selected.
 
-    Covariances are those of the mini-batch before its update (old_logp), so the choice does not depend on how it is cut
+    Covariances are those of the mini-batch before its update (old_logp), so the choice does not depend on its split
     into micro-batches; the paper takes them from the current policy.
 
     Args:
@@ -142,10 +144,10 @@ def kl_cov(
     selected: Tensor,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-A r, plus cov_kl_coef |logp - old_logp| for the tokens that `take_largest` selected. No clip.
+    """Compute -A r, plus cov_kl_coef |logp - old_logp| for the tokens that `take_largest` selected, without a clip.
 
-    Nothing bounds r in the paper: a token that was all but impossible before may own a step. `ratio_cap` truncates it
-    as in `dppo_tv`.
+    Nothing bounds r in the paper: a token that was nearly impossible before may dominate a step. `ratio_cap` truncates
+    it as in `dppo_tv`.
 
     Arguments, and where covariances come from, as in `clip_cov`; cfg has cov_kl_coef, ratio_cap, and cov_fraction for
     the selection. pg_clipfrac is the share of selected tokens, pg_clipfrac_lower of those whose ratio was truncated.

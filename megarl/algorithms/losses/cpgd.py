@@ -32,12 +32,12 @@ def cpgd(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-min(A d, A clip(d, log(1 - low), log(1 + high))) + drift_coef min(sg(r) - 1, drift_clip) logp, d = log r.
+    """Compute -min(A d, A clip(d, log(1 - low), log(1 + high))) + drift_coef min(sg(r) - 1, drift_clip) logp, d = log
+    r.
 
-    The log-ratio in place of the ratio keeps the variance of old samples down; the drift pulls back what the clip
-    does not change. Its gradient is that of the k3 estimate of KL(old || pi), r - 1 - d, with r limited to
-    1 + drift_clip there: a limit on the value would let go of the very tokens that drifted most. The value itself says
-    nothing.
+    The log-ratio instead of the ratio reduces the variance of old samples; the drift term pulls back tokens that the
+    clip does not affect. Its gradient is that of the k3 estimate of KL(old || pi), r - 1 - d, with r limited to 1 +
+    drift_clip there: a limit on the value would release the tokens that drifted most. The value itself has no meaning.
 
     Args:
         logp: float [N] or [B, T], differentiable.

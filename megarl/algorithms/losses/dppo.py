@@ -1,4 +1,4 @@
-"""Trust region in place of a ratio clip (DPPO), by total variation or KL."""
+"""Trust region instead of a ratio clip (DPPO), by total variation or KL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TrustRegionSettings(Settings):
-    """Largest divergence at which a token still moves away from the old policy, and its largest weight."""
+    """The largest divergence at which a token still moves away from the old policy, and its largest weight."""
 
     trust_region: PositiveFloat = Field(0.15, description="largest divergence of a token")
     ratio_cap: PositiveFloat | None = Field(
@@ -34,12 +34,11 @@ def dppo_tv(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-A r, without gradient where A pushes the token further away and |pi - old| > trust_region already.
+    """Compute -A r, without gradient where A pushes the token further away and |pi - old| > trust_region already.
 
     |pi - old| of the sampled token against all others is the total variation of the two-outcome distribution. A ratio
-    clip stops rare tokens early and common ones late; this bounds the mass that moves. The ratio of a token that was
-    all but impossible is in the millions while hardly any mass moves, so r is truncated at ratio_cap: see
-    `capped_ratio`.
+    clip stops rare tokens early and common ones late; this bounds the moved mass. The ratio of a nearly impossible
+    token is in the millions while hardly any mass moves, so r is truncated at ratio_cap: see `capped_ratio`.
 
     Args:
         logp: float [N] or [B, T], differentiable.
@@ -75,7 +74,8 @@ def dppo_kl(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """`dppo_tv` with KL(old || pi) of the two-outcome distribution (sampled token, all others) as the divergence.
+    """Compute `dppo_tv` with KL(old || pi) of the two-outcome distribution (sampled token, all others) as the
+    divergence.
 
     old log(old / pi) + (1 - old) log((1 - old) / (1 - pi)). Arguments and source as there.
 
@@ -97,7 +97,7 @@ def _probabilities(p: Prologue) -> tuple[Tensor, Tensor]:
 
 
 def _inside(p: Prologue, far: Tensor, cap: float | None) -> tuple[Tensor, Metrics]:
-    """-A r, truncated, for all tokens but those that are far and that A would push further."""
+    """Compute -A r, truncated, for all tokens except those that are far and that A would push further."""
     outward = torch.where(p.advantages > 0, p.log_ratio > 0, p.log_ratio < 0) & (p.advantages != 0)
     stopped = far & outward
     ratio, truncated = capped_ratio(p, cap)

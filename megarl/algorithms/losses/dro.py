@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class QuadraticSettings(Settings):
-    """Weight of the penalty."""
+    """The weight of the penalty."""
 
     quadratic_coef: PositiveFloat = Field(0.05, description="weight of the squared log-ratio")
 
@@ -30,10 +30,10 @@ def dro(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-(A logp - quadratic_coef / 2 (logp - old_logp)^2).
+    """Compute -(A logp - quadratic_coef / 2 (logp - old_logp)^2).
 
-    An off-policy objective without ratios: its optimum moves the log-prob by A / quadratic_coef. The papers have it for
-    whole responses, with the square of the summed log-ratio; here, as in Tinker, every token has its own.
+    An off-policy objective without ratios: its optimum moves the log-prob by A / quadratic_coef. The papers define it
+    for whole responses, with the square of the summed log-ratio; here, as in Tinker, it applies per token.
 
     Args:
         logp: float [N] or [B, T], differentiable.

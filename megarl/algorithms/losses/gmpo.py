@@ -23,11 +23,12 @@ def gmpo(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-A s, s = exp(mean over the sequence of sign(A) min(sign(A) d, sign(A) clip(d, -low, high))), d the log-ratio.
+    """Compute -A s, s = exp(mean over the sequence of sign(A) min(sign(A) d, sign(A) clip(d, -low, high))), d the
+    log-ratio.
 
     Clipped in log space and per token; A is the mean advantage of the sequence's tokens. Every valid token carries its
-    sequence's loss, so aggregation seq-mean-token-mean is the mean over sequences of the paper, with ranges of 0.4.
-    For A < 0 it has no upper bound on s; `dual_clip` is one.
+    sequence's loss, so aggregation seq-mean-token-mean is the mean over sequences of the paper, with ranges of 0.4. For
+    A < 0 only `dual_clip` bounds s from above.
 
     Args:
         logp: float [N] or [B, T], differentiable.

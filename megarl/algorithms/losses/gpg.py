@@ -21,7 +21,7 @@ def gpg(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-A logp: no ratio, no clip; right only while the policy is the one that sampled.
+    """Compute -A logp: no ratio, no clip; correct only while the policy is the one that sampled.
 
     Args:
         logp: float [N] or [B, T], differentiable.

@@ -23,11 +23,11 @@ def gspo(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean over the sequence of the log-ratio).
+    """Compute max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean over the sequence of the log-ratio).
 
     All tokens of a sequence are clipped together. The gradient of s goes to tokens as s_t = sg(s) pi_t / sg(pi_t), so
     that token-level advantages work too. The paper averages within sequences: aggregation seq-mean-token-mean, with
-    ranges of about 3e-4 and 4e-4. For A < 0 it has no upper bound on s; `dual_clip` is one.
+    ranges of about 3e-4 and 4e-4. For A < 0 only `dual_clip` bounds s from above.
 
     Args:
         logp: float [N] or [B, T], differentiable.

@@ -1,4 +1,4 @@
-"""Policy gradient with importance weights against the policy that drew the samples (rollout correction, bypass)."""
+"""Policy gradient with importance weights against the policy that sampled (rollout correction, bypass)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PolicyGradientSettings(Protocol):
-    """What this loss reads from its settings."""
+    """The settings that this loss reads."""
 
     @property
     def is_level(self) -> str: ...  # noqa: D102
@@ -32,16 +32,17 @@ def pg_is(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-sg(w) logp A, with w of pi_theta / pi_rollout: sequence weights min(prod rho, C), or token weights, or none.
+    """Compute -sg(w) logp A, with w of pi_theta / pi_rollout: sequence weights min(prod rho, C), or token weights, or
+    none.
 
-    Nothing is clipped but the weight, so a token's gradient never vanishes.
+    Only the weight is clipped, so a token's gradient never vanishes.
 
     Args:
         logp: float [N] or [B, T], differentiable.
-        old_logp: same shape, log-probs of the policy that drew the tokens.
+        old_logp: same shape, log-probs of the policy that sampled the tokens.
         advantages: same shape.
         mask: bool, same shape.
-        cfg: is_level (sequence, token, or none: whoever calls multiplies by weights) and is_threshold, as in
+        cfg: is_level (sequence, token, or none: the caller multiplies by weights) and is_threshold, as in
             `importance_weights`.
         offsets: int64 [B + 1] for the packed form.
 

@@ -27,7 +27,8 @@ def ppo(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), and at most -A c where A < 0; r = exp(clamp(logp - old_logp, +-20)).
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), and at most -A c where A < 0; r = exp(clamp(logp - old_logp,
+    +-20)).
 
     Args:
         logp: float [N] or [B, T], differentiable.
@@ -56,7 +57,7 @@ def ppo(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, cfg: DualClipSettings | SequenceClipSettings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Token loss, which tokens the clip stopped, and which the dual clip (None: there is none)."""
+    """Return the token loss, which tokens the clip stopped, and which the dual clip (None without one)."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     loss, clipped = torch.maximum(plain, bounded), bounded > plain

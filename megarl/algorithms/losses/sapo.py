@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SapoSettings(Settings):
-    """Temperatures of the gate."""
+    """The temperatures of the gate."""
 
     tau_pos: PositiveFloat = Field(1.0, description="temperature of the gate where A > 0")
     tau_neg: PositiveFloat = Field(1.05, description="temperature of the gate where A <= 0")
@@ -32,7 +32,7 @@ def sapo(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos for A > 0 and tau_neg otherwise.
+    """Compute -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos for A > 0 and tau_neg otherwise.
 
     At r = 1 the gradient is that of the policy gradient; it fades on both sides, faster for larger tau.
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
 ) -> tuple[Tensor, Metrics]:
-    """0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) per token; average it with token-mean weights.
+    """Compute 0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) per token; average it with token-mean
+    weights.
 
     Args:
         values: float [N] or [B, T], differentiable.
@@ -39,7 +40,7 @@ def value_loss(
         clipped = bounded > loss
         loss = torch.maximum(loss, bounded)
     with torch.no_grad():
-        # One transfer for all of them: each would stall a GPU on its own.
+        # One transfer for all of them: each would stall a GPU separately.
         sums = torch.stack([x.sum().double() for x in (mask, values, clipped & mask)])
     count, total, cut = sums.tolist()
     metrics = Metrics()
