@@ -52,7 +52,6 @@ SETTINGS = (
     "sft.steps=0",
     "validation.every=0",
     "data.val_files=[]",
-    "cluster.timeout_s=150",
     "cluster.start_timeout_s=300",
     "reward.timeout_s=15",
 )
@@ -81,8 +80,9 @@ tracing.on_change(hold)
 class Run:
     """One command after the other on a run folder, which may be a small file system of its own."""
 
-    def __init__(self, launcher: str, ranks: int, recipe: Path, folder: Path) -> None:
-        self.settings, self.last = (*SETTINGS, f"cluster.nproc={ranks}"), ranks - 1
+    def __init__(self, launcher: str, kind: Kind, recipe: Path, folder: Path) -> None:
+        self.settings, self.last = (*SETTINGS, f"cluster.nproc={kind.ranks}"), kind.ranks - 1
+        self.settings += (f"cluster.timeout_s={kind.timeout_s}",)
         self.launcher, self.recipe, self.folder, self.run_dir = launcher, recipe, folder, folder / "run"
         self.command: Command | subprocess.Popen[bytes]
         self._seen: set[psutil.Process] = set()
@@ -242,7 +242,7 @@ def rank(number: int) -> Callable[[Run], list[psutil.Process]]:
 def agent(run: Run) -> list[psutil.Process]:
     if run.launcher == "ray":
         return run.named("raylet")[:1]
-    return [process for process in run.named("torch.distributed.run") if "RANK" not in process.environ()][:1]
+    return run.named("megarl.launchers.torchrun")[:1]
 
 
 def half(file: Path | None) -> bool:
@@ -299,12 +299,17 @@ CONSOLE: list[int] = []
 
 
 class Kind(NamedTuple):
-    """A fault, the exit codes with which a command may end that it happens to, the ranks, and the launchers."""
+    """A fault, the exit codes with which a command may end that it happens to, the ranks, and the launchers.
+
+    Attributes:
+        timeout_s: `cluster.timeout_s`, where that is what ends the run.
+    """
 
     deed: Callable[[Run], bool]
     codes: tuple[int, ...]
     ranks: int = 1
     launchers: tuple[str, ...] = LAUNCHERS
+    timeout_s: int = 150
 
 
 KINDS = {
@@ -328,7 +333,7 @@ KINDS = {
     "half a line in `metrics.jsonl`": Kind(then_all_die(tear_metrics), (-9,)),
     "reference deleted": Kind(then_all_die(delete(lambda run: run.run_dir / "reference")), (-9,)),
     "run folder deleted": Kind(delete(lambda run: run.run_dir), (1, 2)),
-    "SIGSTOP of rank 1": Kind(signals(signal.SIGSTOP, rank(1)), (1,), 2),
+    "SIGSTOP of rank 1": Kind(signals(signal.SIGSTOP, rank(1)), (1,), 2, timeout_s=60),
     "SIGKILL of torchrun's agent, of Ray's node manager": Kind(
         signals(signal.SIGKILL, agent), (1,), 1, ("torchrun", "ray")
     ),
@@ -396,7 +401,7 @@ def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
     if launcher not in KINDS[kind].launchers or "end" in results().get(chain, {}):
         pytest.skip("it has happened, or cannot")
     ranks = KINDS[kind].ranks
-    run = Run(launcher, ranks, write_recipe(tmp_path), tmp_path)
+    run = Run(launcher, KINDS[kind], write_recipe(tmp_path), tmp_path)
     if kind == "disk full":
         run.run_dir = request.getfixturevalue("disk") / "run"
     told: dict[str, str] = {}
