@@ -441,7 +441,7 @@ def disturb(run: Run, kind: str, moment: str, undisturbed: Numbers) -> str:
     assert code in (codes if done else (0,)), f"exit code {code}:\n{run.told()}"
     if code == 0:
         assert Numbers.of(run.run_dir) == undisturbed
-    if code == 0 or kind == "run folder deleted":  # what was written since has the metrics of its own steps only
+    if code == 0:
         shutil.rmtree(run.run_dir, ignore_errors=True)
     return str(code) if done else "-"
 

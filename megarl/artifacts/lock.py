@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.artifacts.records import Needs, read_record
+from megarl.artifacts.run_folder import refuse_if_gone
 from megarl.errors import UserError, WorkerError
 from megarl.processes import write_atomically
 from megarl.simulators.parents import began
@@ -237,8 +238,10 @@ def refuse_if_taken(run_dir: Path) -> None:
     """Check the lock before a worker writes to its run folder.
 
     Raises:
+        UserError: the folder was deleted or moved.
         FolderTaken: another attempt holds the folder.
     """
+    refuse_if_gone(run_dir)
     if is_taken(run_dir):
         raise FolderTaken(_taken_text(run_dir, read_record(_record_path(run_dir), tell=False)))
 

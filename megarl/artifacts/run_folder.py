@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.errors import UserError
@@ -47,6 +49,30 @@ class RunFolder:
             self._looked = time.monotonic()
             if self.is_gone():
                 raise folder_gone(self._path)
+
+
+_HELD: dict[Path, RunFolder] = {}
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[RunFolder]:
+    """The folder of the run that this process works on: until the end `refuse_if_gone` looks whether it is there."""
+    with contextlib.closing(RunFolder(path)) as folder:
+        _HELD[path.absolute()] = folder
+        try:
+            yield folder
+        finally:
+            del _HELD[path.absolute()]
+
+
+def refuse_if_gone(path: Path) -> None:
+    """Called before this process writes to a run folder: what it made again would look like a run.
+
+    Raises:
+        UserError: it is the folder that this process holds, and that was deleted or moved.
+    """
+    if (folder := _HELD.get(path.absolute())) is not None:
+        folder.check()
 
 
 def folder_gone(run_dir: Path) -> UserError:

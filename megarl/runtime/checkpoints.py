@@ -116,7 +116,7 @@ class Checkpoints:
         says so; what is left of them is printed.
 
         Raises:
-            CheckpointError: there are checkpoints, and none of them can be used.
+            CheckpointError: there are checkpoints, and none of them can be used, or their metrics are lost.
             ConfigError: no such checkpoint, or it cannot be continued with this configuration.
             DataError: nor with this data.
         """
@@ -126,6 +126,7 @@ class Checkpoints:
         with phase("resume"):
             if resume == "auto":
                 self._newest_good()
+                self._refuse_without_metrics()
             elif resume != "never":
                 self.source = Path(resume)
                 if not self.source.is_dir():
@@ -216,6 +217,21 @@ class Checkpoints:
                 found=few(damaged),
                 fix="trainer.resume=never starts from the beginning and keeps these folders in checkpoints.old-K; "
                 "trainer.resume=OTHER_RUN/checkpoints/step_N continues from another run",
+            )
+
+    def _refuse_without_metrics(self) -> None:
+        """A checkpoint that is all that is left of a folder somebody deleted would end as a run without its past."""
+        from megarl.training.shards import CheckpointError
+
+        file = self._c.run_dir / "metrics.jsonl"
+        lost = self._world.broadcast_json(not file.exists() if self._world.rank == 0 else None)
+        if self._meta is not None and self._meta["step"] > 0 and lost:
+            raise CheckpointError(
+                "the metrics of the steps before the checkpoint are lost: was the run folder deleted, or in part?",
+                where=str(file),
+                found=f"no such file, and a checkpoint of step {self._meta['step']}",
+                fix=f"put the file back; else trainer.resume={self.source} goes on without these metrics, and "
+                "trainer.resume=never starts from the beginning",
             )
 
     def begin(self) -> None:

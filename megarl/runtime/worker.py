@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megarl.artifacts.lock import ATTEMPT, FolderLock, FolderTaken, join_attempt, refuse_if_taken
 from megarl.artifacts.resolved import proposed, withdraw
-from megarl.artifacts.run_folder import RunFolder
+from megarl.artifacts.run_folder import held
 from megarl.errors import UserError
 from megarl.imports import import_callable
 from megarl.processes import die_with_parents, raise_descriptor_limit, worker_number
@@ -64,9 +64,9 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
             function = import_callable(entry, where="--entry")
-        folder = RunFolder(run_dir)
-        function(config, run_dir)
-        folder.check()
+        with held(run_dir) as folder:
+            function(config, run_dir)
+            folder.check()
     except BaseException as error:
         failure = report(run_dir, error, worker)
         if WATCHED not in os.environ:

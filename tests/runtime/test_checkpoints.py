@@ -96,6 +96,7 @@ def run_dir(tmp_path):
         patch.setattr(multi_team_commit, "snapshot", lambda engines, label: Snapshot([], label))
         for step in (1, 2, 3):
             checkpoint.save(tmp_path / "checkpoints", step, engines, {"loader": {}}, keep_last=9)
+    (tmp_path / "metrics.jsonl").touch()
     return tmp_path
 
 
@@ -354,6 +355,16 @@ def test_a_run_without_an_intact_checkpoint_says_what_can_be_done(run_dir):
     with pytest.raises(UserError, match=r"no checkpoint of this run is intact(?s:.*)trainer.resume=never") as caught:
         find(run_dir)
     assert "step_3: state.json is missing" in caught.value.found
+    assert find(run_dir, "never") == (None, None)
+
+
+def test_a_checkpoint_that_is_all_that_is_left_of_a_run_is_not_gone_on_from_unasked(run_dir):
+    (run_dir / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=r"metrics of the steps before the checkpoint are lost") as caught:
+        find(run_dir)
+    newest = run_dir / "checkpoints" / "step_3"
+    assert f"trainer.resume={newest} goes on without these metrics" in caught.value.fix
+    assert find(run_dir, str(newest)) == (3, newest)
     assert find(run_dir, "never") == (None, None)
 
 
