@@ -111,14 +111,6 @@ class ModelFacts:
         return {name: times[name] * self.elements[name].matrices for name in COMPONENTS}
 
     @property
-    def layer_parameters(self) -> float:
-        """Parameters of one layer without its experts: attention, norms, router or the dense feed-forward part.
-
-        The mean over all layers, where they differ.
-        """
-        return sum(self.parameters_of[name] for name in ("norms", "attention", "router", "mlp")) / self.layers
-
-    @property
     def expert_parameters(self) -> float:
         """Parameters of all experts of one layer, 0 for a dense model. The mean over all layers, where they differ."""
         return self.parameters_of["experts"] / self.layers

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,11 +64,6 @@ class Demonstration:
     def __len__(self) -> int:
         """Environment steps, T."""
         return len(self.actions)
-
-    def select(self, steps: NDArray[Any]) -> Demonstration:
-        """Only these steps: indices, or a mask [T]."""
-        frames = {camera: frame[steps] for camera, frame in self.frames.items()}
-        return replace(self, frames=frames, states=self.states[steps], actions=self.actions[steps])
 
 
 @dataclass(frozen=True)
@@ -141,14 +136,10 @@ def moves(actions: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
     return kept
 
 
-def libero_demonstrations(
-    path: str | Path,
-    task: str,
-    *,
-    cameras: Iterable[str] = tuple(LIBERO_CAMERAS),
-    drop_still: bool = True,
-) -> Iterator[Demonstration]:
-    """Demonstrations of one of LIBERO's files, in order, each read when it is asked for.
+def open_libero(
+    path: str | Path, task: str, *, cameras: Iterable[str] = tuple(LIBERO_CAMERAS), drop_still: bool = True
+) -> Iterator[OpenDemonstration]:
+    """Demonstrations of one of LIBERO's files, in order; a frame is read from the file when it is asked for.
 
     OpenVLA's script plays them again at 256 pixels without the no-ops and keeps those that still succeed; here frames
     and states are the recorded ones, 128 pixels, without the steps of no-ops.
@@ -163,20 +154,6 @@ def libero_demonstrations(
         UnavailableError: h5py is not installed.
         DataError: the file does not exist or lacks a part; the message names it.
     """
-    names = {camera: LIBERO_CAMERAS[camera] for camera in cameras}
-    for episode in _libero_episodes(path):
-        with _libero_file(path) as file:
-            states, actions = _libero_numbers(file, episode, path)
-            observed = file[f"data/{episode}/obs"]
-            frames = {camera: _part(observed, name, path)[:] for camera, name in names.items()}
-        found = Demonstration(task, frames, states, actions)
-        yield found.select(moves(found.actions)) if drop_still else found
-
-
-def open_libero(
-    path: str | Path, task: str, *, cameras: Iterable[str] = tuple(LIBERO_CAMERAS), drop_still: bool = True
-) -> Iterator[OpenDemonstration]:
-    """As `libero_demonstrations`, without the frames: a step of one is read from the file when it is asked for."""
     cameras = tuple(cameras)
     for episode in _libero_episodes(path):
         with _libero_file(path) as file:
@@ -250,8 +227,8 @@ def write_demonstrations(folder: str | Path, demonstrations: Iterable[Demonstrat
     return count
 
 
-def read_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) -> Iterator[Demonstration]:
-    """Demonstrations of a folder that `write_demonstrations` made, in order, each read when it is asked for.
+def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) -> Iterator[OpenDemonstration]:
+    """Demonstrations of a folder that `write_demonstrations` made, in order; frames are read when they are asked for.
 
     Args:
         folder: where they are.
@@ -260,15 +237,6 @@ def read_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
     Raises:
         DataError: there are none, or a file is not of this form.
     """
-    for path, facts in _demonstrations(folder, tasks):
-        with _opened(path) as (file, _):
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        frames = {name.removeprefix(_FRAMES): value for name, value in arrays.items() if name.startswith(_FRAMES)}
-        yield Demonstration(facts["task"], frames, arrays["states"], arrays["actions"])
-
-
-def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) -> Iterator[OpenDemonstration]:
-    """As `read_demonstrations`, without the frames: a step of one is read from its file when it is asked for."""
     for path, facts in _demonstrations(folder, tasks):
         with _opened(path) as (file, _):
             cameras = tuple(name.removeprefix(_FRAMES) for name in file.keys() if name.startswith(_FRAMES))  # noqa: SIM118

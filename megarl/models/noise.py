@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MASK64 = (1 << 64) - 1
-
 
 def _signed(value: int, bits: int) -> int:
     """The two's complement reading of an unsigned constant, as torch's integer types hold it."""

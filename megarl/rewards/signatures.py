@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 Sample = dict[str, Any]
-_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)

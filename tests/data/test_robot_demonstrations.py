@@ -11,11 +11,10 @@ import pytest
 from megarl.data.demonstration_sources import find_demonstrations
 from megarl.data.demonstrations import (
     Demonstration,
-    libero_demonstrations,
+    OpenDemonstration,
     moves,
     open_demonstrations,
     open_libero,
-    read_demonstrations,
     write_demonstrations,
 )
 from megarl.errors import ConfigError, DataError, UnavailableError
@@ -29,7 +28,13 @@ def demonstration(task: str = "push", steps: int = 4, seed: int = 0) -> Demonstr
     return Demonstration(task, frames, states, actions)
 
 
-def same(one: Demonstration, other: Demonstration) -> bool:
+def whole(one: OpenDemonstration) -> Demonstration:
+    frames = {camera: np.stack([one.frame(camera, step) for step in range(len(one))]) for camera in one.cameras}
+    return Demonstration(one.task, frames, one.states, one.actions)
+
+
+def same(opened: OpenDemonstration, other: Demonstration) -> bool:
+    one = whole(opened)
     pairs = [(one.states, other.states), (one.actions, other.actions)]
     pairs += [(one.frames[camera], other.frames[camera]) for camera in one.frames]
     equal = all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
@@ -68,15 +73,15 @@ def test_a_folder_gives_back_what_was_written_in_order(tmp_path):
     written = [demonstration("push", 4), demonstration("reach", 2, seed=1), demonstration("push", 3, seed=2)]
     assert write_demonstrations(tmp_path, written[:1]) == 1
     assert write_demonstrations(tmp_path, written[1:]) == 2
-    assert all(map(same, read_demonstrations(tmp_path), written))
-    assert [len(one) for one in read_demonstrations(tmp_path, tasks=["push"])] == [4, 3]
+    assert all(map(same, open_demonstrations(tmp_path), written))
+    assert [len(one) for one in open_demonstrations(tmp_path, tasks=["push"])] == [4, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"00000{n}.safetensors" for n in range(3)]
 
 
 def test_one_demonstration_is_read_at_a_time(tmp_path):
     write_demonstrations(tmp_path, [demonstration(), demonstration(seed=1)])
     (tmp_path / "000001.safetensors").write_bytes(b"no such thing")
-    reader = read_demonstrations(tmp_path)
+    reader = open_demonstrations(tmp_path)
     assert same(next(reader), demonstration())
     with pytest.raises(DataError, match=r"000001.safetensors: this file is damaged"):
         next(reader)
@@ -86,10 +91,10 @@ def test_what_is_no_folder_of_demonstrations_is_refused(tmp_path):
     from safetensors.numpy import save_file
 
     with pytest.raises(DataError, match="there are no demonstrations here"):
-        next(read_demonstrations(tmp_path))
+        next(open_demonstrations(tmp_path))
     save_file({"weight": np.zeros(2)}, tmp_path / "000000.safetensors")
     with pytest.raises(DataError, match="this is no demonstration"):
-        next(read_demonstrations(tmp_path))
+        next(open_demonstrations(tmp_path))
 
 
 def test_parts_of_other_lengths_are_refused():
@@ -121,7 +126,7 @@ def libero_file(tmp_path):
 
 
 def test_liberos_file_is_read_in_order_without_no_ops(libero_file):
-    found = list(libero_demonstrations(libero_file, "libero_goal/0"))
+    found = list(map(whole, open_libero(libero_file, "libero_goal/0")))
     assert [len(one) for one in found] == [4] * 11
     third = found[2]
     assert third.task == "libero_goal/0"
@@ -134,7 +139,7 @@ def test_liberos_file_is_read_in_order_without_no_ops(libero_file):
 
 
 def test_liberos_file_can_be_read_whole_and_by_camera(libero_file):
-    found = list(libero_demonstrations(libero_file, "t", cameras=["agentview"], drop_still=False))
+    found = list(map(whole, open_libero(libero_file, "t", cameras=["agentview"], drop_still=False)))
     assert [len(one) for one in found] == [5] * 11
     assert list(found[0].frames) == ["agentview"]
     np.testing.assert_allclose([one.actions[0, 0] for one in found], np.arange(1, 12) / 20, rtol=1e-6)
@@ -145,18 +150,18 @@ def test_a_part_that_a_file_lacks_is_named(libero_file):
 
     with h5py.File(libero_file, "a") as file:
         del file["data/demo_3/obs/ee_ori"]
-    reader = libero_demonstrations(libero_file, "t")
+    reader = open_libero(libero_file, "t")
     assert len([next(reader) for _ in range(3)]) == 3
     with pytest.raises(DataError, match=r"demo.hdf5: /data/demo_3/obs lacks 'ee_ori'"):
         next(reader)
     with pytest.raises(DataError, match="cannot be read"):
-        next(libero_demonstrations(libero_file.with_name("other.hdf5"), "t"))
+        next(open_libero(libero_file.with_name("other.hdf5"), "t"))
 
 
 def test_without_h5py_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(UnavailableError, match=r"need h5py(.|\n)*pip install h5py"):
-        next(libero_demonstrations("demo.hdf5", "t"))
+        next(open_libero("demo.hdf5", "t"))
 
 
 def spec(name: str, cameras: tuple[str, ...] = ("agentview",)) -> TaskSpec:
@@ -177,16 +182,6 @@ def test_frames_of_a_folder_are_read_one_step_at_a_time(tmp_path):
     assert opened[0].frame("agentview", 0).shape == (6, 5, 3)
     with pytest.raises(DataError, match=r"000001\.safetensors"):
         opened[1].frame("agentview", 0)
-
-
-def test_frames_of_liberos_file_are_read_one_step_at_a_time(libero_file):
-    whole = list(libero_demonstrations(libero_file, "t"))
-    for one, expected in zip(open_libero(libero_file, "t"), whole, strict=True):
-        np.testing.assert_array_equal(one.states, expected.states)
-        np.testing.assert_array_equal(one.actions, expected.actions)
-        for camera in ("wrist", "agentview"):
-            frames = [one.frame(camera, step) for step in range(len(one))]
-            np.testing.assert_array_equal(np.stack(frames), expected.frames[camera])
 
 
 def test_sources_are_folders_and_liberos_files_in_their_order(tmp_path, libero_file):

@@ -16,7 +16,7 @@ import dataclasses
 import select
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -134,10 +134,6 @@ class SimulatorPool:
     def busy(self) -> list[int]:
         """Slots with a pending answer."""
         return [number for number, slot in enumerate(self._slots) if slot.owed]
-
-    def best_slot(self, task: str, free: Iterable[int]) -> int:
-        """Return the slot that can begin an episode of `task` soonest: it has its simulator, or keeps the fewest."""
-        return min(free, key=lambda n: (task not in self._slots[n].kept, len(self._slots[n].kept), n))
 
     def begin(self, slot: int, task: str, trial: int, record: Recording | None = None) -> None:
         """Begin an episode; its last outcome has a clip if it is recorded. The slot's current episode is dropped.

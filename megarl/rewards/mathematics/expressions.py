@@ -33,7 +33,7 @@ _VALUES = frozenset(
     | {"\\" + name for name in words.FUNCTIONS | words.GREEK | words.ACCENTS | words.ALPHABETS}
 )  # fmt: skip
 _MONEY = frozenset(["\\$", "€", "£", "¥", "₹"])
-ZERO, ONE = Number(Fraction(0)), Number(Fraction(1))
+ONE = Number(Fraction(1))
 
 
 class ExpressionReader(TokenReader):

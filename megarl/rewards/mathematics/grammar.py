@@ -8,7 +8,6 @@ from megarl.rewards.mathematics.tokens import Token
 from megarl.rewards.mathematics.tree import Apply, Group, Node, Relation, Symbol, UnreadError
 
 _MAX_TOKENS = 1500  # a longer answer is compared as text
-_CONDITIONS = frozenset({"if", "for", "when", "where", "otherwise", "else", "if and only if"})
 _SETS = {"\\cup": "cup", "\\cap": "cap", "\\setminus": "\\"}
 
 

@@ -16,12 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.envs.robots import Advice, Answer, Failure, SimulatorError, SimulatorPool, SimulatorSettings, play
+from megarl.envs.robots import Advice, Answer, Failure, SimulatorError, SimulatorPool, SimulatorSettings
 from megarl.envs.robots.messages import check_answer
 from megarl.envs.robots.process import SimulatorProcess
 from megarl.errors import ConfigError
 from megarl.simulators.plain import Malformed
 from megarl.simulators.protocol import Observation, Outcome, Recording, TaskSpec
+from tests.envs.robots.playback import play
 from tests.house.test_docs import code_with
 
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"
@@ -118,9 +119,6 @@ def test_a_simulator_is_constructed_once_per_process_and_task() -> None:
                 pool.answers(1.0)
         assert pool.counts.constructions == {"left": 2}
         assert pool.counts.resets == 6
-        play(pool, "right", 0, [], slot=1)
-        assert pool.best_slot("right", [0, 1]) == 1
-        assert pool.best_slot("left", [0, 1]) == 0
 
 
 def test_the_least_recently_used_simulator_makes_room() -> None:

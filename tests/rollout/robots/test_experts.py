@@ -13,12 +13,13 @@ import pytest
 
 from megarl.data.demonstrations import Demonstration, OpenDemonstration
 from megarl.data.pictures import PicturePipeline
-from megarl.envs.robots import SimulatorPool, SimulatorSettings, play
+from megarl.envs.robots import SimulatorPool, SimulatorSettings
 from megarl.errors import ConfigError
 from megarl.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens
 from megarl.models.vla.cloning import CloningExamples, cloning_statistics
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate, noises
 from megarl.simulators.protocol import Outcome
+from tests.envs.robots.playback import play
 
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"
 EPISODES = [(task, trial) for trial in range(3) for task in ("reach_red", "push_up")]
