@@ -269,7 +269,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megarl.benchmarks.report import host_class, save
     from megarl.benchmarks.throughput import RESULTS
     from megarl.launchers.common import KEEP_FREED_MEMORY
-    from megarl.tracking.machine import machine_info
+    from megarl.machine import machine_info
 
     by_name = {case.name: case for case in CASES}
     unknown = [name for name in arguments.only or [] if name not in by_name]

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megarl.benchmarks.program import run_program
     from megarl.benchmarks.report import host_class, save
     from megarl.benchmarks.throughput import RESULTS
-    from megarl.tracking.machine import machine_info
+    from megarl.machine import machine_info
 
     rows, shares = [], []
     for ranks in RANKS:

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megarl.benchmarks.program import OthersShare
     from megarl.benchmarks.report import host_class, save
     from megarl.benchmarks.throughput import RESULTS
-    from megarl.tracking.machine import machine_info
+    from megarl.machine import machine_info
 
     with OthersShare() as others:
         row = measure(_given(arguments), arguments.steps or STEPS, arguments.record)

@@ -199,7 +199,7 @@ def floor_of(config: RunConfig, line: dict[str, Any], gflops: float) -> Floor:
 def machine_gflops(dtype: str, nproc: int, prefix: Sequence[str] = ()) -> float:
     """GFLOP/s of large matrix products on `nproc` GPUs, or on all cores of this machine, in a process of its own."""
     devices = nproc if has_nvidia_device() else 1
-    code = f"from megarl.planning.measured import measure_peak; print({devices} * measure_peak({dtype!r}, seconds=2.0))"
+    code = f"from megarl.planning.hardware import measure_peak; print({devices} * measure_peak({dtype!r}, seconds=2.0))"
     environment = os.environ | {"OMP_NUM_THREADS": str(available_cores())}
     command = [*prefix, sys.executable, "-c", code]
     return float(run_program(command, environment)[0]) / 1e9

@@ -226,7 +226,7 @@ def describe(result: dict[str, Any], show: bool) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print and save; the exit code is 1 where a bar is missed."""
     from megarl.benchmarks.report import host_class, save
-    from megarl.tracking.machine import machine_info
+    from megarl.machine import machine_info
 
     parser = argparse.ArgumentParser(
         prog="python -m megarl.benchmarks.mutations", description=__doc__.partition("\n")[0]

@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megarl.benchmarks.report import host_class, save
     from megarl.benchmarks.throughput import RESULTS
-    from megarl.tracking.machine import machine_info
+    from megarl.machine import machine_info
 
     machine = machine_info()
     target = arguments.json or RESULTS
@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _fill(result: dict[str, Any], kind: str, size: str, layout: str) -> None:
     """Measure a case, if the result does not have it; what the formulas say is said again."""
     from megarl.config.load import load_config
-    from megarl.planning.measured import measure_cores
+    from megarl.planning.hardware import measure_cores
 
     settings, nproc = settings_of(size, layout), str(LAYOUTS[layout][0])
     case = result["cases"].setdefault(f"{size} {layout}", {})
@@ -202,7 +202,7 @@ def _fill(result: dict[str, Any], kind: str, size: str, layout: str) -> None:
 
 def _plan_again(result: dict[str, Any]) -> None:
     """What the planner says now of each timed case, by the best rates of all."""
-    from megarl.planning.measured import measure_cores
+    from megarl.planning.hardware import measure_cores
 
     timed_cases = {name: case for name, case in result["cases"].items() if "timed" in case}
     if timed_cases and "rates" not in result:

@@ -254,7 +254,7 @@ PARTS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Print what was asked for as JSON, with the machine and its load in the last minute."""
-    from megarl.tracking.machine import machine_info
+    from megarl.machine import machine_info
 
     parser = argparse.ArgumentParser(prog="python -m megarl.benchmarks.store", description="The store between teams.")
     parser.add_argument("--only", choices=list(PARTS), nargs="+", help="some of them")

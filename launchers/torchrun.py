@@ -193,8 +193,7 @@ def agent(arguments: list[str], report: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    from megarl.compat.torch_agent import end_workers_with
-    from megarl.compat.torch_store import serve_on
+    from megarl.compat.torchrun import end_workers_with, serve_on
 
     for number in CAUGHT:  # a handler, which its workers do not inherit
         signal.signal(number, _left_to_launcher)

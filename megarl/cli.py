@@ -17,7 +17,7 @@ from megarl import __version__
 from megarl.artifacts.records import read_run
 from megarl.benchmarks import algorithms, checkpoint, envs, plan_truth, throughput
 from megarl.benchmarks.sync import measure as sync_bench
-from megarl.checks import epochs
+from megarl.checks import before_start
 from megarl.commands import cluster
 from megarl.commands import plan as planning
 from megarl.commands import simulate as simulation
@@ -215,7 +215,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> int:
     config = _read_recipe(arguments)
-    config = epochs.with_steps(config) if arguments.command == "train" else config
+    config = before_start.with_steps(config) if arguments.command == "train" else config
     if arguments.dry_run:
         return _dry_run(config, arguments)
     from megarl.checks.hub import check_hub
@@ -285,7 +285,7 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
 def _warn_of_mlflow(config: RunConfig) -> None:
     """Say at once that the MLflow server is down: the workers notice it when their models are loaded."""
     from megarl.checks.recipe import ConfigWarning
-    from megarl.tracking.mlflow_server import down_text, unreachable
+    from megarl.tracking.mlflow_store import down_text, unreachable
 
     uri = config.tracking.mlflow_uri
     reason = unreachable(uri) if config.tracking.mlflow and uri is not None else None
@@ -295,8 +295,8 @@ def _warn_of_mlflow(config: RunConfig) -> None:
 
 def _warn_of_servers(config: RunConfig) -> None:
     """Say at once that no server is at an address: the workers notice it after the cold start."""
+    from megarl.checks.before_start import silent_servers
     from megarl.checks.recipe import ConfigWarning
-    from megarl.checks.servers import silent_servers
 
     silent = silent_servers(config)
     if silent is not None:

@@ -1,14 +1,18 @@
-"""What this machine has: cores, host memory under the limits of its memory cgroups, GPUs. Read without torch."""
+"""Hardware and packages of this machine: cores, host memory under the limits of its memory cgroups, GPUs, versions."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megarl.imports import installed_version
 from megarl.processes import has_nvidia_device, shared_memory_free
 
 _ROOT = Path("/")
@@ -169,3 +173,35 @@ def smallest_gpu(
 def _gpu_bytes(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> float | None:
     memory = _Memory()
     return None if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) else float(memory.total)
+
+
+_PACKAGES = ("megarl", "torch", "megatron-core", "transformers", "ray", "sglang", "transformer-engine", "flash-attn")
+
+
+def machine_info() -> dict[str, Any]:
+    """Return processor, cores, memory, GPUs, Python and package versions of this machine."""
+    import psutil
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "system": platform.platform(),
+        "python": sys.version.split()[0],
+        "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
+    }
+
+
+def processor_name() -> str:
+    """Return the marketing name of the processor."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

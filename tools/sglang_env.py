@@ -22,8 +22,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "constraints-sglang.txt"
 sys.path.insert(0, str(ROOT))
 
-from megarl.compat.nccl import wheel_of  # noqa: E402
-from megarl.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noqa: E402
+from megarl.compat.sglang import (  # noqa: E402
+    COMPLETE,
+    STAND_INS,
+    environments_folder,
+    wheel_of,
+)
 
 #: Version of NCCL that both interpreters get: that of the torch which SGLang asks for, the newer of the two.
 NCCL = "2.30.7"

@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
 
     from megarl.benchmarks.report import save
-    from megarl.tracking.machine import machine_info
+    from megarl.machine import machine_info
 
     work, target = CASES[arguments.case], arguments.json
     if arguments.inside is not None:

@@ -192,7 +192,7 @@ def _write(peer: Peer, work: Work) -> None:
 
 
 def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespace) -> int:
-    from megarl.tracking.machine import machine_info
+    from megarl.machine import machine_info
 
     _check_import(peer.name, arguments.python)
     _write(peer, work)

@@ -125,9 +125,8 @@ class _Update:
         self.sender, self.transport, self.receiver, self.version = sender, transport, receiver, 0
 
     def __call__(self) -> None:
-        from megarl.sync.protocol import ReceiverUpdate
+        from megarl.sync.protocol import ReceiverUpdate, version_tag
         from megarl.sync.transports.base import Target
-        from megarl.sync.versions import version_tag
 
         held = self.version or None
         self.version += 1
@@ -324,7 +323,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megarl.benchmarks.program import OthersShare
     from megarl.benchmarks.report import host_class, save
     from megarl.benchmarks.throughput import RESULTS
-    from megarl.tracking.machine import machine_info
+    from megarl.machine import machine_info
 
     with OthersShare() as others:
         found = measure()

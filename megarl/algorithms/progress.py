@@ -14,7 +14,7 @@ lacks: weight 0.8, mean and deviation over the failures of the task, higher scor
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,12 +22,12 @@ from pydantic import Field
 
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Settings
+from megarl.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from megarl.algorithms.success_bank import SuccessBank
 
 #: Distances that span less than this (or deviate less) do not distinguish failures.
 _NOTHING = 1e-6
@@ -297,3 +297,130 @@ def _by_task(task: Sequence[Any]) -> dict[Hashable, list[int]]:
     for place, name in enumerate(task):
         places.setdefault(name, []).append(place)
     return places
+
+
+#: Successes of a task in one step with which later rounds of its generation are compared.
+_OF_A_STEP = 4096
+
+
+class ProgressScorer:
+    """The scorer of global batches in the order of the steps; equal on all ranks that get equal batches.
+
+    Args:
+        settings: the form of the scores, the size of the bank, and whether this is the control.
+        seed: of the run; the control's permutations follow from it, the step and its round of generation.
+    """
+
+    def __init__(self, settings: ProgressSettings, seed: int) -> None:
+        self._settings, self._seed = settings, seed
+        self._bank = SuccessBank(settings.bank) if settings.bank else None
+        self._step, self._round, self._earlier = -1, 0, SuccessBank(_OF_A_STEP)
+
+    def score(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable], *, step: int) -> ProgressReport:
+        """Return `progress_scores` of a batch. Its successes then become references: for later generation of the same
+        step, and with a bank for later steps.
+
+        Args:
+            embeddings: float [B, E] of the global batch.
+            success: bool [B].
+            task: B names or numbers.
+            step: training step, from 0; a step may be scored in several rounds, one after the other.
+        """
+        if step != self._step:
+            self._step, self._round, self._earlier = step, 0, SuccessBank(_OF_A_STEP)
+        if self._settings.shuffled:
+            embeddings = shuffled_embeddings(embeddings, task, self._seed, step, self._round)
+        bank = self._earlier if self._bank is None else self._bank
+        report = progress_scores(embeddings, success, task, self._settings, bank=bank)
+        bank.add(embeddings, success, task)
+        self._round += 1
+        return report
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: that of the bank, or nothing."""
+        return {} if self._bank is None else self._bank.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore `state`; one from a run without a bank leaves the bank empty, and a run without a bank needs none."""
+        if self._bank is not None and state:
+            self._bank.load_state(state)
+
+
+class SuccessBank:
+    """The latest successes of each task, oldest first.
+
+    Its content depends only on the added batches, in order: ranks that add the same global batches hold the same.
+
+    Args:
+        size: number of successes kept for each task, at least 1.
+
+    >>> bank = SuccessBank(2)
+    >>> bank.add(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([True, False, True, True]), ["a"] * 4)
+    >>> bank.references("a", 1)
+    tensor([[3.],
+            [4.]])
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a bank keeps at least one success of each task, got {size}")
+        self._size = size
+        self._held: dict[Hashable, Tensor] = {}
+
+    def __len__(self) -> int:
+        """Return the number of successes of all tasks."""
+        return sum(map(len, self._held.values()))
+
+    def references(self, task: Hashable, dims: int) -> Tensor | None:
+        """Return the embeddings of a task's successes, float32 [n, dims], oldest first; None: it has none.
+
+        Raises:
+            UserError: its embeddings have another size.
+        """
+        self._check(dims)
+        return self._held.get(task)
+
+    def add(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable]) -> None:
+        """Add the successes of a global batch with valid embeddings; the oldest beyond the size are dropped.
+
+        Args:
+            embeddings: float [B, E].
+            success: bool [B].
+            task: B names or numbers.
+
+        Raises:
+            UserError: the embeddings have another size than the stored ones.
+        """
+        taken = (success.cpu() & valid_embeddings(embeddings)).tolist()
+        rows = embeddings.detach().float().cpu()
+        self._check(rows.shape[1])
+        places: dict[Hashable, list[int]] = {}
+        for place, name in enumerate(task):
+            if taken[place]:
+                places.setdefault(name, []).append(place)
+        for name, mine in places.items():
+            before = self._held.get(name, rows[:0])
+            self._held[name] = torch.cat([before, rows[mine]])[-self._size :].clone()
+
+    def state(self) -> dict[str, Any]:
+        """Return a checkpoint's state: `embedding` (float32 [N, E]), `task` (N names or numbers), oldest first."""
+        held = list(self._held.values())
+        names = [name for name, rows in self._held.items() for _ in range(len(rows))]
+        return {"embedding": torch.cat(held) if held else torch.zeros(0, 0), "task": names}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the content of `state`, of each task the latest that fit, and nothing else."""
+        self._held = {}
+        if state["task"]:
+            self.add(state["embedding"], torch.ones(len(state["task"]), dtype=torch.bool), state["task"])
+
+    def _check(self, dims: int) -> None:
+        for name, rows in self._held.items():
+            if rows.shape[1] != dims:
+                raise UserError(
+                    "the embeddings of this run have another size than those of its successes so far",
+                    where=f"success bank, task {name!r}",
+                    found=dims,
+                    allowed=str(rows.shape[1]),
+                    fix="keep the encoder that the run began with, or begin a new run",
+                )

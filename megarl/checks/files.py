@@ -1,4 +1,4 @@
-"""Checks that the model, tokenizer, data, reward and checkpoint of a recipe exist."""
+"""Checks that what a recipe names exists: model, tokenizer, chat template, data, reward, checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from megarl.algorithms.needs import estimator_fields
 from megarl.architectures.known_keys import ignored_keys, unknown_keys
 from megarl.architectures.values import training_problems
-from megarl.artifacts.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
+from megarl.artifacts.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, local_folder, model_facts
+from megarl.artifacts.generation_config import FILE, end_token_ids
 from megarl.artifacts.tokenizer_files import check_tokenizer_files
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
@@ -19,9 +20,12 @@ from megarl.config.model import ModelConfig
 from megarl.config.other_names import method_fix
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
-from megarl.data.formats import unknown_form_fix
 from megarl.data.hub import HUB_DATA
-from megarl.data.sources import SUFFIXES, TEXT
+from megarl.data.light_tokenizer import brings_chat_template
+from megarl.data.render import uses_chat
+from megarl.data.sources import SUFFIXES, TEXT, unknown_form_fix
+from megarl.data.templates import check_chat_template as parse_chat_template
+from megarl.data.templates import read_template
 from megarl.errors import ConfigError, close_files, count
 from megarl.imports import is_file_reference, is_module_reference
 from megarl.rewards import REWARDS
@@ -432,3 +436,38 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
             allowed="text without slashes",
             fix=f"set name={Path(config.name).name or 'my_run'}",
         )
+
+
+def check_chat_template(config: RunConfig, checks: Checklist) -> None:
+    """Check that prompts go through a chat template, which changes the model's input."""
+    data, brings = config.data, brings_chat_template(config.model)
+    if data.override_chat_template is not None:
+        key = "data.override_chat_template"
+        try:
+            parse_chat_template(read_template(data.override_chat_template, key), key)
+        except ConfigError as error:
+            checks.from_error("chat template", error)
+        else:
+            checks.ok("chat template", key)
+    elif brings is None:
+        checks.skip("chat template", "known when the tokenizer is here")
+    elif uses_chat(data, brings):
+        checks.ok("chat template", "the tokenizer's, around every prompt")
+    elif brings and config.model.named_base:
+        checks.ok("chat template", "none: model.path names a base model; data.chat_template=true uses the tokenizer's")
+    elif brings:
+        checks.ok("chat template", "none; the tokenizer's is not used")
+
+
+def check_end_tokens(config: RunConfig, checks: Checklist) -> None:
+    """Check that the model's end tokens can be read; without a tokenizer of transformers they are only numbers."""
+    folder = None if config.model.path is None else local_folder(config.model.path)
+    if folder is None or not (folder / FILE).is_file():
+        return
+    try:
+        ids = end_token_ids(folder)
+    except ConfigError as error:
+        checks.from_error("end tokens", error)
+        return
+    names = ", ".join(map(str, ids)) or "none"
+    checks.ok("end tokens", f"{names} of {FILE}, the tokenizer's, and that of the chat template")

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.asynchrony import check_async
-from megarl.checks.best_metric import check_best_metric
 from megarl.checks.checklist import Check, Checklist, Roles
 from megarl.checks.correction import check_correction
 from megarl.checks.descriptors import check_descriptors
 from megarl.checks.disk import check_disk
 from megarl.checks.files import (
+    check_chat_template,
     check_data,
+    check_end_tokens,
     check_model,
     check_only_in_training,
     check_other_models,
@@ -29,9 +30,15 @@ from megarl.checks.packages import check_packages
 from megarl.checks.placement import check_placement
 from megarl.checks.robot import check_robot
 from megarl.checks.secrets import check_secrets
-from megarl.checks.settings import check_batches, check_job, check_objective, check_sampling, check_schedules
+from megarl.checks.settings import (
+    check_batches,
+    check_best_metric,
+    check_job,
+    check_objective,
+    check_sampling,
+    check_schedules,
+)
 from megarl.checks.sglang import check_servers
-from megarl.checks.templates import check_chat_template, check_end_tokens
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph

@@ -10,8 +10,7 @@ from megarl.artifacts.layout import divisors
 from megarl.checks.checklist import Checklist
 from megarl.checks.server_places import NAME as _NAME
 from megarl.checks.server_places import check_colocated, check_gpus
-from megarl.compat.nccl import check_same_nccl
-from megarl.compat.sglang import find_python, sglang_version
+from megarl.compat.sglang import check_same_nccl, find_python, sglang_version
 from megarl.config.base import Section
 from megarl.config.run import RunConfig
 from megarl.config.sglang import url_problem

@@ -31,7 +31,6 @@ from megarl.config.fields import (
     wrong_value,
 )
 from megarl.config.other_names import unknown_keys
-from megarl.config.overrides import FORM, take_apart
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
 from megarl.credentials import take_out
@@ -489,3 +488,27 @@ def _origin(document: Document, path: tuple[str, ...], file: str) -> str:
         if path[:depth] in document.origins:
             return document.origins[path[:depth]]
     return file
+
+
+FORM = "an override has the form key.path=value"
+
+
+def take_apart(overrides: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
+    """Return the overrides without keys whose value is a separate argument, as in `trainer.steps 10`, and errors for
+    these.
+
+    >>> take_apart(["trainer.steps", "10", "data.shuffle=true"])[0]
+    ['data.shuffle=true']
+    """
+    kept, problems, waiting = [], [], list(overrides)
+    while waiting:
+        key = waiting.pop(0)
+        if "=" in key or find_key(tuple(key.split("."))) is None or not waiting or "=" in waiting[0].lstrip("="):
+            kept.append(key)
+            continue
+        value = waiting.pop(0)
+        if value == "=" and waiting:
+            value = waiting.pop(0)
+        fix = f"write {key}={value.removeprefix('=')}, without spaces"
+        problems.append(ConfigError(FORM, where=f"override {key!r}", fix=fix))
+    return kept, problems

@@ -14,8 +14,7 @@ from pathlib import Path
 from megarl.artifacts.timings import Timings, read_timings
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.dag.homes import team_of
-from megarl.dag.node import Node
+from megarl.dag.node import Node, team_of
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, DataError
 

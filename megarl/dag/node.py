@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from megarl.dag.stage import ROLES, Contract, Kind, Role, contract_of
-from megarl.errors import UserError, close_matches
+from megarl.errors import ConfigError, UserError, close_matches
 from megarl.imports import import_callable
 
 _WITH_MODEL = (Role.ACTOR, Role.CRITIC, Role.ROLLOUT, Role.REFERENCE, Role.TEACHER)
@@ -208,3 +208,25 @@ def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str)
             found=f"{getattr(func, '__qualname__', func)}{signature}",
             fix="take (context, batch) and the keys of the node's config",
         ) from error
+
+
+def team_of(node: Node, owner: Mapping[Role, str]) -> str:
+    """The team that walks `node`; of the roles without a model the scorer is where samples are drawn."""
+    named = [role for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in owner]
+    if node.role in owner:
+        home = owner[node.role]
+    elif node.role is Role.REWARD or "scorer" in node.needs_roles:
+        home = owner[Role.ROLLOUT]
+    else:
+        home = owner[named[0]] if named else owner[Role.ACTOR]
+    away = [role for role in named if owner[role] != home]
+    if away or ("scorer" in node.needs_roles and home != owner[Role.ROLLOUT]):
+        roles = list(dict.fromkeys(role.value for role in named)) or [node.role.value]
+        raise ConfigError(
+            f"node {node.id!r} works with the {' and the '.join(roles)}"
+            + (" and with what scores samples, which is where they are drawn" if "scorer" in node.needs_roles else ""),
+            where="placement.teams",
+            found=", ".join(f"{role} in {owner[Role(role)]}" for role in roles if Role(role) in owner),
+            fix="put these roles into one team",
+        )
+    return home

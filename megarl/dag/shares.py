@@ -9,9 +9,8 @@ from megarl.artifacts.facts import ModelFacts, model_facts
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.dag.homes import team_of
 from megarl.dag.measured import read_measured
-from megarl.dag.node import Node
+from megarl.dag.node import Node, team_of
 from megarl.dag.stage import Kind, Role
 from megarl.errors import ConfigError, count
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.data.media import MEDIA_FIX
-from megarl.data.rows import Row
+from megarl.data.rows import MEDIA_FIX, Row
 from megarl.errors import DataError
 
 Message = dict[str, Any]

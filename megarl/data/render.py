@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from megarl.config.data import DataConfig
-from megarl.data.media import refuse_media
 from megarl.data.messages import Message, prompt_messages
-from megarl.data.rows import Row, check_text
+from megarl.data.rows import Row, check_text, refuse_media
 from megarl.data.templates import ChatTemplate, chat_renderer, prompt_formatter
 from megarl.errors import ConfigError, DataError
 

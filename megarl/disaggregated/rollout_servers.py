@@ -110,7 +110,7 @@ def learn_of_servers(fleet: Fleet, version: int, mail: Mail, pump: str) -> None:
 
 
 def name_run(run: str, world: WorkerGroup, mail: Mail) -> None:
-    """Tell the pump what the weights of this run are called; see `megarl.sync.versions`."""
+    """Tell the pump what the weights of this run are called; see `megarl.sync.protocol`."""
     if world.rank == 0:
         mail.post(RUN, run)
 

@@ -52,7 +52,7 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
         if sight is None:
             chunk = PolicyModel(hf_config, tconf, spec, **settings)
         else:
-            from megarl.models.vla.policy import VlaModel
+            from megarl.models.vla.vision import VlaModel
 
             chunk = VlaModel(hf_config, tconf, spec, sight, **settings)
         _mark_split(chunk)

@@ -2,7 +2,7 @@
 
 (`concurrent.futures` gives neither: a killed worker breaks the whole pool, and a running call cannot be stopped.)
 
-A process's output is plain data that is validated here (`megarl.rewards.results`), because it may run code that the
+A process's output is plain data that is validated here (`megarl.rewards.scoring`), because it may run code that the
 policy wrote: invalid output fails its sample, and the process is replaced.
 """
 
@@ -20,8 +20,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.processes import how_it_ended
 from megarl.rewards.pool_process import PoolProcess
 from megarl.rewards.registry import Mode
-from megarl.rewards.results import Reading, outcome_of, read_reward
-from megarl.rewards.scoring import Outcome, Result, Sample, ScoringFailure
+from megarl.rewards.scoring import Outcome, Reading, Result, Sample, ScoringFailure, outcome_of, read_reward
 from megarl.simulators.plain import Malformed, cut, short, whole
 
 log = logging.getLogger(__name__)

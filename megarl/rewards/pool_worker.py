@@ -44,7 +44,7 @@ def run(load: Callable[[dict[str, Any]], Work]) -> None:
 def serve(parent: socket.socket, load: Callable[[dict[str, Any]], Work]) -> None:
     """Load the function, report it, then score chunk after chunk, one message per sample, until the parent hangs up."""
     from megarl.errors import UserError
-    from megarl.rewards.results import plain_outcome
+    from megarl.rewards.scoring import plain_outcome
 
     messages = _messages(parent)
     setup = next(messages, None)

@@ -10,8 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from megarl.algorithms.progress import ProgressReport, ProgressSettings
-from megarl.algorithms.srpo import ProgressScorer
+from megarl.algorithms.progress import ProgressReport, ProgressScorer, ProgressSettings
 from megarl.config.components import settings_at
 from megarl.config.embedding import EmbeddingSettings
 from megarl.data.batch import Batch

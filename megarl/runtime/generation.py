@@ -178,8 +178,8 @@ def account_update(c: Controller, report: SyncReport) -> None:
         return
     from megarl.data.batch import Batch, Jagged
     from megarl.rollout.sglang.probe import probe_gap, probe_servers
+    from megarl.sync.protocol import version_tag
     from megarl.sync.updater import WeightSync
-    from megarl.sync.versions import version_tag
 
     with phase("probe"), c.offload.phase("probe"):
         assert isinstance(c.sync, WeightSync), "servers get their weights from it"

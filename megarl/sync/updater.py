@@ -34,7 +34,7 @@ from megarl.models.weights.fill import coordinate
 from megarl.sync import verify
 from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
 from megarl.sync.plan import TrainerRank, holdings, make_plan
-from megarl.sync.protocol import ReceiverUpdate
+from megarl.sync.protocol import ReceiverUpdate, version_tag
 from megarl.sync.receiver import Checksums, Receiver, Receivers, UpdateStep
 from megarl.sync.sender import BucketSender, Sent
 from megarl.sync.source import Source, held_pieces
@@ -43,7 +43,6 @@ from megarl.sync.transports.delta import DeltaTransport, relays_of_all
 from megarl.sync.transports.disk import DiskTransport
 from megarl.sync.transports.distributed import DistributedTransport
 from megarl.sync.transports.tensor import TensorTransport
-from megarl.sync.versions import version_tag
 from megarl.tracing import phase
 
 T = TypeVar("T")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import ServerError
-from megarl.sync.checksum import Checksum
-from megarl.sync.receiver import Checksums, Receiver, ReceiverLayout
+from megarl.sync.receiver import Checksum, Checksums, Receiver, ReceiverLayout
 
 PHASE = "verification"
 

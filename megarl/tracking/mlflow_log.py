@@ -20,7 +20,7 @@ from typing import Any
 from megarl.artifacts.records import Needs, read_record, write_record
 from megarl.credentials import MASK, PASSWORD, mask, put_back
 from megarl.errors import ConfigError
-from megarl.tracking.mlflow_server import down_text, unreachable
+from megarl.tracking.mlflow_store import down_text, unreachable
 from megarl.tracking.names import SafeNames
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megarl import device
-from megarl.planning.measured import measure_peak
+from megarl.planning.hardware import measure_peak
 
 # Dense matrix TFLOP/s from the vendors' data sheets (no sparsity): (bf16, tf32, fp32). First match wins, so a longer
 # name stands before a shorter one.
@@ -73,7 +73,7 @@ def peak_flops(dtype: str, stated_tflops: float | None = None) -> float:
 def _remembered_peak(dtype: str) -> float:
     import torch
 
-    from megarl.tracking.machine import processor_name
+    from megarl.machine import processor_name
 
     key = f"{processor_name()}|threads={torch.get_num_threads()}|{dtype}|torch={torch.__version__}"
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "peak_flops.json"

@@ -23,10 +23,10 @@ from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.records import RUN, read_run, write_record
 from megarl.artifacts.resolved import take_up
 from megarl.errors import ConfigError
+from megarl.machine import machine_info
 from megarl.processes import identity
 from megarl.tracing import keep_beating
 from megarl.tracking.console import ConsoleView
-from megarl.tracking.machine import machine_info
 from megarl.tracking.mlflow_log import STATUS, MlflowLog
 from megarl.tracking.trace import merge_trace
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from megarl.algorithms.explained_variance import explained_variance
+from megarl.algorithms.stats import explained_variance
 
 
 def _oracle(values, returns, mask):

@@ -13,8 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megarl.algorithms.progress import ProgressSettings, progress_scores, shuffled_embeddings, success_centres
-from megarl.algorithms.success_bank import SuccessBank
+from megarl.algorithms.progress import (
+    ProgressSettings,
+    SuccessBank,
+    progress_scores,
+    shuffled_embeddings,
+    success_centres,
+)
 from tests.algorithms import progress_oracle as oracle
 
 FORMS = list(itertools.product(["fixed", "scaled", "k_distance"], ["min_max", "z_score"]))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.algorithms.progress import ProgressSettings, progress_scores, shuffled_embeddings
-from megarl.algorithms.srpo import ProgressScorer
+from megarl.algorithms.progress import ProgressScorer, ProgressSettings, progress_scores, shuffled_embeddings
 from tests.algorithms.test_progress import batch
 
 WON = batch(1, 12, 4, 2, wins=0.6, invalid=0.0)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.success_bank import SuccessBank
+from megarl.algorithms.progress import SuccessBank
 from megarl.data.batch import Batch
 from megarl.errors import UserError
 

@@ -78,7 +78,7 @@ def test_times_without_rates_are_planned_with_those_of_now(tmp_path, monkeypatch
     file, rates = tmp_path / "plan.json", iter([[2e11, 1e11, 2e10], [3e11, 5e10, 2e10]])
     timed = {"wall_s": 3.0, "cpu_s": 2.0, "phases": {}, "others_share": 0.0}
     file.write_text(json.dumps(result(timed=timed)))
-    monkeypatch.setattr("megarl.planning.measured.measure_cores", lambda: next(rates))
+    monkeypatch.setattr("megarl.planning.hardware.measure_cores", lambda: next(rates))
     monkeypatch.setattr(plan_truth, "timed", lambda settings: timed)
     for layouts in ("tp2", "1"):
         assert plan_truth.run(SimpleNamespace(json=file, sizes="10M", layouts=layouts, kind="seconds")) == 0

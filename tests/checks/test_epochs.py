@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.checks.epochs import with_steps
+from megarl.checks.before_start import with_steps
 from megarl.errors import ConfigError
 from megarl.runtime.setup import check_epochs
 

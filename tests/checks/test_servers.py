@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from megarl.checks.servers import silent_servers
+from megarl.checks.before_start import silent_servers
 from megarl.config.rollout import RolloutConfig
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.compat.nccl import check_same_nccl
+from megarl.compat.sglang import check_same_nccl
 from megarl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.data.media import refuse_media
-from megarl.data.rows import Row
+from megarl.data.rows import Row, refuse_media
 from megarl.errors import DataError
 
 

@@ -11,8 +11,16 @@ from megarl.config.data import RewardConfig
 from megarl.errors import RewardError
 from megarl.rewards import build_reward
 from megarl.rewards.pool_process import _DEPTH, _HEADER
-from megarl.rewards.results import outcome_of, plain_outcome, read_reward
-from megarl.rewards.scoring import MAX_EXTRACTED, MAX_NAME, MAX_PARTS, ScoringFailure, _checked
+from megarl.rewards.scoring import (
+    MAX_EXTRACTED,
+    MAX_NAME,
+    MAX_PARTS,
+    ScoringFailure,
+    _checked,
+    outcome_of,
+    plain_outcome,
+    read_reward,
+)
 from megarl.simulators.plain import Malformed, PlainInbox, pack
 from tests.hostile import framed, messages
 

@@ -18,7 +18,7 @@ from megarl.errors import ConfigError
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
-from megarl.sync.versions import version_tag
+from megarl.sync.protocol import version_tag
 
 VOCAB = 128
 

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.algorithms.progress import ProgressSettings
-from megarl.algorithms.srpo import ProgressScorer
+from megarl.algorithms.progress import ProgressScorer, ProgressSettings
 from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch
 from megarl.errors import ConfigError

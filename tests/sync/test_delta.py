@@ -17,10 +17,10 @@ from megarl.kernels import delta as kernels
 from megarl.sync.delta import Delta, apply_delta, make_delta
 from megarl.sync.messages import MessageClient, Refused, proof, read_message, send_message
 from megarl.sync.plan import make_plan
+from megarl.sync.protocol import version_tag
 from megarl.sync.relay import Relay, serve
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.delta import DeltaTransport
-from megarl.sync.versions import version_tag
 from tests.sync.layouts import HERE, config, ranks_of, trainer
 from tests.sync.receivers import server_receiver
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.sync.fp8 import quantize_blocks
+from megarl.sync.source import quantize_blocks
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 257), (1, 5)])

@@ -82,7 +82,7 @@ def test_every_layout_sends_the_checkpoint(folders, processes, dense, moe):
 
 @pytest.mark.procs
 def test_fp8_on_send_is_that_of_the_whole_tensor(folders):
-    from megarl.sync.fp8 import quantize_blocks
+    from megarl.sync.source import quantize_blocks
 
     cases = [(str(folders / "llama"), {"tp": 2}, {"fp8": True})]
     ranks = run_distributed(collect_all, 2, 120, cases)

@@ -10,7 +10,7 @@ from megarl.models.weights.plan import hf_tensors
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.checksum import DeviceChecksum
 from megarl.rollout.sglang.layout import ServerLayout
-from megarl.sync.checksum import HostChecksum
+from megarl.sync.receiver import HostChecksum
 from megarl.sync.transports.disk import remove_old
 from megarl.sync.verify import compare, expected_checksums
 from tests.sync.layouts import config

@@ -13,11 +13,10 @@ import pytest
 from megarl.cli import _warn_of_mlflow
 from megarl.config.load import load_config
 from megarl.errors import ConfigError
-from megarl.tracking import mlflow_log, mlflow_server
+from megarl.tracking import mlflow_log, mlflow_store
 from megarl.tracking.close import close_run
 from megarl.tracking.mlflow_log import MlflowLog
-from megarl.tracking.mlflow_server import unreachable
-from megarl.tracking.mlflow_store import check_store
+from megarl.tracking.mlflow_store import check_store, unreachable
 from megarl.tracking.names import safe_name
 
 PATIENCE_S = 45.0  # MLflow's own client tries again for minutes
@@ -249,7 +248,7 @@ def test_any_answer_but_that_of_a_gateway_is_an_answer(status, reason):
 
 
 def test_a_server_that_accepts_and_says_nothing_does_not_answer(monkeypatch):
-    monkeypatch.setattr(mlflow_server, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(mlflow_store, "_ANSWER_S", 0.2)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.planning.measured import measure_peak
+from megarl.planning.hardware import measure_peak
 from megarl.tracking.perf import known_peak, peak_flops, perf_metrics
 
 

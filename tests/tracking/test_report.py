@@ -8,8 +8,7 @@ import pytest
 
 from megarl.artifacts.jsonl import JsonlWriter
 from megarl.errors import DataError
-from megarl.tracking.report import write_report
-from megarl.tracking.report_data import MAX_POINTS, load_run, report_data
+from megarl.tracking.report import MAX_POINTS, load_run, report_data, write_report
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 

@@ -11,9 +11,8 @@ the same, and rho = pi_theta / pi_rollout is known only in the update.
 
 from megarl.algorithms.correction.correct import Correction, correct, mean_weight, rules_of
 from megarl.algorithms.correction.metrics import finish, staleness
-from megarl.algorithms.correction.ratios import Ratios
+from megarl.algorithms.correction.ratios import Ratios, importance_weights
 from megarl.algorithms.correction.rejection import Rule, reject, rejected_by, rule_value, vetoed
-from megarl.algorithms.correction.weights import importance_weights
 
 __all__ = [
     "Correction",

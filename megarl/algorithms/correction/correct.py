@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.correction.moments import Moments, add_gap, add_weights
-from megarl.algorithms.correction.ratios import LIMIT, Ratios
+from megarl.algorithms.correction.ratios import LIMIT, Ratios, Threshold, importance_weights, is_truncated
 from megarl.algorithms.correction.rejection import Rule, reject
-from megarl.algorithms.correction.weights import Threshold, importance_weights, is_truncated
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import AllSum, one_rank
 from megarl.metrics import Metrics

@@ -10,7 +10,7 @@ from megarl.metrics import Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.algorithms.correction.weights import Threshold
+    from megarl.algorithms.correction.ratios import Threshold
 
 
 class PolicyGradientSettings(Protocol):
@@ -62,8 +62,7 @@ def pg_is(
     p = Prologue.of(logp, old_logp, advantages, mask)
     loss = -p.advantages * p.logp
     if cfg.is_level != "none":
-        from megarl.algorithms.correction.ratios import Ratios
-        from megarl.algorithms.correction.weights import importance_weights
+        from megarl.algorithms.correction.ratios import Ratios, importance_weights
 
         ratios = Ratios.of(logp.detach(), old_logp.detach(), mask, offsets)
         weights = importance_weights(ratios, cfg.is_level, cfg.is_threshold)

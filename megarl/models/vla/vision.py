@@ -8,12 +8,21 @@ et al. 2023); projectors of OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megarl.architectures.vision import TowerShape, VisionShape
+from megarl.models.config import PolicyConfig
+from megarl.models.packing import PackedSequences
+from megarl.models.policy import PolicyModel
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from transformers import PretrainedConfig
+
 
 _EPS = 1e-6
 
@@ -150,3 +159,33 @@ class Vision(nn.Module):
         for number, name in enumerate(maps):
             features = maps[name](F.gelu(features) if number else features)
         return features
+
+
+class VlaModel(PolicyModel):
+    """A `PolicyModel` whose streams bring what they see: `packed_seq_params.seen`, a `megarl.models.vla.vision.Seen`.
+
+    Args:
+        shape: of towers and projectors.
+        arguments, settings: see `PolicyModel`.
+    """
+
+    def __init__(
+        self,
+        hf: PretrainedConfig,
+        config: PolicyConfig,
+        spec: TransformerBlockSubmodules,
+        shape: VisionShape,
+        **settings: Any,
+    ) -> None:
+        super().__init__(hf, config, spec, **settings)
+        if self.pre_process:
+            self.vision = Vision(shape, config.params_dtype, sequence_parallel=config.sequence_parallel)
+
+    def _preprocess(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+        """As that of `PolicyModel`, with what is seen in its columns."""
+        hidden, *rest = super()._preprocess(*arguments, **named)
+        packed = named.get("packed_seq_params")
+        if not self.pre_process or not isinstance(packed, PackedSequences) or packed.seen is None:
+            return hidden, *rest
+        first = self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
+        return self.vision.insert(hidden, packed.seen, slice(first, first + len(hidden))), *rest

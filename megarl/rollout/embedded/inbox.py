@@ -33,11 +33,11 @@ from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.fill import coordinate
 from megarl.models.weights.receive import WeightWriter
-from megarl.sync.checksum import HostChecksum
 from megarl.sync.messages import Refused, answer
+from megarl.sync.protocol import read_tag
+from megarl.sync.receiver import HostChecksum
 from megarl.sync.shared import open_handle
 from megarl.sync.transports.distributed import broadcast_within, join, leave
-from megarl.sync.versions import read_tag
 
 PEER = "engine"  # what this side is called in proofs and messages
 

@@ -20,10 +20,9 @@ from megarl.errors import ServerError
 from megarl.models.weights.plan import Box, Coordinate
 from megarl.models.weights.receive import held_boxes, part_name
 from megarl.rollout.embedded.inbox import PEER
-from megarl.sync.checksum import Checksum, HostChecksum
 from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import Entry
-from megarl.sync.receiver import Checksums, PauseMode, SharedUse, UpdateGroup, UpdateStep
+from megarl.sync.receiver import Checksum, Checksums, HostChecksum, PauseMode, SharedUse, UpdateGroup, UpdateStep
 from megarl.sync.shared import Handle
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.sync.checksum import Checksum, HostChecksum
+from megarl.sync.receiver import Checksum, HostChecksum
 
 _TILE = 8192  # words
 _WORD, _LONG = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF

@@ -32,7 +32,7 @@ from megarl.rollout.sglang.client import Dispatch, GenerationClient, for_others
 from megarl.rollout.sglang.fleet import Fleet, LostServer, Server
 from megarl.rollout.sglang.samples import ServedSample, samples_of
 from megarl.rollout.sglang.turns import ServerTurns
-from megarl.sync.versions import version_tag
+from megarl.sync.protocol import version_tag
 from megarl.tracing import beat
 
 _MEET_EVERY_S = 5.0

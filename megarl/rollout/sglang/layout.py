@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.models.hf import expert_ffn, head_dim, num_experts
 from megarl.rollout.sglang.checksum import make_checksum
-from megarl.sync.checksum import Checksum
+from megarl.sync.receiver import Checksum
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

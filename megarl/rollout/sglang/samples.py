@@ -13,7 +13,7 @@ from typing import Any
 from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import runs_of
 from megarl.rollout.engine import Completion, FinishReason, Request
-from megarl.sync.versions import read_tag
+from megarl.sync.protocol import read_tag
 
 
 class BadAnswerError(Exception):

@@ -75,7 +75,7 @@ def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
 
 def _record(c: StepContext, samples: Batch) -> None:
     """What the values of before the update were worth."""
-    from megarl.algorithms.explained_variance import explained_variance
+    from megarl.algorithms.stats import explained_variance
 
     values, returns, mask = (samples[name].values for name in ("values", "returns", "response_mask"))
     share = explained_variance(values, returns, mask, all_sum=c.all_sum)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megarl.errors import ServerError
 from megarl.sync.plan import Bucket
+from megarl.sync.protocol import version_tag
 from megarl.sync.receiver import Receiver
-from megarl.sync.versions import version_tag
 
 
 @dataclass(frozen=True)

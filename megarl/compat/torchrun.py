@@ -1,10 +1,23 @@
-"""torchrun's store on a listening socket of ours: torch would listen on every interface."""
+"""Changes to torchrun: the signal by which its agent ends workers, and the socket of its store."""
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+
+def end_workers_with(number: signal.Signals) -> None:
+    """Make the agent in this process send `number` in place of SIGTERM."""
+    handler: Any = SubprocessHandler
+    close = handler.close
+
+    def close_with(self: Any, death_sig: signal.Signals | None = None) -> None:
+        close(self, number if death_sig in (None, signal.SIGTERM) else death_sig)
+
+    handler.close = close_with
 
 
 def serve_on(handle: int) -> None:
