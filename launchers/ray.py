@@ -84,7 +84,7 @@ class Actor:
         import sys
 
         from megarl.runtime import worker
-        from megarl.runtime.signals import leave_to_launcher
+        from megarl.runtime.worker import leave_to_launcher
 
         os.environ.update(environment)
         worker.redirect_output(Path(log_dir))

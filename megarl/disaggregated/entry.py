@@ -30,6 +30,7 @@ from megarl.errors import ConfigError
 from megarl.processes import FINISHED, RESTARTS, STORE, TEAM
 from megarl.runtime.checkpoints import Checkpoints, SavedRun
 from megarl.runtime.export import show_export
+from megarl.runtime.frozen_models import RunStart, drop_refused_start
 from megarl.runtime.loop import (
     accept_start,
     build_team,
@@ -41,9 +42,7 @@ from megarl.runtime.loop import (
     validate_first,
     validates_first,
 )
-from megarl.runtime.reference import drop_refused_start
 from megarl.runtime.stages.reward import PENDING
-from megarl.runtime.start import RunStart
 from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import validates
 from megarl.tracing import phase, set_step

@@ -152,7 +152,7 @@ class RolloutSteps:
 def find_drawn(c: Controller, source: Path, step: int) -> list[Drawn]:
     """What the checkpoint of `step` has for the steps after it, this replica's share, in a team that draws ahead."""
     from megarl.disaggregated.in_order_checkpoint import read_drawn
-    from megarl.runtime.buffered_steps import steps_held
+    from megarl.runtime.resume_compatibility import steps_held
     from megarl.training.checkpoint import read_state
 
     saved = read_state(source).get("drawn")

@@ -23,7 +23,8 @@ from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.metrics import Metrics
 from megarl.processes import LOOPBACK
 from megarl.rendezvous import run_key
-from megarl.runtime.validate import VALIDATE, evaluate, validate
+from megarl.runtime.recorder import VALIDATE
+from megarl.runtime.validate import evaluate, validate
 from megarl.tracing import phase
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.runtime.start import RunStart
+from megarl.runtime.frozen_models import RunStart
 from megarl.tracing import phase
 
 if TYPE_CHECKING:

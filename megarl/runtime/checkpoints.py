@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,17 +13,18 @@ from megarl.artifacts import batch
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
-from megarl.runtime.buffered_steps import (
+from megarl.processes import JOB_BEGAN
+from megarl.runtime.frozen_models import put_aside, take_up_reference
+from megarl.runtime.resume_compatibility import (
+    Command,
+    announcements,
     describe_buffered,
     left_out,
     refuse_left_out,
     refuse_other_sampling,
     steps_held,
 )
-from megarl.runtime.changes import Command, announcements
-from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.robots import check_same_statistics, statistics_file
-from megarl.runtime.save_by import SaveBy
 from megarl.runtime.validate import due, validates
 from megarl.tracing import phase
 from megarl.training.saving import UnderWay
@@ -516,3 +518,36 @@ def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
 
 def _surplus_name(part: int) -> str:
     return f"surplus_{part}.safetensors"
+
+
+_SPARE = 1.1  # steps and saves that are to come, against the longest ones so far
+
+
+class SaveBy:
+    """Tells when the next step is not certain to be saved before the limit; that of one rank counts for all.
+
+    Args:
+        limit_s: seconds after the start of the job; None: never.
+        now: unix time.
+    """
+
+    def __init__(self, limit_s: float | None, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._end = None if limit_s is None else float(os.environ.get(JOB_BEGAN) or now()) + limit_s
+        self._last = now()
+        self._longest_step = 0.0
+
+    def steps_begin(self) -> None:
+        """The time since the start of the process is that of no step."""
+        self._last = self._now()
+
+    def is_near(self, save_s: float) -> bool:
+        """Asked once a step, when that is trained: has it to be saved, as the next one may come too late?
+
+        Args:
+            save_s: the longest save so far; 0: none, which then counts as long as a step.
+        """
+        now = self._now()
+        self._longest_step, self._last = max(self._longest_step, now - self._last), now
+        needed = self._longest_step + (save_s or self._longest_step)
+        return self._end is not None and now + _SPARE * needed > self._end

@@ -58,7 +58,7 @@ class Controller:
         val_data: held-out prompts, as `loader`.
         fleet: the servers that generate, when there are any.
         loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
-        frozen: checksums of the models that do not learn, by name, as checkpoints note them (`megarl.runtime.frozen`).
+        frozen: checksums of the models that do not learn, by name, as checkpoints note them.
     """
 
     team: OwnTeam

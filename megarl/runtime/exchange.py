@@ -7,21 +7,32 @@
 This follows the last node that makes the samples of an update, before anything else is computed of them: `rollout`, or
 a node after it that resamples. Dynamic sampling collects groups from all replicas anyway, and shares them by tokens
 itself. In a team that samples come to from another one the store does it.
+
+Dynamic sampling collects groups in a `GroupPool`, in one order that all replicas agree on. Replica r of d generates
+prompts r, r + d, r + 2 d, ... of every batch, and keeps some of their groups. Which groups make up the step must not
+depend on d, and every replica should train on equally many: all replicas learn which groups were kept and take the
+first ones in the order of the data. Group k of those goes to replica k modulo d, or to the one that tokens say. A group
+may have any number of samples; replicas get equally many groups, not samples.
+
+Numbers of samples and tokens are told to all. Samples go from the replica that has them to the one that gets them, and
+nowhere else; every rank of a replica has all its samples, so that rank i of one gives to rank i of another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind
-from megarl.data.balance import max_over_mean
+from megarl.data.balance import max_over_mean, share_groups
+from megarl.data.batch import Batch
 from megarl.data.groups import ORDINAL, group_places, tokens_of
 from megarl.errors import ConfigError
-from megarl.runtime.pool import GroupPool
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
+    from megarl.comm import WorkerGroup
     from megarl.dag.graph import TaskGraph
     from megarl.dag.node import Node
     from megarl.data.batch import Batch
@@ -84,3 +95,80 @@ def record_tokens(c: StepContext, samples: Batch) -> None:
     dealt = max_over_mean(counts, [number % parts for number, _, _ in groups], parts, c.cuts)
     c.metrics.mean("balance/tokens_max_over_mean", even, 1)  # the same on all ranks
     c.metrics.mean("balance/tokens_max_over_mean_dealt", dealt, 1)
+
+
+class GroupPool:
+    """Collects this replica's groups of samples. All methods are collective over the replicas.
+
+    Args:
+        group: one rank of every replica, in the order of the replicas.
+        cuts: groups are shared by tokens, those between two of these places by themselves (`share_groups`); None: they
+            are dealt.
+    """
+
+    def __init__(self, group: WorkerGroup, cuts: Sequence[int] | None = None) -> None:
+        self._group, self._rank, self._size, self._cuts = group, group.rank, group.size, cuts
+        self._mine: list[Batch] = []
+        self._owners: list[int] = []
+        self._counts: list[int] = []
+        self._tokens: list[int] = []
+
+    def __len__(self) -> int:
+        """Groups on all replicas."""
+        return len(self._owners)
+
+    def add(self, samples: Batch, keep: list[bool]) -> None:
+        """Take the groups that `keep` marks, one entry for each, of this replica's share of what all drew together."""
+        groups = [group if kept else [] for group, kept in zip(group_places(samples["uid"]), keep, strict=True)]
+        tokens = [0] * len(samples) if self._cuts is None else tokens_of(samples)
+        self._mine.append(samples.select([place for group in groups for place in group]))
+        mine = [[len(group), sum(tokens[place] for place in group)] for group in groups]
+        shares: list[list[list[int]]] = self._group.all_gather_json(mine)
+        for place in range(max(map(len, shares))):
+            for replica, share in enumerate(shares):
+                if place < len(share) and share[place][0]:
+                    self._owners.append(replica)
+                    self._counts.append(share[place][0])
+                    self._tokens.append(share[place][1])
+
+    def deal(self, wanted: int) -> tuple[Batch, Batch]:
+        """This replica's share of the first `wanted` groups, and of the rest; the samples of a group stand together.
+
+        Groups that are shared by tokens have their numbers in the column ORDINAL. The rest is dealt in any case, as it
+        is looked for in a checkpoint.
+
+        Raises:
+            ValueError: a column cannot be sent.
+        """
+        taker = [(k if k < wanted else k - wanted) % self._size for k in range(len(self))]
+        if self._cuts is not None:
+            for replica, share in enumerate(share_groups(self._tokens[:wanted], self._size, self._cuts)):
+                for k in share:
+                    taker[k] = replica
+        mine, held = self._moved(taker)
+        ordered = sorted(held)
+        first = [k for k in ordered if k < wanted]
+        batch = mine.select(self._places(held, first))
+        if self._cuts is not None:
+            batch.set(ORDINAL, [k for k in first for _ in range(self._counts[k])])
+        return batch, mine.select(self._places(held, [k for k in ordered if k >= wanted]))
+
+    def _moved(self, taker: list[int]) -> tuple[Batch, list[int]]:
+        """The samples of the groups that this replica gets, one group after the other; and which groups these are."""
+        mine = Batch.concat(self._mine)
+        held = [k for k, owner in enumerate(self._owners) if owner == self._rank]
+        if self._size == 1:
+            return mine, held
+        leaving = [[k for k in held if taker[k] == r and r != self._rank] for r in range(self._size)]
+        spans = mine.to_blocks([self._places(held, groups) for groups in leaving])
+        gifts = [span.block.tobytes() if groups else b"" for span, groups in zip(spans, leaving, strict=True)]
+        arrived = [Batch.from_bytes(data) for data in self._group.all_to_all_bytes(gifts) if data]
+        kept = [k for k in held if taker[k] == self._rank]
+        came = [k for k, to in enumerate(taker) if to == self._rank and self._owners[k] != self._rank]
+        came.sort(key=self._owners.__getitem__)  # what arrived stands in the order of its senders
+        return Batch.concat([mine.select(self._places(held, kept)), *arrived]), kept + came
+
+    def _places(self, held: list[int], groups: list[int]) -> list[int]:
+        """Where the samples of `groups` are in a batch of the groups `held`, one after the other."""
+        ends = dict(zip(held, accumulate(self._counts[k] for k in held), strict=True))
+        return [place for k in groups for place in range(ends[k] - self._counts[k], ends[k])]

@@ -27,13 +27,17 @@ from megarl.runtime.critic import make_critic
 from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
-from megarl.runtime.frozen import record_frozen
+from megarl.runtime.frozen_models import (
+    RunStart,
+    drop_refused_start,
+    keep_run_start,
+    make_reference,
+    make_teacher,
+    record_frozen,
+)
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.reference import drop_refused_start, make_reference
 from megarl.runtime.setup import build_controller
-from megarl.runtime.start import RunStart, keep_run_start
-from megarl.runtime.teacher import make_teacher
 from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import evaluate, validates
 from megarl.tracing import phase, set_step

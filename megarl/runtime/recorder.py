@@ -22,7 +22,6 @@ from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
 from megarl.runtime.malloc_trim import make_malloc_trim, resident_bytes
-from megarl.runtime.validate import VALIDATE
 from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from megarl.tracking.tracker import Part, Status, Tracker
 
 log = logging.getLogger(__name__)
+VALIDATE = "validate"  # the phase of held-out evaluation
 _AFTER_FAILURE_S = 5.0  # the other ranks hang until this one ends; its launcher completes what is missing then
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import MegarlError
 from megarl.metrics import Metrics
 from megarl.rewards.scoring import ERROR_KEY
+from megarl.runtime.recorder import VALIDATE
 from megarl.runtime.stages.reward import collect, submit
 from megarl.runtime.stages.rollout import generate
 from megarl.tracing import phase
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
     from megarl.runtime.recorder import Recorder
-
-VALIDATE = "validate"  # the phase
 
 
 @dataclass(frozen=True)

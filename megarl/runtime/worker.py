@@ -5,6 +5,10 @@
 RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment, so
 `torchrun ... -m megarl.runtime.worker --entry ... --config ...` works without any launcher of ours. In a run with
 several teams they are those of the team, and `megarl.processes` names the variables that tell the rest.
+
+Signals that end a run are its launcher's to decide on; a worker that gets one itself asks for a checkpoint. Batch
+systems and containers may signal every process of a job at once (`scancel`, systemd, `kill -- -GROUP`). The launcher
+has the step finished and saved then (megarl/launchers/interrupt.py), and ends its workers by other signals.
 """
 
 from __future__ import annotations
@@ -16,15 +20,16 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
+from megarl.artifacts.batch import SAVE
 from megarl.artifacts.lock import ATTEMPT, FolderLock, FolderTaken, join_attempt, refuse_if_taken
 from megarl.artifacts.resolved import proposed, withdraw
 from megarl.artifacts.run_folder import held
 from megarl.errors import UserError
 from megarl.imports import import_callable
-from megarl.processes import die_with_parents, raise_descriptor_limit, worker_number
+from megarl.processes import die_with_parents, own_worker_name, raise_descriptor_limit, worker_number
 from megarl.runtime.health import Heartbeat, report
-from megarl.runtime.signals import leave_to_launcher
 from megarl.tracing import phase
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
@@ -116,3 +121,30 @@ if __name__ == "__main__":
     sys.stderr.flush()
     # At once: threads of communication libraries may wait for ranks that are gone, or abort when the interpreter goes.
     os._exit(exit_code)
+
+
+_LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def leave_to_launcher(run_dir: Path) -> None:
+    """From now on these signals do not end this process, but ask the run in `run_dir` for a checkpoint.
+
+    What it starts is ended by them as always: a handler does not outlive exec, and a fork gets the default again.
+    """
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        with contextlib.suppress(OSError):  # the launcher asks, too, if it got the signal
+            (run_dir / SAVE).touch()
+            os.write(2, f"{own_worker_name()}: {name}: asks for a checkpoint; its launcher ends the run\n".encode())
+
+    for number in _LEFT:
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it stays ignored
+            signal.signal(number, ask)
+            signal.siginterrupt(number, False)  # a call of a library goes on
+    os.register_at_fork(after_in_child=_as_always)
+
+
+def _as_always() -> None:
+    for number in _LEFT:
+        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)

@@ -17,7 +17,7 @@ from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.in_order_checkpoint import Drawn, read_drawn
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
-from megarl.runtime.buffered_steps import describe_buffered, refuse_other_sampling, steps_held
+from megarl.runtime.resume_compatibility import describe_buffered, refuse_other_sampling, steps_held
 
 GROUPS, SAMPLES = 5, 2
 SAVED, STEP = 3, 5  # the checkpoint of step 3 has what was drawn for step 5

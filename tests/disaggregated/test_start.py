@@ -14,8 +14,8 @@ from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.start import all_ready, announce_start, follow_start
 from megarl.offload_schedule import OffloadSchedule
-from megarl.runtime import reference
-from megarl.runtime.start import RunStart, keep_run_start
+from megarl.runtime import frozen_models
+from megarl.runtime.frozen_models import RunStart, keep_run_start
 from megarl.runtime.team import OwnTeam
 from tests.mail import FolderMail
 
@@ -39,7 +39,7 @@ def worker(tmp_path, monkeypatch):
         folder.mkdir()
         (folder / "config.json").touch()
 
-    monkeypatch.setattr(reference, "_export_actor", export)
+    monkeypatch.setattr(frozen_models, "_export_actor", export)
     (tmp_path / "run").mkdir()
 
     def make(name: str, teams=TEAMS, **settings) -> SimpleNamespace:
@@ -89,7 +89,7 @@ def test_a_start_that_passes_to_a_critic_only_does_not_stay(worker, tmp_path):
     teams = {"train": TEAMS["train"], "value": TEAMS["value"]}
     passing = tmp_path / "run" / "start.next"
     assert begin(worker("train", teams), None, None) == RunStart(None, None, None, str(passing))
-    reference.take_up_reference(tmp_path / "run")
+    frozen_models.take_up_reference(tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -136,14 +136,14 @@ def test_a_team_that_begins_again_goes_on_after_the_last_step_that_was_over_with
 ):
     start = begin(worker("train"), None, None)
     run_dir = tmp_path / "run"
-    assert reference.now_at(run_dir, start.reference) == start.reference
-    reference.take_up_reference(run_dir)
+    assert frozen_models.now_at(run_dir, start.reference) == start.reference
+    frozen_models.take_up_reference(run_dir)
     c = worker("frozen")
     c.team = replace(c.team, restarts=1, finished=3)
     assert follow_start(c) == start
     assert c.context.step == 3
-    assert reference.now_at(run_dir, start.reference) == str(run_dir / "reference")
-    assert reference.now_at(run_dir, "hub/model") == "hub/model"
+    assert frozen_models.now_at(run_dir, start.reference) == str(run_dir / "reference")
+    assert frozen_models.now_at(run_dir, "hub/model") == "hub/model"
 
 
 def test_a_team_that_begins_again_before_the_first_step_goes_on_where_the_run_resumed(worker, tmp_path):

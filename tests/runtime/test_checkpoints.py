@@ -21,9 +21,8 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError, DataError, UserError
 from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.runtime import export, loop, start
-from megarl.runtime.checkpoints import Checkpoints, check_best_metric
-from megarl.runtime.reference import ReferencePlace, kept_reference, put_aside, unchanged_model
-from megarl.runtime.save_by import SaveBy
+from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric
+from megarl.runtime.frozen_models import ReferencePlace, kept_reference, put_aside, unchanged_model
 from megarl.runtime.team import OwnTeam
 from megarl.training.shards import FormatError
 from tests.runtime.harness import RECIPE

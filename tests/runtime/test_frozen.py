@@ -16,9 +16,8 @@ import torch.distributed as dist
 from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
-from megarl.runtime import loop, reference
-from megarl.runtime.frozen import changed_files, frozen_in, record_frozen
-from megarl.runtime.reference import keep_reference
+from megarl.runtime import frozen_models, loop
+from megarl.runtime.frozen_models import changed_files, frozen_in, keep_reference, record_frozen
 from tests.runtime import harness
 
 WEIGHTS = "model.safetensors"
@@ -183,7 +182,7 @@ def test_a_damaged_reference_that_cannot_be_made_again_ends_the_start(tmp_path, 
     (tmp_path / "checkpoints" / "step_0").mkdir()
     (tmp_path / "checkpoints" / "step_0" / "meta.json").touch()
     _flip_a_byte(tmp_path / "reference")
-    monkeypatch.setattr(reference, "_export_actor", lambda c, folder: _zero_a_block(_model(folder)))
+    monkeypatch.setattr(frozen_models, "_export_actor", lambda c, folder: _zero_a_block(_model(folder)))
     why = "RL began after a cold start" if sft_steps else "the policy's initial weights are other ones now"
     with pytest.raises(ConfigError, match=rf"damaged, and cannot be made again: {why}") as caught:
         keep_reference(_worker(tmp_path, sft={"steps": sft_steps}), resumed_from=checkpoint, begun=True)

@@ -54,7 +54,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         NoSignalError: the batch is not full, and is not to be filled.
     """
     from megarl.data.groups import group_places
-    from megarl.runtime.pool import GroupPool
+    from megarl.runtime.exchange import GroupPool
     from megarl.runtime.stages import logprob
     from megarl.tracing import phase
 

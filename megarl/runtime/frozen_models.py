@@ -1,32 +1,45 @@
-"""The frozen reference policy: made once at the start of RL, the same again after every resume.
+"""Models that do not learn, reference and teacher: kept, read again at every start, and the same after every resume.
 
-What a resumed run reads is compared with the checksums in its checkpoint (megarl.runtime.frozen). Where the run keeps
-the reference itself and its files are damaged or gone, it is made again from the policy's initial weights, and is
-used if its files then have the same checksums.
+    start     sizes and checksums of all files that are read   -> `frozen` in the state.json of every checkpoint
+    resume    the same files, by these                         -> a run goes on with the same reference and teacher
+
+A file is read once by the ranks of each machine together, before the model is loaded, so that it comes from memory
+then. An older version's checkpoint notes nothing: what is there when the run resumes is recorded from then on.
+
+The reference is made once, where RL starts. Where the run keeps it itself and its files are damaged or gone, it is made
+again from the policy's initial weights, and is used if its files then have the same checksums. The teacher of on-policy
+distillation is a model of its own shape, in the processes and layout of the actor.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.artifacts import start
+from megarl.artifacts.checkpoint_files import INDEX, read_config, weight_files
+from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file
 from megarl.artifacts.trained import steps_in
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.processes import write_atomically
-from megarl.runtime.frozen import Frozen, changed_files, frozen_in, record_frozen
-from megarl.runtime.roles import ReferenceRole
+from megarl.runtime.roles import ReferenceRole, TeacherRole
 from megarl.runtime.setup import build_engine, check_embeddings
 from megarl.tracing import keep_beating, phase
-from megarl.training.checksums import few
+from megarl.training.checksums import FileChecksum, checksums_of, faults, few
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.comm import WorkerGroup
+    from megarl.config.model import ModelConfig
     from megarl.config.run import RunConfig
     from megarl.runtime.controller import Controller
-    from megarl.runtime.start import RunStart
+
 
 FOLDER = "reference"
 _ORIGIN = "origin.json"  # in the place of a model: where it is
@@ -265,3 +278,201 @@ def _set_aside_since(checkpoints: Path) -> list[Path]:
 
 def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", _ORIGIN))
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Where a run begins.
+
+    Attributes:
+        resumed_at: step of the checkpoint that it resumes from; None: from none.
+        source: that checkpoint, RUN_DIR/checkpoints/step_N.
+        reference: where the weights of the reference are; None: there is no reference.
+        reference_key: of the recipe, that names them; empty: the run keeps them.
+        critic: where those of a critic are that begins in another team; None: at `critic.path`, or in a checkpoint.
+    """
+
+    resumed_at: int | None
+    source: str | None
+    reference: str | None
+    critic: str | None
+    reference_key: str = ""
+
+    @property
+    def begun(self) -> bool:
+        """It resumes from a step of RL: the actor of step 0 is where RL starts."""
+        return bool(self.resumed_at)
+
+    @property
+    def shown_from(self) -> int | None:
+        """The step that the record continues after; step 0 is measured again. None: there is no record yet."""
+        return -1 if self.resumed_at == 0 else self.resumed_at
+
+
+def keep_run_start(c: Controller, resumed_at: int | None, source: Path | None) -> RunStart:
+    """Keep what RL starts from for the models that begin with it. Collective over the actor's team.
+
+    Args:
+        c: this rank's controller, whose actor is where RL starts, unless the run resumes later.
+        resumed_at: step of the checkpoint that it resumes from.
+        source: that checkpoint.
+
+    Raises:
+        ConfigError: as `keep_reference`.
+    """
+    drop_refused_start(c)  # of a process that was killed
+    c.layout.world.barrier()
+    placement, begun = c.team.placement, bool(resumed_at)
+    reference, key, critic = None, "", None
+    if placement.of_role(Role.REFERENCE) is not None:
+        reference, key = keep_reference(c, resumed_from=source, begun=begun)
+    home = placement.of_role(Role.CRITIC)
+    if home is not None and home != c.team.plan and c.config.critic.path is None and not begun:
+        critic = (unchanged_model(c.config) if source is None else None) or keep_start(c)
+    return RunStart(resumed_at, None if source is None else str(source), reference, critic, key)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen model as a run began with it.
+
+    Attributes:
+        key: of the recipe that names it; empty: the run keeps it in its folder.
+        path: what is named there; empty with `key`.
+        files: checksums of all files that are read of it, by name.
+    """
+
+    key: str
+    path: str
+    files: Mapping[str, FileChecksum]
+
+
+def frozen_in(checkpoint: Path | str | None) -> dict[str, Frozen]:
+    """Those of the run that wrote a checkpoint, by their names; none where an older version wrote it."""
+    from megarl.training.checkpoint import read_state
+
+    told: Mapping[str, Any] = {} if checkpoint is None else read_state(Path(checkpoint)).get("frozen", {})
+    return {name: Frozen(**model) for name, model in told.items()}
+
+
+def record_frozen(c: Controller, name: str, key: str, source: str, checkpoint: str | None) -> None:
+    """Note the files of a frozen model for the run's checkpoints (`Controller.frozen`). Collective over its team.
+
+    Args:
+        c: of its team.
+        name: of the model.
+        key: of the recipe that names it; empty: the run keeps it in its folder.
+        source: a folder, or a name on the hub.
+        checkpoint: that the run goes on from; None: it begins.
+
+    Raises:
+        ConfigError: that checkpoint's run began with other files of this place, or machines have different ones.
+    """
+    from megarl.models.weights.files import resolve_folder
+
+    if name in c.frozen:  # read where it was found
+        return
+    path = source if key else ""
+    with phase(f"verify_{name}"):
+        folder = resolve_folder(source, key)
+        before = frozen_in(checkpoint).get(name)
+        if before is None or (before.key, before.path) != (key, path):
+            model = Frozen(key, path, _checksums(folder, key, c.layout.world))
+        elif lines := changed_files(folder, before.files, c.layout.world):
+            raise _other_files(key or str(folder), folder, lines)
+        else:
+            model = before
+    c.frozen[name] = asdict(model)
+
+
+def changed_files(folder: Path, files: Mapping[str, FileChecksum], world: WorkerGroup) -> list[str]:
+    """Differences of the model in `folder` from one with these `files`; equal on all ranks. Collective over `world`."""
+    lines = faults(folder, files, world, per_machine=True)
+    if lines:
+        return lines
+    more = [f"{name} is there now and was not read before" for name in _files_read(folder) if name not in files]
+    return list(dict.fromkeys(line for part in world.all_gather_json(more) for line in part))
+
+
+def _checksums(folder: Path, key: str, world: WorkerGroup) -> dict[str, FileChecksum]:
+    found = checksums_of(folder, _files_read(folder), world)
+    if other := [name for name, checksums in found.items() if len(checksums) > 1]:
+        raise ConfigError(
+            "the machines of this run have different files of one model",
+            where=key or str(folder),
+            found=f"{folder}: {few(other)}",
+            allowed="the same files on every machine",
+            fix="copy or download the model again on all machines, or name a folder that they share",
+        )
+    return {name: list(checksum) for name, (checksum,) in found.items()}
+
+
+def _files_read(folder: Path) -> list[str]:
+    """Names of all files of a model that decide what it computes."""
+    raw = read_config(folder)
+    files = weight_files(folder, raw)
+    projector = projector_file(folder) if raw.get("model_type") == ROBOT_POLICY else None
+    beside = [file for file in (folder / "config.json", folder / INDEX) if file.is_file()]
+    return sorted({str(file.relative_to(folder)) for file in (*files, *beside, *([projector] if projector else ()))})
+
+
+def _other_files(where: str, folder: Path, lines: list[str]) -> ConfigError:
+    return ConfigError(
+        "the files of this model are not those that the run began with",
+        where=where,
+        found=f"{folder}: {few(lines)}",
+        allowed="the files whose checksums are in the checkpoint",
+        fix="copy or download them again; to go on with another model on purpose, give it a folder of another name; "
+        "trainer.resume=never begins again",
+    )
+
+
+def make_teacher(c: Controller, start: RunStart) -> TeacherRole:
+    """The teacher of this run. Collective over its team.
+
+    Raises:
+        ConfigError: token ids of the policy mean other things to the teacher, or nothing; or as `record_frozen`.
+    """
+    from megarl.models.config import load_hf_config
+    from megarl.models.weights import load_weights
+
+    path = c.config.teacher.path
+    assert path is not None, "the checks ask for it"
+    record_frozen(c, "teacher", "teacher.path", path, start.source)
+    with phase("load_teacher"), c.offload.phase("load"):
+        hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
+        check_same_tokens(c.tokenizer, _tokenizer(c.config.model, path), path)
+        check_embeddings(hf_config, c.hf_config, "teacher.path")
+        engine = build_engine(
+            c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
+        )
+        return TeacherRole(engine, c.context, offloads=c.config.actor.engine.offload)
+
+
+def check_same_tokens(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a teacher to which an id of the policy's tokenizer is another token; it may know more tokens.
+
+    Raises:
+        ConfigError: names the first tokens that differ. `path` is where the teacher came from.
+    """
+    theirs = teacher.get_vocab()
+    other = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
+    if other:
+        few = ", ".join(f"{token!r} is {number} and {theirs.get(token)}" for token, number in list(other.items())[:3])
+        raise ConfigError(
+            "teacher and policy have different vocabularies, and distillation compares token by token: "
+            f"{len(other)} tokens have other ids (policy and teacher: {few})",
+            where="teacher.path",
+            found=path,
+            allowed="a model whose tokenizer gives every token of the policy's the same id",
+            fix="choose a teacher of the policy's family",
+        )
+
+
+def _tokenizer(model: ModelConfig, path: str) -> PreTrainedTokenizerBase:
+    from megarl.data.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(model.model_copy(update={"path": path, "tokenizer": None}))
+    except ConfigError as error:
+        raise ConfigError(error.what, where="teacher.path", found=path, fix=error.fix) from error
