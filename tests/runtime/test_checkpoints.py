@@ -20,7 +20,7 @@ from megarl.dag.placement import together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, DataError, UserError
 from megarl.offload_schedule import PARTS, OffloadSchedule
-from megarl.runtime import export, loop, start
+from megarl.runtime import export, frozen_models, loop
 from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric
 from megarl.runtime.frozen_models import ReferencePlace, kept_reference, put_aside, unchanged_model
 from megarl.runtime.team import OwnTeam
@@ -166,7 +166,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda *_: c)
     monkeypatch.setattr(loop, "place", lambda *_: placement)
-    monkeypatch.setattr(start, "keep_reference", keep_reference)
+    monkeypatch.setattr(frozen_models, "keep_reference", keep_reference)
     monkeypatch.setattr(loop, "make_reference", lambda *_: None)
     monkeypatch.setattr(loop, "make_critic", refuse)  # after a cold start this would be a run that has begun
     monkeypatch.setattr(loop.sft, "load_examples", refuse)
