@@ -52,7 +52,7 @@ _OUTLINES = (
 
 
 def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping[str, float] | None = None) -> str:
-    """A line of flow, nodes that may run at the same time in brackets, and a table of all nodes.
+    """Return a line of flow, nodes that may run at the same time in brackets, and a table of all nodes.
 
     With several teams each node has its team, and a second table says what goes from one to another.
 
@@ -76,7 +76,7 @@ def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows in columns, the first one underlined."""
+    """Return the rows in columns, the first one underlined."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
@@ -86,7 +86,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _handovers(placement: Placement, sizes: Mapping[str, float]) -> list[str]:
-    """What goes from team to team in a step, in the order of the graph."""
+    """List the transfers from team to team in a step, in the order of the graph."""
     rows: list[tuple[str, ...]] = [("after", "from", "to", "MB (about)", "fields")]
     for one in placement.handovers:
         size = f"{sizes[one.key] / 1e6:.3g}" if one.key in sizes else "?"
@@ -98,7 +98,7 @@ def _handovers(placement: Placement, sizes: Mapping[str, float]) -> list[str]:
 
 
 def as_svg(graph: TaskGraph, placement: Placement | None = None) -> str:
-    """A self-contained SVG, left to right, that follows the reader's light or dark theme.
+    """Return a self-contained SVG, left to right, that follows the reader's light or dark theme.
 
     With several teams the boxes of each have an outline of its colour, and edges from one to another show a queue.
     """
@@ -126,7 +126,7 @@ def as_svg(graph: TaskGraph, placement: Placement | None = None) -> str:
 
 
 def _crossing(edge: tuple[str, str], placement: Placement) -> str | None:
-    """What goes from team to team along an edge, None within a team."""
+    """Return the transfer from team to team along an edge, None within a team."""
     source, target = edge
     giver, taker = placement.of_node(source).name, placement.of_node(target).name
     if giver == taker:
@@ -149,7 +149,8 @@ def _styles(roles: list[Role], teams: int) -> str:
 
 
 def _edge(route: list[Point], crosses: str | None) -> str:
-    """Horizontal at both ends, through all points of the route, with an arrow head; with a queue where it crosses."""
+    """Draw a line, horizontal at both ends, through all points of the route, with an arrow head; with a queue where it
+    crosses."""
     (x, y), *rest = route
     path = [f"M {x:.1f} {y:.1f}"]
     for next_x, next_y in rest:
@@ -197,7 +198,7 @@ def _legend(roles: list[Role], y: float) -> list[str]:
 
 
 def _outline(team: int) -> tuple[str, str]:
-    """Colours of a team on a light and on a dark page; after the last the first comes again."""
+    """Return the colours of a team on a light and on a dark page; after the last the first comes again."""
     return _OUTLINES[team % len(_OUTLINES)]
 
 

@@ -1,4 +1,4 @@
-"""Which node waits for which: edges that follow from what the nodes of a pipeline declare, in reading order.
+"""The edges of the task graph, which follow from the declarations of a pipeline's nodes, in reading order.
 
 The order in which a recipe lists its nodes gives every field a history, as in a program of assignments. Edges keep of
 that order what matters, and leave the rest free:
@@ -58,12 +58,12 @@ class _Value:
     readers: list[str] = field(default_factory=list)
 
     def after(self) -> list[str]:
-        """Nodes that a node which writes another value must wait for."""
+        """Return the nodes that a node which writes another value must wait for."""
         return [*self.readers, *([] if self.writer is None else [self.writer])]
 
 
 class _History:
-    """What the nodes listed so far have done to fields, samples and models."""
+    """The effects of the nodes listed so far on fields, samples and models."""
 
     def __init__(self, entry: Iterable[str]) -> None:
         self._values = {name: _Value(None, there=True) for name in entry}
@@ -81,7 +81,7 @@ class _History:
         return self._values.setdefault(name, _Value(None, there=False))
 
     def waits(self, node: Node) -> list[str]:
-        """What `node`, the next one of the list, comes after."""
+        """Return the nodes that `node`, the next one of the list, comes after."""
         contract, before = node.declared, list(node.deps)
         if self._resampler is not None:
             before.append(self._resampler)
@@ -97,7 +97,8 @@ class _History:
         return before
 
     def sources(self, node: Node) -> dict[str, str]:
-        """Who wrote the fields that `node`, the next one of the list, finds; those of the entry are left out."""
+        """Return the writers of the fields that `node`, the next one of the list, finds; those of the entry are left
+        out."""
         writers = {name: self._value(name).writer for name in node.declared.uses}
         return {name: writer for name, writer in writers.items() if writer is not None}
 
@@ -107,11 +108,11 @@ class _History:
         return self._resampler
 
     def all_sources(self) -> dict[str, str]:
-        """Who wrote all fields that there are, those of the entry left out."""
+        """Return the writers of all fields, those of the entry left out."""
         return {name: value.writer for name, value in self._values.items() if value.writer is not None}
 
     def add(self, node: Node) -> None:
-        """`node` is listed: keep what it did."""
+        """Add `node` to the list, with its effects."""
         contract = node.declared
         for name in contract.uses:
             self._value(name).readers.append(node.id)
@@ -134,7 +135,7 @@ class _History:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a node is given.
+    """The inputs of a node.
 
     Attributes:
         waits: nodes that it comes after, in the order of the list.
@@ -149,7 +150,7 @@ class Inputs:
 
 
 def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str, Inputs]:
-    """What every node is given, by its id.
+    """Return the inputs of every node, by its id.
 
     Args:
         nodes: resolved nodes in reading order.
@@ -175,7 +176,7 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
 
 
 def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, where: str) -> MissingFieldError:
-    """`node` reads `name`, which is not there where it is listed."""
+    """Return `node` reads `name`, which is not there where it is listed."""
     number = [other.id for other in nodes].index(node.id)
     before, later = [other.id for other in nodes[:number]], nodes[number + 1 :]
     writer = next((other.id for other in later if name in other.declared.writes), None)

@@ -33,14 +33,15 @@ class NodeError(MegarlError):
 
 
 class Crossing(Protocol):
-    """What goes from team to team around the nodes that this worker walks; every rank of its team calls both."""
+    """The transfer between teams around the nodes that this worker walks; every rank of its team calls both methods."""
 
     def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
-        """`board` with what other teams have made that `node` uses; None stands for a board that has not come yet."""
+        """Return `board` with what other teams have made that `node` uses; None stands for a board that has not come
+        yet."""
         ...
 
     def give(self, context: Any, node: Node, board: Batch) -> None:
-        """`node` has run: hand over what other teams use of what it wrote."""
+        """Hand over the fields that `node` wrote and other teams use."""
         ...
 
 
@@ -48,7 +49,7 @@ class Exchange(Protocol):
     """Shares samples out again among the replicas of a team; every rank of it calls this."""
 
     def share(self, context: Any, node: Node, board: Batch) -> Batch:
-        """`node` has made the samples on `board`: those that this replica goes on with."""
+        """Return `node` has made the samples on `board`: those that this replica goes on with."""
         ...
 
 
@@ -78,7 +79,7 @@ class Executor:
         self.seconds: dict[str, float] = {}
 
     def run(self, context: Any, prompts: Batch | None, more: Iterator[Batch] | None = None) -> Batch:
-        """One walk.
+        """Return one walk.
 
         Args:
             context: first argument of every node's function.
@@ -129,7 +130,7 @@ class Executor:
         return board
 
     def _call(self, node: Node, context: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
-        """The samples after the node."""
+        """Return the samples after the node."""
         from megarl.dag.guard import GuardedBatch, settle, writes_in_place
         from megarl.device import ProcessState
 
@@ -150,7 +151,7 @@ class Executor:
             raise NodeError(f"{story}: {type(error).__name__}: {error}") from error
 
     def _refill(self, node: Node, context: Any, more: Iterator[Batch] | None) -> Batch:
-        """The next prompts after all nodes before `node`, as that one sees them."""
+        """Return the next prompts after all nodes before `node`, as that one sees them."""
         from megarl.dag.guard import GuardedBatch
 
         if more is None:

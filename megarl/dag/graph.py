@@ -68,30 +68,30 @@ class TaskGraph:
         return self.nodes[id]
 
     def order(self) -> list[str]:
-        """Node ids in topological order; among nodes that are ready at once, in the order they were listed."""
+        """Return the node ids in topological order; nodes that are ready at once keep the order of the list."""
         return list(self._order)
 
     def parents(self, id: str) -> list[str]:
-        """Nodes that this one waits for directly."""
+        """Return the nodes that this one waits for directly."""
         self[id]
         return list(self._parents[id])
 
     def inputs(self, id: str) -> Inputs:
-        """What this node is given."""
+        """Return the inputs of this node."""
         self[id]
         return self._inputs[id]
 
     def children(self, id: str) -> list[str]:
-        """Nodes that wait for this one directly."""
+        """Return the nodes that wait for this one directly."""
         self[id]
         return list(self._children[id])
 
     def upstream(self, id: str) -> list[str]:
-        """All ancestors, in topological order."""
+        """Return all ancestors, in topological order."""
         return self._reach(id, self.parents)
 
     def downstream(self, id: str) -> list[str]:
-        """All descendants, in topological order."""
+        """Return all descendants, in topological order."""
         return self._reach(id, self.children)
 
     def _reach(self, id: str, step: Callable[[str], list[str]]) -> list[str]:
@@ -105,7 +105,7 @@ class TaskGraph:
         return [other for other in self._order if other in found]
 
     def layers(self) -> list[list[str]]:
-        """Nodes by longest distance from the start; nodes of one layer do not depend on each other."""
+        """Return the nodes by longest distance from the start; nodes of one layer do not depend on each other."""
         depth: dict[str, int] = {}
         for id in self._order:
             depth[id] = 1 + max((depth[dep] for dep in self._parents[id]), default=-1)
@@ -115,7 +115,8 @@ class TaskGraph:
         return rows
 
     def direct(self) -> list[tuple[str, str]]:
-        """Edges without shortcuts: u -> w is left out when another path leads from u to w (transitive reduction)."""
+        """Return the edges without shortcuts: u -> w is left out when another path leads from u to w (transitive
+        reduction)."""
         return [
             (parent, id)
             for id, parents in self._parents.items()
@@ -145,7 +146,7 @@ class TaskGraph:
         return order
 
     def _cycle(self, left: set[str]) -> list[str]:
-        """One cycle among nodes that never became ready, written in the direction data would flow."""
+        """Return one cycle among nodes that never became ready, written in the direction data would flow."""
         # Every such node has a dependency that never became ready either, so walking back must repeat itself.
         path = [next(id for id in self.nodes if id in left)]
         while path.count(path[-1]) == 1:

@@ -33,7 +33,7 @@ class GuardedBatch(Batch):
 
     @classmethod
     def of(cls, samples: Batch, node: Node) -> GuardedBatch:
-        """All `samples`, as `node` may see them; `set` on it does not change `samples`."""
+        """Return all `samples`, as `node` may see them; `set` on it does not change `samples`."""
         contract = node.declared
         if contract.resamples:
             return cls._make(samples.fields, samples.columns, len(samples), node, set(contract.uses))
@@ -76,7 +76,7 @@ class GuardedBatch(Batch):
         return super().__getitem__(name)
 
     def set(self, name: str, value: Tensor | Jagged | list) -> None:
-        """As `Batch.set`; what the stage has set it may read."""
+        """Do as `Batch.set`; the stage may read the fields it has set."""
         field = known(name)
         if field is not None and (found := field.misfit(value)):
             raise ContractError(
@@ -89,7 +89,7 @@ class GuardedBatch(Batch):
         self._carried -= {name}
 
     def names(self) -> list[str]:
-        """Names of the fields that may be read."""
+        """Return the names of the fields that may be read."""
         return [name for name in super().names() if name not in self._carried]
 
     def _check(self, name: str) -> None:
@@ -105,7 +105,7 @@ class GuardedBatch(Batch):
 
 
 def writes_in_place(node: Node, board: Batch) -> dict[str, int]:
-    """How often each tensor field of `board` that `node` does not declare to write has been written to in place.
+    """Count the in-place writes to each tensor field of `board` that `node` does not declare to write.
 
     What PyTorch does not count goes unnoticed: writes through `Tensor.numpy()`, and into tensors of inference mode.
     """
@@ -120,7 +120,7 @@ def _writes(value: Tensor | Jagged) -> int:
 
 
 def settle(node: Node, board: Batch, output: Any, before: Mapping[str, int]) -> Batch:
-    """The samples after `node`: those of `board` with what it wrote, or what it made of them if it resamples.
+    """Return the samples after `node`: those of `board` with what it wrote, or what it made of them if it resamples.
 
     Args:
         node: the node that ran.

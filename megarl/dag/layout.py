@@ -1,4 +1,4 @@
-"""Where boxes and edges of a drawing go: layers from left to right, few crossings, long edges around boxes."""
+"""The layout of a drawing: layers from left to right, few crossings, long edges around boxes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class _Lane:
 
 
 def lay_out(graph: TaskGraph) -> Drawing:
-    """Layered drawing (Sugiyama): longest-path layers, lanes for long edges, barycentre ordering, straightened rows."""
+    """Return the layered drawing (Sugiyama): longest-path layers, lanes for long edges, barycentre ordering,
+    straightened rows."""
     layers: list[list[str | _Lane]] = [list(row) for row in graph.layers()]
     depth = {id: number for number, row in enumerate(graph.layers()) for id in row}
     # An edge that a longer path repeats says nothing new, and would only clutter the picture.
@@ -78,7 +79,7 @@ def lay_out(graph: TaskGraph) -> Drawing:
 
 
 def _caption(node: Node) -> str:
-    """What the node writes, or what kind of work it is."""
+    """Return the fields that the node writes, or its kind of work."""
     writes = node.writes
     if not writes:
         return node.kind.value.replace("_", " ")
@@ -101,7 +102,7 @@ def _order(layers: list[list[str | _Lane]], links: list[tuple]) -> None:
 
 
 def _rows(layers: list[list[str | _Lane]], links: list[tuple]) -> dict:
-    """Vertical centre of every item: near its neighbours, never overlapping."""
+    """Return the vertical centre of every item: near its neighbours, never overlapping."""
     height = {item: _BOX_HEIGHT if isinstance(item, str) else _LANE for layer in layers for item in layer}
     centre: dict = {}
     for layer in layers:
@@ -136,7 +137,7 @@ def _settle(layer: list, wish: dict, height: dict, centre: dict) -> None:
 
 
 def _columns(layers: list[list[str | _Lane]], plan: Drawing) -> list[Point]:
-    """Left and right edge of every layer."""
+    """Return the left and right edge of every layer."""
     spans: list[Point] = []
     x = _LEFT
     for layer in layers:

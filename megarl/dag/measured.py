@@ -1,4 +1,5 @@
-"""What `placement.auto: measured` goes by: how long nodes took in an earlier run of the recipe, on how many workers.
+"""The input of `placement.auto: measured`: seconds of nodes in an earlier run of the recipe, and their number of
+workers.
 
 earlier run      actor + rollout on 2 workers                     reference on 1
 seconds          rollout 6, old_logp 1, actor_train 3             ref_logp 4
@@ -36,12 +37,12 @@ class Measured:
     served: frozenset[str]
 
     def device_seconds(self, nodes: Iterable[str]) -> float:
-        """Of a step, of workers, for these nodes."""
+        """Return the seconds of a step times workers, for these nodes."""
         return sum(self.timings.seconds[id] * self.workers[id] for id in nodes if id not in self.served)
 
 
 def read_measured(config: RunConfig, graph: TaskGraph) -> Measured:
-    """What the run `placement.measured` has measured of the nodes of `graph`.
+    """Read the measurements that the run `placement.measured` made of the nodes of `graph`.
 
     Raises:
         ConfigError: no run is named, it cannot be read, or it has measured nothing of a node.
@@ -78,7 +79,7 @@ def _by_servers(config: RunConfig, node: Node) -> bool:
 
 
 def _workers(timings: Timings, node: Node) -> int:
-    """Of the team that walked the node in the earlier run."""
+    """Return the workers of the team that walked the node in the earlier run."""
     if not timings.teams:
         return timings.workers
     owner = {Role(role): name for name, (roles, _) in timings.teams.items() for role in roles}

@@ -18,7 +18,7 @@ _TRAINED = tuple(role.value for role in _WITH_MODEL if role is not Role.ROLLOUT)
 
 
 class Status(Enum):
-    """Where a node stands in one walk of the graph."""
+    """The state of a node in one walk of the graph."""
 
     PENDING = "pending"
     READY = "ready"
@@ -52,7 +52,7 @@ class Node:
     may_take: tuple[str, ...] = ()
 
     def resolved(self, settings: Any = None) -> Node:
-        """This node with `func` imported and the whole contract filled in.
+        """Return this node with `func` imported and the whole contract filled in.
 
         Args:
             settings: the run's configuration, for stages whose fields depend on it.
@@ -131,7 +131,7 @@ class Node:
 
 
 def _settled(contract: Contract, settings: Any, where: str) -> Contract:
-    """`contract` with what follows from the settings in its lists."""
+    """Return `contract` with what follows from the settings in its lists."""
     if contract.needs is None and contract.gives is None:
         return contract
     if settings is None:
@@ -153,7 +153,7 @@ def _settled(contract: Contract, settings: Any, where: str) -> Contract:
 
 
 def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the roles that `func` needs, and of those that it takes if they are there.
+    """Return the names of the roles that `func` needs, and of those that it takes if they are there.
 
     Raises:
         UserError: it needs an argument that is no role; names it.
@@ -178,7 +178,7 @@ def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tu
 
 
 def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
-    """A stage of kind MODEL_TRAIN changes the model of its role: other nodes wait for that one."""
+    """Check that a stage of kind MODEL_TRAIN changes the model of its role, for which other nodes wait."""
     models = [name for name in _TRAINED if name in named]
     if role.value in models:
         return
@@ -194,7 +194,7 @@ def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
 
 
 def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str) -> None:
-    """`func(context, batch, **config)` must fit the signature; builtins without one are taken at their word."""
+    """Check that `func(context, batch, **config)` fits the signature; builtins without one are taken at their word."""
     try:
         signature = inspect.signature(func)
     except ValueError:

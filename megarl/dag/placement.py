@@ -1,4 +1,4 @@
-"""Which team walks which nodes of a graph, and what has to go from one team to another.
+"""The assignment of a graph's nodes to teams, and the transfers between teams.
 
     teams      train: actor, rollout        reference: reference
     nodes      rollout, reward, actor_train    ref_logp
@@ -71,7 +71,7 @@ class TeamPlan:
 
 
 def begins_again(config: RunConfig, team: TeamPlan) -> bool:
-    """Whether a team may begin again, without the others, when one of its processes dies."""
+    """Tell whether a team may begin again, without the others, when one of its processes dies."""
     return bool(config.placement.restarts) and team.may_restart
 
 
@@ -113,11 +113,11 @@ class Placement:
         return len(self.teams) > 1
 
     def of_worker(self, number: int) -> TeamPlan:
-        """Team of worker `number` of the job."""
+        """Return the team of worker `number` of the job."""
         return next(team for team in self.teams if team.first <= number < team.first + team.devices)
 
     def of_role(self, role: Role) -> TeamPlan | None:
-        """The team that holds this model; None: the graph does not work with it."""
+        """Return the team that holds this model; None: the graph does not work with it."""
         return next((team for team in self.teams if role in team.roles), None)
 
     @property
@@ -126,35 +126,35 @@ class Placement:
         return sum(team.devices for team in self.teams if team.roles == (Role.ROLLOUT,))
 
     def of_node(self, id: str) -> TeamPlan:
-        """The team that walks this node."""
+        """Return the team that walks this node."""
         return next(team for team in self.teams if id in team.nodes)
 
     def given(self, id: str) -> list[Handover]:
-        """What is handed over after this node."""
+        """Return the transfers after this node."""
         return [one for one in self.handovers if one.node == id]
 
     def given_by(self, team: str) -> list[Handover]:
-        """What this team hands over, in the order of the graph."""
+        """Return the transfers from this team, in the order of the graph."""
         return [one for one in self.handovers if one.giver == team]
 
     def taken(self, team: str) -> list[Handover]:
-        """What this team is handed, in the order of the graph."""
+        """Return the transfers to this team, in the order of the graph."""
         return [one for one in self.handovers if team in one.takers]
 
 
 def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
-    """The models that a run of this graph holds. There always are an actor, and something that draws samples."""
+    """Return the models that a run of this graph holds. There always are an actor, and something that draws samples."""
     there = graph.roles | {Role.ACTOR, Role.ROLLOUT}
     return tuple(role for role in MODEL_ROLES if role in there)
 
 
 def together(config: RunConfig, roles: Sequence[Role] = (Role.ACTOR, Role.ROLLOUT)) -> Placement:
-    """One team of all workers, with the actor's layout: of commands that walk no graph."""
+    """Return one team of all workers, with the actor's layout: of commands that walk no graph."""
     return Placement((TeamPlan(ONLY_TEAM, tuple(roles), config.cluster.nproc, 0, config.actor.parallel, ()),))
 
 
 def place(graph: TaskGraph, config: RunConfig) -> Placement:
-    """The teams that `placement` asks for.
+    """Return the teams that `placement` asks for.
 
     Raises:
         ConfigError: roles, devices or the graph do not fit; the message says which.
@@ -174,7 +174,7 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
 
 
 def settled(config: RunConfig, placement: Placement) -> RunConfig:
-    """The recipe with the teams of `placement` by name where `placement.auto` has made them.
+    """Return the recipe with the teams of `placement` by name where `placement.auto` has made them.
 
     A run goes by them to its end: what they were made from, another run's folder or a model's files, may change or go.
     """
@@ -189,7 +189,7 @@ def settled(config: RunConfig, placement: Placement) -> RunConfig:
 
 
 def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[str, tuple[tuple[Role, ...], int]]:
-    """Roles and workers of every team, that of the actor first."""
+    """Return the roles and workers of every team, that of the actor first."""
     placement, nproc = config.placement, config.cluster.nproc
     if placement.auto is not None:
         return share_out(config, graph, roles)
@@ -216,7 +216,7 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
 
 
 def _other_numbers(config: RunConfig, devices: int) -> str:
-    """What to set so that teams with so many devices have their workers, on whole machines."""
+    """Return the overrides that give teams with so many devices their workers, on whole machines."""
     settings = settings_of_workers(config, devices)
     if settings is not None:
         return f"set {settings}, or other numbers of devices"
@@ -227,7 +227,7 @@ def _other_numbers(config: RunConfig, devices: int) -> str:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Teams give their names to files, metrics and what is handed over."""
+    """Check the names of teams: files, metrics and transfers use them."""
     wrong = [name for name in names if not _NAME.fullmatch(name)]
     if wrong:
         raise ConfigError(
@@ -240,7 +240,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> None:
-    """Every role of the graph is in exactly one team, and every team has one that the graph works with."""
+    """Check that every role of the graph is in exactly one team, and that every team has a role of the graph."""
     for role in MODEL_ROLES:
         holders = [name for name, held in named.items() for held_role in held if held_role is role]
         if len(holders) > 1:
@@ -270,7 +270,7 @@ def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> N
 
 
 def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConfig:
-    """The layout that all roles of a team have."""
+    """Return the layout that all roles of a team have."""
     roles = tuple(roles)
     if roles == (Role.ROLLOUT,) and config.rollout.engine != "embedded":
         return config.rollout.parallel or ParallelConfig()  # its workers hold no model: they ask servers
@@ -289,7 +289,7 @@ def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConf
 
 
 def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
-    """Where mini-batches of all models that these roles train begin, as `runtime.stages.update` cuts them."""
+    """Return the starts of mini-batches of all models that these roles train, as `runtime.stages.update` cuts them."""
     batch = config.data.batch_size
     trained = [config.actor if role is Role.ACTOR else config.critic for role in roles if role in _TRAINED]
     sizes = [settings.mini_batch_size or batch for settings in trained]
@@ -297,7 +297,7 @@ def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
 
 
 def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> Iterable[Handover]:
-    """What goes from team to team, in the order of the graph."""
+    """Yield the transfers from team to team, in the order of the graph."""
     readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> teams
     known: dict[str, str | None] = {}  # team -> the samples that it has, by the node that made them
     for id in graph.order():
@@ -328,7 +328,8 @@ def _ordered(teams: set[str]) -> tuple[str, ...]:
 
 
 def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: dict[str, str]) -> None:
-    """What resamples, and what asks for more prompts, walks all before it itself; so does what reads prompts.
+    """Check that a node which resamples, asks for more prompts or reads prompts is in a team that walks all nodes
+    before it.
 
     Args:
         samples: made the samples that `node` works on; None: these are prompts.
@@ -354,7 +355,7 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
 
 
 def _one_team(*nodes: Node) -> str:
-    """What to do about nodes that have to be in one team: name the roles by which they come into theirs."""
+    """Return the fix for nodes that have to be in one team: it names the roles by which they come into theirs."""
     found: list[str] = []
     for node in nodes:
         roles = [role.value for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in MODEL_ROLES]
@@ -374,7 +375,7 @@ def _unknown_samples(node: Node, maker: Node, nodes: dict[str, str]) -> ConfigEr
 
 
 def _check_handle(node: Node, name: str, writer: Node, nodes: dict[str, str]) -> None:
-    """A handle of work under way means something in its own process only."""
+    """Refuse a handle of work under way between teams: it means something in its own process only."""
     if name in node.declared.consumes:
         raise ConfigError(
             f"node {node.id!r} waits for {name!r}, which lives in the process of {writer.id!r}",

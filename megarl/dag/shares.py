@@ -1,4 +1,4 @@
-"""How `placement.auto` shares out workers: whole replicas, all of them, evenly or by the work of each team."""
+"""The shares of workers under `placement.auto`: whole replicas, all of them, evenly or by the work of each team."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Roles = tuple[Role, ...]
 
 
 def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[str, tuple[Roles, int]]:
-    """Roles and workers of every team: one for the actor with what decodes on its weights, one for each other model.
+    """Return the roles and workers of every team: one for the actor with what decodes on its weights, one for each
+    other model.
 
     Raises:
         ConfigError: teams are also given by hand; too few workers; no whole replicas that add up; or sizes of models
@@ -67,7 +68,7 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
 
 
 def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
-    """What the number of replicas of a team with these roles has to divide, by key; none: it takes any share.
+    """Return the sizes that the number of replicas of a team with these roles has to divide, by key; none: any number.
 
     Updates need equal shares; what only draws samples or scores them works on any.
     """
@@ -83,7 +84,7 @@ def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
 def whole_replicas(
     devices: int, sizes: Sequence[int], weights: Sequence[float], batches: Sequence[int]
 ) -> list[int] | None:
-    """Shares of `devices` that are whole replicas, at least one each, about in proportion to `weights`.
+    """Return the shares of `devices` that are whole replicas, at least one each, about in proportion to `weights`.
 
     Args:
         sizes: workers per replica of each team.
@@ -113,7 +114,7 @@ def whole_replicas(
 
 
 def _attainable(devices: int, choices: Sequence[Sequence[int]]) -> list[int]:
-    """Bit n of entry i: the teams from i on can have n devices together."""
+    """Return integers: bit n of entry i says that the teams from i on can have n devices together."""
     found, everything = [1], (1 << (devices + 1)) - 1
     for mine in reversed(choices):
         sums = 0
@@ -124,7 +125,7 @@ def _attainable(devices: int, choices: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _measured(config: RunConfig, graph: TaskGraph, held: Sequence[Roles]) -> list[float]:
-    """Device-seconds of a step that each team's nodes took in an earlier run."""
+    """Return the device-seconds of a step that each team's nodes took in an earlier run."""
     run = read_measured(config, graph)
     owner = {role: team[0].value for team in held for role in team}
     homes = {node.id: team_of(node, owner) for node in graph}
@@ -133,14 +134,15 @@ def _measured(config: RunConfig, graph: TaskGraph, held: Sequence[Roles]) -> lis
 
 
 def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:
-    """Multiplications for each token of a step: parameters that compute it, times passes over them, at least one."""
+    """Return the multiplications for each token of a step: parameters that compute it, times passes over them, at least
+    one."""
     passes = {role: sum(_passes(config, node) for node in graph if node.role is role) for role in team}
     passes[team[0]] = max(passes[team[0]], 1.0)
     return sum(number * _facts(config, role).computing_parameters for role, number in passes.items() if number)
 
 
 def _passes(config: RunConfig, node: Node) -> float:
-    """Passes over its model that a node makes; the backward pass counts as two."""
+    """Pass over its model that a node makes; the backward pass counts as two."""
     if node.role is Role.ROLLOUT and config.rollout.engine != "embedded":
         return 0.0  # the servers' devices do it
     if node.kind is Kind.MODEL_TRAIN:
@@ -149,7 +151,7 @@ def _passes(config: RunConfig, node: Node) -> float:
 
 
 def _facts(config: RunConfig, role: Role) -> ModelFacts:
-    """Sizes of a role's model."""
+    """Return the sizes of a role's model."""
     path = None if role in (Role.ACTOR, Role.ROLLOUT) else getattr(config, role.value).path
     where = "model.path" if path is None else f"{role.value}.path"
     try:

@@ -1,4 +1,4 @@
-"""What a stage callable declares: the batch fields it reads and writes, its kind of work, and whose work it is."""
+"""The declaration of a stage: the batch fields it reads and writes, its kind of work, and its role."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOADER_FIELDS = ("prompt_ids", "uid", "prompt_text", "answer", "data_source", "r
 
 
 class Kind(Enum):
-    """What kind of work a stage does."""
+    """The kind of work that a stage does."""
 
     COMPUTE = "compute"
     MODEL_INFERENCE = "model_inference"
@@ -52,7 +52,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Contract:
-    """What a stage does to a batch; see `stage`."""
+    """The declared effect of a stage on a batch; see `stage`."""
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -136,5 +136,5 @@ def _refuse_unknown(func: Callable[..., Any], contract: Contract) -> None:
 
 
 def contract_of(func: Callable[..., Any]) -> Contract:
-    """The declared contract of a callable; an empty one when nothing was declared."""
+    """Return the declared contract of a callable; an empty one when nothing was declared."""
     return getattr(func, "__stage__", Contract())

@@ -55,7 +55,7 @@ def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[i
 
 
 def _longest_first(sizes: np.ndarray, k: int) -> list[list[int]]:
-    """Each item, longest first, to the part with the smallest total (then the fewest items)."""
+    """Return each item, longest first, to the part with the smallest total (then the fewest items)."""
     heap = [(0, 0, part) for part in range(k)]
     parts: list[list[int]] = [[] for _ in range(k)]
     order = np.argsort(-sizes, kind="stable")
@@ -67,7 +67,8 @@ def _longest_first(sizes: np.ndarray, k: int) -> list[list[int]]:
 
 
 def _differencing(sizes: np.ndarray, k: int) -> list[list[int]]:
-    """Karmarkar-Karp for k parts: merge the two most uneven partial solutions, heavy onto light, until one is left."""
+    """Partition by Karmarkar-Karp for k parts: merge the two most uneven partial solutions, heavy onto light, until one
+    is left."""
     empty: list[tuple[int, list[int]]] = [(0, [])] * (k - 1)
     heap = [(-size, item, [(size, [item]), *empty]) for item, size in enumerate(sizes.tolist())]
     heapq.heapify(heap)
@@ -97,7 +98,8 @@ def _rows(sizes: np.ndarray, k: int) -> np.ndarray:
 
 
 def _as_table(parts: list[list[int]]) -> np.ndarray:
-    """[k, most items + 1], filled up with -1: every part has a free place, so an exchange can also be a move."""
+    """Return the parts as [k, most items + 1], filled up with -1: every part has a free place, so an exchange can also
+    be a move."""
     table = np.full((len(parts), max(map(len, parts)) + 1), -1, dtype=np.int64)
     for part, items in enumerate(parts):
         table[part, : len(items)] = items
@@ -145,7 +147,8 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
 
 
 def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) -> list[list[int]]:
-    """Groups of samples for each of `parts` replicas: equally many of every mini-batch, tokens as even as can be.
+    """Return the groups of samples for each of `parts` replicas: equally many of every mini-batch, tokens as even as
+    can be.
 
     A mini-batch holds the same groups whatever their tokens, and is shared out by itself. What stays uneven in one is
     made up for in the next: the fullest share goes to the replica that has least so far.
@@ -177,7 +180,8 @@ def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) ->
 
 
 def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts: Sequence[int] = ()) -> float:
-    """Most tokens that one of `parts` replicas has of a mini-batch, over the mean; both are summed over mini-batches.
+    """Return the most tokens that one of `parts` replicas has of a mini-batch, over the mean; both are summed over
+    mini-batches.
 
     So much longer do updates take, whose time goes by tokens, than if all replicas had equally many.
 
@@ -201,7 +205,7 @@ def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts
 
 
 def _mini_batches(count: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each begins and ends."""
+    """Return the begin and end of each mini-batch."""
     return list(itertools.pairwise([0, *(cut for cut in cuts if 0 < cut < count), count]))
 
 

@@ -70,7 +70,7 @@ class Batch:
         return name in self._columns or name in self._td.keys()  # noqa: SIM118 (a TensorDict is no mapping of keys)
 
     def __getitem__(self, name: str) -> Any:
-        """Tensor, Jagged or list of that name."""
+        """Return the tensor, Jagged or list of that name."""
         if name in self._columns:
             return self._columns[name]
         value = self._td.get(name, None)
@@ -99,7 +99,7 @@ class Batch:
             raise ValueError(f"{name!r}: expected Tensor, Jagged or list, got {type(value).__name__}")
 
     def names(self) -> list[str]:
-        """Names of all fields, then of all columns."""
+        """Return the names of all fields, then of all columns."""
         return [*map(str, self._td.keys()), *self._columns]
 
     @property
@@ -119,15 +119,15 @@ class Batch:
         return self._like(fields, {name: column(value) for name, value in self._columns.items()}, size)
 
     def _like(self, fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], size: int) -> Batch:
-        """A batch of the same kind as this one."""
+        """Return a batch of the same kind as this one."""
         return Batch(fields, columns, size=size)
 
     def copy(self) -> Batch:
-        """New batch that shares all data; `set` on it does not change this one."""
+        """Return the new batch that shares all data; `set` on it does not change this one."""
         return self._map(lambda value: value, list, self._size)
 
     def select(self, index: Index) -> Batch:
-        """Samples at `index` (positions or bool mask), in that order, repeats allowed."""
+        """Return the samples at `index` (positions or bool mask), in that order, repeats allowed."""
         picked = as_index(index, self._size, torch.device("cpu"))
         where = picked.tolist()
         moved: dict[torch.device, Tensor] = {}
@@ -146,7 +146,7 @@ class Batch:
         return self._map(take, lambda column: [column[i] for i in where], len(where))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Consecutive parts of the given sizes, which must add up to the batch; parts are views."""
+        """Return the consecutive parts of the given sizes, which must add up to the batch; parts are views."""
         if sum(sizes) != self._size or any(size < 0 for size in sizes):
             raise ValueError(f"sizes {list(sizes)} do not add up to {self._size} samples")
         ends = list(itertools.accumulate(sizes))
@@ -156,11 +156,11 @@ class Batch:
         return self._like(*_cut(self.fields, self._columns, start, stop))
 
     def repeat(self, n: int) -> Batch:
-        """Each sample n times in a row: a, a, b, b for n = 2."""
+        """Return each sample n times in a row: a, a, b, b for n = 2."""
         return self.select(torch.arange(self._size).repeat_interleave(n))
 
     def drop(self, names: Iterable[str]) -> Batch:
-        """Without these fields and columns; names that are not there are fine."""
+        """Return the batch without these fields and columns; missing names are ignored."""
         gone = set(names)
         return self._like(
             {name: value for name, value in self.fields.items() if name not in gone},
@@ -169,12 +169,12 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """Fields on `device`; columns stay Python lists."""
+        """Return the fields on `device`; columns stay Python lists."""
         return self._map(lambda value: value.to(device), lambda column: column, self._size)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """All samples of `batches`, in order.
+        """Return all samples of `batches`, in order.
 
         Raises:
             ValueError: no batch, or names, kinds, dtypes or inner shapes differ; the message names them.
@@ -184,7 +184,8 @@ class Batch:
     # -- the wire ------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """Safetensors file with the columns as JSON inside; no pickle. A constant number of copies for any B.
+        """Return the safetensors file with the columns as JSON inside; no pickle. A constant number of copies for any
+        B.
 
         Raises:
             ValueError: a column holds something that JSON would not give back unchanged.
@@ -193,13 +194,13 @@ class Batch:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Batch:
-        """Inverse of `to_bytes`; everything is on the CPU, dtypes and bits are kept."""
+        """Return the inverse of `to_bytes`; everything is on the CPU, dtypes and bits are kept."""
         opened = open_block(Block((np.frombuffer(data, dtype=np.uint8),)))
         fields, columns, size = gather([(opened, 0, opened.head["size"])])
         return cls(fields, columns, size=size)
 
     def to_blocks(self, parts: Sequence[Sequence[int]], together: Sequence[int] = ()) -> Iterator[Span]:
-        """The samples of each part in blocks, each of which is what `to_bytes` gives of its samples, as views.
+        """Return the samples of each part in blocks, each of which is what `to_bytes` gives of its samples, as views.
 
         The batch must not change before the bytes are where they go.
 
@@ -218,7 +219,7 @@ class Batch:
 
     @staticmethod
     def from_blocks(spans: Sequence[Span]) -> Batch:
-        """All samples of the spans of `to_blocks`, in order, as `concat` would give them; the blocks are copied.
+        """Return all samples of the spans of `to_blocks`, in order, as `concat` would give them; the blocks are copied.
 
         Raises:
             ValueError: as `concat`.
@@ -238,7 +239,7 @@ class Batch:
 
 
 def _plain(value: Tensor) -> Tensor | Jagged:
-    """A field as `Batch` exposes it, from how it keeps it."""
+    """Return a field as `Batch` exposes it, from how it keeps it."""
     return Jagged(value.values(), value.offsets()) if value.is_nested else value  # type: ignore[attr-defined]
 
 
@@ -251,7 +252,7 @@ def _kind(value: Tensor | Jagged | list) -> str:
 
 
 def _cut(fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], start: int, stop: int) -> Parts:
-    """Samples `start` to `stop`, views; fields over the same tokens go on sharing their offsets."""
+    """Return the samples `start` to `stop`, views; fields over the same tokens go on sharing their offsets."""
     shared: dict[int, Jagged] = {}
     cut: dict[str, Tensor | Jagged] = {}
     for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""Where demonstrations come from: what `sft.train_files` of a robot's recipe names."""
+"""The sources of demonstrations that `sft.train_files` of a robot's recipe names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_demonstrations(
     cameras: Mapping[str, str] | None = None,
     where: str = "sft.train_files",
 ) -> list[OpenDemonstration]:
-    """Demonstrations of all sources, in order, those of other tasks left out.
+    """Return the demonstrations of all sources, in order, those of other tasks left out.
 
     Args:
         sources: a folder that `write_demonstrations` made; a data set of LeRobot, by itself or as TASK=FOLDER; or

@@ -62,7 +62,7 @@ class Demonstration:
         return {"states": self.states, "actions": self.actions, **frames}
 
     def __len__(self) -> int:
-        """Environment steps, T."""
+        """Return the environment steps, T."""
         return len(self.actions)
 
 
@@ -102,7 +102,7 @@ class OpenDemonstration:
 
     @classmethod
     def of(cls, shown: Demonstration, where: str) -> OpenDemonstration:
-        """One whose frames are in memory."""
+        """Return one whose frames are in memory."""
         return cls(
             shown.task,
             where,
@@ -113,7 +113,7 @@ class OpenDemonstration:
         )
 
     def __len__(self) -> int:
-        """Environment steps, T."""
+        """Return the environment steps, T."""
         return len(self.actions)
 
 
@@ -182,13 +182,13 @@ def _libero_file(path: str | Path) -> Iterator[Any]:
 
 
 def _libero_episodes(path: str | Path) -> list[str]:
-    """Names in the order of their numbers."""
+    """Return the names in the order of their numbers."""
     with _libero_file(path) as file:
         return sorted(_part(file, "data", path), key=lambda name: int(name.removeprefix("demo_")))
 
 
 def _libero_numbers(file: Any, episode: str, path: str | Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """States and actions of all steps."""
+    """Return the states and actions of all steps."""
     group = file["data"][episode]
     observed = _part(group, "obs", path)
     states = np.concatenate([_part(observed, name, path)[:] for name in LIBERO_STATE], axis=1)
@@ -251,7 +251,7 @@ def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
 
 
 def _demonstrations(folder: str | Path, tasks: Iterable[str] | None) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Files of demonstrations of these tasks, and what their headers say."""
+    """Yield the files of demonstrations of these tasks, and what their headers say."""
     wanted = None if tasks is None else set(tasks)
     files = _files(Path(folder))
     if not files:

@@ -27,7 +27,7 @@ _TOKENIZER, _TEMPLATE = "the tokenizer", "the chat template"
 
 @dataclass(frozen=True)
 class EndTokens:
-    """Which tokens end a response.
+    """The tokens that end a response.
 
     Attributes:
         sources: token id -> who names it; the tokenizer's own comes first.
@@ -43,13 +43,13 @@ class EndTokens:
         return list(self.sources)
 
     def describe(self, token: Callable[[int], str]) -> str:
-        """One line: every token, its id, and who names it."""
+        """Return one line: every token, its id, and who names it."""
         parts = [f"{token(number)} ({number}: {', '.join(names)})" for number, names in self.sources.items()]
         return f"a response ends at {' or '.join(parts)}"
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig) -> EndTokens:
-    """What ends a response of `model`.
+    """Return the tokens that end a response of `model`.
 
     A number of generation_config.json counts where the tokenizer is the model's own, or calls that token special: with
     another tokenizer it may be a letter.
@@ -79,7 +79,8 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: Dat
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int | None, str | None]:
-    """The special token that the chat template in use writes after the assistant's turn, and the text it stands in.
+    """Return the special token that the chat template in use writes after the assistant's turn, and the text it stands
+    in.
 
     None and text: it is no special token. None and None: the template renders no such conversation, or changes it.
     """

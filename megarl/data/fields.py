@@ -55,7 +55,7 @@ class Field:
         return f"column of {self.dtype}" if self.is_column else f"{self.dtype} {self.shape}"
 
     def misfit(self, value: Tensor | Jagged | list[Any]) -> str | None:
-        """The form of `value`, if it has another one than this field."""
+        """Return the form of `value`, if it has another one than this field."""
         if isinstance(value, list):
             return None if self.is_column else "a column"
         jagged = hasattr(value, "offsets")
@@ -210,13 +210,13 @@ FIELDS: dict[str, Field] = {
 
 
 def known(name: str) -> Field | None:
-    """The field of that name, a camera's included; None: one of a user's own."""
+    """Return the field of that name, a camera's included; None: one of a user's own."""
     prefix, slash, _ = name.partition("/")
     return FIELDS.get(prefix + slash)
 
 
 def table() -> str:
-    """All fields as a table in Markdown."""
+    """Return all fields as a table in Markdown."""
     rows = [
         f"| `{name}{'CAMERA' if name.endswith('/') else ''}` | {field.form} | {field.writer} | {field.meaning} | "
         f"`{field.example}` |"

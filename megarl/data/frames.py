@@ -20,7 +20,7 @@ SIMULATOR = "simulator"
 
 
 def compared_fields(config: RunConfig) -> list[str]:
-    """What of episodes is compared; nothing where success is all that counts."""
+    """Return the fields of episodes that are compared; none where only success counts."""
     robot = config.robot
     if robot is None or robot.reward.name == "success":
         return []
@@ -30,5 +30,6 @@ def compared_fields(config: RunConfig) -> list[str]:
 
 
 def clip_fields(config: RunConfig) -> list[str]:
-    """Fields that only a score reads: clips of episodes, which take as much memory as all else that is seen."""
+    """Return the fields that only a score reads: clips of episodes, which take as much memory as all else that is
+    seen."""
     return [name for name in compared_fields(config) if name.startswith(CLIP)]

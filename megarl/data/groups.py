@@ -1,4 +1,4 @@
-"""Which samples of a batch answer the same prompt.
+"""The groups of a batch: samples that answer the same prompt.
 
 Samples with one `uid` are a group, of any number of samples. A group lies whole on one replica, from its generation to
 the update; its samples may stand anywhere in the batch. Whatever counts prompts counts groups, in the order of their
@@ -24,7 +24,8 @@ ORDINAL = "ordinal"
 
 
 def group_numbers(samples: Batch, groups: Sequence[Sequence[int]], replica: int, replicas: int) -> list[int]:
-    """Number of each of a replica's `groups` (places, from `group_places`) among those of the step; see `ORDINAL`."""
+    """Return the number of each of a replica's `groups` (places, from `group_places`) among those of the step; see
+    `ORDINAL`."""
     if ORDINAL in samples:
         numbers = samples[ORDINAL]
         return [int(numbers[places[0]]) for places in groups]
@@ -32,7 +33,7 @@ def group_numbers(samples: Batch, groups: Sequence[Sequence[int]], replica: int,
 
 
 def group_places(uid: Sequence[Hashable]) -> list[list[int]]:
-    """Positions of the samples of each group, groups in the order of their first samples.
+    """Return the positions of the samples of each group, groups in the order of their first samples.
 
     >>> group_places(["a", "b", "a", "c", "b", "b"])
     [[0, 2], [1, 4, 5], [3]]
@@ -44,7 +45,7 @@ def group_places(uid: Sequence[Hashable]) -> list[list[int]]:
 
 
 def by_group(uid: Sequence[Hashable], values: Sequence[T]) -> list[list[T]]:
-    """Values of samples, group by group.
+    """Return the values of samples, group by group.
 
     >>> by_group(["a", "b", "a"], [1, 2, 3])
     [[1, 3], [2]]
@@ -53,7 +54,7 @@ def by_group(uid: Sequence[Hashable], values: Sequence[T]) -> list[list[T]]:
 
 
 def tokens_of(board: Batch) -> Sequence[int]:
-    """Prompt and response tokens of every sample."""
+    """Return the prompt and response tokens of every sample."""
     from megarl.data.batch import Jagged
 
     parts = [board[name] for name in ("prompt_ids", "response_ids") if name in board]

@@ -1,4 +1,4 @@
-"""Is a source in the local cache of the Hugging Face hub, and else can the hub be reached? In seconds.
+"""The state of the Hugging Face hub: is a source in the local cache, and else can the hub be reached? In seconds.
 
 The hub's own packages try for a minute, in every worker, and end in the advice to check the name.
 """
@@ -38,7 +38,7 @@ class HubSource:
 
     @property
     def cached(self) -> bool:
-        """Whether the local cache holds it, in any version."""
+        """True when the local cache holds the source, in any version."""
         paths = hub_paths()
         folders = [paths.hub / f"{self.kind}--{self.name.replace('/', '--')}" / "snapshots"]
         if self.kind == "datasets":
@@ -49,12 +49,12 @@ class HubSource:
 
 
 def offline() -> str | None:
-    """The variable that forbids to ask the hub; None: it may be asked."""
+    """Return the variable that forbids to ask the hub; None: it may be asked."""
     return next((name for name in _SWITCHES if os.environ.get(name, "").upper() in _TRUE), None)
 
 
 def hub_dataset(source: str) -> str | None:
-    """The hub repository that a data source stands for; None when it is something else."""
+    """Return the hub repository that a data source stands for; None when it is something else."""
     path = Path(source).expanduser()
     if source.startswith(TEXT) or path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
         return None
@@ -64,7 +64,7 @@ def hub_dataset(source: str) -> str | None:
 
 
 def advice(kind: str, name: str, otherwise: str) -> str:
-    """What to do about a source that could not be loaded, by what stands in its way now; takes `ASK_S` at most.
+    """Return the fix for a source that could not be loaded, by the present obstacle; takes `ASK_S` at most.
 
     Args:
         kind: `models` or `datasets`.
@@ -82,7 +82,8 @@ def advice(kind: str, name: str, otherwise: str) -> str:
 
 
 def problem_of(source: HubSource, why: str | None) -> ConfigError:
-    """What is wrong with a source that is not in the cache: `why` the hub was not reached; None: it was, or may not."""
+    """Return the error for a source that is not in the cache; `why`: the hub was not reached; None: it was, or may not
+    be."""
     switch = offline()
     download = f"download it where there is a network (hf download {source.name}), and name its folder"
     if switch is not None:
@@ -98,7 +99,7 @@ def problem_of(source: HubSource, why: str | None) -> ConfigError:
 
 
 def ask(asked: list[HubSource]) -> tuple[dict[HubSource, Answer], str | None]:
-    """The hub's answer on every source, and why it could not be reached; None: it could."""
+    """Return the hub's answer on every source, and why it could not be reached; None: it could."""
     answers: dict[HubSource, Answer] = dict.fromkeys(asked, "unknown")
     reasons: dict[HubSource, str] = {}
     reached: list[HubSource] = []

@@ -13,7 +13,7 @@ Index: TypeAlias = Sequence[int] | Tensor
 
 
 def as_index(index: Index, size: int, device: torch.device) -> Tensor:
-    """Positions as an int64 tensor on `device`. A bool mask [size] selects its true places.
+    """Return the positions as an int64 tensor on `device`. A bool mask [size] selects its true places.
 
     Raises:
         IndexError: a position outside [0, size), or a mask of another length.
@@ -84,7 +84,7 @@ class Jagged:
 
     @classmethod
     def concat(cls, parts: Sequence[Jagged]) -> Jagged:
-        """All sequences of `parts`, in order. At least one part."""
+        """Return all sequences of `parts`, in order. At least one part."""
         values = torch.cat([part.values for part in parts])
         return cls.from_lengths(values, torch.cat([part.lengths for part in parts]))
 
@@ -103,7 +103,7 @@ class Jagged:
 
     @property
     def device(self) -> torch.device:
-        """Where `values` and `offsets` live."""
+        """The device of `values` and `offsets`."""
         return self.values.device
 
     def sum(self) -> Tensor:
@@ -113,11 +113,11 @@ class Jagged:
         return before[self.offsets].diff()
 
     def unbind(self) -> list[Tensor]:
-        """The B sequences as views of `values`."""
+        """Return the B sequences as views of `values`."""
         return list(self.values.split(self.lengths.tolist()))
 
     def like(self, values: Tensor) -> Jagged:
-        """Other values [total, ...] cut in the same places."""
+        """Return the other values [total, ...] cut in the same places."""
         return Jagged(values, self.offsets)
 
     def to(self, device: torch.device | str) -> Jagged:
@@ -126,19 +126,20 @@ class Jagged:
         return self if values is self.values and offsets is self.offsets else Jagged(values, offsets)
 
     def slice(self, start: int, stop: int) -> Jagged:
-        """Sequences start..stop-1; the values are a view."""
+        """Return the sequences start..stop-1; the values are a view."""
         offsets = self.offsets[start : stop + 1]
         low, high = int(offsets[0]), int(offsets[-1])
         return Jagged(self.values[low:high], offsets - offsets[0])
 
     def select(self, index: Index) -> Jagged:
-        """Sequences at `index` (positions or bool mask), in that order, repeats allowed. One gather, no loop."""
+        """Return the sequences at `index` (positions or bool mask), in that order, repeats allowed. One gather, no
+        loop."""
         places, offsets = gather_plan(self.offsets, as_index(index, len(self), self.device))
         return Jagged(self.values.index_select(0, places), offsets)
 
 
 def gather_plan(offsets: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the tokens of the sequences `picked` (int64 [K]) are: places int64 [tokens], and their offsets [K + 1]."""
+    """Return the places (int64 [tokens]) of the tokens of sequences `picked` (int64 [K]), and their offsets [K + 1]."""
     lengths = offsets.diff()[picked]
     out = torch.zeros(len(picked) + 1, dtype=torch.int64, device=offsets.device)
     torch.cumsum(lengths, 0, out=out[1:])

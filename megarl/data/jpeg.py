@@ -1,4 +1,4 @@
-"""What JPEG does to a picture, without writing a file: compressed and read back, in tensors, on any device.
+"""The effect of JPEG on a picture, without a file: compressed and read back, in tensors, on any device.
 
 Published robot policies saw pictures that were once JPEG files: their training data was stored so, and their evaluation
 sends every rendered frame through TensorFlow's `encode_jpeg` (quality 95, chroma at half the size) and `decode_image`.
@@ -42,7 +42,7 @@ SMALLEST = 6
 
 
 def through_jpeg(pictures: Tensor, quality: int = 95) -> Tensor:
-    """Pictures as they are after a JPEG file.
+    """Return the pictures as they are after a JPEG file.
 
     Args:
         pictures: uint8 [N, H, W, 3], both sides at least 6.
@@ -71,7 +71,8 @@ def through_jpeg(pictures: Tensor, quality: int = 95) -> Tensor:
 
 @functools.cache
 def _steps(table: tuple[tuple[int, ...], ...], quality: int, device: str) -> tuple[Tensor, Tensor]:
-    """(divisors of the writer, multipliers of the reader), float32 [8, 8, 1], by column and row of the frequency."""
+    """Return (divisors of the writer, multipliers of the reader), float32 [8, 8, 1], by column and row of the
+    frequency."""
     percent = 5000 // quality if quality < 50 else 200 - 2 * quality
     step = ((torch.tensor(table) * percent + 50) // 100).clamp(1, 255).T
     scale = torch.tensor([1.0, *(math.sqrt(2) * math.cos(k * math.pi / 16) for k in range(1, 8))], dtype=torch.float64)
@@ -80,7 +81,7 @@ def _steps(table: tuple[tuple[int, ...], ...], quality: int, device: str) -> tup
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Divided by 2^bits and rounded, half up."""
+    """Divide by 2^bits and round half up."""
     return (x + (1 << (bits - 1))) >> bits
 
 
@@ -89,7 +90,7 @@ def _fixed(x: float, bits: int) -> int:
 
 
 def _smear(plane: Tensor, down: int, right: int) -> Tensor:
-    """[N, H, W] with its last row and column repeated."""
+    """Return [N, H, W] with its last row and column repeated."""
     for dimension, more in ((1, down), (2, right)):
         if more:
             last = plane.narrow(dimension, plane.shape[dimension] - 1, 1)
@@ -98,7 +99,7 @@ def _smear(plane: Tensor, down: int, right: int) -> Tensor:
 
 
 def _to_planes(pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Brightness, blue difference, red difference: int32 [N, H, W], 0 to 255."""
+    """Return the brightness, blue difference, red difference: int32 [N, H, W], 0 to 255."""
     r, g, b = pictures.int().unbind(-1)
     half, centre = 1 << 15, (128 << 16) + (1 << 15) - 1
     brightness = _fixed(0.299, 16) * r + _fixed(0.587, 16) * g + _fixed(0.114, 16) * b + half
@@ -108,7 +109,7 @@ def _to_planes(pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _to_pictures(brightness: Tensor, blue: Tensor, red: Tensor) -> Tensor:
-    """The inverse: three int32 [N, H, W] -> uint8 [N, H, W, 3]."""
+    """Turn three int32 planes [N, H, W] back into pictures, uint8 [N, H, W, 3]."""
     half, blue, red = 1 << 15, blue - 128, red - 128
     r = brightness + ((_fixed(1.402, 16) * red + half) >> 16)
     g = brightness + ((half - _fixed(0.34414, 16) * blue - _fixed(0.71414, 16) * red) >> 16)
@@ -117,7 +118,7 @@ def _to_pictures(brightness: Tensor, blue: Tensor, red: Tensor) -> Tensor:
 
 
 def _halve(plane: Tensor) -> Tensor:
-    """Means of 2 x 2, rounded down and up in turns, with sides that are multiples of 8.
+    """Return the means of 2 x 2, rounded down and up in turns, with sides that are multiples of 8.
 
     Missing columns are repeated before, missing rows after the means are taken, as libjpeg does it.
     """
@@ -130,7 +131,7 @@ def _halve(plane: Tensor) -> Tensor:
 
 
 def _double(plane: Tensor) -> Tensor:
-    """Each value becomes 2 x 2: three quarters of the nearest one, one quarter of the next, each way."""
+    """Return each value becomes 2 x 2: three quarters of the nearest one, one quarter of the next, each way."""
     edges = torch.cat([plane[:, :1], plane, plane[:, -1:]], dim=1)
     near = 3 * plane
     rows = torch.stack([near + edges[:, :-2], near + edges[:, 2:]], dim=2).flatten(1, 2)
@@ -140,7 +141,7 @@ def _double(plane: Tensor) -> Tensor:
 
 
 def _lose(plane: Tensor, divisors: Tensor, multipliers: Tensor) -> Tensor:
-    """A plane int32 [N, H, W] after its 8 x 8 blocks were written and read, the same shape."""
+    """Return a plane int32 [N, H, W] after its 8 x 8 blocks were written and read, the same shape."""
     count, height, width = plane.shape
     blocks = (plane - 128).view(count, height // 8, 8, width // 8, 8).permute(4, 2, 0, 1, 3).reshape(8, 8, -1)
     rows = torch.stack(_forward(blocks.unbind(0), first=True))
@@ -152,7 +153,7 @@ def _lose(plane: Tensor, divisors: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _forward(x: Sequence[Tensor], *, first: bool) -> list[Tensor]:
-    """The accurate transform of eight int32 samples; the first of two passes leaves its results times 4."""
+    """Return the accurate transform of eight int32 samples; the first of two passes leaves its results times 4."""
     sums = [x[i] + x[7 - i] for i in range(4)]
     t7, t6, t5, t4 = (x[i] - x[7 - i] for i in range(4))
     even, odd = sums[0] + sums[3], sums[1] + sums[2]
@@ -178,7 +179,7 @@ def _forward(x: Sequence[Tensor], *, first: bool) -> list[Tensor]:
 
 
 def _back(x: Sequence[Tensor]) -> list[Tensor]:
-    """The fast inverse transform of eight float32 frequencies that hold integers."""
+    """Return the fast inverse transform of eight float32 frequencies that hold integers."""
     t10, t11, t13 = x[0] + x[4], x[0] - x[4], x[2] + x[6]
     t12 = _times(x[2] - x[6], 362) - t13
     t0, t3, t1, t2 = t10 + t13, t10 - t13, t11 + t12, t11 - t12
@@ -192,5 +193,5 @@ def _back(x: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """Times factor/256, rounded down."""
+    """Return the product with factor/256, rounded down."""
     return (x * (factor / 256)).floor_()

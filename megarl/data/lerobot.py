@@ -38,13 +38,13 @@ _NEAR = 0.5
 
 
 def is_lerobot(folder: Path) -> bool:
-    """Whether a folder is a data set of this format."""
+    """Tell whether a folder is a data set of this format."""
     return (folder / INFO).is_file()
 
 
 @dataclass(frozen=True)
 class _Episode:
-    """Where an episode is.
+    """The place of an episode in the files.
 
     Attributes:
         number: of the episode.
@@ -83,7 +83,7 @@ class LeRobotFolder:
 
     @property
     def _many(self) -> bool:
-        """Whether a file holds many episodes."""
+        """True when a file holds many episodes."""
         return bool(self.info["codebase_version"].startswith("v3"))
 
     @property
@@ -101,14 +101,14 @@ class LeRobotFolder:
         return {int(row["task_index"]): str(row["task"]) for row in rows}
 
     def instruction(self, task: int) -> str:
-        """Of the task of this number."""
+        """Return the instruction of the task of this number."""
         if task not in self.instructions:
             what = "episodes are of a task that meta/tasks does not have"
             raise DataError(what, where=str(self.folder / "meta"), found=task, allowed=sorted(self.instructions))
         return self.instructions[task]
 
     def episodes(self) -> list[_Episode]:
-        """In the order of their numbers."""
+        """Return the episodes in the order of their numbers."""
         if self._many:
             files = sorted((self.folder / "meta/episodes").glob("chunk-*/file-*.parquet"))
             rows = [row for file in files for row in _table(file).to_pylist()]
@@ -120,11 +120,11 @@ class LeRobotFolder:
         return sorted(found, key=lambda one: one.number)
 
     def data_file(self, episode: _Episode) -> Path:
-        """File with the numbers of an episode."""
+        """Return the file with the numbers of an episode."""
         return self.folder / self._place("data_path", episode, "data")
 
     def video_file(self, episode: _Episode, camera: str) -> Path:
-        """File with its pictures of a camera."""
+        """Return the file with its pictures of a camera."""
         return self.folder / self._place("video_path", episode, f"videos/{camera}", video_key=camera)
 
     def _place(self, key: str, episode: _Episode, column: str, **names: Any) -> str:
@@ -143,20 +143,20 @@ class LeRobotFolder:
         return str(place)
 
     def _said(self, key: str) -> Any:
-        """A key of meta/info.json."""
+        """Return a key of meta/info.json."""
         if key not in self.info:
             raise DataError(f"there is no {key!r}", where=str(self.folder / INFO), found=sorted(self.info))
         return self.info[key]
 
     def _of(self, episode: _Episode, key: str) -> Any:
-        """What the table of episodes says of one."""
+        """Return the entry of the table of episodes for one."""
         if key not in episode.row:
             where = f"{self.folder / 'meta/episodes'}: episode {episode.number}"
             raise DataError(f"there is no {key!r}", where=where, found=sorted(episode.row))
         return episode.row[key]
 
     def numbers(self, episode: _Episode) -> tuple[pa.Table, list[int]]:
-        """(columns that are no pictures, the row groups of its file that have it), in the order of time."""
+        """Return (columns that are no pictures, the row groups of its file that have it), in the order of time."""
         import pyarrow as pa
 
         path = self.data_file(episode)
@@ -168,7 +168,7 @@ class LeRobotFolder:
         return table.filter(pa.array(np.asarray(table["episode_index"]) == episode.number)), groups
 
     def pictures(self, episode: _Episode, camera: str, groups: Sequence[int]) -> Callable[[int], NDArray[np.uint8]]:
-        """What gives the picture uint8 [H, W, 3] of an environment step."""
+        """Return a function that gives the picture uint8 [H, W, 3] of an environment step."""
         if self.info["features"][camera]["dtype"] == "video":
             path = self.video_file(episode, camera)
             if not path.is_file():
@@ -183,7 +183,7 @@ class LeRobotFolder:
 def open_lerobot(
     folder: str | Path, tasks: Mapping[str, str], cameras: Mapping[str, str], task: str | None = None
 ) -> Iterator[OpenDemonstration]:
-    """Demonstrations of a data set, in order, those of other tasks left out.
+    """Yield the demonstrations of a data set, in order, those of other tasks left out.
 
     Args:
         folder: with meta/info.json.
@@ -241,7 +241,7 @@ def _feature(data: LeRobotFolder, name: str, camera: str) -> str:
 
 
 def _matrix(table: pa.Table, name: str) -> NDArray[np.float32]:
-    """float32 [T, D]; a column of lists, or of numbers. [T, 0] where there is none."""
+    """Return float32 [T, D]; a column of lists, or of numbers. [T, 0] where there is none."""
     if name not in table.column_names:
         return np.zeros((len(table), 0), np.float32)
     return np.asarray(table[name].to_pylist(), np.float32).reshape(len(table), -1)
@@ -256,7 +256,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _file(path: Path) -> Iterator[Any]:
-    """The parquet file, open; what cannot be read inside the block names it."""
+    """Open the parquet file; errors of reading inside the block name it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -282,7 +282,7 @@ def _groups_read(path: Path, groups: Sequence[int], columns: Sequence[str]) -> p
 
 @lru_cache(maxsize=64)
 def _groups(path: Path) -> dict[int, list[int]]:
-    """The row groups that each episode of a file is in."""
+    """Return the row groups that each episode of a file is in."""
     with _file(path) as file:
         number = file.num_row_groups
     found: dict[int, list[int]] = {}
@@ -294,7 +294,7 @@ def _groups(path: Path) -> dict[int, list[int]]:
 
 @lru_cache(maxsize=8)
 def _encoded(path: Path, groups: tuple[int, ...], camera: str, episode: int) -> list[dict[str, Any]]:
-    """Encoded pictures of an episode, {"bytes": ...} each."""
+    """Return the encoded pictures of an episode, {"bytes": ...} each."""
     import pyarrow as pa
 
     table = _groups_read(path, groups, [camera, "episode_index"])
@@ -315,7 +315,7 @@ def _decoded(data: bytes | None, path: Path) -> NDArray[np.uint8]:
 
 
 def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
-    """The picture of a video whose time is nearest to `second`."""
+    """Return the picture of a video whose time is nearest to `second`."""
     try:
         import av
     except ImportError:
@@ -345,7 +345,7 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
 
 
 def cameras_of(spec_cameras: Sequence[str], recorded: Mapping[str, str], where: str) -> dict[str, str]:
-    """Names in a data set, by those of a task's cameras; the same ones where a recipe says nothing.
+    """Return the names in a data set, by those of a task's cameras; the same ones where a recipe says nothing.
 
     Raises:
         ConfigError: the recipe names a camera that the task does not have.

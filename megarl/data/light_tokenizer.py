@@ -1,4 +1,4 @@
-"""What can be known of a tokenizer without transformers, which takes seconds to import: for checks before a run."""
+"""Facts about a tokenizer without transformers, which takes seconds to import: for checks before a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CharacterTokenizer:
         self._ids = {character: number for number, character in enumerate(alphabet, len(SPECIAL_TOKENS))}
 
     def __call__(self, text: str | Sequence[str], **settings: Any) -> dict[str, Any]:
-        """`input_ids` of a text, or of each of a list."""
+        """Return `input_ids` of a text, or of each of a list."""
         if isinstance(text, str):
             return {"input_ids": [self._ids.get(character, self.unk_token_id) for character in text]}
         return {"input_ids": [self(one)["input_ids"] for one in text]}
@@ -40,7 +40,7 @@ class WordTokenizer:
         self._ids = {word: number for number, word in enumerate(words.split(), len(SPECIAL_TOKENS))}
 
     def __call__(self, text: str | Sequence[str], **settings: Any) -> dict[str, Any]:
-        """`input_ids` of a text, or of each of a list."""
+        """Return `input_ids` of a text, or of each of a list."""
         if isinstance(text, str):
             return {"input_ids": [self._ids.get(word, self.unk_token_id) for word in text.split()]}
         return {"input_ids": [self(one)["input_ids"] for one in text]}
@@ -69,7 +69,7 @@ class FileTokenizer:
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, **settings: Any
     ) -> dict[str, Any]:
-        """`input_ids` of a text, or of each of a list."""
+        """Return `input_ids` of a text, or of each of a list."""
         if isinstance(text, str):
             return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}
         batch = self._backend.encode_batch(list(text), add_special_tokens=add_special_tokens)
@@ -87,7 +87,8 @@ LightTokenizer = CharacterTokenizer | WordTokenizer | FileTokenizer
 
 
 def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
-    """The tokenizer of `model`, None where only transformers can tell: it is not here, or it is no tokenizer.json."""
+    """Return the tokenizer of `model`, None where only transformers can tell: it is not here, or it is no
+    tokenizer.json."""
     name = model.tokenizer or model.path
     if name is None or model.trust_remote_code:
         return None
@@ -105,7 +106,8 @@ def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
 
 
 def brings_chat_template(model: ModelConfig) -> bool | None:
-    """Whether the tokenizer of `model` has a chat template; None where its files are not here, or cannot be read."""
+    """Tell whether the tokenizer of `model` has a chat template; None where its files are not here or cannot be
+    read."""
     name = model.tokenizer or model.path
     if name is None:
         return None
@@ -119,7 +121,7 @@ def brings_chat_template(model: ModelConfig) -> bool | None:
 
 
 def _folder(name: str) -> Path | None:
-    """Where the files of a tokenizer are on this machine."""
+    """Return the folder of a tokenizer's files on this machine."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

@@ -12,14 +12,14 @@ from megarl.errors import DataError
 
 
 class Indexed(Protocol):
-    """What a loader can draw from."""
+    """A data set that a loader takes rows from, by index."""
 
     fingerprint: str
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Samples at `indices`, met in `epoch`."""
+        """Return the samples at `indices`, met in `epoch`."""
         ...
 
 
@@ -71,7 +71,7 @@ class PromptLoader:
 
     @property
     def number(self) -> int:
-        """Of the next sample, in all epochs laid end to end."""
+        """The number of the next sample, counted over all epochs end to end."""
         return self._epoch * len(self.dataset) + self._position
 
     def go_to(self, number: int) -> None:
@@ -79,7 +79,7 @@ class PromptLoader:
         self._epoch, self._position = divmod(number, len(self.dataset))
 
     def at(self, numbers: Sequence[int]) -> Batch:
-        """Samples by their numbers; the next one stays what it is.
+        """Return the samples by their numbers; the next one stays what it is.
 
         Args:
             numbers: at least one.
@@ -91,7 +91,8 @@ class PromptLoader:
         return Batch.concat(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: the next sample (epoch, position in it), the order (seed, shuffle) and the data it belongs to."""
+        """Return the JSON: the next sample (epoch, position in it), the order (seed, shuffle) and the data it belongs
+        to."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -121,7 +122,7 @@ class PromptLoader:
         refuse_other_data(self.state_dict(), state)
 
     def _pieces(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(epoch, dataset indices) of the next global batch, one piece per epoch it touches."""
+        """Yield (epoch, dataset indices) of the next global batch, one piece per epoch it touches."""
         epoch, first, left = self._epoch, self._position, self.batch_size
         while left > 0:
             some = self._indices(epoch)[first : first + left]
@@ -158,7 +159,8 @@ def refuse_other_data(mine: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
-    """One pass in order, for validation: this rank's share of each round of `batch_size` samples (null: all at once).
+    """Yield one pass in order, for validation: this rank's share of each round of `batch_size` samples (null: all at
+    once).
 
     All ranks see the same number of rounds; in the last, shorter one a rank's share may be empty.
     """

@@ -29,7 +29,7 @@ _FORM = 'text, or chat messages [{"role": "user", "content": "..."}, ...]'
 
 
 def read_messages(value: Any, row: Row, column: str) -> list[Message]:
-    """The messages that `value`, of a row's column, holds; text is the user's.
+    """Return the messages that `value`, of a row's column, holds; text is the user's.
 
     Raises:
         DataError: it is neither, a message has no text, or a weight that is not 0 or 1; the row is named.
@@ -42,29 +42,29 @@ def read_messages(value: Any, row: Row, column: str) -> list[Message]:
 
 
 def without_weight(messages: list[Message]) -> list[Message]:
-    """The messages as a chat template sees them."""
+    """Return the messages as a chat template sees them."""
     return [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
 
 
 def extra_keys(message: Message) -> list[str]:
-    """Keys that a chat template has to write, in addition to the content."""
+    """Return the keys that a chat template has to write, in addition to the content."""
     known = ("role", "content", WEIGHT, *(_OF_CALLS if message.get("role") == "tool" else ()))
     return [key for key in message if key not in known]
 
 
 def is_learnt(message: Message) -> bool:
-    """Whether the loss counts the assistant's message."""
+    """Tell whether the loss counts the assistant's message."""
     return bool(message.get(WEIGHT, 1))
 
 
 def before_assistant(messages: list[Message]) -> list[Message]:
-    """The messages before the assistant's first one: the prompt of a whole conversation."""
+    """Return the messages before the assistant's first one: the prompt of a whole conversation."""
     first = next((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), len(messages))
     return messages[:first]
 
 
 def prompt_messages(value: Any, row: Row, column: str, *, whole: bool) -> list[Message]:
-    """The messages that the policy is shown.
+    """Return the messages that the policy is shown.
 
     Args:
         value: what the prompt's column holds.
@@ -95,7 +95,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool) -> list[M
 
 
 def response_of(row: Row, prompt_key: str, response_key: str) -> list[Message]:
-    """The response of a row to learn: messages of which the assistant's are learnt. See `response_messages`.
+    """Return the response of a row to learn: messages of which the assistant's are learnt. See `response_messages`.
 
     Raises:
         DataError: as `response_messages` and `prompt_messages`; or both keys name a column of text.
@@ -117,7 +117,7 @@ def response_of(row: Row, prompt_key: str, response_key: str) -> list[Message]:
 
 
 def response_messages(value: Any, key: str, row: Row, prompt: list[Message] | None = None) -> list[Message]:
-    """A response to learn: text, an integer, or messages that begin and end with the assistant's.
+    """Return a response to learn: text, an integer, or messages that begin and end with the assistant's.
 
     Args:
         value: of the column `key`.
@@ -199,7 +199,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
 
 
 def _joined(parts: list[Any], number: int, row: Row, column: str) -> str | None:
-    """The text of content that comes in parts, one after the other; None where they are no parts."""
+    """Return the text of content that comes in parts, one after the other; None where they are no parts."""
     texts = []
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -248,7 +248,7 @@ def _short(text: str, limit: int = 120) -> str:
 
 @dataclass(frozen=True)
 class PromptColumn:
-    """Where the prompts of rows stand.
+    """The column of rows that holds the prompts.
 
     Attributes:
         name: `data.prompt_key`.
@@ -259,7 +259,7 @@ class PromptColumn:
     whole: bool = False
 
     def messages(self, row: Mapping[str, Any]) -> list[Message] | None:
-        """The prompt's messages; None where it is text, or `row` has no more than its other columns."""
+        """Return the prompt's messages; None where it is text, or `row` has no more than its other columns."""
         own = Row(row, "row", 0)
         try:
             value = own.column(self.name, "data.prompt_key")

@@ -16,7 +16,7 @@ __all__ = ["balance", "pack", "split_to_count"]
 
 
 def pack(lengths: Lengths, budget: int) -> list[list[int]]:
-    """As few micro-batches of at most `budget` tokens as best-fit decreasing finds, made as even as possible.
+    """Pack sequences into micro-batches of at most `budget` tokens by best-fit decreasing, made as even as possible.
 
     A sequence longer than the budget is a micro-batch by itself. Every index is in exactly one micro-batch, in
     rising order; no micro-batch is empty; no sequences give no micro-batches. Deterministic.
@@ -33,7 +33,7 @@ def pack(lengths: Lengths, budget: int) -> list[list[int]]:
 
 
 def split_to_count(lengths: Lengths, count: int, budget: int | None = None) -> list[list[int]]:
-    """Exactly `count` micro-batches of totals as even as possible, so that all ranks can run the same number.
+    """Return exactly `count` micro-batches of totals as even as possible, so that all ranks can run the same number.
 
     Micro-batches are empty only when there are fewer sequences than `count`; empty ones come last. With a budget,
     no micro-batch of two or more sequences exceeds it.
@@ -57,7 +57,7 @@ def split_to_count(lengths: Lengths, count: int, budget: int | None = None) -> l
 
 
 def _ordered(parts: list[list[int]], count: int) -> list[list[int]]:
-    """Micro-batches by their first sequence, empty ones last."""
+    """Return the micro-batches by their first sequence, empty ones last."""
     if len(parts) != count:
         raise ValueError(f"{len(parts)} micro-batches are needed, {count} were asked for")
     return sorted(parts, key=lambda part: part[0] if part else float("inf"))
@@ -75,7 +75,7 @@ def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
 
 
 def _best_fit(sizes: np.ndarray, budget: int) -> list[list[int]]:
-    """Longest first, each to the fullest micro-batch that still has room."""
+    """Pack the longest first, each into the fullest micro-batch that still has room."""
     parts: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, micro-batch), sorted
     order = np.argsort(-sizes, kind="stable")

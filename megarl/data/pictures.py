@@ -33,7 +33,7 @@ _AT_A_TIME = {"cpu": 4}
 
 @dataclass(frozen=True)
 class PicturePipeline:
-    """What happens to a frame between the camera and the normalisation, in this order.
+    """The steps for a frame between the camera and the normalisation, in this order.
 
     Attributes:
         size: height and width of the result.
@@ -62,7 +62,7 @@ class PicturePipeline:
             raise ConfigError("no quality of a JPEG file", where="jpeg", found=self.jpeg, allowed="1 to 100")
 
     def __call__(self, frames: Tensor) -> Tensor:
-        """Frames of one shape, uint8 [..., H, W, 3], as pictures, uint8 [..., size, size, 3].
+        """Return the frames of one shape, uint8 [..., H, W, 3], as pictures, uint8 [..., size, size, 3].
 
         Raises:
             DataError: another shape or kind of numbers, or frames of another size that nothing here resizes.
@@ -117,7 +117,7 @@ class Normalisation:
 
     @classmethod
     def of_checkpoint(cls, config: Mapping[str, Any], where: str) -> Normalisation:
-        """As the content `config` of a checkpoint's preprocessor_config.json says it: its `means` and `stds`.
+        """Read `means` and `stds` from the content `config` of a checkpoint's preprocessor_config.json.
 
         They are worth reading: OpenVLA's are rounded to bfloat16 (0.484375 for 0.485).
 
@@ -145,7 +145,7 @@ class Normalisation:
         return cls(*parts)
 
     def __call__(self, pictures: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """uint8 [..., H, W, 3] -> `dtype` [..., 3 * towers, H, W]; counted in float32."""
+        """Return uint8 [..., H, W, 3] -> `dtype` [..., 3 * towers, H, W]; counted in float32."""
         _check(pictures)
         values = (pictures.movedim(-1, -3).float() / 255).unsqueeze(-4)
         means, deviations = (
@@ -165,7 +165,7 @@ _OF_TOWERS = {1: SIGLIP, 2: DINO_SIGLIP}
 def policy_normalisation(
     preprocessor: Mapping[str, Any] | None, towers: int, side: int, where: str = "preprocessor_config.json"
 ) -> Normalisation:
-    """What a robot policy's pictures are normalised with.
+    """Return the normalisation of a robot policy's pictures.
 
     Args:
         preprocessor: content of its preprocessor_config.json; None: it has none, and gets the usual numbers.
@@ -209,7 +209,8 @@ class VideoPipeline:
     normalisation: Normalisation = IMAGENET
 
     def choose(self, count: int) -> list[int]:
-        """Which of `count` frames are in the clip: evenly spread with both ends, or all of them again and again.
+        """Return the frames of `count` that are in the clip: evenly spread with both ends, or all of them again and
+        again.
 
         >>> VideoPipeline(frames=4).choose(8), VideoPipeline(frames=4).choose(3)
         ([0, 2, 4, 7], [0, 1, 2, 0])
@@ -221,7 +222,7 @@ class VideoPipeline:
         return [int(place) for place in np.linspace(0, count - 1, self.frames, dtype=np.int64)]
 
     def __call__(self, frames: Tensor) -> Tensor:
-        """All frames of an episode, uint8 [T, H, W, 3], as float32 [frames, 3, size, size]."""
+        """Return all frames of an episode, uint8 [T, H, W, 3], as float32 [frames, 3, size, size]."""
         _check(frames)
         height, width = frames.shape[1:3]
         short = self.size * 256 // 224
@@ -238,12 +239,12 @@ class VideoPipeline:
 
 
 def _levels(values: Tensor) -> Tensor:
-    """float32 levels as uint8, rounded half to even."""
+    """Return float32 levels as uint8, rounded half to even."""
     return values.round().clamp_(0, 255).to(torch.uint8)
 
 
 def _by_parts(frames: Tensor, work: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """`work` on frames [..., H, W, 3], a few at a time, as uint8 [..., *shape]."""
+    """Return `work` on frames [..., H, W, 3], a few at a time, as uint8 [..., *shape]."""
     flat = frames.reshape(-1, *frames.shape[-3:])
     result = torch.empty(len(flat), *shape, dtype=torch.uint8, device=frames.device)
     step = _AT_A_TIME.get(frames.device.type, 256)

@@ -85,7 +85,8 @@ class PromptDataset:
         return len(self.rows)
 
     def describe(self) -> str:
-        """One line for the log: how many prompts, how long, whether a chat template was used, how many dropped."""
+        """Return one line for the log: how many prompts, how long, whether a chat template was used, how many
+        dropped."""
         dropped = f"; {self.overlong} longer than {self.config.max_prompt_tokens} dropped" if self.overlong else ""
         if self._hidden:
             dropped += f"; rewards find the columns {', '.join(self._hidden)} in sample['row']"
@@ -93,7 +94,7 @@ class PromptDataset:
         return f"{self.split}: {prompts}{self._template}{dropped}"
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Prompts at `indices`: prompt_ids and the columns uid, prompt_text, answer, data_source, row.
+        """Return the prompts at `indices`: prompt_ids and the columns uid, prompt_text, answer, data_source, row.
 
         `row` has the row's columns less those that the others hold already: the prompt's stays where templates changed
         it, and any column under another name.
@@ -122,7 +123,7 @@ class PromptDataset:
 
 
 def _data_source(row: Row) -> str:
-    """Column data_source, else `folder/file` without suffix, else the hub or function name.
+    """Return the column data_source, else `folder/file` without suffix, else the hub or function name.
 
     Only the file when its path names no folder (`test.jsonl`, `../test.jsonl`): the name is a part of metric names.
     """
@@ -143,6 +144,6 @@ def _fingerprint(prompts: Jagged) -> str:
 
 
 def tokens_text(lengths: Tensor) -> str:
-    """How long sequences are: `6 tokens`, or `3-9 tokens`. `lengths` [B] integers, not empty."""
+    """Return the lengths of sequences as text: `6 tokens`, or `3-9 tokens`. `lengths` [B] integers, not empty."""
     least, most = int(lengths.min()), int(lengths.max())
     return count(most, "token") if least == most else f"{least}-{most} tokens"

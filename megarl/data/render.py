@@ -1,4 +1,5 @@
-"""From rows to token ids: templates, tokenizer, length limit. Without torch: a command does it before a run, too."""
+"""The rendering of rows as token ids: templates, tokenizer, length limit. Without torch: a command does it before a
+run, too."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ _TOKENISE_AT_ONCE = 4096
 
 
 class Tokenizer(Protocol):
-    """What is needed of transformers' tokenizers."""
+    """The part of transformers' tokenizers that is used here."""
 
     bos_token_id: Any
     unk_token_id: Any
 
     def __call__(self, text: Any, **settings: Any) -> Any:
-        """`input_ids` of a text, or of each of a list."""
+        """Return `input_ids` of a text, or of each of a list."""
 
 
 def render_prompts(config: DataConfig, chat: Chat | None, rows: Sequence[Row], *, whole: bool = False) -> list[str]:
-    """Text of each row's prompt: column, then data.format_prompt, then the chat template.
+    """Return the text of each row's prompt: column, then data.format_prompt, then the chat template.
 
     Args:
         chat: (messages, row) -> text; None: no chat template is in use.
@@ -40,7 +41,7 @@ def render_prompts(config: DataConfig, chat: Chat | None, rows: Sequence[Row], *
 
 
 def written(prompts: Sequence[str | list[Message]], chat: Chat | None, rows: Sequence[Row]) -> list[str]:
-    """Text of what `given_prompts` made of the rows: messages through the chat template, text as it is."""
+    """Return the text of what `given_prompts` made of the rows: messages through the chat template, text as it is."""
     texts = []
     for prompt, row in zip(prompts, rows, strict=True):
         if not isinstance(prompt, str):
@@ -53,7 +54,7 @@ def written(prompts: Sequence[str | list[Message]], chat: Chat | None, rows: Seq
 def given_prompts(
     config: DataConfig, rows: Sequence[Row], *, chat: bool, whole: bool = False
 ) -> list[str | list[Message]]:
-    """Each row's prompt before the chat template: messages, or text where none is in use.
+    """Return each row's prompt before the chat template: messages, or text where none is in use.
 
     data.format_prompt is applied to the text, or to the last user message of a list of messages.
 
@@ -97,13 +98,14 @@ def given_prompts(
 
 
 def _read_as_text(config: DataConfig, row: Row) -> list[str]:
-    """Columns of text that is read as text, even where it is the name of a picture."""
+    """Return the columns of text that is read as text, even where it is the name of a picture."""
     read = (config.prompt_key, config.answer_key, "data_source")
     return [name for name in read if name is not None and isinstance(row.get(name), str)]
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *, special: bool) -> list[list[int]]:
-    """Token ids of each text. `special` lets the tokenizer add what it adds by itself (for some a begin token).
+    """Return the token ids of each text. `special` lets the tokenizer add what it adds by itself (for some a begin
+    token).
 
     Raises:
         DataError: an empty result, or a piece that the tokenizer has no token for; the row is named.
@@ -131,7 +133,7 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
 
 
 def chat_of(config: DataConfig, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> ChatTemplate | None:
-    """The chat template that prompts go through; None: they are plain text.
+    """Return the chat template that prompts go through; None: they are plain text.
 
     Raises:
         ConfigError: as `chat_renderer`.
@@ -142,14 +144,14 @@ def chat_of(config: DataConfig, tokenizer: Any, tools: Sequence[dict[str, Any]] 
 
 
 def uses_chat(config: DataConfig, has_template: bool) -> bool:
-    """True when prompts go through a chat template. `has_template`: the tokenizer brings one."""
+    """Tell whether prompts go through a chat template. `has_template`: the tokenizer has one."""
     if config.override_chat_template is not None:
         return True
     return has_template if config.chat_template == "auto" else config.chat_template
 
 
 def _unknown(tokenizer: Tokenizer, text: str) -> str:
-    """First character of `text` that has no token; all of it when no single one is to blame."""
+    """Return the first character of `text` that has no token; all of it when no single one is to blame."""
     for character in text:
         if tokenizer.unk_token_id in tokenizer(character, add_special_tokens=False)["input_ids"]:
             return character
@@ -157,7 +159,7 @@ def _unknown(tokenizer: Tokenizer, text: str) -> str:
 
 
 def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> list[int]:
-    """Indices of the prompts of at most data.max_prompt_tokens.
+    """Return the indices of the prompts of at most data.max_prompt_tokens.
 
     Raises:
         DataError: a longer one with data.overlong: error, or no prompt is left.

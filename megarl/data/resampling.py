@@ -43,7 +43,7 @@ KERNELS: dict[str, tuple[Callable[[Floats], Floats], int]] = {
 
 
 def resize(pictures: Tensor, height: int, width: int, kernel: str) -> Tensor:
-    """Pictures of another size, smoothed before they are made smaller.
+    """Return the pictures of another size, smoothed before they are made smaller.
 
     `tf.image.resize(..., method=kernel, antialias=True)`; Pillow's and torch's filters of these names are the same.
 
@@ -61,7 +61,7 @@ def resize(pictures: Tensor, height: int, width: int, kernel: str) -> Tensor:
 
 
 def _weighted(pictures: Tensor, size: int, kernel: str) -> Tensor:
-    """Dimension 1 resized."""
+    """Return the dimension 1 resized."""
     if pictures.shape[1] == size:
         return pictures
     pictures = pictures.contiguous()
@@ -74,7 +74,8 @@ def _weighted(pictures: Tensor, size: int, kernel: str) -> Tensor:
 
 @functools.cache
 def _taps(kernel: str, source: int, target: int, device: str) -> tuple[Tensor, Tensor]:
-    """(places int64, weights float32), both [inputs per output, target]; float32 all through, as TensorFlow counts."""
+    """Return (places int64, weights float32), both [inputs per output, target]; float32 throughout, as TensorFlow
+    counts."""
     function, radius = KERNELS[kernel][0], np.float32(KERNELS[kernel][1])
     inverse = np.float32(1.0 / np.float32(np.float32(target) / np.float32(source)))
     stretch = max(inverse, np.float32(1))
@@ -92,7 +93,7 @@ def _taps(kernel: str, source: int, target: int, device: str) -> tuple[Tensor, T
 
 
 def crop_centre(pictures: Tensor, area: float, size: int) -> Tensor:
-    """The middle of each picture, this share of its area, as a square of `size`.
+    """Return the middle of each picture, this share of its area, as a square of `size`.
 
     `tf.image.crop_and_resize` with a box in the middle: bilinear, corner on corner, not smoothed.
 
@@ -108,7 +109,7 @@ def crop_centre(pictures: Tensor, area: float, size: int) -> Tensor:
 
 
 def _between(pictures: Tensor, low: np.float32, high: np.float32, size: int) -> Tensor:
-    """Dimension 1 from `low` to `high` of its length, as `size` samples."""
+    """Return the dimension 1 from `low` to `high` of its length, as `size` samples."""
     last = np.float32(pictures.shape[1] - 1)
     at = low * last + np.arange(size, dtype=np.float32) * ((high - low) * last / np.float32(size - 1))
     at = at.clip(0, last)

@@ -48,11 +48,11 @@ class Row(dict):
 
     @property
     def way_out(self) -> str:
-        """What a user does who can do without it, for fixes."""
+        """The alternative for users who can do without the column, for fixes."""
         return "write the prompt in another way" if self.unit == PROMPT else "take the row out"
 
     def column(self, name: str, key: str) -> Any:
-        """Value of column `name`, which configuration key `key` asks for.
+        """Return the value of column `name`, which configuration key `key` asks for.
 
         A name with dots leads into a column: `reward_model.ground_truth` is what the object in `reward_model` holds
         there, and `completions.0.response` is of the first element of a list. A column whose own name has the dots
@@ -67,7 +67,7 @@ class Row(dict):
             raise self._no_column(name, key, missing) from None
 
     def has(self, name: str) -> bool:
-        """Whether `column` finds this one."""
+        """Tell whether `column` finds this one."""
         try:
             _inside(self, name.split("."), "")
         except _Missing:
@@ -104,7 +104,7 @@ class _Missing(Exception):
 
 
 def _inside(value: Any, parts: list[str], before: str) -> Any:
-    """What the path `parts` leads to in `value`.
+    """Return the value that the path `parts` leads to in `value`.
 
     Raises:
         _Missing: it leads nowhere.
@@ -124,7 +124,8 @@ def _inside(value: Any, parts: list[str], before: str) -> Any:
 
 
 def _hint(row: Row, key: str) -> str:
-    """What of a row that lacks a column is known by its form: messages, a preference pair, an answer in an object."""
+    """Return the hint for a row that lacks a column, by its form: messages, a preference pair, an answer in an
+    object."""
     if {"chosen", "rejected"} <= row.keys():
         return (
             ". The row is a pair of preferences, on which nothing is trained here: its chosen response can be learnt "
@@ -139,7 +140,7 @@ def _hint(row: Row, key: str) -> str:
 
 
 def reference_of(row: Row, key: str | None, *, demanded: bool) -> Any:
-    """The row's reference answer, of the column `key`; None: it has none.
+    """Return the row's reference answer, of the column `key`; None: it has none.
 
     Raises:
         DataError: it has none, and something reads it.
@@ -155,13 +156,14 @@ def reference_of(row: Row, key: str | None, *, demanded: bool) -> Any:
 
 
 def hidden_columns(row: Row, prompt_key: str, answer_key: str | None) -> list[str]:
-    """Columns that a reward function finds in `sample["row"]` only: a sample has a value of this name itself."""
+    """Return the columns that a reward function finds in `sample["row"]` only: a sample has a value of this name
+    itself."""
     own = {"prompt": prompt_key, "messages": prompt_key, "answer": answer_key}
     return [name for name in row if name in SAMPLE_KEYS and own.get(name) != name]
 
 
 def make_row(value: Any, source: str, number: int, unit: str) -> Row:
-    """Row from a parsed value; dates and decimals become text."""
+    """Return the row from a parsed value; dates and decimals become text."""
     if not isinstance(value, Mapping):
         where = f"{source}:{number}" if unit == "line" else f"{source} row {number}"
         raise DataError(
@@ -226,7 +228,7 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
 
 
 def _checked_int(value: int, row: Row, column: str) -> int:
-    """The number, when Python writes it out as digits: rewards, templates and logs do that."""
+    """Return the number, when Python writes it out as digits: rewards, templates and logs do that."""
     if value.bit_length() > 1024:
         try:
             str(value)

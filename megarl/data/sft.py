@@ -91,7 +91,7 @@ class SFTDataset(PromptDataset):
         self.fingerprint = digest.hexdigest()
 
     def describe(self) -> str:
-        """One line for the log: how many examples, how long, how many dropped."""
+        """Return one line for the log: how many examples, how long, how many dropped."""
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
         parts = [f"sft: {count(len(self), 'example')} of {tokens_text(lengths)}{self._template}"]
         if self.overlong:
@@ -101,7 +101,7 @@ class SFTDataset(PromptDataset):
         return "; ".join(parts)
 
     def _that_fit(self, responses: list[list[int]], limit: int) -> list[int]:
-        """Indices of the examples of at most `limit` tokens."""
+        """Return the indices of the examples of at most `limit` tokens."""
         prompts = self.prompt_ids.lengths.tolist()
         lengths = [prompt + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         kept = [i for i, length in enumerate(lengths) if length <= limit]
@@ -118,8 +118,8 @@ class SFTDataset(PromptDataset):
         )
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Examples at `indices`: PromptDataset's batch plus response_ids, response_mask (1 where the assistant speaks,
-        end tokens included), and the column response_text."""
+        """Return the examples at `indices`: PromptDataset's batch plus response_ids, response_mask (1 where the
+        assistant speaks, end tokens included), and the column response_text."""
         batch = super().batch(indices, epoch)
         places = torch.tensor(indices, dtype=torch.int64)
         responses = self.response_ids.select(places)
@@ -129,7 +129,7 @@ class SFTDataset(PromptDataset):
         return batch
 
     def _response(self, number: int, key: str) -> list[Message]:
-        """The messages to learn of one row, without what the prompt ends with already."""
+        """Return the messages to learn of one row, without what the prompt ends with already."""
         talk = response_of(self.rows[number], self.config.prompt_key, key)
         text = self.texts[number].rstrip()
         if text.endswith(_THINK) and talk[0]["content"].lstrip().startswith(_THINK):
@@ -140,7 +140,7 @@ class SFTDataset(PromptDataset):
     def _of_turns(
         self, talks: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
     ) -> tuple[list[list[int]], list[list[bool]]]:
-        """Tokens of responses that are messages, and which of them the assistant says and learns."""
+        """Return the tokens of responses that are messages, and which of them the assistant says and learns."""
         ids, learnt = list[list[int]](), list[list[bool]]()
         for talk, row, given in zip(talks, self.rows, self.given, strict=True):
             chat = self.chat
@@ -170,13 +170,14 @@ class SFTDataset(PromptDataset):
 
 
 def _end(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int:
-    """The token that ends a response of one turn: what the chat template in use writes there, or the tokenizer's."""
+    """Return the token that ends a response of one turn: what the chat template in use writes there, or the
+    tokenizer's."""
     turn = turn_end(tokenizer, config)[0] if uses_chat(config, bool(tokenizer.chat_template)) else None
     return int(tokenizer.eos_token_id) if turn is None else turn
 
 
 def without_end(tokens: list[int], ends: Sequence[int], row: Row) -> list[int]:
-    """A response's tokens without the end token that its text may have at the end, which is learnt once.
+    """Return a response's tokens without the end token that its text may have at the end, which is learnt once.
 
     Raises:
         DataError: the text has an end token before its end, where a model would stop.
@@ -196,7 +197,7 @@ def without_end(tokens: list[int], ends: Sequence[int], row: Row) -> list[int]:
 
 
 def _as_written(chat: ChatTemplate | None, before: list[Message], message: Message, keys: list[str], row: Row) -> str:
-    """A message of the assistant that is more than its content, as the chat template writes it."""
+    """Return a message of the assistant that is more than its content, as the chat template writes it."""
     if chat is None:
         raise DataError(
             f"a message of the response holds {', '.join(map(repr, keys))}, and no chat template is in use",

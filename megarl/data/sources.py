@@ -34,7 +34,7 @@ _SPLIT_IN_NAME = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|e
 
 
 def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]:
-    """All rows of one source (any form that data.train_files takes), in order.
+    """Return all rows of one source (any form that data.train_files takes), in order.
 
     Args:
         source: see FORMS. A csv column is text; all other forms keep numbers, lists and dicts.
@@ -67,7 +67,7 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
 
 
 def as_prompts(data: DataConfig, texts: Sequence[str]) -> DataConfig:
-    """The same settings, with these texts as the held-out prompts and without reference answers."""
+    """Return the same settings, with these texts as the held-out prompts and without reference answers."""
     changes = {"val_files": [TEXT + text for text in texts], "prompt_key": "prompt", "answer_key": None}
     return data.model_copy(update={**changes, "max_val_samples": None})
 
@@ -103,7 +103,7 @@ def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
 
 
 def is_function(source: str) -> bool:
-    """True for a source `pkg.mod:fn`."""
+    """Return true for a source `pkg.mod:fn`."""
     return not source.startswith(TEXT) and _FUNCTION.fullmatch(source) is not None and not Path(source).exists()
 
 
@@ -202,7 +202,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _parse_json(text: str) -> Any:
-    """Plain JSON, but a name that stands twice in one object is an error instead of the last value.
+    """Return the plain JSON, but a name that stands twice in one object is an error instead of the last value.
 
     Raises:
         ValueError: not JSON, a name twice, a number too long; RecursionError: nested too deeply.
@@ -230,7 +230,7 @@ def _json_trouble(error: Exception) -> str:
 
 
 def _failing_row(text: str) -> int:
-    """Which element of a JSON list cannot be parsed, counted from 1."""
+    """Return the number, counted from 1, of the element of a JSON list that cannot be parsed."""
     decoder, gap = json.JSONDecoder(object_pairs_hook=_object), re.compile(r"[\s,]*")
     number, at = 0, text.find("[") + 1
     while True:
@@ -327,7 +327,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _unreadable_cell(table: pyarrow.Table) -> tuple[str, int]:
-    """Column and row (from 1) of the first cell that Python has no value for."""
+    """Return the column and row (from 1) of the first cell that Python has no value for."""
     for column in table.column_names:
         for number, cell in enumerate(table[column], 1):
             try:
@@ -341,7 +341,7 @@ def _unreadable_cell(table: pyarrow.Table) -> tuple[str, int]:
 
 
 def _read_dataset(source: str, name: str, config: str | None, split: str | None) -> list[Row]:
-    """Rows through the `datasets` package: hub names, folders in hub layout, folders of `save_to_disk`."""
+    """Return the rows through the `datasets` package: hub names, folders in hub layout, folders of `save_to_disk`."""
     import datasets
 
     try:

@@ -24,7 +24,7 @@ _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 
 
 def read_template(value: str, key: str) -> str:
-    """Template text given inline or as the name of a file (less one final line break).
+    """Return the template text given inline or as the name of a file (less one final line break).
 
     Raises:
         ConfigError: `value` looks like a file name and there is no such file.
@@ -78,7 +78,7 @@ def check_chat_template(text: str, where: str) -> None:
 
 
 def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:
-    """Function (content, row) -> prompt text. The template sees `content`, each column by name, and `row`.
+    """Return the function (content, row) -> prompt text. The template sees `content`, each column by name, and `row`.
 
     >>> prompt_formatter("{{ content | trim }} ({{ unit }})")(" how far? ", Row({"unit": "km"}, "doc", 1))
     'how far? (km)'
@@ -117,7 +117,7 @@ def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:
 
 
 def no_chat_template() -> ConfigError:
-    """The error for a chat template that is asked for and that no one has."""
+    """Return the error for a chat template that is asked for and that no one has."""
     return ConfigError(
         "the tokenizer has no chat template",
         where="data.chat_template",
@@ -165,7 +165,7 @@ class ChatTemplate:
                 )
 
     def __call__(self, messages: list[Message], row: Row) -> str:
-        """Text of the messages that ends where the assistant begins to answer.
+        """Return the text of the messages that ends where the assistant begins to answer.
 
         Raises:
             DataError: the template refuses the messages, or leaves out what one of them holds; the row is named.
@@ -174,8 +174,8 @@ class ChatTemplate:
         return self.observed(messages, row)
 
     def observed(self, messages: list[Message], row: Row) -> str:
-        """The same for messages of an environment. They may hold tokens of the model's own: a tool that quotes what it
-        was given, or a page of the web, would end the run.
+        """Do the same for messages of an environment. They may hold tokens of the model's own: a tool that quotes its
+        input, or a page of the web, would else end the run.
 
         Raises:
             DataError: as a call, but for these tokens.
@@ -214,7 +214,7 @@ class ChatTemplate:
                 )
 
     def answer(self, before: list[Message], message: Message, row: Row) -> str:
-        """What the template writes for the assistant's `message` after the prompt of `before`, its end included.
+        """Return the template's text for the assistant's `message` after the prompt of `before`, its end included.
 
         Raises:
             DataError: as a call; or it writes the messages before it in another way than in the prompt.
@@ -254,11 +254,11 @@ class ChatTemplate:
             ) from error
 
     def _text(self, has_tools: bool) -> str:
-        """The template, of which a tokenizer may have another one for tools."""
+        """Return the template, of which a tokenizer may have another one for tools."""
         return self._templates.get("tool_use" if has_tools else "default", self._templates["default"])
 
     def _announced(self, row: Row) -> list[dict[str, Any]]:
-        """Tools of the run, or those in the row's column `tools`."""
+        """Return the tools of the run, or those in the row's column `tools`."""
         own = row_tools(row)
         if not own:
             return self._tools
@@ -302,7 +302,7 @@ def _content(message: Message) -> str:
 
 
 def row_tools(row: Row) -> list[dict[str, Any]]:
-    """JSON schemas of tools in the row's column `tools`, a list or its JSON text; empty: there are none.
+    """Return the JSON schemas of tools in the row's column `tools`, a list or its JSON text; empty: there are none.
 
     Raises:
         DataError: it is something else.
@@ -325,14 +325,15 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables store every key for every row, null where a row has none."""
+    """Drop keys whose value is null: tables store every key for every row, null where a row has none."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _names_read(template: str) -> set[str] | None:
-    """Variables that a chat template reads and does not set; None: it has forms that only its own reader knows."""
+    """Return the variables that a chat template reads and does not set; None: it has forms that only its own reader
+    knows."""
     import jinja2
     from jinja2 import meta
 
@@ -346,7 +347,7 @@ def _names_read(template: str) -> set[str] | None:
 def chat_renderer(
     tokenizer: Any, override: str | None, tools: Sequence[dict[str, Any]] = (), more: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """The chat template in use: `override`, else the tokenizer's.
+    """Return the chat template in use: `override`, else the tokenizer's.
 
     Args:
         tools: JSON schemas of tools that the template announces to the model.

@@ -18,7 +18,7 @@ SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Tokenizer that `model.tokenizer` names, or the one beside the weights at `model.path`.
+    """Return the tokenizer that `model.tokenizer` names, or the one beside the weights at `model.path`.
 
     Raises:
         ConfigError: none is named, it cannot be loaded, or it has no end token.
@@ -62,7 +62,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
-    """One token per character: <pad>=0, <bos>=1, <eos>=2, <unk>=3, then the alphabet in its order.
+    """Return a tokenizer with one token per character: <pad>=0, <bos>=1, <eos>=2, <unk>=3, then the alphabet in its
+    order.
 
     It adds no special tokens by itself, decodes back to the same text, and reloads through AutoTokenizer.
 
@@ -91,7 +92,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
 
 
 def word_tokenizer(words: str) -> PreTrainedTokenizerBase:
-    """One token per word: <pad>=0, <bos>=1, <eos>=2, <unk>=3, then the words in their order.
+    """Return a tokenizer with one token per word: <pad>=0, <bos>=1, <eos>=2, <unk>=3, then the words in their order.
 
     Words are what stands between blanks, in texts, too: "square." is another word than "square". It decodes to the
     words with one blank between two, adds no special tokens by itself, and reloads through AutoTokenizer.
@@ -118,7 +119,8 @@ def word_tokenizer(words: str) -> PreTrainedTokenizerBase:
 
 
 def _one_each(tokens: Iterable[str], splits: Any, decoder: Any = None) -> PreTrainedTokenizerBase:
-    """A number for each of `tokens`, into which `splits` cuts a text; without a decoder, blanks join them again."""
+    """Return a number for each of `tokens`, into which `splits` cuts a text; without a decoder, blanks join them
+    again."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

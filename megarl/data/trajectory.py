@@ -133,7 +133,7 @@ def add_fields(samples: Batch, trajectories: Sequence[Trajectory]) -> None:
 
 
 def policy_tokens(samples: Batch, *, by_turn: bool) -> Tensor:
-    """int64 [B]: response tokens that the policy drew, those of episodes that failed afterwards, too.
+    """Return int64 [B]: response tokens that the policy drew, those of episodes that failed afterwards, too.
 
     Args:
         samples: with the fields of turns where `by_turn`.

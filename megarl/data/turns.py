@@ -1,4 +1,4 @@
-"""From what an environment says to the tokens that a policy sees: never through a policy's own tokens again.
+"""The tokens of an environment's messages between turns; a policy's own tokens are never tokenised again.
 
 A policy's turn stays the tokens that it drew. What comes after it is tokenised once and appended:
 
@@ -27,7 +27,7 @@ _TALK: Messages = [
 
 
 def after_turn(render: Render) -> str | None:
-    """What a chat template writes after a turn of the assistant, up to the next one; None: it changes the turn."""
+    """Return the chat template's text after a turn of the assistant, up to the next one; None: it changes the turn."""
     text = render(_TALK)
     return text.rpartition(_MARK)[2] if text.count(_MARK) == 1 else None
 
@@ -56,13 +56,13 @@ class Turns:
             self._check()
 
     def first(self, observation: str | Messages | list[int]) -> list[int]:
-        """Tokens of an episode's first observation."""
+        """Return the tokens of an episode's first observation."""
         if _are_messages(observation):
             return self._ids(self._rendered(observation))
         return self._plain(observation)
 
     def following(self, observation: str | Messages | list[int], *, ended: bool) -> list[int]:
-        """Tokens from the end of a turn to the start of the next one.
+        """Return the tokens from the end of a turn to the start of the next one.
 
         Args:
             ended: the turn's last token is one of `stop_ids`. Chat templates write one after every turn.
@@ -73,7 +73,7 @@ class Turns:
         return ids[1:] if ended and ids and ids[0] in self._stops else ids
 
     def _tail(self, messages: Messages) -> str:
-        """What the template writes after the assistant's turn, when `messages` follow it."""
+        """Return the template's text after the assistant's turn when `messages` follow it."""
         talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}, *messages]
         return self._rendered(talk).rpartition(_MARK)[2]
 

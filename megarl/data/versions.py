@@ -1,4 +1,4 @@
-"""Which weights drew each token, kept as runs: a sample that one version of the weights drew is one run, of any length.
+"""The versions of the weights that sampled each token, kept as runs: a sample of one version is one run, of any length.
 
     tokens of a sample    t0 t1 t2 t3 t4 t5 t6
     their versions         3  3  3  3  4  4  4
@@ -25,7 +25,7 @@ VERSION_FIELDS = ("weight_versions", "version_tokens")
 
 
 def runs_of(versions: Iterable[int]) -> VersionRuns:
-    """Runs of one version per token.
+    """Return the runs of one version per token.
 
     >>> runs_of([3, 3, 4])
     [[3, 2], [4, 1]]
@@ -62,7 +62,7 @@ def set_versions(samples: Batch, rows: Sequence[VersionRuns]) -> None:
 
 
 def token_versions(samples: Batch) -> Jagged:
-    """int64, cut like the responses: the version of the weights that drew each token.
+    """Return int64, cut like the responses: the version of the weights that drew each token.
 
     Tokens of an environment have that of the turn before them.
     """
@@ -73,7 +73,8 @@ def token_versions(samples: Batch) -> Jagged:
 
 
 def tokens_by_version(samples: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Version [R] of each of the R runs of all samples, and how many of its tokens `mask` (bool [N]) has [R]; int64."""
+    """Return the version [R] of each of the R runs of all samples, and how many of its tokens `mask` (bool [N]) has
+    [R]; int64."""
     from megarl.data.batch import Jagged
 
     versions, tokens = (samples[name].values for name in VERSION_FIELDS)

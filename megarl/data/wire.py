@@ -72,11 +72,11 @@ class Block:
 
     @classmethod
     def of(cls, *buffers: Any) -> Block:
-        """Views of these bytes."""
+        """Return the views of these bytes."""
         return cls(tuple(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers))
 
     def tobytes(self) -> bytes:
-        """The file."""
+        """Return the file as bytes."""
         return b"".join(part.tobytes() for part in self.parts) if len(self.parts) > 1 else self.parts[0].tobytes()
 
 
@@ -112,7 +112,7 @@ class _Field(NamedTuple):
     cut: int | None
 
     def piece(self, rows: np.ndarray) -> _Piece:
-        """Rows from and to, int64 [runs, 2]."""
+        """Return the rows from and to, int64 [runs, 2]."""
         parts = [self.bytes[low:high] for low, high in (rows * self.width).tolist()]
         return _Piece(_FIELD + self.name, self.code, [int((rows[:, 1] - rows[:, 0]).sum()), *self.inner], parts)
 
@@ -163,7 +163,7 @@ class Packer:
             yield Span(block, start, stop)
 
     def block(self, places: Sequence[int]) -> Block:
-        """The samples at `places`, in part views; jagged fields with the same offsets store them once."""
+        """Return the samples at `places`, in part views; jagged fields with the same offsets store them once."""
         where = np.asarray(places, dtype=np.int64)
         runs = _runs(where)
         numbers: dict[bytes, int] = {}
@@ -186,12 +186,12 @@ class Packer:
 
 
 def pack(parts: Parts) -> Block:
-    """All samples as one block; raises as `Packer`."""
+    """Return all samples as one block; raises as `Packer`."""
     return Packer(parts).block(range(parts[2]))
 
 
 def _owners(sizes: Sequence[int], together: Sequence[int]) -> list[int]:
-    """Of each part the first one in its block. A block is full as soon as it has `_BLOCK_BYTES`.
+    """Return, for each part, the first one in its block. A block is full as soon as it has `_BLOCK_BYTES`.
 
     Args:
         sizes: bytes of each part.
@@ -212,7 +212,7 @@ def _owners(sizes: Sequence[int], together: Sequence[int]) -> list[int]:
 
 
 def _runs(places: np.ndarray) -> np.ndarray:
-    """Places that follow each other as ranges, int64 [runs, 2]; at least one.
+    """Return the places that follow each other as ranges, int64 [runs, 2]; at least one.
 
     >>> _runs(np.array([4, 5, 6, 2, 9, 10])).tolist()
     [[4, 7], [2, 3], [9, 11]]
@@ -238,7 +238,7 @@ _SIZES = {code: dtype.itemsize for code, dtype in _DTYPES.items()}
 
 
 def _write(pieces: Iterable[_Piece]) -> Block:
-    """The file: widest elements first, so that each tensor begins at a multiple of its element's size."""
+    """Return the file: widest elements first, so that each tensor begins at a multiple of its element's size."""
     order = sorted(pieces, key=lambda piece: -_SIZES[piece.code])
     header: list[str] = []
     end = 0
@@ -275,13 +275,14 @@ class Opened(NamedTuple):
 
     @property
     def kinds(self) -> tuple[list[tuple[str, bool, str, list[int]]], list[str]]:
-        """What blocks of one batch share: names, kinds, dtypes and inner shapes of fields; names of columns."""
+        """The common properties of one batch's blocks: names, kinds, dtypes and inner shapes of fields; names of
+        columns."""
         of = [(name, cut is None, self.entries[_FIELD + name]) for name, cut in self.head["layout"].items()]
         fields = [(name, dense, entry["dtype"], entry["shape"][1:]) for name, dense, entry in of]
         return sorted(fields, key=lambda field: field[0]), sorted(self.head["columns"])
 
     def rows(self, field: str, start: int, stop: int) -> list[np.ndarray]:
-        """Of a field the bytes of these samples."""
+        """Return the bytes of these samples of a field."""
         cut, entry = self.head["layout"][field], self.entries[_FIELD + field]
         if cut is not None:
             start, stop = self.cuts[cut][[start, stop]].tolist()
@@ -289,7 +290,7 @@ class Opened(NamedTuple):
         return self.memory(begin + start * width, begin + stop * width)
 
     def memory(self, start: int, stop: int) -> list[np.ndarray]:
-        """Bytes `start` to `stop`."""
+        """Return the bytes `start` to `stop`."""
         found = []
         place = bisect_right(self.places, start) - 1
         while start < stop:
@@ -336,7 +337,7 @@ def _as_tensor(memory: np.ndarray, code: str, shape: Sequence[int]) -> Tensor:
 
 
 def gather(ranges: Sequence[Range]) -> Parts:
-    """The samples of all ranges, in order, in memory of their own: one copy.
+    """Return the samples of all ranges, in order, in memory of their own: one copy.
 
     Args:
         ranges: at least one; the blocks are of a kind.
@@ -364,7 +365,7 @@ def gather(ranges: Sequence[Range]) -> Parts:
 
 
 def _merged(ranges: Sequence[Range]) -> list[Range]:
-    """The same samples in as few ranges as can be."""
+    """Merge ranges: the same samples in as few ranges as possible."""
     found: list[Range] = []
     for block, start, stop in ranges:
         if found and found[-1][0] is block and found[-1][2] == start:
@@ -374,7 +375,7 @@ def _merged(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _offsets(ranges: Sequence[Range], cuts: Sequence[int]) -> Tensor:
-    """Of all sequences of the ranges, of each by the cut with that number."""
+    """Return the offsets of all sequences of the ranges, each range cut by the cut of its number."""
     parts = [np.diff(block.cuts[cut][start : stop + 1]) for (block, start, stop), cut in zip(ranges, cuts, strict=True)]
     return torch.from_numpy(np.cumsum(np.concatenate([_ZERO, *parts])))
 

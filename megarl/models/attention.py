@@ -66,7 +66,8 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
-        """Context [t, 1, heads * d] of `query` [t, 1, heads, d] and `key`, `value` [t, 1, groups, d], before RoPE."""
+        """Return the context [t, 1, heads * d] of `query` [t, 1, heads, d] and `key`, `value` [t, 1, groups, d], before
+        RoPE."""
         if not isinstance(packed_seq_params, PackedSequences):
             raise ValueError(
                 "the model takes packed input only: pass packed_seq_params from models.packing.pack_stream"
@@ -86,7 +87,7 @@ class PackedAttention(MegatronModule):
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t * cp, groups, d], by what does it fastest.
+    """Return the context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t * cp, groups, d], in the fastest way.
 
     Raises:
         ValueError: a window where tokens see both ways.
@@ -103,7 +104,7 @@ def attend(
 
 
 def varlen_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """The variable-length kernel for such queries: flash-attn, else torch's own, else None (CPUs, float32)."""
+    """Return the variable-length kernel for such queries: flash-attn, else torch's own, else None (CPUs, float32)."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return None
     if _flash_attention() is not None:
@@ -115,7 +116,8 @@ def varlen_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
 
 @functools.cache
 def _flash_attention() -> Callable[..., torch.Tensor] | None:
-    """flash-attn's function. Only importing it tells: flash-attn-4 has the same name, and builds for another torch."""
+    """Return flash-attn's function. Only importing it tells: flash-attn-4 has the same name, and builds for another
+    torch."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -172,7 +174,8 @@ class AttentionBucket:
         return not bool(self.open_from.any()) and bool((self.ends == self.k_length).all())
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Boolean [count or 1, 1, q_length, k_length], True where a query sees a key; None: plain causality, or all."""
+        """Return the boolean [count or 1, 1, q_length, k_length], True where a query sees a key; None: plain causality,
+        or all."""
         if self.open_from is not None and self.ends is not None:
             if self.sees_all:
                 return None
@@ -239,7 +242,8 @@ def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of sequences, longest first, cut where the next is much shorter than the first of its group."""
+    """Return the indices of sequences, longest first, cut where the next is much shorter than the first of its
+    group."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if groups and lengths[i] >= _BUCKET_RATIO * lengths[groups[-1][0]]:
@@ -250,7 +254,7 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _zigzag_positions(place: torch.Tensor, local: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
-    """Position in its sequence of the token at `place` of a rank's `local` tokens of that sequence."""
+    """Return the position in its sequence of the token at `place` of a rank's `local` tokens of that sequence."""
     chunk = local // 2
     return torch.where(place < chunk, rank * chunk + place, (2 * cp - 1 - rank) * chunk + place - chunk)
 
@@ -273,7 +277,8 @@ class _ToBucket(torch.autograd.Function):
 def bucket_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t * cp, groups, d] by buckets of similar length."""
+    """Return the context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t * cp, groups, d] by buckets of similar
+    length."""
     plan: AttentionPlan = packed.cache.get("plan") or plan_buckets(packed, q.device)
     packed.cache["plan"] = plan
     outputs = []

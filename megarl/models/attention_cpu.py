@@ -34,7 +34,7 @@ _SCORES = 1 << 19
 
 
 def runs(lengths: Sequence[int], heads: int) -> Iterator[tuple[int, int, int]]:
-    """(first token, sequences, length) of groups of neighbours of equal length, small enough for the cache."""
+    """Yield (first token, sequences, length) of groups of neighbours of equal length, small enough for the cache."""
     start = first = 0
     while first < len(lengths):
         length = lengths[first]
@@ -48,7 +48,7 @@ def runs(lengths: Sequence[int], heads: int) -> Iterator[tuple[int, int, int]]:
 
 @lru_cache(maxsize=64)
 def _future(size: int) -> torch.Tensor:
-    """Added to a diagonal block of scores [size, size]: -inf where the key comes after the query."""
+    """Return the mask to add to a diagonal block of scores [size, size]: -inf where the key comes after the query."""
     return torch.full((size, size), float("-inf")).triu_(1)
 
 
@@ -66,7 +66,7 @@ def _by_group(x: torch.Tensor, count: int, groups: int) -> torch.Tensor:
 
 
 def _from_group(x: torch.Tensor, count: int, length: int) -> torch.Tensor:
-    """Inverse of `_by_group`, as a view [count, l, groups, r, d]."""
+    """Return the inverse of `_by_group`, as a view [count, l, groups, r, d]."""
     groups = x.shape[0] // count
     return x.view(count, groups, -1, length, x.shape[-1]).permute(0, 3, 1, 2, 4)
 
@@ -151,7 +151,8 @@ class _FusedAttention(torch.autograd.Function):
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
 ) -> torch.Tensor:
-    """Context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t, groups, d], each sequence of `lengths` by itself."""
+    """Return the context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t, groups, d], each sequence of `lengths` by
+    itself."""
     fits = max(lengths) <= _SHORT and cpu.CpuKernels.supports(q.dtype, q.shape[-1])
     function = _FusedAttention if fits and cpu.load() is not None else _CausalAttention
     return function.apply(q, k, v, lengths, scale)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head: bool = False) -> list[PolicyModel]:
-    """This process's chunks, one per virtual pipeline stage, with uninitialised parameters, on this process's device.
+    """Return this process's chunks, one per virtual pipeline stage, with uninitialised parameters, on this process's
+    device.
 
     Megatron's parallel state must be initialised. Follow with `load_weights` or `init_random` from models.weights.
     """
@@ -76,7 +77,7 @@ def _mark_split(chunk: PolicyModel) -> None:
 
 
 def _let_go(chunk: PolicyModel) -> None:
-    """Experts forget the probabilities of their last rows, which Megatron keeps and nobody reads again.
+    """Make experts forget the probabilities of their last rows, which Megatron keeps and nobody reads again.
 
     Where layers are computed again in the backward pass, a layer's input and its gradient would stay with them until
     the layer is computed the next time.
@@ -91,7 +92,7 @@ def _let_go(chunk: PolicyModel) -> None:
 
 
 def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Layers of one chunk: Megatron's own, with this package's attention and norm."""
+    """Return the layers of one chunk: Megatron's own, with this package's attention and norm."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     kinds = {sparse: layer_spec(config, sparse=sparse) for sparse in set(moe_layers(hf))}
@@ -100,7 +101,7 @@ def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None)
 
 
 def layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
-    """One transformer layer, its MLP dense or a mixture of experts."""
+    """Return one transformer layer, its MLP dense or a mixture of experts."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if sparse else None,
         moe_grouped_gemm=config.moe_grouped_gemm,

@@ -1,4 +1,4 @@
-"""From a Hugging Face configuration to Megatron's, for the supported architectures."""
+"""The translation of a Hugging Face configuration into Megatron's, for the supported architectures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class PolicyConfig(TransformerConfig):
 def transformer_config(
     hf: PretrainedConfig, parallel: ParallelConfig, *, dtype: torch.dtype, engine: EngineConfig
 ) -> PolicyConfig:
-    """Megatron configuration of `hf` under the layout `parallel`, with parameters and activations in `dtype`.
+    """Return the Megatron configuration of `hf` under the layout `parallel`, with parameters and activations in
+    `dtype`.
 
     Raises:
         ConfigError: the layout does not divide the model.

@@ -24,7 +24,7 @@ class ParameterCopies:
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
 
     def take(self) -> list[Tensor]:
-        """The values of now."""
+        """Copy the current values."""
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
     @torch.no_grad()
@@ -35,7 +35,7 @@ class ParameterCopies:
 
     @contextlib.contextmanager
     def replaced(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """The parameters are `values` inside the block, and what they were after it."""
+        """Use `values` as the parameters inside the block, and restore the previous ones after it."""
         now = self.take()
         self.put(values)
         try:

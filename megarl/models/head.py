@@ -6,7 +6,7 @@ import torch
 
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Logits [n, V] of `hidden` [n, H] and `weight` [V, H], without autograd, see `wide_product`.
+    """Return the logits [n, V] of `hidden` [n, H] and `weight` [V, H], without autograd, see `wide_product`.
 
     Rounded to bf16, a logit of 20 is off by up to 0.06, and so is its log-prob.
     """
@@ -14,7 +14,7 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` of two matrices, without autograd.
+    """Return `a @ b` of two matrices, without autograd.
 
     Of bf16 and fp16 operands a GPU returns its float32 sums as they are. A CPU has no such product and returns the
     operands' dtype.

@@ -1,4 +1,4 @@
-"""What the code has to know about a Hugging Face configuration: supported kinds, derived sizes, layouts that fit.
+"""Facts about a Hugging Face configuration: supported kinds, derived sizes, layouts that fit.
 
 Nothing here imports Megatron. What a key means is said once, in megarl/architectures, which a dry run asks too.
 """
@@ -29,7 +29,7 @@ _ALLOWED = "a folder with config.json and *.safetensors, or a hub name such as Q
 
 
 def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files: bool = True) -> PretrainedConfig:
-    """Hugging Face configuration of `model.path`, or the one spelt out in `model.hf_config`.
+    """Return the Hugging Face configuration of `model.path`, or the one spelt out in `model.hf_config`.
 
     Args:
         key: where the recipe names `model.path`, for errors.
@@ -68,7 +68,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
 
 
 def _robot_policy(model: ModelConfig, key: str, *, follow_files: bool) -> PretrainedConfig | None:
-    """The configuration of a robot policy, which transformers has no class for; None: it is another model.
+    """Return the configuration of a robot policy, for which transformers has no class; None for another model.
 
     Small files beside config.json are a part of it. Of a model on the hub the weights come only with `follow_files`.
     """
@@ -119,7 +119,8 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What transformers raises for files, the hub, and values that its configuration classes do not take."""
+    """Return the exceptions that transformers raises for files, the hub, and values its configuration classes
+    refuse."""
     from huggingface_hub.errors import StrictDataclassError
 
     return (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError)
@@ -130,7 +131,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration in a folder, or of a hub name.
+    """Return the configuration in a folder, or of a hub name.
 
     Raises:
         ConfigError: at `where`: there is none, or it cannot be read.
@@ -162,7 +163,7 @@ def check_supported(hf: PretrainedConfig, where: str) -> None:
 
 
 def facts_of(hf: PretrainedConfig, where: str = "the model's config") -> ModelFacts:
-    """Sizes of a model; `where` names its config in errors. ConfigError as `check_supported`."""
+    """Return the sizes of a model; `where` names its config in errors. ConfigError as `check_supported`."""
     raw = {"model_type": hf.model_type, **_attributes(hf)}
     for key in ("layer_types", "quantization_config"):
         if getattr(hf, key, None) is not None:
@@ -182,7 +183,7 @@ def check_trainable(hf: PretrainedConfig, key: str) -> None:
 
 
 def _attributes(hf: PretrainedConfig) -> dict[str, Any]:
-    """The keys that the architecture of `hf` reads, as far as `hf` has them."""
+    """Return the keys that the architecture of `hf` reads, as far as `hf` has them."""
     keys = ARCHITECTURES[hf.model_type].keys if hf.model_type in ARCHITECTURES else {}
     return {key: getattr(hf, key) for key in keys if hasattr(hf, key)}
 
@@ -212,47 +213,47 @@ def rope_type(hf: PretrainedConfig) -> str:
 
 
 def head_dim(hf: PretrainedConfig) -> int:
-    """Width of one attention head."""
+    """Return the width of one attention head."""
     return values.head_width(_keys(hf))
 
 
 def expert_ffn(hf: PretrainedConfig) -> int:
-    """Width of one expert's MLP."""
+    """Return the width of one expert's MLP."""
     return values.expert_width(_keys(hf))
 
 
 def num_experts(hf: PretrainedConfig) -> int | None:
-    """Routed experts per MoE layer; None for a model without MoE layers."""
+    """Return the routed experts per MoE layer; None for a model without MoE layers."""
     return values.expert_count(_keys(hf)) or None
 
 
 def moe_layers(hf: PretrainedConfig) -> list[bool]:
-    """For each layer, whether its MLP is a mixture of experts."""
+    """Tell for each layer whether its MLP is a mixture of experts."""
     return values.sparse_layers(_keys(hf))
 
 
 def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
-    """Sliding window of each layer, None where attention is full."""
+    """Return the sliding window of each layer, None where attention is full."""
     return values.layer_windows(_keys(hf))
 
 
 def dimensions(hf: PretrainedConfig) -> dict[str, int]:
-    """Sizes that the tables of tensors name."""
+    """Return the sizes that the tables of tensors name."""
     return values.dimensions(_keys(hf))
 
 
 def normalizes_experts(hf: PretrainedConfig) -> bool:
-    """True when the probabilities of the chosen experts are divided by their sum."""
+    """Tell whether the probabilities of the chosen experts are divided by their sum."""
     return bool(_keys(hf).get("norm_topk_prob", True))  # Mixtral always does
 
 
 def value_bias(hf: PretrainedConfig) -> bool:
-    """True when a value head on this model adds a bias: that of a checkpoint which has one."""
+    """Tell whether a value head on this model adds a bias: only that of a checkpoint that has one."""
     return bool(getattr(hf, "token_classification_bias", False))
 
 
 def vision_of(hf: PretrainedConfig) -> VisionShape | None:
-    """What a robot policy sees with (`megarl.models.vla.config`); None: a language model."""
+    """Return the vision part of a robot policy (`megarl.models.vla.config`); None for a language model."""
     policy = getattr(hf, "policy", None)
     if policy is None:
         return None

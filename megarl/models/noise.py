@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 def _signed(value: int, bits: int) -> int:
-    """The two's complement reading of an unsigned constant, as torch's integer types hold it."""
+    """Return the two's complement reading of an unsigned constant, as torch's integer types hold it."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 (Steele et al. 2014); products wrap, shifts are made logical by a mask."""
+    """Return splitmix64's finaliser on int64 (Steele et al. 2014); products wrap, shifts are made logical by a mask."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def _mix32_(x: Tensor) -> Tensor:
-    """A 32-bit finaliser with low bias (C. Wellons' lowbias32) on int32, in place."""
+    """Return a 32-bit finaliser with low bias (C. Wellons' lowbias32) on int32, in place."""
     x ^= (x >> 16) & 0xFFFF
     x *= _signed(0x7FEB352D, 32)
     x ^= (x >> 15) & 0x1FFFF
@@ -33,7 +33,7 @@ def _mix32_(x: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1) that depend on (seed, token number, vocabulary id) only.
+    """Return the uniform numbers in (0, 1) that depend on (seed, token number, vocabulary id) only.
 
     Args:
         seeds: int64 [n].

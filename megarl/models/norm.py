@@ -27,7 +27,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalised `x`, same shape and dtype."""
+        """Return the normalised `x`, same shape and dtype."""
         if x.is_cuda:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps)
@@ -63,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
 def _blocked_backward(
     x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients by torch operations on blocks of rows that fit in the cache, in fp32 (or wider)."""
+    """Return the gradients by torch operations on blocks of rows that fit in the cache, in fp32 (or wider)."""
     size = x.shape[-1]
     dx = torch.empty_like(x)
     exact = torch.promote_types(x.dtype, torch.float32)

@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """What attention has to know about a stream. `lengths` are padded lengths over all context-parallel ranks.
+    """The layout of a packed stream, for attention. `lengths` are padded lengths over all context-parallel ranks.
 
     Megatron passes it through to every layer; `cache` holds what the first layer computes for the others.
 
@@ -54,19 +54,19 @@ class PackedStream:
     position_ids: torch.Tensor
 
     def to(self, device: torch.device) -> PackedStream:
-        """The same with all tensors on `device`."""
+        """Move all tensors to `device`."""
         cu = self.params.cu_seqlens_q.to(device)
         params = copy.copy(self.params)
         params.cu_seqlens_q = params.cu_seqlens_kv = cu
         return PackedStream(params, self.index.to(device), self.position_ids.to(device))
 
     def take(self, values: torch.Tensor, fill: float = 0) -> torch.Tensor:
-        """This rank's share [t, ...] of `values` [total, ...], `fill` at padding."""
+        """Return this rank's share [t, ...] of `values` [total, ...], `fill` at padding."""
         taken = values.index_select(0, self.index.clamp(min=0))
         return taken.masked_fill((self.index < 0).view(-1, *[1] * (values.dim() - 1)), fill)
 
     def input_ids(self, values: torch.Tensor) -> torch.Tensor:
-        """Token ids [1, t] of the unpadded concatenation `values` [total]; padding is token 0."""
+        """Return the token ids [1, t] of the unpadded concatenation `values` [total]; padding is token 0."""
         return self.take(values).unsqueeze(0)
 
 
@@ -124,7 +124,8 @@ def pack_stream(
 
 
 def _full_index(lengths: list[int], padded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index into the unpadded concatenation (-1: padding) and position of every token of the padded stream."""
+    """Return the index into the unpadded concatenation (-1: padding) and position of every token of the padded
+    stream."""
     positions = torch.cat([torch.arange(n) for n in padded])
     real = torch.tensor([*lengths, *[0] * (len(padded) - len(lengths))])
     sizes = torch.tensor(padded)
@@ -134,7 +135,8 @@ def _full_index(lengths: list[int], padded: list[int]) -> tuple[torch.Tensor, to
 
 
 def cp_split(padded: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor | None:
-    """Indices into the padded stream, in order, of the tokens `cp_rank` holds; None without context parallelism."""
+    """Return the indices into the padded stream, in order, of the tokens `cp_rank` holds; None without context
+    parallelism."""
     if cp_size == 1:
         return None
     parts, start = [], 0

@@ -88,7 +88,7 @@ class PolicyModel(GPTModel):
         return decoder_input, None, None, None, None, padding_mask
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Hidden states as the decoder leaves them."""
+        """Return the hidden states as the decoder leaves them."""
         return hidden_states
 
     @property
@@ -121,12 +121,13 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
     def values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Values [..., 1] of hidden states [..., hidden], both in float32; last pipeline chunk of a critic only."""
+        """Return the values [..., 1] of hidden states [..., hidden], both in float32; last pipeline chunk of a critic
+        only."""
         found = hidden.float() @ self.value_weight.float().t()
         bias = self.output_layer.bias
         return found if bias is None else found + bias.float()
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Vocabulary size rounded up to a multiple of the tensor-parallel size."""
+    """Return the vocabulary size rounded up to a multiple of the tensor-parallel size."""
     return -(-vocab_size // tp) * tp

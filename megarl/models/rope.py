@@ -32,7 +32,8 @@ class Rope(torch.nn.Module):
         self.frequencies = frequencies.float()
 
     def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables of `positions` [...] int64: cos and sin, each [..., head_dim / 2] in `dtype`, computed in fp32."""
+        """Return the tables of `positions` [...] int64: cos and sin, each [..., head_dim / 2] in `dtype`, computed in
+        fp32."""
         self.frequencies = self.frequencies.to(positions.device)
         angles = positions.unsqueeze(-1).float() * self.frequencies
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)

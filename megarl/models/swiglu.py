@@ -25,7 +25,7 @@ class SwiGLU(MegatronModule):
         super().__init__(config=config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Gated product, dtype of `x`."""
+        """Return the gated product, dtype of `x`."""
         return _SwiGLU.apply(x)
 
 
@@ -58,7 +58,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _blocks(x: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """Rows of `x`, in blocks that fit a CPU core's cache (as many as for `like`); all of them at once on a GPU."""
+    """Return the rows of `x`, in blocks that fit a CPU core's cache (as many as for `like`); all of them at once on a
+    GPU."""
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda or not len(rows):
         return (rows,)

@@ -1,4 +1,4 @@
-"""What changed between two versions of a bucket: positions and new values of its elements.
+"""The difference between two versions of a bucket: positions and new values of its elements.
 
 After a step in bf16 most elements have not moved, and those that have are spread over all tensors. Positions are
 written as distances of one byte, so that a changed bf16 element takes three bytes: a third of what an index and a value
@@ -44,12 +44,12 @@ class Delta:
         return numbers
 
     def to_bytes(self) -> list[memoryview]:
-        """Three buffers."""
+        """Return the delta as three buffers."""
         return [part.view(torch.uint8).numpy().data for part in (self.counts, self.distances, self.values)]
 
     @classmethod
     def from_bytes(cls, parts: Sequence[bytearray]) -> Delta:
-        """The counterpart of `to_bytes`."""
+        """Return the counterpart of `to_bytes`."""
         counts, *rest = (torch.frombuffer(part, dtype=torch.uint8) if part else _NOTHING for part in parts)
         return cls(counts.view(torch.int64), *rest)
 
@@ -96,13 +96,13 @@ def apply_delta(parts: Sequence[Tensor], itemsizes: Sequence[int], delta: Delta)
 
 
 def patch_header(entries: Sequence[Entry], delta: Delta) -> list[Any]:
-    """What a receiver must know of a delta: name, shape, dtype and count of each touched tensor."""
+    """Return the receiver's description of a delta: name, shape, dtype and count of each touched tensor."""
     counted = zip(entries, delta.counts.tolist(), strict=True)
     return [[e.name, e.shape, e.dtype, count] for e, count in counted if count]
 
 
 def _split(delta: Delta, itemsizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Distances and values of each tensor."""
+    """Yield the distances and values of each tensor."""
     at = byte = 0
     for count, itemsize in zip(delta.counts.tolist(), itemsizes, strict=True):
         yield delta.distances[at : at + count], delta.values[byte : byte + count * itemsize]

@@ -1,4 +1,4 @@
-"""Where the trainer's ranks and the receivers are, and which transport that allows."""
+"""The hosts of the trainer's ranks and of the receivers, and the transports that they allow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.processes import LOOPBACK, is_address_here
 
 
 def choose_transport(wanted: str, receivers: Sequence[str], trainers: set[str], cannot_map: str = "") -> str:
-    """The transport that `auto` stands for.
+    """Return the transport that `auto` stands for.
 
     Args:
         receivers: the host of each.
@@ -51,14 +51,15 @@ def hosts_of_ranks(world: WorkerGroup) -> tuple[dict[int, str], dict[str, str]]:
 def hosts_of_receivers(
     urls: Sequence[str], names: dict[int, str], addresses: dict[str, str], world: WorkerGroup
 ) -> list[str]:
-    """Host of every receiver. The first rank resolves for all: ranks that disagree would follow different plans."""
+    """Return the host of every receiver. The first rank resolves for all: ranks that disagree would follow different
+    plans."""
     found = [host_of(url, names[0], addresses) for url in urls] if world.rank == 0 else None
     hosts: list[str] = world.broadcast_json(found)
     return hosts
 
 
 def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
-    """Host of a receiver, in the names of the trainer's hosts where it is one of them.
+    """Return the host of a receiver, in the names of the trainer's hosts where it is one of them.
 
     Args:
         url: of the receiver.

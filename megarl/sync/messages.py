@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 def send_message(sock: socket.socket, header: dict[str, Any], *bodies: memoryview, end: float | None = None) -> None:
-    """A JSON header, and bytes after it, before `end` on the monotonic clock if that is given."""
+    """Send a JSON header, and bytes after it, before `end` on the monotonic clock if that is given."""
     text = json.dumps(header | {"bytes": [len(body) for body in bodies]}).encode()
     parts: list[bytes | memoryview] = [len(text).to_bytes(4, "little") + text, *bodies]
     for part in parts:
@@ -39,7 +39,7 @@ def send_message(sock: socket.socket, header: dict[str, Any], *bodies: memoryvie
 
 
 def read_message(sock: socket.socket, end: float | None = None) -> tuple[dict[str, Any], list[bytearray]]:
-    """The counterpart of `send_message`.
+    """Return the counterpart of `send_message`.
 
     Raises:
         ConnectionError: the other side is gone.
@@ -50,7 +50,7 @@ def read_message(sock: socket.socket, end: float | None = None) -> tuple[dict[st
 
 
 def _wait_until(sock: socket.socket, end: float | None) -> None:
-    """A socket's timeout is per call; shrinking it before each makes the deadline that of a whole message."""
+    """Shrink the socket's timeout, which is per call, so that the deadline is that of a whole message."""
     left = None if end is None else end - time.monotonic()
     if left is not None and left <= 0:
         raise TimeoutError("no whole answer before the deadline")
@@ -116,12 +116,12 @@ class MessageClient:
         return answer
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._sock.close()
 
 
 def proof(key: str, who: bytes, nonce: bytes | bytearray) -> bytes:
-    """What only those can answer who know the key; `who` keeps one side's answer from serving as the other's."""
+    """Return an answer that needs the key; `who` keeps one side's answer from serving as the other's."""
     return hmac.digest(key.encode(), who + nonce, "sha256")
 
 

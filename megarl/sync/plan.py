@@ -1,4 +1,4 @@
-"""Who sends which bytes to which receiver: plain data, no torch, testable without processes.
+"""The plan of bytes from senders to receivers: plain data, no torch, testable without processes.
 
     holders of a tensor's boxes          routes                             buckets of a sender
     (trainer ranks)
@@ -32,7 +32,7 @@ _NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score")
 
 @dataclass(frozen=True, slots=True)
 class TrainerRank:
-    """Where a trainer rank stands: its pipeline stage, and the host it runs on."""
+    """The place of a trainer rank: its pipeline stage, and its host."""
 
     stage: int = 0
     host: str = "127.0.0.1"
@@ -66,13 +66,14 @@ class Bucket:
     nbytes: int
 
     def sources(self) -> list[str]:
-        """Hugging Face tensors in the bucket, in order."""
+        """Return the Hugging Face tensors in the bucket, in order."""
         return list(dict.fromkeys(entry.source for entry in self.entries))
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one replica sends to its receivers: the buckets of each sender, and for every tensor who gives which box."""
+    """The transfers of one replica to its receivers: the buckets of each sender, and for every tensor who gives which
+    box."""
 
     replica: int
     receivers: tuple[int, ...]
@@ -85,7 +86,7 @@ class Route:
         return min(self.senders)
 
     def nbytes(self, sender: int) -> int:
-        """Bytes that `sender` sends to each receiver."""
+        """Return the bytes that `sender` sends to each receiver."""
         return sum(bucket.nbytes for bucket in self.senders[sender])
 
 
@@ -97,7 +98,7 @@ class SyncPlan:
     routes: tuple[Route, ...]
 
     def route_of(self, receiver: int) -> Route:
-        """The route that feeds `receiver`."""
+        """Return the route that feeds `receiver`."""
         return next(route for route in self.routes if receiver in route.receivers)
 
     def seconds(self, gb_per_s: float) -> float:
@@ -106,7 +107,7 @@ class SyncPlan:
         return busiest / (gb_per_s * 1e9)
 
     def describe(self, gb_per_s: float | None = None, rows: int = 20) -> str:
-        """The plan as a table of at most `rows` senders."""
+        """Return the plan as a table of at most `rows` senders."""
         sizes = f"{'tensors':>8} {'buckets':>8} {'MB':>10} {'gathered MB':>12}"
         lines = [f"{'replica':>7} {'sender':>6} {'receivers':<16} {sizes}"]
         table = [(route, sender) for route in self.routes for sender in sorted(route.senders)]
@@ -131,7 +132,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _gathered(route: Route, sender: int) -> int:
-    """Bytes, in the wire's dtype, that other ranks pass to `sender`."""
+    """Return the bytes, in the wire's dtype, that other ranks pass to `sender`."""
     total = 0
     for bucket in route.senders[sender]:
         for entry in bucket.entries:
@@ -142,12 +143,12 @@ def _gathered(route: Route, sender: int) -> int:
 
 
 def box_count(box: Box) -> int:
-    """Elements inside a box."""
+    """Return the elements inside a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def holdings(hf: PretrainedConfig, ranks: Sequence[Coordinate]) -> dict[str, Held]:
-    """For every tensor of the model, in export order: which of the trainer's `ranks` hold which boxes of it."""
+    """Return, for every tensor of the model in export order, which of the trainer's `ranks` hold which boxes of it."""
     same: dict[Coordinate, list[int]] = {}
     for rank, at in enumerate(ranks):
         same.setdefault(at, []).append(rank)
@@ -202,7 +203,7 @@ def make_plan(
 
 
 def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:
-    """The holders that belong to a replica: equal consecutive shares, as Megatron orders data parallelism."""
+    """Return the holders that belong to a replica: equal consecutive shares, as Megatron orders data parallelism."""
     return who[len(who) * replica // count : len(who) * (replica + 1) // count]
 
 
@@ -217,7 +218,7 @@ def _replicas(tensors: dict[str, Held], count: int) -> list[set[int]]:
 def _share_out(
     members: list[set[int]], ranks: Sequence[TrainerRank], hosts: Sequence[str], same_host: bool
 ) -> Iterable[tuple[int, str | None, tuple[int, ...]]]:
-    """(replica, host its senders must be on or None, receivers) of every route."""
+    """Yield (replica, host its senders must be on or None, receivers) of every route."""
     if not same_host:
         for replica in range(min(len(members), len(hosts))):
             yield replica, None, tuple(range(replica, len(hosts), len(members)))
@@ -234,7 +235,7 @@ def _share_out(
 def _pools(
     members: set[int], ranks: Sequence[TrainerRank], host: str | None, senders_per_stage: int | None
 ) -> dict[int, tuple[int, ...]]:
-    """For every stage of a replica, the ranks that may send its tensors."""
+    """Return, for every stage of a replica, the ranks that may send its tensors."""
     allowed = sorted(rank for rank in members if host is None or ranks[rank].host == host)
     pools = {}
     for stage in sorted({ranks[rank].stage for rank in members}):
@@ -273,7 +274,7 @@ def _route(
 
 
 def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> int:
-    """The holder that gives a box: the sender itself, else one on its host, else the first."""
+    """Return the holder that gives a box: the sender itself, else one on its host, else the first."""
     if sender in who:
         return sender
     return next((rank for rank in who if ranks[rank].host == ranks[sender].host), who[0])
@@ -286,7 +287,7 @@ def _assign(
     ranks: Sequence[TrainerRank],
     itemsize: int,
 ) -> dict[str, int]:
-    """One sender per tensor. The largest first, each to the candidate with the least to send so far."""
+    """Return one sender per tensor. The largest first, each to the candidate with the least to send so far."""
     candidates: dict[str, tuple[int, ...]] = {}
     known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
     for name, boxes in holders.items():
@@ -308,7 +309,7 @@ def _assign(
 
 
 def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bucket_bytes: int) -> Iterable[Bucket]:
-    """Tensors in order, as many as fit into the bound less what gathering needs.
+    """Yield the tensors in order, as many as fit into the bound less what gathering needs.
 
     The first of several buckets is small: while it is gathered nothing else happens.
     """

@@ -22,7 +22,7 @@ from megarl.sync.receiver import PauseMode, Receiver, UpdateStep
 
 
 class State(Enum):
-    """Where a receiver is in an update."""
+    """The state of a receiver in an update."""
 
     SERVING = "serving"
     PAUSED = "paused"
@@ -66,7 +66,7 @@ class ReceiverUpdate:
         self._step(State.OPEN, State.OPEN, send)
 
     def end(self) -> None:
-        """All tensors are there: let the receiver finish what it derives from them."""
+        """Make the receiver derive what depends on the tensors: all of them have arrived."""
         self._step(State.OPEN, State.LOADED, lambda: self.receiver.end(self.step) if self.session else None)
 
     def tag(self) -> None:

@@ -1,4 +1,4 @@
-"""What synchronisation needs of an engine that is to hold the trainer's weights.
+"""The interface of an engine that receives the trainer's weights.
 
     one rank, its lead     pause, loading, begin ............................ end, set_version, flush, resume, done
     every sender                              take_shared | take_changes |
@@ -65,7 +65,7 @@ class UpdateStep:
 
 @dataclass(frozen=True)
 class SharedUse:
-    """How long a receiver may keep a sender's buffer mapped: until `last` in the update of that name.
+    """The time for which a receiver may keep a sender's buffer mapped: until `last` in the update of that name.
 
     Attributes:
         update: a name that all senders of an update share.
@@ -90,7 +90,7 @@ class UpdateGroup:
 
 
 class ReceiverLayout(Protocol):
-    """How a receiver splits the model over its ranks. Equal layouts are equal values, and can be hashed."""
+    """The split of the model over a receiver's ranks. Equal layouts are equal values, and can be hashed."""
 
     @property
     def ranks(self) -> int:
@@ -98,11 +98,11 @@ class ReceiverLayout(Protocol):
         ...
 
     def needs(self, rank: int, tensor: str) -> bool:
-        """True when `rank` holds any part of this Hugging Face tensor."""
+        """Tell whether `rank` holds any part of this Hugging Face tensor."""
         ...
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """What `rank` holds of a Hugging Face tensor, in the dtype it holds it in.
+        """Yield the parts of a Hugging Face tensor that `rank` holds, in the dtype it holds them in.
 
         Args:
             tensor: whole, in the wire's dtype.
@@ -114,7 +114,7 @@ class ReceiverLayout(Protocol):
         ...
 
     def make_checksum(self, nbytes: int) -> Checksum:
-        """The checksum that the receiver gives of a parameter of `nbytes` bytes."""
+        """Return the checksum that the receiver gives of a parameter of `nbytes` bytes."""
         ...
 
 
@@ -150,7 +150,7 @@ class Receiver(Protocol):
         ...
 
     def loading(self, version: str, step: UpdateStep) -> None:
-        """From here on it may hold tensors of the version it was on and of `version`."""
+        """Note that from now on it may hold tensors of both its old version and `version`."""
         ...
 
     def begin(self, step: UpdateStep) -> None:
@@ -158,7 +158,7 @@ class Receiver(Protocol):
         ...
 
     def end(self, step: UpdateStep) -> None:
-        """All tensors are there: finish what is derived from them."""
+        """Finish what is derived from the tensors: all of them have arrived."""
         ...
 
     def set_version(self, version: str, step: UpdateStep) -> None:
@@ -166,7 +166,7 @@ class Receiver(Protocol):
         ...
 
     def held_version(self, step: UpdateStep) -> str:
-        """The name of what it holds; another trainer may have given it."""
+        """Return the name of what it holds; another trainer may have given it."""
         ...
 
     def flush(self, mode: PauseMode, step: UpdateStep) -> None:
@@ -178,7 +178,7 @@ class Receiver(Protocol):
         ...
 
     def done(self, version: str, folder: Path | None) -> None:
-        """It generates with `version`; `folder`: where it can read all of that again, if anywhere."""
+        """Note that it generates with `version`; `folder`: where it can read all of that again, if anywhere."""
         ...
 
     def take_shared(
@@ -194,7 +194,7 @@ class Receiver(Protocol):
         ...
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """True when it can write changed elements into its parameters."""
+        """Tell whether it can write changed elements into its parameters."""
         ...
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
@@ -219,11 +219,11 @@ class Receiver(Protocol):
         ...
 
     def checksums(self, step: UpdateStep) -> Checksums:
-        """Checksums of its own parameters, by rank."""
+        """Return the checksums of its own parameters, by rank."""
         ...
 
     def forget(self) -> None:
-        """It failed: what was learnt of it need not hold for the engine that comes back at its address."""
+        """Forget what was learnt of a receiver that failed: another engine may come back at its address."""
         ...
 
 
@@ -232,7 +232,7 @@ class Receivers(Protocol):
 
     @property
     def all(self) -> Sequence[Receiver]:
-        """By number."""
+        """The receivers by number."""
         ...
 
     @property
@@ -241,7 +241,7 @@ class Receivers(Protocol):
         ...
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """This rank leads updates of some receivers.
+        """Make this rank lead updates of some receivers.
 
         Args:
             folder: for files that outlive this process.
@@ -250,7 +250,7 @@ class Receivers(Protocol):
         ...
 
     def acknowledge(self, number: int, version: int) -> None:
-        """It holds `version` only, and may be asked."""
+        """Note that it holds only `version`, and may generate."""
         ...
 
     def mark_failed(self, number: int, why: str) -> None:
@@ -258,5 +258,5 @@ class Receivers(Protocol):
         ...
 
     def close(self) -> None:
-        """The trainer ends: what `lead` began ends, or goes on without it."""
+        """End what `lead` began, as the trainer ends; or let it go on without the trainer."""
         ...

@@ -57,7 +57,7 @@ class _Sender:
 
 
 class Relay:
-    """What senders gave, in shared memory."""
+    """The senders' buckets, in shared memory."""
 
     def __init__(self) -> None:
         self._senders: dict[str, _Sender] = {}
@@ -103,7 +103,7 @@ class Relay:
         return {"taken": True}
 
     def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int) -> dict[str, Any]:
-        """Handles of the changed elements, one for each of the `ranks` of a receiver."""
+        """Return the handles of the changed elements, one for each of the `ranks` of a receiver."""
         if sender.patched is None or sender.patched[:2] != (bucket, version):
             raise Refused(f"the last changes are those of {sender.patched}, not of {(bucket, version)}")
         flat = sender.patch[: sender.patched[2]]
@@ -112,7 +112,7 @@ class Relay:
     def _handles(
         self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int
     ) -> dict[str, Any]:
-        """Handles of the whole bucket."""
+        """Return the handles of the whole bucket."""
         held = sender.bases.get(bucket)
         if held is None or held.version != version:
             raise Refused(f"version {None if held is None else held.version} instead of {version}")

@@ -24,7 +24,7 @@ from megarl.sync.transports.base import Target, Transport
 
 @dataclass
 class Sent:
-    """What this rank did in a synchronisation. `failed`: receiver number -> why it did not get everything."""
+    """The result of a synchronisation on this rank. `failed`: receiver number -> why it did not get everything."""
 
     nbytes: int = 0
     gather_s: float = 0.0
@@ -106,7 +106,7 @@ class BucketSender:
         sent.send_s += time.perf_counter() - start
 
     def _deliver(self, target: Target, load: _Load) -> str | None:
-        """None, or why the receiver did not take the bucket."""
+        """Deliver the bucket; return None, or why the receiver did not take it."""
         try:
             self.transport.deliver(target, load.number, load.bucket, load.flat)
         except ServerError as error:

@@ -19,7 +19,8 @@ _BINARY = ("handle", "counter", "event")
 
 
 def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """uint8 [nbytes] that other processes of this host can map: named shared memory on the CPU, device memory else."""
+    """Return uint8 [nbytes] that other processes of this host can map: named shared memory on the CPU, device memory
+    else."""
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
@@ -27,7 +28,7 @@ def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
 
 
 def handle_of(flat: Tensor) -> Handle:
-    """A handle of `flat`, uint8 [n], a contiguous part of what `shared_buffer` made."""
+    """Return a handle of `flat`, uint8 [n], a contiguous part of what `shared_buffer` made."""
     if flat.is_cuda:
         # Device numbers differ between processes that see different devices; the device's UUID does not.
         _, (_, _, _, offset, _, _, _, *shared) = reductions.reduce_tensor(flat)
@@ -43,7 +44,7 @@ def handle_of(flat: Tensor) -> Handle:
 
 
 def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
-    """Arguments of torch's `rebuild_cuda_tensor`; the device is its UUID."""
+    """Return the arguments of torch's `rebuild_cuda_tensor`; the device is its UUID."""
     values = handle | {key: base64.b64decode(handle[key]) for key in _BINARY}
     offset, device, memory, nbytes, start, *counting = (values[key] for key in _CUDA)
     size = torch.Size((handle["length"],))
@@ -52,7 +53,8 @@ def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
 
 
 def open_handle(handle: Handle) -> Tensor:
-    """The buffer that another process has shared, uint8 [length]. It stays mapped as long as the result lives."""
+    """Return the buffer that another process has shared, uint8 [length]. It stays mapped as long as the result
+    lives."""
     if "device" in handle:
         *before, device, memory, nbytes, start, grad, counter, counter_offset, event, wait = cuda_arguments(handle)
         shared = memory, nbytes, start, grad, counter, counter_offset, event, wait

@@ -39,7 +39,7 @@ class Move:
 
 
 def held_pieces(chunks: Sequence[PolicyModel]) -> Held:
-    """Views of this rank's parameters by Hugging Face tensor and box."""
+    """Return the views of this rank's parameters by Hugging Face tensor and box."""
     return {
         (piece.source, piece.source_box): param.detach()[_slices(piece.target_box)]
         for shard, param in local_shards(chunks)
@@ -77,27 +77,27 @@ class Source:
         self._given_by_one = _given_by_one(plan, self.my_route(), rank) if live else set()
 
     def my_route(self) -> int | None:
-        """Number of the route this rank sends on; None when it only passes pieces on."""
+        """Return the number of the route this rank sends on; None when it only passes pieces on."""
         return next((i for i, route in enumerate(self.plan.routes) if self.rank in route.senders), None)
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets this rank sends, in order."""
+        """Return the buckets this rank sends, in order."""
         route = self.my_route()
         return () if route is None else self.plan.routes[route].senders[self.rank]
 
     def rounds(self, routes: Sequence[int]) -> int:
-        """How often `fill` must be called for a synchronisation over `routes`: the same number on every rank."""
+        """Return the number of calls of `fill` for a synchronisation over `routes`: the same on every rank."""
         return max((len(b) for i in routes for b in self.plan.routes[i].senders.values()), default=0)
 
     def parts(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
-        """uint8, where the bytes of each entry of a filled bucket are: in `flat`, or in the parameter itself."""
+        """Return uint8, where the bytes of each entry of a filled bucket are: in `flat`, or in the parameter itself."""
         return [
             flat[entry.offset : entry.offset + entry.nbytes] if at is None else at.view(-1).view(torch.uint8)
             for entry, at in ((entry, self._live(entry)) for entry in bucket.entries)
         ]
 
     def _live(self, entry: Entry) -> Tensor | None:
-        """The parameter, where it can stand for the entry's place in the bucket."""
+        """Return the parameter, where it can stand for the entry's place in the bucket."""
         if entry.source not in self._given_by_one:
             return None
         found = self.held.get((entry.source, tuple((0, size) for size in entry.shape)))
@@ -197,13 +197,13 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _slabs(box: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
-    """Row blocks of at most SLAB_BYTES, `itemsize` bytes per element; giver and taker must cut alike."""
+    """Yield the row blocks of at most SLAB_BYTES, `itemsize` bytes per element; giver and taker must cut alike."""
     row = max(box[0].numel() * (itemsize or box.element_size()), 1)
     yield from box.split(max(SLAB_BYTES // row, 1))
 
 
 def _given_by_one(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
-    """Tensors of the route that no other rank has a part in."""
+    """Return the tensors of the route that no other rank has a part in."""
     if route is None:
         return set()
     givers = plan.routes[route].givers
@@ -211,7 +211,7 @@ def _given_by_one(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
 
 
 def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]:
-    """What concerns `rank`, by round: every tensor it collects, and every box it gives to another rank."""
+    """Return the moves of `rank`, by round: every tensor it collects, and every box it gives to another rank."""
     found: dict[int, list[tuple[Entry, list[Move]]]] = {}
     for sender in sorted(route.senders):
         for number, bucket in enumerate(route.senders[sender]):

@@ -1,4 +1,4 @@
-"""What the training loop calls: `push` after an update of the policy, `catch_up` when receivers fell behind.
+"""The entry points of the training loop: `push` after an update of the policy, `catch_up` when receivers fell behind.
 
 Both are collective over all ranks of the trainer:
 
@@ -68,18 +68,18 @@ class SyncReport:
 
 
 class NullSync:
-    """For an engine that generates with the trainer's own parameters: there is nothing to send."""
+    """The synchronisation for an engine that generates with the trainer's own parameters: there is nothing to send."""
 
     def push(self, version: int) -> SyncReport:
-        """Nothing moves."""
+        """Do nothing: the engine already has the parameters."""
         return SyncReport(version, "none")
 
     def catch_up(self) -> SyncReport:
-        """Nobody can fall behind."""
+        """Do nothing: nobody can fall behind."""
         return SyncReport(0, "none")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class WeightSync:
@@ -203,7 +203,7 @@ class WeightSync:
         update.begin()
 
     def _send(self, ready: list[int], report: SyncReport) -> Sent:
-        """All rounds on this rank."""
+        """Run all rounds on this rank."""
         routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
         mine = self.sender.source.my_route()
         targets = [self._target(n) for n in ready if mine is not None and n in self.plan.routes[mine].receivers]
@@ -272,7 +272,7 @@ class WeightSync:
             raise WorkerError("\n".join(everyone))
 
     def _to_verify(self, ready: list[int]) -> list[int]:
-        """The receivers of `ready` that `sync.verify` selects, the same on every rank."""
+        """Return the receivers of `ready` that `sync.verify` selects, the same on every rank."""
         if self.config.verify == "off":
             return []
         new = [n for n in ready if self.config.verify == "every" or self.receivers.all[n].version is None]

@@ -1,4 +1,4 @@
-"""What a receiver holds against what the trainer has: checksums of all its parameters.
+"""The comparison of a receiver's weights with the trainer's, by checksums of all parameters.
 
 The receiver gives a checksum for each of its own parameters, in which it has fused and split the tensors it was sent.
 The trainer computes the same from tensors gathered one at a time by `iter_hf_tensors`, which shares nothing with the
@@ -21,7 +21,7 @@ PHASE = "verification"
 def expected_checksums(
     tensors: Iterable[tuple[str, Tensor | None]], layouts: Sequence[ReceiverLayout], dtype: torch.dtype
 ) -> dict[ReceiverLayout, Checksums]:
-    """What receivers must report that hold `tensors`, by their layout. Runs through `tensors` once.
+    """Return the checksums that receivers must report that hold `tensors`, by layout. Runs through `tensors` once.
 
     Args:
         tensors: Hugging Face tensors in export order; None on ranks that only take part in the gathering.
@@ -42,7 +42,7 @@ def expected_checksums(
 
 
 def compare(receiver: Receiver, expected: Checksums, reported: Checksums) -> int:
-    """Number of parameters that were compared.
+    """Return the number of parameters that were compared.
 
     Raises:
         ServerError: a parameter differs or is missing; the message names the first ones.

@@ -122,7 +122,7 @@ def begin(
 
 
 def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, checksums: dict[str, FileChecksum]) -> None:
-    """All files are on disk: make the folder the checkpoint, and drop old ones."""
+    """Make the folder the checkpoint, once all files are on disk, and drop old ones."""
     root, step = folder.parent, meta["step"]
     for name, (size, _) in checksums.items():  # as this machine sees the folder, which others have written into
         if size_at(folder / name) != size:
@@ -142,7 +142,7 @@ def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, chec
 
 
 def _facts_of(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """What meta.json says of the engines; of whose they are only when there are several teams."""
+    """Return the entries of meta.json on the engines; with several teams also on whose they are."""
     facts: dict[str, Any] = {
         "layout": next(iter(parts.values())).layout,
         "optimizer_steps": {name: step for part in parts.values() for name, step in part.optimizer_steps.items()},
@@ -201,7 +201,8 @@ def load(
 
 
 def load_random_states(folder: Path, layout: Layout) -> None:
-    """Random states of a team in which no engine learns, where such a one with this layout wrote some. Collective.
+    """Load the random states of a team in which no engine learns, where such a team of this layout wrote some.
+    Collective.
 
     Raises:
         CheckpointError: its files are damaged.
@@ -210,7 +211,7 @@ def load_random_states(folder: Path, layout: Layout) -> None:
 
 
 def _load_random_states(folder: Path, meta: dict[str, Any], layout: Layout, engines: Collection[str]) -> None:
-    """Go on with those of the team that wrote for `engines`, where that had this layout. Collective."""
+    """Load the states of the team that wrote for `engines`, where it had this layout. Collective."""
     same = (team for team in _teams_in(meta) if _wrote_for(team, engines) and team["layout"] == layout.describe())
     if (team := next(same, None)) is not None:
         load_rng(folder / rng_name(team["workers"][0] + layout.world.rank))
@@ -218,7 +219,7 @@ def _load_random_states(folder: Path, meta: dict[str, Any], layout: Layout, engi
 
 
 def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """What meta.json says of each team that wrote a part: a `Part`, described."""
+    """Return the entries of meta.json on each team that wrote a part: a `Part`, described."""
     if "teams" in meta:
         return list(meta["teams"].values())
     size = sum(name.startswith("rank_") for name in meta["files"])
@@ -226,12 +227,12 @@ def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _wrote_for(team: dict[str, Any], engines: Collection[str]) -> bool:
-    """Did it write one of these engines; with none of them, is it one without engines?"""
+    """Tell whether the team wrote one of these engines; without engines, whether it is a team without engines."""
     return bool({*engines} & {*team["engines"]}) if engines else not team["engines"]
 
 
 def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, FileChecksum]:
-    """The files of a checkpoint without those of teams that did not write for `engines`."""
+    """Return the files of a checkpoint without those of teams that did not write for `engines`."""
     other = [team["workers"] for team in _teams_in(meta) if not _wrote_for(team, engines)]
     numbers = [first + rank for first, size in other for rank in range(size)]
     left_out = {name for number in numbers for name in (shard_name(number), rng_name(number))}
@@ -239,7 +240,7 @@ def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, File
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The `extra` of a checkpoint that `verify` found intact."""
+    """Return the `extra` of a checkpoint that `verify` found intact."""
     return json.loads((folder / _STATE).read_text())
 
 
@@ -269,14 +270,16 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
 
 
 def stored_names(folder: Path, meta: dict[str, Any]) -> frozenset[str]:
-    """Names of the tensors in a checkpoint, each after its engine's: `actor.decoder...`. `meta`: what `verify` gave."""
+    """Return the names of the tensors in a checkpoint, each after its engine's: `actor.decoder...`; `meta` is from
+    `verify`."""
     return frozenset(_index(folder, meta, meta["optimizer_steps"]))
 
 
 def _surplus(
     meta: dict[str, Any], engines: dict[str, MegatronEngine], index: Index, mine: set[str], world: WorkerGroup
 ) -> list[str]:
-    """What the checkpoint has of `engines` and no rank holds, and vocabularies of other sizes. Collective."""
+    """List the tensors of `engines` in the checkpoint that no rank holds, and vocabularies of other sizes.
+    Collective."""
     held = {key for keys in world.all_gather_json(sorted(mine)) for key in keys}
     prefixes = tuple(f"{name}." for name in engines)
     lines = [f"{key} is in the checkpoint only" for key in index if key.startswith(prefixes) and key not in held]
@@ -300,7 +303,7 @@ def _index(folder: Path, meta: dict[str, Any], engines: Collection[str]) -> Inde
 
 
 def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = None) -> dict[str, Any]:
-    """Contents of meta.json, once every file it lists has been read and is what was written. Collective over `world`.
+    """Read every file that meta.json lists, check it, and return the contents of meta.json. Collective over `world`.
 
     With `engines` only files of teams that wrote one of them are read; with no names, of teams without engines.
 
@@ -323,7 +326,7 @@ def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = N
 
 
 def _stranger(path: Path, tag: str) -> str | None:
-    """Says so when the file of a rank is one of another checkpoint."""
+    """Say so when the file of a rank is one of another checkpoint."""
     if not path.name.startswith("rank_"):
         return None
     with contextlib.suppress(CheckpointError, KeyError):  # it is damaged, which its checksum says
@@ -334,7 +337,7 @@ def _stranger(path: Path, tag: str) -> str | None:
 
 
 def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None, dict[str, Any] | None]:
-    """Contents of meta.json; else the damage; else what a `FormatError` says."""
+    """Return the contents of meta.json, or the damage, or the message of a `FormatError`."""
     try:
         return read_meta(folder), None, None
     except FormatError as error:
@@ -351,7 +354,7 @@ def _way_out(folder: Path) -> str:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Contents of meta.json.
+    """Return the contents of meta.json.
 
     Raises:
         CheckpointError: there is none, so the checkpoint is incomplete, or it is damaged.
@@ -384,18 +387,19 @@ def _meta_checksum(meta: dict[str, Any]) -> str:
 
 
 def named_steps(root: Path) -> list[int]:
-    """Steps of all folders that are called checkpoints, rising; one may have lost its meta.json."""
+    """Return the steps of all folders that are called checkpoints, in rising order; some may have lost their
+    meta.json."""
     return sorted(int(path.name[5:]) for path in root.glob("step_*") if path.name[5:].isdigit())
 
 
 def best(root: Path) -> Path | None:
-    """The checkpoint that was saved as best and is still there."""
+    """Return the checkpoint that was saved as best and is still there."""
     folder = root / f"step_{best_step(root)}"
     return folder if (folder / _META).is_file() else None
 
 
 def keep_best(root: Path, step: int) -> bool:
-    """Is there a checkpoint of `step`? Then best.json names it from now on. One rank calls this."""
+    """Make best.json name the checkpoint of `step`; False if there is none. One rank calls this."""
     if step not in steps_in(root):
         return False
     if best_step(root) != step:
@@ -465,7 +469,7 @@ def _prune(root: Path, keep_last: int) -> None:
 
 
 def _is_kept(folder: Path) -> bool:
-    """Not only to go on from; what cannot be told is kept."""
+    """Tell whether a checkpoint is kept beyond the next one; one that cannot be read is kept."""
     try:
         return bool(json.loads((folder / _META).read_text()).get("kept", True))
     except (OSError, ValueError, AttributeError):

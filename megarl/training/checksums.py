@@ -33,13 +33,13 @@ def checksum_of(file: BinaryIO) -> FileChecksum:
 
 
 def opened_size(file: BinaryIO) -> int:
-    """Bytes of an open file. What its name is told (`Path.stat`) may be of before: NFS keeps attributes of names for up
-    to a minute, and asks its server again when a file is opened."""
+    """Return the bytes of an open file. `Path.stat` may answer with older ones: NFS keeps attributes of names for up to
+    a minute, and asks its server again when a file is opened."""
     return os.fstat(file.fileno()).st_size
 
 
 def size_at(path: Path) -> int:
-    """`opened_size` the file that has this name now."""
+    """Return `opened_size` of the file that has this name now."""
     with path.open("rb") as file:
         return opened_size(file)
 
@@ -84,7 +84,7 @@ def checksums_of(folder: Path, names: Sequence[str], world: WorkerGroup) -> dict
 
 
 def _share(names: Sequence[str], world: WorkerGroup, per_machine: bool) -> Sequence[str]:
-    """Those that this rank reads, of all ranks or of those of its machine."""
+    """Return those that this rank reads, of all ranks or of those of its machine."""
     if not per_machine:
         return names[world.rank :: world.size]
     hosts = world.all_gather_json(socket.gethostname())
@@ -93,7 +93,7 @@ def _share(names: Sequence[str], world: WorkerGroup, per_machine: bool) -> Seque
 
 
 def few(lines: list[str], n: int = 4) -> str:
-    """The first `n` lines in one, and how many more there are.
+    """Return the first `n` lines in one, and how many more there are.
 
     >>> few(["a", "b", "c"], 2)
     'a; b; and 1 more'

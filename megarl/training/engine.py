@@ -138,7 +138,7 @@ class MegatronEngine:
         return logp, more[0] if more else logp.like(torch.zeros_like(logp.values))
 
     def top_tokens(self, batch: Batch, k: int, limit: int, temperature: float = 1.0) -> Jagged:
-        """The k likeliest tokens below id `limit` at the place of every response token, likeliest first.
+        """Return the k likeliest tokens below id `limit` at the place of every response token, likeliest first.
 
         Returns:
             float32 [tokens, K, 2] over response tokens, ids and log-probs, on every rank of the replica; K is the
@@ -169,17 +169,19 @@ class MegatronEngine:
         return tokens.like(tokens.values.long()), logp
 
     def values(self, batch: Batch) -> Jagged:
-        """Value at every response token, from the state before it: like `logprobs`, of an engine with a value head."""
+        """Return the value at every response token, from the state before it: like `logprobs`, of an engine with a
+        value head."""
         return self._of_samples(batch, Values())[0]
 
     def _of_samples(self, samples: Batch, head: Head) -> list[Jagged]:
-        """The head's numbers for the response tokens of samples."""
+        """Return the head's numbers for the response tokens of samples."""
         responses = samples["response_ids"]
         return [responses.like(found.values) for found in self._evaluate(self.sequences.rows(samples), head)]
 
     @torch.no_grad()
     def _evaluate(self, batch: Batch, head: Head, *, together: bool = True) -> list[Jagged]:
-        """The head's numbers for the response tokens of rows; not `together`: other replicas have nothing to do."""
+        """Return the head's numbers for the response tokens of rows; not `together`: other replicas have nothing to
+        do."""
         self.require(PARAMETERS)
         budget = self.config.micro_batch_tokens
         groups = microbatch.plan(batch, budget, self.layout, self.device, self.sequences, together=together)
@@ -216,7 +218,7 @@ class MegatronEngine:
         return LogProbs(temperature, chunk, self.layout.tp_group, entropy, columns)
 
     def _outputs(self, head: Head, hidden: Tensor, chunk: Any, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """The head's numbers for the N response tokens of the micro-batch, on every rank of the last stage."""
+        """Return the head's numbers for the N response tokens of the micro-batch, on every rank of the last stage."""
         outputs = head(hidden[:, 0], _unwrap(chunk), micro)
         if self.layout.cp_size == 1:
             return outputs
@@ -232,7 +234,7 @@ class MegatronEngine:
         divisor: Divisor | None = None,
         taught: Taught | None = None,
     ) -> Metrics:
-        """One optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
+        """Make one optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
 
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of one micro-batch in order and the samples
         they belong to, and returns a scalar that is already a sum with global weights, and metrics. Where a count is
@@ -253,7 +255,8 @@ class MegatronEngine:
         return self._step(batch, loss_fn, Values())
 
     def sft_step(self, batch: Batch) -> Metrics:
-        """One optimizer step on -sum(weights * logp), with the field `loss_weights` (Jagged over response tokens)."""
+        """Make one optimizer step on -sum(weights * logp), with the field `loss_weights` (Jagged over response
+        tokens)."""
 
         def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
             weights = micro["loss_weights"].values.to(logp.device)
@@ -320,7 +323,7 @@ class MegatronEngine:
         return norm, rate
 
     def _merge(self, metrics: Metrics, results: list[tuple[Tensor, Metrics]]) -> Metrics:
-        """Metrics of all micro-batches of all data-parallel ranks, on every rank."""
+        """Merge the metrics of all micro-batches of all data-parallel ranks, on every rank."""
         for _, part in results:
             metrics.merge(part)
         if self.layout.is_last_stage:
@@ -371,7 +374,7 @@ class MegatronEngine:
 
     @property
     def parts(self) -> frozenset[str]:
-        """What the engine has of `megarl.offload_schedule.PARTS`; a frozen one has parameters only."""
+        """The parts of `megarl.offload_schedule.PARTS` that the engine has; a frozen one has parameters only."""
         return frozenset((PARAMETERS,) if self.optimizer is None else PARTS)
 
     @property
@@ -380,7 +383,7 @@ class MegatronEngine:
         return self.parts - self._away.keys()
 
     def hold(self, *parts: str) -> None:
-        """Have these of its parts on the device, and none of the others. Training goes on bit for bit.
+        """Have exactly these parts on the device. Training goes on bit for bit.
 
         Optimizer state and parameters are in host memory meanwhile; gradients are not kept.
 
@@ -417,7 +420,7 @@ def _unwrap(chunk: Any) -> PolicyModel:
 
 
 def _sum_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's sum of gradients over dp, cp, tied embeddings and sequence-parallel norms, without its division."""
+    """Sum gradients as Megatron does over dp, cp, tied embeddings and sequence-parallel norms, without its division."""
     finalize_model_grads(chunks, None, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""What the last pipeline stage makes of hidden states: numbers for every response token of a micro-batch.
+"""The heads of the last pipeline stage: they turn hidden states into numbers for every response token of a micro-batch.
 
 A head gets the hidden states of this rank's tokens and returns float32 tensors [n], one number per row of the
 micro-batch, equal on all tensor-parallel ranks. Every tensor-parallel rank then computes the same loss, and each head
@@ -34,15 +34,16 @@ class Head(Protocol):
 
     @property
     def outputs(self) -> int:
-        """How many numbers there are per token."""
+        """The count of numbers per token."""
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Under sequence parallelism `hidden` holds this rank's t / tp tokens."""
+        """Compute the numbers. Under sequence parallelism `hidden` holds this rank's t / tp tokens."""
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-prob of each row's target and, if asked, the entropy: fused, over a vocabulary split by tensor parallelism.
+    """The head for the log-prob of each row's target and, if asked, the entropy: fused, over a vocabulary split by
+    tensor parallelism.
 
     Attributes:
         temperature: divides the logits.
@@ -64,7 +65,7 @@ class LogProbs:
         return 2 if self.entropy else 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """(log-probs [n],) or (log-probs [n], entropies [n])."""
+        """Return (log-probs [n],) or (log-probs [n], entropies [n])."""
         rows, weight, start = head_rows(hidden, model, micro, self.columns)
         both = linear_logprob(
             rows,
@@ -82,7 +83,7 @@ class LogProbs:
 def head_rows(
     hidden: Tensor, model: PolicyModel, micro: MicroBatch, columns: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Hidden states [n, h] of the rows, this rank's rows of the output embedding, and the token of the first of these.
+    """Return the hidden states [n, h] of the rows, this rank's rows of the output embedding, and the first row's token.
 
     `columns`: first and one past the last token that the softmax is over; None: all.
     """
@@ -105,7 +106,7 @@ class Values:
     outputs: ClassVar[int] = 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """(values [n],)."""
+        """Return (values [n],)."""
         if not model.config.sequence_parallel:
             # The head is whole on every rank, so is its gradient: nothing to add up.
             return (model.values(hidden[micro.rows])[:, 0],)
@@ -135,7 +136,7 @@ class Draws:
     outputs: ClassVar[int] = 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """(tokens [n], log-probs [n]): float32, which holds numbers of tokens exactly up to 2**24."""
+        """Return (tokens [n], log-probs [n]) as float32, which holds numbers of tokens exactly up to 2**24."""
         rows = gather_from_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
         start, stop = model.vocab_range
         first, last = (min(max(column, start), stop) for column in self.columns)

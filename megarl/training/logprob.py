@@ -108,7 +108,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the gradient of some tokens' logits depends on."""
+    """The inputs of the gradient of some tokens' logits."""
 
     hidden: Tensor
     targets: Tensor
@@ -118,7 +118,7 @@ class _Rows:
     grad_entropy: Tensor | None
 
     def part(self, place: slice) -> _Rows:
-        """The same of some of these tokens."""
+        """Return the same for some of these tokens."""
         values = (getattr(self, field.name) for field in fields(self))
         return _Rows(*(None if value is None else value[place] for value in values))  # type: ignore[arg-type]
 
@@ -126,7 +126,7 @@ class _Rows:
 def _by_tokens(
     rows: _Rows, weight: Tensor, shard: _Shard, kept: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden states and weight, a chunk of tokens at a time."""
+    """Return the gradients of hidden states and weight, a chunk of tokens at a time."""
     hidden = rows.hidden
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
     # Sums over chunks are kept wide: a bf16 accumulator would lose the small contributions of late chunks.
@@ -145,7 +145,8 @@ def _by_tokens(
 def _by_columns(
     rows: _Rows, weight: Tensor, shard: _Shard, kept: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same, some columns of the vocabulary at a time: as many logits as a chunk of tokens has."""
+    """Return the same, computed by columns of the vocabulary, with as many logits at a time as a chunk of tokens
+    has."""
     hidden = rows.hidden
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=rows.log_z.dtype) if wants[0] else None
     grad_weight = torch.empty_like(weight)
@@ -161,23 +162,23 @@ def _by_columns(
 
 
 def _adds_wide(hidden: Tensor) -> bool:
-    """True where `wide_product` is not rounded, so that a sum of many is as exact as one product."""
+    """Tell whether `wide_product` is not rounded, so that a sum of many is as exact as one product."""
     return hidden.is_cuda
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64: what reductions run in."""
+    """Return the dtype of reductions: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _scaled(logits: Tensor, shard: _Shard, keep: bool) -> Tensor:
-    """`logits`, wide and divided by the temperature: a copy where they are wide already and wanted again."""
+    """Return `logits`, wide and divided by the temperature: a copy where they are wide already and wanted again."""
     scaled = logits.to(_wide(logits.dtype), copy=keep)
     return scaled if shard.inverse_temperature == 1.0 else scaled.mul_(shard.inverse_temperature)
 
 
 def _local(targets: Tensor, shard: _Shard, columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each target in this shard (0 where it is elsewhere), and whether it is here."""
+    """Return the column of each target in this shard (0 where it is elsewhere), and whether it is here."""
     column = targets - shard.start
     here = (column >= 0) & (column < columns)
     return column.masked_fill(~here, 0), here
@@ -203,7 +204,7 @@ def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor, keep: b
 
 
 def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, logZ and entropy [N] from the statistics [4, N] of all ranks."""
+    """Return the logp, logZ and entropy [N] from the statistics [4, N] of all ranks."""
     parts = stats[None]
     if shard.group is not None and stats.shape[1]:
         parts = torch.stack(shard.group.all_gather(stats))
@@ -221,7 +222,8 @@ def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _grad_logits(logits: Tensor, rows: _Rows, shard: _Shard, keep: bool) -> Tensor:
-    """Gradient [C, V] of the unscaled logits: g (onehot - p) - e p (log p + entropy), divided by the temperature."""
+    """Return the gradient [C, V] of the unscaled logits: g (onehot - p) - e p (log p + entropy), divided by the
+    temperature."""
     logp = _scaled(logits, shard, keep).sub_(rows.log_z[:, None])
     grad_logp, grad = rows.grad_logp, logp.exp()
     if rows.grad_entropy is not None and rows.entropy is not None:

@@ -1,4 +1,4 @@
-"""From a batch of rows to the packed micro-batches that go through the model.
+"""The packing of a batch of rows into the micro-batches that go through the model.
 
 The sequence layout (megarl/training/sequence_layout.py) says how a row becomes a sequence. Only columns that predict a
 response token reach the vocabulary head.
@@ -53,7 +53,7 @@ def plan(
     *,
     together: bool = True,
 ) -> list[list[int]]:
-    """Rows of each micro-batch: the same number of micro-batches on all data-parallel ranks, fillers empty.
+    """Return the rows of each micro-batch: the same number of micro-batches on all data-parallel ranks, fillers empty.
 
     Not `together`: this replica is the only one that has any.
 
@@ -121,7 +121,7 @@ def build_all(
     device: torch.device,
     sequences: SequenceLayout = TEXT,
 ) -> tuple[list[MicroBatch], int]:
-    """All micro-batches, and the stream length that Megatron's schedules expect.
+    """Return all micro-batches, and the stream length that Megatron's schedules expect.
 
     Interleaved stages exchange tensors of one fixed shape: Megatron's exchange of variable shapes hangs there, because
     stages wait for each other's shapes in different calls. So their micro-batches are all padded to the longest.
@@ -138,12 +138,13 @@ def build_all(
 
 
 def _unit(layout: Layout) -> int:
-    """Every sequence is padded to a multiple of this."""
+    """Return the number of which every sequence is padded to a multiple."""
     return 2 * layout.cp_size if layout.cp_size > 1 else 1
 
 
 def _fill_up(lengths: list[int], total: int, layout: Layout) -> list[int]:
-    """Lengths of padding sequences that bring the stream to `total`, none longer than the longest real one."""
+    """Return the lengths of padding sequences that bring the stream to `total`, none longer than the longest real
+    one."""
     unit = _unit(layout)
     padded = [-(-length // unit) * unit for length in lengths]
     missing, piece = total - sum(padded), max(padded)

@@ -1,4 +1,4 @@
-"""One checkpoint of several teams: what they tell each other, and what a team writes that does not lead.
+"""One checkpoint of several teams: the messages between them, and the part of a team that does not lead.
 
     team of the actor, which leads                       every other team that has something to save
     checkpoint/4         {"tag": "4f2a81c0"}  -------->  the step is saved; null: it is not
@@ -39,12 +39,12 @@ class Mail(Protocol):
         """Leave a value, once."""
 
     def read(self, name: str) -> Any:
-        """The value, as soon as somebody has left it; fails after a deadline, with the name."""
+        """Return the value as soon as somebody has left it; fails after a deadline, with the name."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one team writes of a checkpoint.
+    """The part of a checkpoint that one team writes.
 
     Attributes:
         workers: number of its first worker, and how many there are.
@@ -61,13 +61,13 @@ class Part:
 
     @classmethod
     def of(cls, engines: Mapping[str, MegatronEngine], first: int, nbytes: int, layout: Layout) -> Part:
-        """What the team with this layout and these engines writes, whose first worker is `first`."""
+        """Return the part of a team with this layout and these engines, whose first worker is `first`."""
         steps = {name: engine.step for name, engine in engines.items()}
         vocab_sizes = {name: engine.hf_config.vocab_size for name, engine in engines.items()}
         return cls((first, layout.world.size), layout.describe(), steps, vocab_sizes, nbytes)
 
     def describe(self) -> dict[str, Any]:
-        """For meta.json."""
+        """Return the entries for meta.json."""
         return {"workers": list(self.workers), "layout": self.layout, "engines": list(self.optimizer_steps)}
 
 
@@ -90,28 +90,28 @@ class Teams:
     others: tuple[str, ...] = ()
 
     def announce(self, step: int, tag: str | None) -> None:
-        """Say that the checkpoint of `step` is written under `tag`; None: there is none. One rank calls this."""
+        """Announce that the checkpoint of `step` is written under `tag`; None: there is none. One rank calls this."""
         self.mail.post(f"checkpoint/{step}", None if tag is None else {"tag": tag})
 
     def announced(self, step: int) -> str | None:
-        """What the team that leads has said."""
+        """Return the tag that the leading team announced; None: there is no checkpoint."""
         found = self.mail.read(f"checkpoint/{step}")
         return None if found is None else found["tag"]
 
     def parts(self, step: int) -> dict[str, Part]:
-        """What the others write, by team, once all of them have their copies."""
+        """Return the parts of the other teams, by team, once all of them have their copies."""
         return {team: Part(**self.mail.read(f"checkpoint/{team}/{step}")) for team in self.others}
 
     def give_folder(self, step: int, problem: str | None, fix: str) -> None:
-        """The folder is there to be written into, or cannot be. One rank calls this."""
+        """Say that the folder is ready to be written into, or cannot be. One rank calls this."""
         self.mail.post(f"checkpoint_folder/{step}", {"problem": problem, "fix": fix})
 
     def give_part(self, step: int, part: Part) -> None:
-        """Everything of this team's part is copied. One rank calls this."""
+        """Say that all of this team's part is copied. One rank calls this."""
         self.mail.post(f"checkpoint/{self.name}/{step}", asdict(part))
 
     def folder_given(self, step: int) -> dict[str, Any]:
-        """What the team that leads says of the folder."""
+        """Return the leading team's message about the folder."""
         return self.mail.read(f"checkpoint_folder/{step}")
 
 
@@ -124,7 +124,7 @@ def begin_part(
     layout: Layout,
     files: Mapping[str, bytes],
 ) -> Saving:
-    """Start to write what this team has of a checkpoint that another team leads. Collective over the team.
+    """Start to write this team's part of a checkpoint that another team leads. Collective over the team.
 
     Returns as soon as everything is copied to host memory, and the folder is there.
 
@@ -151,28 +151,28 @@ def begin_part(
 
 
 def folder_of(root: Path, step: int, tag: str) -> Path:
-    """Where a checkpoint is written, before it has its name."""
+    """Return the folder in which a checkpoint is written before its rename."""
     return root / f"step_{step}.tmp-{tag}"
 
 
 def own_files(
     engines: Mapping[str, MegatronEngine], tag: str, step: int, number: int
 ) -> tuple[Snapshot, dict[str, bytes]]:
-    """What worker `number` writes of its engines, and its random states."""
+    """Return the snapshot of the engines of worker `number`, and its random states."""
     return snapshot(engines, {"tag": tag, "step": step}), {rng_name(number): rng_bytes()}
 
 
 def rng_name(number: int) -> str:
-    """File of a worker's random states."""
+    """Return the file of a worker's random states."""
     return f"rng_{number}.safetensors"
 
 
 def size_of(shard: Snapshot, contents: Mapping[str, bytes]) -> int:
-    """Bytes that a rank writes."""
+    """Return the bytes that a rank writes."""
     return shard.nbytes + sum(map(len, contents.values()))
 
 
 def refuse_folder(folder: Path, problem: str | None, fix: str) -> None:
-    """Raises CheckpointError when there is a problem."""
+    """Raise CheckpointError when there is a problem."""
     if problem:
         raise CheckpointError("the checkpoint cannot be written", where=str(folder), found=problem, fix=fix)

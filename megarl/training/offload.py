@@ -84,7 +84,7 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
 
 
 def _block(tensor: Tensor, keep: bool) -> _Block:
-    """The storage of `tensor`, with a copy that is on its way to the host when its contents are to be kept."""
+    """Return the storage of `tensor`, with a copy that is on its way to the host when its contents are to be kept."""
     storage = tensor.untyped_storage()
     copy = None
     if keep:

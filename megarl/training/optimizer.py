@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0 is the first): linear warm-up, then constant, linear or cosine.
+    """Return the learning rate of optimizer step `step` (0 is the first): linear warm-up, then constant, linear or
+    cosine.
 
     The peak is reached on step `warmup_steps`, or that share, `warmup_ratio`, of `total_steps`; `min_lr` on step
     `decay_steps`, which is one past the last step of a run when it is left at its default `total_steps`. A schedule
@@ -65,7 +66,8 @@ def wrap_chunks(
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: OptimConfig, engine: EngineConfig, dtype: torch.dtype
 ) -> ChainedOptimizer:
-    """AdamW over all parameters of `chunks`; vectors (norms, biases) are not decayed. bf16 gets float32 masters."""
+    """Return the AdamW over all parameters of `chunks`; vectors (norms, biases) are not decayed. bf16 gets float32
+    masters."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -92,7 +94,7 @@ def build_optimizer(
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers inside a chained one that hold parameters on this rank (dense, experts)."""
+    """Return the optimizers inside a chained one that hold parameters on this rank (dense, experts)."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chain if not part.is_stub_optimizer]
 

@@ -1,4 +1,4 @@
-"""Where this process stands in its team: a `Layout` of Megatron's groups. The one place that sets Megatron's own state.
+"""The place of this process in its team: a `Layout` of Megatron's groups. Only this file sets Megatron's own state.
 
 Megatron keeps its groups in a module, one set per process, and talks over torch's default group in places. Both are
 right here because a process belongs to one team, and a team is one torch world: several teams, each with a layout of
@@ -25,7 +25,7 @@ from megatron.core import parallel_state as mpu  # noqa: E402  (after install)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a team holds a model: one replica is held by the ranks of `mp_group`, tp * pp * cp processes.
+    """The way a team holds a model: the ranks of `mp_group`, tp * pp * cp processes, hold one replica.
 
     Attributes:
         world: all ranks of the team.
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def dp_rank(self) -> int:
-        """Which replica this process is part of."""
+        """The number of the replica that this process is part of."""
         return self.dp_group.rank
 
     @property
@@ -113,7 +113,7 @@ class Layout:
         return self.pp_rank == self.parallel.pp - 1
 
     def describe(self) -> dict[str, int]:
-        """Sizes, as they are written into checkpoints."""
+        """Return the sizes, as they are written into checkpoints."""
         p = self.parallel
         sizes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp or 1, "cp": p.cp, "ep": p.ep, "sp": int(p.sp)}
         return {"world_size": self.world_size, "dp": self.dp_size, "etp": p.expert_tp, **sizes}
@@ -186,7 +186,7 @@ def _check_world(parallel: ParallelConfig, world: int) -> None:
 
 
 def _replica(world: WorkerGroup) -> WorkerGroup:
-    """The ranks that hold the same replica as this one."""
+    """Return the ranks that hold the same replica as this one."""
     mine = mpu.get_data_parallel_rank()
     owners = [int(value) for value in world.all_gather(torch.tensor([mine], device=device()))]
     members = [[rank for rank in range(world.size) if owners[rank] == replica] for replica in range(max(owners) + 1)]

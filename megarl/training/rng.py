@@ -26,7 +26,8 @@ def seed_generators(seed: int) -> None:
 
 
 def rng_bytes() -> bytes:
-    """States of this rank's generators: Python, numpy, torch, CUDA, and Megatron's tracker; a safetensors file."""
+    """Return the states of this rank's generators: Python, numpy, torch, CUDA, and Megatron's tracker; a safetensors
+    file."""
     import numpy
     from safetensors.torch import save as to_bytes
 

@@ -80,7 +80,7 @@ class Saving:
         self._thread.start()
 
     def poll(self) -> bool:
-        """Is it complete, or this team's part of it, where another team commits it? Collective.
+        """Tell whether it is complete, or this team's part of it where another team commits it. Collective.
 
         Raises:
             CheckpointError: on every rank of the team alike: a rank could not write its part.
@@ -99,7 +99,7 @@ class Saving:
         return not any(busy for busy, _, _ in everyone)
 
     def wait(self) -> None:
-        """Until it is complete. Collective; errors as in `poll`."""
+        """Wait until it is complete. Collective; errors as in `poll`."""
         while not self.poll():
             self._thread.join(_POLL_S)
             time.sleep(0.1 * _POLL_S)  # others still write
@@ -155,7 +155,7 @@ class Saving:
         return checksums
 
     def _bytes_of_others(self) -> int:
-        """What the workers of other teams have written so far, samples that wait for the next step included."""
+        """Return the bytes that workers of other teams have written so far, samples for the next step included."""
         own = {shard_name(self._first + rank) for rank in range(self._world.size)}
         size = 0
         for path in self._folder.iterdir():
@@ -164,7 +164,7 @@ class Saving:
         return size
 
     def _await_checksums(self, team: str, workers: range) -> None:
-        """Until those of the workers of another team are there, as long as its files grow.
+        """Wait for the checksums of the workers of another team, as long as its files grow.
 
         Raises:
             WorkerError: its files did not grow within the deadline.
@@ -205,7 +205,7 @@ class UnderWay:
         self._began, self.longest_s = 0.0, 0.0
 
     def began(self, saving: Saving, at: float) -> None:
-        """It is this one from now on, begun at this monotonic time; the one before is complete."""
+        """Set this one as the current saving, begun at this monotonic time; the one before is complete."""
         self._saving, self._began = saving, at
 
     def _complete(self, saving: Saving) -> None:
@@ -214,14 +214,14 @@ class UnderWay:
             self.longest_s = max(self.longest_s, saving.ended - self._began)
 
     def poll(self) -> None:
-        """After a step: has it come to its end?"""
+        """Note after a step whether it is complete."""
         if self._saving is not None:
             with phase("checkpoint"):
                 if self._saving.poll():
                     self._complete(self._saving)
 
     def wait(self) -> None:
-        """Until it is complete."""
+        """Wait until it is complete."""
         if self._saving is not None:
             with phase("checkpoint"):
                 self._saving.wait()
@@ -239,7 +239,7 @@ def _write(
 
 
 def shard_name(number: int) -> str:
-    """File of a worker's tensors."""
+    """Return the file of a worker's tensors."""
     return f"rank_{number}.safetensors"
 
 

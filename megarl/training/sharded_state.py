@@ -38,7 +38,7 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
-    """A copy of what this rank writes of all engines, in host memory."""
+    """Copy this rank's slices of all engines into host memory."""
     return Snapshot(_all_slices(engines, writing=True), label)
 
 
@@ -67,7 +67,7 @@ def _all_slices(engines: Mapping[str, MegatronEngine], *, writing: bool) -> list
 
 
 def world_of(engines: Mapping[str, MegatronEngine]) -> WorkerGroup:
-    """All ranks that hold these engines; there is at least one engine."""
+    """Return all ranks that hold these engines; there is at least one engine."""
     return next(iter(engines.values())).layout.world
 
 
@@ -98,14 +98,14 @@ def refuse_foreign(
 
 
 def weight_slices(name: str, engine: MegatronEngine) -> Iterator[TensorSlice]:
-    """This rank's whole parameters and buffers."""
+    """Yield this rank's whole parameters and buffers."""
     for copy, tensor in _copies(name, engine):
         yield from slices_of(copy.places, tensor)
 
 
 class _Copy(NamedTuple):
-    """This rank's copy of a tensor: where it lies, and is it the first among its tensor- and pipeline-parallel copies,
-    and among its data-parallel ones?"""
+    """This rank's copy of a tensor: its places, and whether it is the first of its tensor- and pipeline-parallel
+    copies, and of its data-parallel ones."""
 
     places: list[SlicePlace]
     first_in_model: bool
@@ -113,7 +113,7 @@ class _Copy(NamedTuple):
 
 
 def engine_slices(name: str, engine: MegatronEngine, *, writing: bool) -> Iterator[TensorSlice]:
-    """What this rank holds of an engine, under keys that begin with its name.
+    """Yield the slices of an engine that this rank holds, under keys that begin with its name.
 
     With `writing` each element comes from one rank only: from its owner where the distributed optimizer divides the
     parameter among data-parallel ranks, else from the first rank that holds it.
@@ -141,7 +141,7 @@ def engine_slices(name: str, engine: MegatronEngine, *, writing: bool) -> Iterat
 
 
 def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]:
-    """All parameters and buffers of this rank's model chunks."""
+    """Yield all parameters and buffers of this rank's model chunks."""
     for chunk in engine.chunks:
         # One key per layer, not one tensor over all layers: layers may differ (dense and expert ones).
         sharded = _tensors_only(chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}))
@@ -154,7 +154,7 @@ def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]
 
 
 def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:
-    """Without Megatron's extra-state objects, which are empty here and would have to be pickled."""
+    """Drop Megatron's extra-state objects, which are empty here and would have to be pickled."""
     kept = {key: value for key, value in state.items() if not isinstance(value, ShardedObject)}
     for key, value in kept.items():
         if key.endswith(("word_embeddings.weight", "output_layer.weight")) and isinstance(value, ShardedTensor):
@@ -168,12 +168,13 @@ def _optimizers(engine: MegatronEngine) -> list[Any]:
 
 
 def _wanted(engine: MegatronEngine) -> tuple[str, ...]:
-    """Master weights of a float32 model are its parameters and not stored twice."""
+    """Return the keys of the stored state. The master weights of a float32 model are its parameters, not stored
+    twice."""
     return MOMENTS if engine.dtype == torch.float32 else (*MOMENTS, _MASTER)
 
 
 def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
-    """Each model parameter of an optimizer that is not distributed, with its state."""
+    """Yield each model parameter of an optimizer that is not distributed, with its state."""
     if hasattr(part, "float16_groups"):
         pairs = [
             pair
@@ -188,7 +189,8 @@ def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
 
 
 def _owned_pieces(part: DistributedOptimizer) -> Iterable[tuple[Tensor, slice, dict[str, Tensor]]]:
-    """Each model parameter that this data-parallel rank owns a piece of: the piece of the flat parameter, its state."""
+    """Yield each model parameter that this data-parallel rank owns a piece of, the piece of the flat parameter, its
+    state."""
     for parameter, (group, place) in part.model_param_group_index_map.items():
         main = part.optimizer.param_groups[group]["params"][place]
         piece = part._get_model_param_range_map(parameter)["param"]
@@ -200,14 +202,14 @@ def _moments(part: Any, main: Tensor) -> dict[str, Tensor]:
 
 
 def _state(part: Any) -> Iterable[tuple[Tensor, int, dict[str, Tensor]]]:
-    """Each model parameter that one optimizer holds state of, the first element it has, and the state, flat or not."""
+    """Return each model parameter that one optimizer holds state of, its first element, and the state, flat or not."""
     if isinstance(part, DistributedOptimizer):
         return ((parameter, piece.start, tensors) for parameter, piece, tensors in _owned_pieces(part))
     return ((parameter, 0, tensors) for parameter, tensors in _whole_tensors(part))
 
 
 def _create_state(part: Any) -> None:
-    """What the first optimizer step would create, so that there is something to read and to load into."""
+    """Create the state that the first optimizer step would, so that there is something to read and to load into."""
     if not isinstance(part.optimizer, torch.optim.AdamW):
         part.init_state_fn(part.optimizer, part.config)
         return

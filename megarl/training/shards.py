@@ -114,7 +114,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callab
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Header of a file, and where its data begin.
+    """Return the header of a file, and where its data begin.
 
     Raises:
         CheckpointError: it is none of these files.

@@ -40,7 +40,7 @@ class TopTokens:
         return 2 * self.k
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """2 K tensors [n], float32, which holds ids exactly up to 2**24."""
+        """Return 2 K tensors [n], float32, which holds ids exactly up to 2**24."""
         rows, weight, start = head_rows(hidden, model, micro, self.base.columns)
         parts = [
             self._of(rows[at : at + self.base.chunk_tokens], weight, start)
@@ -49,7 +49,7 @@ class TopTokens:
         return tuple(torch.cat(parts).unbind(1))
 
     def _of(self, rows: Tensor, weight: Tensor, start: int) -> Tensor:
-        """[C, 2 K] of a chunk."""
+        """Return [C, 2 K] for a chunk."""
         logits = head_logits(rows, weight).float() / self.base.temperature
         peak, mass = _partition(logits)
         ids = torch.arange(start, start + logits.shape[1], device=logits.device)
@@ -68,7 +68,7 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """What `base` says of each row, and the policy's cross entropy with some tokens of given probabilities.
+    """The head that gives `base` for each row, and the policy's cross entropy with tokens of given probabilities.
 
     Attributes:
         base: log-probs and entropies of the sampled tokens.
@@ -210,14 +210,14 @@ def _logits(hidden: Tensor, weight: Tensor, shard: _Shard) -> Tensor:
 
 
 def _local(ids: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each id in this shard (0 where it is elsewhere), and whether it is here."""
+    """Return the column of each id in this shard (0 where it is elsewhere), and whether it is here."""
     column = ids - start
     here = (column >= 0) & (column < columns)
     return column.masked_fill(~here, 0), here
 
 
 def _partition(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest logit of this shard's columns, and sum of exp(logit - largest), [C] each."""
+    """Return the largest logit of this shard's columns and the sum of exp(logit - largest), [C] each."""
     if logits.shape[1] == 0:  # no column here: a contribution of zero that stays finite
         return logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2), logits.new_zeros(len(logits))
     peak = logits.amax(1)

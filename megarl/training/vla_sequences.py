@@ -31,7 +31,7 @@ _REPEATED = ("prompt_ids", *VERSION_FIELDS)
 
 
 def calls_of(samples: Batch) -> Batch:
-    """One row per policy call of `samples`.
+    """Return one row per policy call of `samples`.
 
     Fields with one number per response token are cut at the calls' borders; `frames/CAMERA` and `states` have one entry
     per call already; how the episode ended (`end_...`) and its clip are left out; all else is repeated.
@@ -118,7 +118,7 @@ class VLALayout:
         return self._pack([ids.cpu() for ids in rows["prompt_ids"].unbind()], targets, pictures, states)
 
     def filler(self) -> PackedRows:
-        """A call that sees black pictures, and whose targets are the first action token."""
+        """Return a call that sees black pictures, and whose targets are the first action token."""
         side, count = self.shape.towers[0].image, len(self.cameras)
         pictures = torch.zeros(count, side, side, 3, dtype=torch.uint8)
         targets = torch.full((self.dim * self.chunk,), self.columns[0])

@@ -1,4 +1,4 @@
-"""What makes embeddings of episodes."""
+"""The protocol of embedders, which turn episodes into vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EpisodeEmbedder(Protocol):
     """Makes one embedding of each episode."""
 
     def embed(self, episodes: Batch) -> Tensor:
-        """Embeddings float32 [B, E] on the CPU, in the order of the batch.
+        """Return the embeddings float32 [B, E] on the CPU, in the order of the batch.
 
         Args:
             episodes: fields as `megarl.rollout.robots.episode` writes them. An episode with an `env_error` gets zeros,
@@ -29,7 +29,7 @@ class EpisodeEmbedder(Protocol):
 
     @property
     def recording(self) -> Recording | None:
-        """What simulators have to hold of an episode beside what the policy sees; None: nothing."""
+        """The part of an episode that simulators must record besides the policy's observations; None: nothing."""
 
     def learn(self, episodes: Batch, step: int) -> Metrics | None:
         """Learn of a training step's episodes, those of this replica; collective over the data-parallel ranks.
@@ -39,7 +39,8 @@ class EpisodeEmbedder(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: nested dicts of tensors and plain numbers; empty where nothing is learned."""
+        """Return the state for a checkpoint: nested dicts of tensors and plain numbers; empty where nothing is
+        learned."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
@@ -48,7 +49,7 @@ class EpisodeEmbedder(Protocol):
 def build_embedder(
     settings: EmbeddingSettings, *, cameras: Sequence[str], device: torch.device, group: WorkerGroup, seed: int
 ) -> EpisodeEmbedder:
-    """The embedder that `settings` names.
+    """Return the embedder that `settings` names.
 
     Args:
         settings: the mapping `robot.reward.embedding`.

@@ -56,7 +56,7 @@ class PointEncoder(nn.Module):
         self.out = nn.Linear(64, width)
 
     def forward(self, pictures: Tensor, states: Tensor) -> Tensor:
-        """float32 [N, 3 * cameras, SIDE, SIDE] and [N, S] -> [N, width]."""
+        """Map pictures float32 [N, 3 * cameras, SIDE, SIDE] and states [N, S] to [N, width]."""
         for convolution in self.convolutions:
             pictures = F.relu(convolution(pictures))
         hidden = F.relu(self.hidden(torch.cat([pictures.flatten(1), states], 1)))
@@ -99,7 +99,7 @@ class OwnEmbedder:
 
     @torch.no_grad()
     def embed(self, episodes: Batch) -> Tensor:
-        """Float32 [B, points * width]; see `EpisodeEmbedder`."""
+        """Return float32 [B, points * width]; see `EpisodeEmbedder`."""
         valid, lengths = valid_episodes(episodes), episodes["states"].lengths.cpu()
         made = torch.zeros(len(valid), self._points * self._width)
         rows = valid.nonzero().squeeze(1)
@@ -122,7 +122,7 @@ class OwnEmbedder:
         return None
 
     def learn(self, episodes: Batch, step: int) -> Metrics | None:
-        """A few updates, each on some episodes of the global batch; see `EpisodeEmbedder`.
+        """Make a few updates, each on some episodes of the global batch; see `EpisodeEmbedder`.
 
         Returns:
             `srpo/encoder/loss`, and `srpo/encoder/accuracy`: share of neighbours that are more alike than all
@@ -172,7 +172,8 @@ class OwnEmbedder:
         return neighbours_loss(padded, there)
 
     def _inputs(self, episodes: Batch, episode: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """What the encoder sees of these episodes [N] at these places [N]; as many as an episode has calls: its end."""
+        """Return the encoder's inputs for these episodes [N] at these places [N]; place = number of calls is the
+        episode's end."""
         pictures = []
         for camera in self._cameras:
             seen = _seen(episodes[FRAMES + camera], episodes[END_FRAMES + camera], episode, place).to(self._device)
@@ -193,7 +194,7 @@ class OwnEmbedder:
         return self._encoder, self._optimizer
 
     def state(self) -> dict[str, Any]:
-        """Encoder and optimizer, copies of them; empty before the first training step."""
+        """Return the encoder and optimizer, copies of them; empty before the first training step."""
         if self._encoder is None or self._optimizer is None:
             return {}
         moments = self._optimizer.state_dict()["state"]
@@ -218,7 +219,7 @@ class OwnEmbedder:
 
 
 def neighbours_loss(vectors: Tensor, there: Tensor) -> tuple[Tensor, int, int]:
-    """InfoNCE in time: a point and its neighbour against all points of the episode that are neither.
+    """Return the InfoNCE loss over time: a point and its neighbour against all points of the episode that are neither.
 
     Args:
         vectors: unit vectors [n, P, D] of points in the order of time.
@@ -241,12 +242,12 @@ def neighbours_loss(vectors: Tensor, there: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _some_points(count: int, drawn: np.random.Generator) -> list[int]:
-    """Of the points 0 to count - 1 at most POINTS, in their order."""
+    """Return at most POINTS of the points 0 to count - 1, in their order."""
     return np.sort(drawn.permutation(count)[:POINTS]).tolist()
 
 
 def _average_gradients(encoder: nn.Module, count: int, group: WorkerGroup) -> None:
-    """Gradients of sums over this rank's `count` pairs -> those of the mean over all ranks' pairs."""
+    """Turn gradients of sums over this rank's `count` pairs into those of the mean over all ranks' pairs."""
     parameters = list(encoder.parameters())
     grads = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
     summed = torch.cat([*(grad.flatten() for grad in grads), grads[0].new_tensor([count])])
@@ -258,7 +259,7 @@ def _average_gradients(encoder: nn.Module, count: int, group: WorkerGroup) -> No
 
 
 def _seen(calls: Jagged, ends: Tensor, episode: Tensor, place: Tensor) -> Tensor:
-    """[N, ...]: what was seen in these episodes at these places."""
+    """Return the observations [N, ...] of these episodes at these places."""
     after = place >= calls.lengths[episode]
     found = ends.new_empty(len(place), *ends.shape[1:])
     found[after] = ends[episode[after]]

@@ -28,7 +28,7 @@ class StateEmbedder:
         self._points, self._end_weight = points, end_weight
 
     def embed(self, episodes: Batch) -> Tensor:
-        """Float32 [B, points * S + S + 1]; see `EpisodeEmbedder`."""
+        """Return float32 [B, points * S + S + 1]; see `EpisodeEmbedder`."""
         states, ends = episodes["states"].to("cpu"), episodes["end_state"].float().cpu()
         path = resampled(states, ends, self._points) / math.sqrt(self._points)
         # A robot that never leaves the origin has an embedding, too: a constant, which no distance sees.
@@ -41,23 +41,23 @@ class StateEmbedder:
         return None
 
     def learn(self, episodes: Batch, step: int) -> None:
-        """There is nothing to learn."""
+        """Do nothing: there is nothing to learn."""
 
     def state(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty dict: nothing is learned."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
 
 def valid_episodes(episodes: Batch) -> Tensor:
-    """bool [B]: the simulator played it to its end."""
+    """Return bool [B], True where the simulator played the episode to its end."""
     return torch.tensor([not error for error in episodes["env_error"]], dtype=torch.bool)
 
 
 def resampled(calls: Jagged, ends: Tensor, points: int) -> Tensor:
-    """Numbers of each call and of the end at evenly spread places of the episode, float32 [B, points, S].
+    """Return the numbers of each call and of the end at evenly spread places of the episode, float32 [B, points, S].
 
     The first point is the first call, the last one the end; of one point there is the end only. Between two calls
     numbers are interpolated.

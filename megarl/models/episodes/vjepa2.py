@@ -51,7 +51,7 @@ class VideoEmbedder:
 
     @torch.no_grad()
     def embed(self, episodes: Batch) -> Tensor:
-        """Float32 [B, cameras * hidden_size]; see `EpisodeEmbedder`."""
+        """Return float32 [B, cameras * hidden_size]; see `EpisodeEmbedder`."""
         made = torch.zeros(len(episodes), len(self._cameras), self._width)
         rows = valid_episodes(episodes).nonzero().squeeze(1)
         parts = rows.split(self._batch_size) if len(rows) else []
@@ -64,24 +64,24 @@ class VideoEmbedder:
         return made.flatten(1)
 
     def _frames(self, episodes: Batch, camera: str, row: int) -> Tensor:
-        """uint8 [T, H, W, 3] of an episode, in the order of time."""
+        """Return uint8 [T, H, W, 3] of an episode, in the order of time."""
         seen = episodes[(CLIP if self._by_steps else FRAMES) + camera]
         frames: Tensor = seen.values[seen.offsets[row] : seen.offsets[row + 1]]
         return frames if self._by_steps else torch.cat([frames, episodes[END_FRAMES + camera][row][None]])
 
     def learn(self, episodes: Batch, step: int) -> None:
-        """It has learned."""
+        """Do nothing: the encoder is already trained."""
 
     def state(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty dict: nothing is learned."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
 
 def _encoder(folder: Path, device: torch.device) -> tuple[Any, Any]:
-    """The checkpoint's encoder, without the predictor, and its configuration."""
+    """Return the checkpoint's encoder, without the predictor, and its configuration."""
     from transformers import VJEPA2Model
 
     try:

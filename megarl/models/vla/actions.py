@@ -29,7 +29,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ActionTokens:
-    """Which tokens stand for which numbers: OpenVLA's rule, which OpenVLA-OFT's discrete policies share.
+    """The mapping between action tokens and numbers: OpenVLA's rule, which OpenVLA-OFT's discrete policies share.
 
     `bins` edges from -1 to 1, both ends among them, part the range into `bins` - 1 intervals. Token
     `vocab_size - 1 - i` is interval i: the lowest numbers have the last token. The first of the `bins` tokens is drawn
@@ -60,7 +60,7 @@ class ActionTokens:
 
     @classmethod
     def of_checkpoint(cls, config: Mapping[str, Any], where: str) -> ActionTokens:
-        """As the config.json of an OpenVLA checkpoint says it.
+        """Read the mapping from the config.json of an OpenVLA checkpoint.
 
         Args:
             config: its content: `text_config.vocab_size`, which counts `pad_to_multiple_of` rows too many, and
@@ -92,7 +92,7 @@ class ActionTokens:
         return (edges[:-1] + edges[1:]) / 2
 
     def columns(self, padded: int) -> slice:
-        """The action columns of logits [..., padded]; column j of them is token `start` + j.
+        """Return the action columns of logits [..., padded]; column j of them is token `start` + j.
 
         Raises:
             ConfigError: the logits have fewer columns than the vocabulary.
@@ -107,7 +107,7 @@ class ActionTokens:
         return slice(self.start, self.vocab_size)
 
     def encode(self, numbers: ArrayLike) -> Tokens:
-        """Tokens int64 of numbers, which are clipped to -1 to 1.
+        """Return the tokens int64 of numbers, which are clipped to -1 to 1.
 
         Raises:
             DataError: a number is not finite; it is named with its place.
@@ -118,7 +118,7 @@ class ActionTokens:
         return np.asarray(self.vocab_size - np.digitize(np.clip(values, -1, 1), edges), dtype=np.int64)
 
     def decode(self, tokens: ArrayLike) -> Floats:
-        """Numbers float32 from -1 to 1 of tokens, the centres of their intervals.
+        """Return the numbers float32 from -1 to 1 of tokens, the centres of their intervals.
 
         Raises:
             DataError: a token is none of an action; it is named with its place.
@@ -132,7 +132,7 @@ class ActionTokens:
 
 @dataclass(frozen=True)
 class GripperRule:
-    """What a simulator wants of the numbers of grippers, if it is not what the policy says.
+    """The conversion of gripper numbers from the policy's convention to the simulator's.
 
     Attributes:
         dims: places of the grippers in an action; negative ones count from the end. Empty: nothing is done.
@@ -147,7 +147,7 @@ class GripperRule:
     invert: bool = False
 
     def to_simulator(self, actions: ArrayLike) -> Floats:
-        """Actions [..., D] of a policy as the simulator wants them; a copy."""
+        """Convert the actions [..., D] of a policy to the simulator's convention; a copy."""
         actions = np.array(actions, dtype=np.float32)
         for place in self.dims:
             value = actions[..., place]
@@ -157,7 +157,7 @@ class GripperRule:
         return actions
 
     def to_policy(self, actions: ArrayLike) -> Floats:
-        """Actions [..., D] of demonstrations, recorded in the simulator's units, as a policy is to say them; a copy."""
+        """Convert the actions [..., D] of demonstrations from the simulator's units to the policy's; a copy."""
         actions = np.array(actions, dtype=np.float32)
         for place in self.dims:
             value = actions[..., place]
@@ -167,7 +167,7 @@ class GripperRule:
         return actions
 
     def mask(self, dim: int) -> list[bool]:
-        """Which of `dim` numbers are normalised: with a rule all but the grippers, whose range is known."""
+        """Tell which of `dim` numbers are normalised: with a rule all but the grippers, whose range is known."""
         grippers = {place % dim for place in self.dims} if self.unit else set()
         return [place not in grippers for place in range(dim)]
 
@@ -182,7 +182,7 @@ GRIPPER_RULES = {
 
 
 def gripper_rule(name: str, where: str = "gripper") -> GripperRule:
-    """The rule of this name.
+    """Return the rule of this name.
 
     Raises:
         ConfigError: there is none.
@@ -210,7 +210,7 @@ class ActionCodec:
         return self.statistics.dim
 
     def to_actions(self, tokens: ArrayLike) -> Floats:
-        """Action tokens [..., K * D] of policy calls as actions float32 [..., K, D] for the simulator.
+        """Convert the action tokens [..., K * D] of policy calls to actions float32 [..., K, D] for the simulator.
 
         Raises:
             DataError: a token is none of an action, or their number is not a multiple of D.
@@ -227,7 +227,7 @@ class ActionCodec:
         return self.gripper.to_simulator(self.statistics.denormalise(numbers))
 
     def to_tokens(self, actions: ArrayLike) -> Tokens:
-        """Recorded actions [..., K, D] as the action tokens int64 [..., K * D] that a policy is to say.
+        """Convert the recorded actions [..., K, D] to the action tokens int64 [..., K * D] that a policy should say.
 
         Raises:
             DataError: the actions have another D, or a number is not finite.

@@ -21,7 +21,7 @@ from megarl.errors import ConfigError, choose
 
 @dataclass(frozen=True)
 class PolicyFamily:
-    """What a kind of policies was trained with.
+    """The prompt and sequence conventions that a family of policies was trained with.
 
     Attributes:
         template: of the prompt; `{task}` is the instruction.
@@ -48,7 +48,7 @@ FAMILIES = {
 
 
 def policy_family(name: str, where: str = "family") -> PolicyFamily:
-    """The family of this name.
+    """Return the family of this name.
 
     Raises:
         ConfigError: there is none.
@@ -57,7 +57,7 @@ def policy_family(name: str, where: str = "family") -> PolicyFamily:
 
 
 def prompt_text(instruction: str, family: PolicyFamily) -> str:
-    """What the policy is told.
+    """Return the prompt of the policy as text.
 
     >>> prompt_text("Put the Bowl on the stove", PolicyFamily())
     'In: What action should the robot take to put the bowl on the stove?\\nOut:'
@@ -66,7 +66,8 @@ def prompt_text(instruction: str, family: PolicyFamily) -> str:
 
 
 def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., Any]) -> list[int]:
-    """Tokens of the prompt, with the tokenizer's BOS first and the family's last token at the end, each once.
+    """Return the tokens of the prompt, with the tokenizer's BOS first and the family's last token at the end, each
+    once.
 
     Raises:
         ConfigError: the tokenizer has no token for a part of it, or no BOS: the pictures stand after that.
@@ -97,7 +98,7 @@ def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., 
 
 @dataclass(frozen=True)
 class CallLayout:
-    """Where everything lies in the sequence of one policy call.
+    """The columns of the sequence of one policy call.
 
     Attributes:
         prompt: tokens of the prompt, BOS among them.

@@ -31,7 +31,7 @@ from megarl.models.vla.actions import ActionCodec, GripperRule
 def cloning_statistics(
     demonstrations: Sequence[OpenDemonstration], gripper: GripperRule, bounds: Bounds = "q99"
 ) -> DatasetStatistics:
-    """Statistics of what the demonstrations do, and of their states, for the policy that learns from them.
+    """Return the statistics of the demonstrations' actions and states, for the policy that learns from them.
 
     Raises:
         DataError: there are no environment steps, or a number of the actions varies so rarely that `bounds` leave
@@ -109,7 +109,7 @@ class CloningExamples:
         return len(self._tokens)
 
     def describe(self) -> str:
-        """One line for the log: what is there, and how much memory pictures take."""
+        """Return one line for the log: the examples, and the memory that their pictures take."""
         tasks = Counter(one.task for one in self._shown)
         listed = ", ".join(f"{task} {number}" for task, number in tasks.items())
         examples, held = len(self), min(len(self), self._room)
@@ -121,7 +121,7 @@ class CloningExamples:
         )
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Examples at `indices`, as episodes of one policy call (megarl/rollout/robots/episode.py).
+        """Return the examples at `indices`, as episodes of one policy call (megarl/rollout/robots/episode.py).
 
         prompt_ids; response_ids and response_mask [K * D]; turn_starts and turn_ends; `frames/CAMERA` uint8
         [1, size, size, 3]; `states` [1, S]; and the columns uid, sample_id and task.
@@ -153,7 +153,7 @@ class CloningExamples:
         return Batch(fields, {"uid": uids, "sample_id": list(uids), "task": tasks}, size=len(places))
 
     def _seen(self, owner: NDArray[np.int64], places: NDArray[np.int64]) -> Tensor:
-        """Pictures uint8 [B, cameras, size, size, 3]."""
+        """Return the pictures uint8 [B, cameras, size, size, 3]."""
         side = self._pictures.size
         found = torch.empty(len(places), len(self._cameras), side, side, 3, dtype=torch.uint8)
         for number, (one, place) in enumerate(zip(owner.tolist(), places.tolist(), strict=True)):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def policy_config(
     config: Mapping[str, Any], where: str, preprocessor: Mapping[str, Any] | None = None
 ) -> PretrainedConfig:
-    """The language model's configuration, which brings what the policy sees with (`megarl.models.hf.vision_of`).
+    """Return the language model's configuration, which includes the vision part (`megarl.models.hf.vision_of`).
 
     Args:
         config: a policy's config.json, with what the files beside it add.
@@ -51,7 +51,7 @@ def policy_config(
 
 
 def read_policy_config(folder: Path) -> PretrainedConfig:
-    """The same of a folder with config.json.
+    """Read the same from a folder with config.json.
 
     Raises:
         ConfigError: there is none, or as `policy_config`.

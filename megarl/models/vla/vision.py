@@ -29,7 +29,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class Seen:
-    """What the policy calls of a stream see.
+    """The visual and state inputs of the policy calls of a stream.
 
     Attributes:
         pixels: [n, 3 * towers, side, side], pictures as each tower takes them, one after the other.
@@ -46,7 +46,7 @@ class Seen:
     blank: Tensor
 
     def to(self, device: torch.device) -> Seen:
-        """The same with all tensors on `device`."""
+        """Move all tensors to `device`."""
         return Seen(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
@@ -64,7 +64,7 @@ class Tower(nn.Module):
         self.blocks = nn.ModuleList(_Block(shape, dtype) for _ in range(shape.blocks))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[n, patches, width] of pictures [n, 3, side, side]."""
+        """Return the embeddings [n, patches, width] of pictures [n, 3, side, side]."""
         count = len(pixels)
         hidden = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2) + self.pos_embed
         first = [one.expand(count, -1, -1) for one in (self.cls_token, self.reg_token) if one is not None]
@@ -138,7 +138,7 @@ class Vision(nn.Module):
             param.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def see(self, pixels: Tensor) -> Tensor:
-        """Embeddings [n * patches, hidden] of pictures [n, 3 * towers, side, side]."""
+        """Return the embeddings [n * patches, hidden] of pictures [n, 3 * towers, side, side]."""
         features = [tower(part) for tower, part in zip(self.towers, pixels.split(3, 1), strict=True)]
         return self._project("projector", torch.cat(features, 2).flatten(0, 1))
 

@@ -29,7 +29,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def layout_of_all(mine: Coordinate, world: WorkerGroup) -> list[Coordinate]:
-    """Coordinates of all ranks of `world`, by rank. Collective."""
+    """Return the coordinates of all ranks of `world`, by rank. Collective."""
     values = torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)
     return [Coordinate(*row.tolist()) for row in world.all_gather(values)]
 
@@ -37,7 +37,7 @@ def layout_of_all(mine: Coordinate, world: WorkerGroup) -> list[Coordinate]:
 def _owners(
     hf: PretrainedConfig, layout: list[Coordinate], value_head: bool
 ) -> dict[str, dict[int, list[tuple[tuple[int, str], Piece]]]]:
-    """For each Hugging Face tensor: which rank gives which pieces of which parameters. Each box is given once."""
+    """Map each Hugging Face tensor to the ranks that give its pieces of parameters. Each box is given once."""
     table: dict[str, dict[int, list[tuple[tuple[int, str], Piece]]]] = {}
     given: set[tuple[str, Box]] = set()
     seen: set[Coordinate] = set()
@@ -55,7 +55,7 @@ def _owners(
 
 @torch.no_grad()
 def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Every Hugging Face tensor in export order: the whole CPU tensor on rank 0 of `world`, None elsewhere.
+    """Yield every Hugging Face tensor in export order: the whole CPU tensor on rank 0 of `world`, None elsewhere.
 
     Collective over `world`, all ranks that hold the model; one tensor is in flight at a time. Values are exactly the
     parameters'.

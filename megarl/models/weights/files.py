@@ -25,7 +25,7 @@ _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 
 def resolve_folder(source: str | Path, where: str = "model.path", *, weights: bool = True) -> Path:
-    """`source` as a local folder, fetched from the hub when it is no folder but looks like a hub name.
+    """Return `source` as a local folder, fetched from the hub when it is no folder but looks like a hub name.
 
     Args:
         where: the key that names it, for errors.
@@ -77,7 +77,7 @@ class CheckpointReader:
             self._place[EMBEDDINGS] = self._place[HEAD]
 
     def _add_projector(self, config: Mapping[str, Any]) -> None:
-        """Of a robot policy, what a torch file of its own holds."""
+        """Add the tensors of a robot policy that are in a torch file of their own."""
         file = projector_file(self.folder) if config.get("model_type") == ROBOT_POLICY else None
         if file is None:
             return
@@ -96,7 +96,7 @@ class CheckpointReader:
 
     @staticmethod
     def has_weights(folder: Path) -> bool:
-        """False for a folder with a configuration and nothing that could be weights."""
+        """Tell whether a folder has files that could be weights, besides its configuration."""
         return any(folder.glob("*.safetensors*")) or (folder / "adapter_config.json").is_file()
 
     @property
@@ -108,11 +108,11 @@ class CheckpointReader:
         return name in self._place
 
     def names(self) -> list[str]:
-        """All tensor names."""
+        """Return all tensor names."""
         return sorted(self._place)
 
     def describe(self) -> str:
-        """The folder and the files that are read, in one line."""
+        """Return the folder and the files that are read, in one line."""
         fp8 = ", weights dequantised from fp8" if self._block else ""
         return f"{self.folder}: {len(self._place)} tensors in {file_names(self.files)}{fp8}"
 
@@ -129,15 +129,15 @@ class CheckpointReader:
         return self._open[file].get_slice(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of tensor `name`."""
+        """Return the shape of tensor `name`."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Dtype of tensor `name` as its file spells it, such as BF16."""
+        """Return the dtype of tensor `name` as its file spells it, such as BF16."""
         return str(self._slice(name).get_dtype())
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Tensor `name` or the part of it inside `box`, in the file's dtype; what is quantised in float32.
+        """Return the tensor `name` or the part of it inside `box`, in the file's dtype; what is quantised in float32.
 
         Raises:
             ConfigError: the tensor is missing, or holds codes of numbers whose scales are not known.
@@ -147,7 +147,7 @@ class CheckpointReader:
         return part if part.dtype in _CODES else self._dequantized(name, part, box)
 
     def _dequantized(self, name: str, codes: torch.Tensor, box: Box | None) -> torch.Tensor:
-        """Each code times the scale of its block; the last blocks of a row or column may be cut off."""
+        """Return each code times the scale of its block; the last blocks of a row or column may be cut off."""
         scale_name, shape = f"{name}_scale_inv", self.shape(name)
         scales = self._slice(scale_name)[...] if scale_name in self else None
         in_blocks = codes.dtype == torch.float8_e4m3fn and len(shape) == 2
@@ -173,7 +173,7 @@ class CheckpointReader:
         return codes.float() * scales.float()[rows][:, columns]
 
     def untied_head(self) -> bool:
-        """True when there are both a head and embeddings, and they differ."""
+        """Tell whether there are both a head and embeddings, and they differ."""
         if HEAD not in self or EMBEDDINGS not in self or self._place[HEAD] == self._place[EMBEDDINGS]:
             return False
         rows, columns = self.shape(EMBEDDINGS)
@@ -193,7 +193,7 @@ class _Loaded:
         self._tensors = tensors
 
     def get_slice(self, name: str) -> _LoadedSlice:
-        """Tensor `name`, of which parts can be read."""
+        """Return the tensor `name`, of which parts can be read."""
         return _LoadedSlice(self._tensors[name])
 
 
@@ -329,7 +329,7 @@ def _count(shape: Iterable[int]) -> int:
 
 
 def _group(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> Iterator[list[str]]:
-    """Names per file: as many as fit, at least one."""
+    """Yield the names of the tensors of each file: as many as fit, at least one."""
     names: list[str] = []
     size = 0
     for name, shape in shapes.items():

@@ -40,7 +40,7 @@ def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
 
 
 def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Parameter]]:
-    """The plan of this process, each entry with its parameter."""
+    """Return the plan of this process, each entry with its parameter."""
     hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
     params = {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
     shards = slices_for(hf, coordinate(chunks), value_head=value_head)
@@ -121,7 +121,7 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
 
 
 def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """The fp32 tensor `name` of the random model of `seed`."""
+    """Return the fp32 tensor `name` of the random model of `seed`."""
     if name.endswith(".bias") or name == "score.weight":
         return torch.zeros(shape)
     if "norm" in name or name.endswith(".scale_factor"):

@@ -1,5 +1,5 @@
-"""What a Hugging Face folder holds beside the weights, so that programs with transformers 4 or 5 read one and the same
-model: config.json, generation_config.json, and the tokenizer's files.
+"""The files of a Hugging Face folder besides the weights, written so that programs with transformers 4 or 5 read the
+same model: config.json, generation_config.json, and the tokenizer's files.
 
 transformers 5 keeps RoPE in `rope_parameters`; 4 and what is built on it read `rope_theta` and `rope_scaling` and know
 nothing of the newer key. The number of experts has two names as well. Both are written. Files of the source stay as
@@ -39,7 +39,8 @@ def write_metadata(
     value_head: bool = False,
     source: str | Path | None = None,
 ) -> None:
-    """config.json, generation_config.json and the tokenizer's files; of a robot policy the scales of its numbers.
+    """Write config.json, generation_config.json and the tokenizer's files; for a robot policy also the scales of its
+    numbers.
 
     Args:
         tokenizer: the files that it was read from are kept, where they are still there.
@@ -76,7 +77,7 @@ def copy_tokenizer(source: Path | None, folder: Path) -> bool:
 
 
 def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, as transformers 4 reads them, of `rope_parameters`.
+    """Return `rope_theta` and `rope_scaling`, as transformers 4 reads them, of `rope_parameters`.
 
     >>> older_rope_keys({"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}, 64)
     {'rope_theta': 500.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
@@ -118,8 +119,8 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
 
 
 def _write_generation_config(folder: Path, hf_config: PretrainedConfig, source: str | Path | None) -> None:
-    """That of the source, which an engine goes by, and none where it has none; without a source what transformers makes
-    of the config."""
+    """Copy the source's generation_config.json, which engines go by, if it has one; without a source write what
+    transformers makes of the config."""
     from transformers import GenerationConfig
 
     kept = _folder_of(source)
@@ -130,7 +131,7 @@ def _write_generation_config(folder: Path, hf_config: PretrainedConfig, source: 
 
 
 def _folder_of(name: str | Path | None) -> Path | None:
-    """The folder of a name that transformers loads from; None: there is none on this machine."""
+    """Return the folder of a name that transformers loads from; None: there is none on this machine."""
     if not name:
         return None
     folder = Path(name).expanduser()

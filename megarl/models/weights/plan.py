@@ -1,4 +1,4 @@
-"""Which box of which Hugging Face tensor goes to which box of which local parameter: plain data, no torch, no Megatron.
+"""The plan from boxes of Hugging Face tensors to boxes of local parameters: plain data, no torch, no Megatron.
 
 A box is one (start, stop) per dimension. A local parameter is covered by the target boxes of its pieces, except for the
 padding rows of the vocabulary. Loading, random initialisation, export and weight synchronisation all read this plan.
@@ -56,7 +56,7 @@ class Shard:
 
 
 def rules(hf: PretrainedConfig, *, value_head: bool = False) -> tuple[WeightRule, ...]:
-    """The table of this model, its head included."""
+    """Return the table of this model, its head included."""
     table = ARCHITECTURES[hf.model_type].tensors
     if value_head:
         return (*table, VALUE_HEAD, *([VALUE_BIAS] if value_bias(hf) else []))
@@ -76,7 +76,7 @@ def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, t
 
 
 def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False) -> list[Shard]:
-    """Every parameter of the process at `at`, and the boxes it is filled from."""
+    """Return every parameter of the process at `at`, and the boxes it is filled from."""
     size = dimensions(hf)
     shards = []
     for rule, (chunk, param), names in _instances(hf, at, value_head):
@@ -93,7 +93,7 @@ def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False
 def _instances(
     hf: PretrainedConfig, at: Coordinate, value_head: bool
 ) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
-    """Every rule for every layer and expert that lives at `at`: (rule, (chunk, parameter), source names)."""
+    """Yield every rule for every layer and expert that lives at `at`: (rule, (chunk, parameter), source names)."""
     table = rules(hf, value_head=value_head)
     before = "" if vision_of(hf) is None else LANGUAGE_MODEL
     per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
@@ -124,7 +124,7 @@ def _instances(
 
 
 def _experts(hf: PretrainedConfig, at: Coordinate) -> list[tuple[int, int]]:
-    """(local number, global number) of the experts at `at`."""
+    """Yield (local number, global number) of the experts at `at`."""
     count = dimensions(hf)["experts"] // at.ep
     return [(local, at.ep_rank * count + local) for local in range(count)]
 
@@ -152,7 +152,7 @@ def _vocab(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cu
 
 
 def _gate_up(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    """Equal row blocks of each source, one below the other."""
+    """Return the equal row blocks of each source, one below the other."""
     shape, pieces, offset = sources[0][1], [], 0
     for name, (total, *rest) in sources:
         rows, tail = total // ways, _whole(tuple(rest))
@@ -169,7 +169,7 @@ def _row(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
 
 
 def _qkv(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    """Per key/value group: its query heads, its key, its value, one below the other."""
+    """Return, for each key/value group, its query heads, its key and its value, one below the other."""
     groups = size["groups"] // ways
     heights = [shape[0] // size["groups"] for _, shape in sources]
     tail = _whole(sources[0][1][1:])

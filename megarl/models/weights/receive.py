@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def held_boxes(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[Box]]:
-    """The boxes of each tensor that the process at `at` holds, as often as it holds them."""
+    """Return the boxes of each tensor that the process at `at` holds, as often as it holds them."""
     found: dict[str, list[Box]] = {}
     for shard in slices_for(hf, at):
         for piece in shard.pieces:
@@ -30,7 +30,7 @@ def held_boxes(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[Box]]:
 
 
 def part_name(tensor: str, box: Box, number: int) -> str:
-    """What messages call box `box` of a tensor, the `number`-th that a process holds of it.
+    """Return the name in messages of box `box` of a tensor, the `number`-th that a process holds of it.
 
     >>> part_name("norm.weight", ((0, 4),), 0)
     'norm.weight[0:4], part 0'
@@ -104,7 +104,7 @@ class WeightWriter:
                 param[_slices(piece.target_box)].copy_(reader.read(name, piece.source_box))
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Every part that this process holds, under its `part_name`."""
+        """Yield every part that this process holds, under its `part_name`."""
         for name, places in self._places.items():
             for number, (piece, param) in enumerate(places):
                 yield part_name(name, piece.source_box, number), param.detach()[_slices(piece.target_box)]

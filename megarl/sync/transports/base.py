@@ -1,4 +1,4 @@
-"""What every transport does with a bucket."""
+"""The interface of a transport, which delivers buckets."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Target:
 
     @property
     def number(self) -> int:
-        """In the plan."""
+        """The number of this receiver in the plan."""
         return self.receiver.number
 
     @property
     def tag(self) -> str | None:
-        """What it calls its version, unless somebody else has loaded it since."""
+        """The receiver's name of its version, unless somebody else has loaded one since."""
         return None if self.version is None else version_tag(self.version, self.run)
 
     def error(self, phase: str, reason: str) -> ServerError:
-        """What to raise when the update of this receiver failed."""
+        """Return the error to raise when the update of this receiver failed."""
         return ServerError(self.receiver.name, self.receiver.url, phase, reason)
 
 
@@ -68,17 +68,18 @@ class Transport(ABC):
 
     @abstractmethod
     def buffer(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] to fill buckets into."""
+        """Return uint8 [nbytes] to fill buckets into."""
 
     def broken(self) -> str | None:
-        """Why no update can succeed any more, as far as this rank knows. Every rank is asked before an update."""
+        """Return the reason why no update can succeed any more, as far as this rank knows. Every rank is asked before
+        an update."""
         return None
 
     def start(self, version: int, targets: Sequence[Target]) -> None:  # noqa: B027 (most have nothing to do)
-        """An update of `targets` begins; they are open for tensors."""
+        """Begin an update of `targets`, which are open for tensors."""
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:  # noqa: B027
-        """What is done once for this sender's bucket `number`, before any receiver gets it.
+        """Do the work for this sender's bucket `number` that is done once, before any receiver gets it.
 
         Args:
             parts: uint8, the bytes of each entry: parts of the buffer, or parameters if the transport is `live`.
@@ -95,17 +96,19 @@ class Transport(ABC):
         """
 
     def publish(self) -> None:  # noqa: B027
-        """Every sender has put all its buckets; called on the first rank only, before `commit`."""
+        """Publish the version, once every sender has put all its buckets; called on the first rank only, before
+        `commit`."""
 
     def commit(self, target: Target) -> None:  # noqa: B027
-        """All buckets of all senders were delivered; called by the rank that leads this receiver's update."""
+        """Commit the update: all buckets of all senders were delivered. The rank that leads this receiver's update
+        calls it."""
 
     def folder_held(self) -> Path | None:
-        """Where a receiver that took this version can read all of it again; None: nowhere."""
+        """Return the folder from which a receiver with this version can read all of it again; None: there is none."""
         return None
 
     def drop(self, target: Target) -> None:  # noqa: B027
-        """The receiver failed or is gone: let go of what belongs to it."""
+        """Free what belongs to a receiver that failed or is gone."""
 
     def close(self) -> None:  # noqa: B027
         """Let go of everything."""

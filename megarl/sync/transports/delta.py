@@ -87,17 +87,18 @@ class DeltaTransport(Transport):
         self._locks = {host: threading.Lock() for host in relays}
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Host memory."""
+        """Return host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def broken(self) -> str | None:
-        """The relay that this rank started has ended."""
+        """Return a message when the relay that this rank started has ended."""
         if self._process is None or self._process.poll() is None:
             return None
         return f"the weight relay of {socket.gethostname()} ended ({ending(self._process.returncode)})"
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
-        """Buckets that follow are of this version. Receivers say what they hold: somebody else may have loaded it."""
+        """Begin the buckets of this version. Receivers tell which version they hold: somebody else may have loaded
+        it."""
         self._version, self.sent_bytes = version, 0
         self._relayed, self._current, self._put, self._lost = {}, set(), {}, {}
         with ThreadPoolExecutor(max(len(targets), 1)) as pool:
@@ -129,7 +130,7 @@ class DeltaTransport(Transport):
         self._put[number] = _Put(parts, version, delta)
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """To the relay, once per host; then the receiver is handed what it does not hold yet."""
+        """Give the bucket to the relay, once per host; then hand the receiver the elements that it lacks."""
         host = self.plan.hosts[target.number]
         with self._locks[host]:
             if self._relayed.get(host, (-1, False))[0] != number:
@@ -154,7 +155,7 @@ class DeltaTransport(Transport):
         return target.receiver.take_changes(self._handles(target, number, "patch"), header, self._step)
 
     def _handles(self, target: Target, number: int, op: str) -> list[Handle]:
-        """Handles of what the relay has of this bucket, one for each rank of the receiver."""
+        """Return the handles of what the relay has of this bucket, one for each rank of the receiver."""
         ask = {"op": op, "version": self._version, "ranks": target.receiver.layout.ranks}
         handles: list[Handle] = self._call(target, number, ask)["handles"]
         return handles
@@ -164,7 +165,7 @@ class DeltaTransport(Transport):
         return UpdateStep("bucket", self.deadline_s)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         for client in self._clients.values():
             client.close()
         self._clients = {}
@@ -173,7 +174,7 @@ class DeltaTransport(Transport):
             self._process.wait()
 
     def drop(self, target: Target) -> None:
-        """Under its address there may be another engine the next time."""
+        """Forget the receiver: at its address there may be another engine the next time."""
         target.receiver.forget()
 
     def _call(self, target: Target, number: int, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:
@@ -214,7 +215,7 @@ class DeltaTransport(Transport):
 def start_relay(
     folder: Path, key: str, deadline_s: float, host: str = "127.0.0.1"
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """A relay process on this host, which ends with this one, and its port.
+    """Return a relay process on this host, which ends with this one, and its port.
 
     Raises:
         WorkerError: it did not listen before the deadline.
@@ -244,7 +245,7 @@ def relays_of_all(
     run_dir: Path,
     world: WorkerGroup,
 ) -> tuple[dict[str, tuple[str, int]], str, subprocess.Popen[bytes] | None]:
-    """A relay on every host of receivers, started by the first trainer rank there; collective.
+    """Return a relay on every host of receivers, started by the first trainer rank there; collective.
 
     Returns:
         address by host, the key, and the process that this rank started, if it did.

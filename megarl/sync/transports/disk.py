@@ -49,11 +49,11 @@ class DiskTransport(Transport):
             remove_partial(folder)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Host memory."""
+        """Return host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
-        """Every sender writes into the same partial folder."""
+        """Open the partial folder that every sender writes into."""
         self._version, self._files = version, 0
         self._partial().mkdir(parents=True, exist_ok=True)
 
@@ -72,7 +72,7 @@ class DiskTransport(Transport):
         self._files += 1
 
     def publish(self) -> None:
-        """Index, configuration, rename; older versions go."""
+        """Write index and configuration, rename the folder, and remove older versions."""
         partial = self._partial()
         files = sorted(partial.glob("model-*.safetensors"))
         names = {name: file.name for file in files for name in _names(file)}
@@ -83,15 +83,15 @@ class DiskTransport(Transport):
         remove_old(self.folder, self._version)
 
     def commit(self, target: Target) -> None:
-        """The receiver reads the folder."""
+        """Make the receiver read the folder."""
         target.receiver.read_folder(self.folder_held(), UpdateStep("reading the weights", self.deadline_s))
 
     def drop(self, target: Target) -> None:
-        """Under its address there may be another engine the next time."""
+        """Forget the receiver: at its address there may be another engine the next time."""
         target.receiver.forget()
 
     def folder_held(self) -> Path:
-        """The folder of this version."""
+        """Return the folder of this version."""
         return (self.folder / _name(self._version)).resolve()
 
     def _partial(self) -> Path:
@@ -117,7 +117,7 @@ def remove_old(folder: Path, version: int) -> None:
 
 
 def _header(bucket: Bucket) -> bytes:
-    """Header of a safetensors file whose data is the bucket's bytes."""
+    """Return the header of a safetensors file whose data is the bucket's bytes."""
     codes = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for entry in bucket.entries:
@@ -129,7 +129,7 @@ def _header(bucket: Bucket) -> bytes:
 
 
 def _names(file: Path) -> list[str]:
-    """Tensor names of a safetensors file."""
+    """Return the tensor names of a safetensors file."""
     with file.open("rb") as handle:
         size = int.from_bytes(handle.read(8), "little")
         table = json.loads(handle.read(size))

@@ -72,11 +72,11 @@ class DistributedTransport(Transport):
         self._links: dict[int, _Link] = {}
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory of the device that broadcasts."""
+        """Return memory of the device that broadcasts."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """The call tells the receiver what comes; the broadcast runs beside it."""
+        """Tell the receiver what comes in a call, and broadcast beside it."""
         link = self._links.get(target.number)
         if link is None or link.url != target.receiver.url:  # a restarted one is another process at another address
             self._leave(target.number)
@@ -164,7 +164,7 @@ class DistributedTransport(Transport):
 def join(
     store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """One end of the group of a sender and a receiver; neither is part of the other's world."""
+    """Return one end of the group of a sender and a receiver; neither is part of the other's world."""
     # gloo meets the others here, which takes as long as they do; nccl does so at the first broadcast.
     with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
         named: dict[str, Any] = {"group_name": name, "timeout": timeout}  # newer torch has a type for names
@@ -196,7 +196,7 @@ def broadcast_within(flat: Tensor, group: dist.ProcessGroup, deadline_s: float) 
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """The end of a group whose other ranks may be gone."""
+    """Leave a group whose other ranks may be gone."""
     with _leaving:
         _abort_process_group(group)
 
@@ -217,7 +217,7 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Groups made inside the block do not end this process for a receiver that is gone, as nccl's groups do."""
+    """Keep groups made inside the block from ending this process when a receiver is gone, as nccl's groups do."""
     with _environment:
         before = os.environ.get(_WATCHDOG)
         os.environ[_WATCHDOG] = "0"  # read when a group is made

@@ -26,11 +26,11 @@ class TensorTransport(Transport):
         self._ends = {id(buckets[-1]) for route in plan.routes for buckets in route.senders.values() if buckets}
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
-        """All senders of an update name it alike."""
+        """Give the update a name that all senders share."""
         self._update = str(version)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory that the receiver can map."""
+        """Return memory that the receiver can map."""
         return shared_buffer(nbytes, self.device)
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
@@ -47,5 +47,5 @@ class TensorTransport(Transport):
         target.receiver.take_shared(handles, needed, use, UpdateStep("bucket", self.deadline_s))
 
     def drop(self, target: Target) -> None:
-        """Under its address there may be another engine the next time."""
+        """Forget the receiver: at its address there may be another engine the next time."""
         target.receiver.forget()
