@@ -211,7 +211,7 @@ def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str)
 
 
 def team_of(node: Node, owner: Mapping[Role, str]) -> str:
-    """The team that walks `node`; of the roles without a model the scorer is where samples are drawn."""
+    """Return the team that walks `node`; of the roles without a model the scorer is where samples are generated."""
     named = [role for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in owner]
     if node.role in owner:
         home = owner[node.role]

@@ -139,7 +139,7 @@ def moves(actions: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
 def open_libero(
     path: str | Path, task: str, *, cameras: Iterable[str] = tuple(LIBERO_CAMERAS), drop_still: bool = True
 ) -> Iterator[OpenDemonstration]:
-    """Demonstrations of one of LIBERO's files, in order; a frame is read from the file when it is asked for.
+    """Do as `libero_demonstrations`, without the frames: a step's frame is read from the file when it is asked for.
 
     OpenVLA's script plays them again at 256 pixels without the no-ops and keeps those that still succeed; here frames
     and states are the recorded ones, 128 pixels, without the steps of no-ops.

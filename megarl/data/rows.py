@@ -279,7 +279,7 @@ def _may_be_media(value: Any) -> bool:
 
 
 def _is_media(value: Any) -> bool:
-    """A file name or data of a picture, video or sound; or a list of such."""
+    """Tell whether `value` holds media, such as a picture."""
     if isinstance(value, list):
         return bool(value) and all(_is_media(item) for item in value)
     if isinstance(value, dict):  # as the `datasets` package stores them

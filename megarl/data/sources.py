@@ -436,7 +436,7 @@ _PACKED = (".gz", ".zst", ".bz2", ".xz")
 
 
 def foreign_kind(path: Path) -> tuple[str, str] | None:
-    """What a file is by its first bytes and what to do about it; None: its name says it, or it is no known kind."""
+    """Return the kind of a file by its first bytes, and the fix; None: its name says it, or it is no known kind."""
     try:
         with path.open("rb") as file:
             head = file.read(32)
@@ -451,7 +451,7 @@ def foreign_kind(path: Path) -> tuple[str, str] | None:
 
 
 def unknown_form_fix(path: Path) -> str:
-    """What to do with a data file whose suffix is not known."""
+    """Return the fix for a data file whose suffix is not known."""
     kind = foreign_kind(path)
     if kind is not None:
         return f"it is {kind[0]}: {kind[1]}"

@@ -108,12 +108,12 @@ class ReceiverUpdate:
 
 
 def version_tag(number: int, run: str) -> str:
-    """What receivers call version `number` of a run. Two runs may push to one in turn, and both count from 0."""
+    """Return the tag of version `number` of a run. Two runs may push to one receiver in turn, and both count from 0."""
     return f"{number}@{run}"
 
 
 def read_tag(tag: object) -> tuple[int, str]:
-    """Version and run of a tag.
+    """Return the version and run of a tag.
 
     Raises:
         ValueError: no run has named these weights.

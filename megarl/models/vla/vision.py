@@ -182,7 +182,7 @@ class VlaModel(PolicyModel):
             self.vision = Vision(shape, config.params_dtype, sequence_parallel=config.sequence_parallel)
 
     def _preprocess(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        """As that of `PolicyModel`, with what is seen in its columns."""
+        """Preprocess as `PolicyModel` does, with the visual embeddings in their columns."""
         hidden, *rest = super()._preprocess(*arguments, **named)
         packed = named.get("packed_seq_params")
         if not self.pre_process or not isinstance(packed, PackedSequences) or packed.seen is None:
