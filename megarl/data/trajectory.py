@@ -12,7 +12,7 @@ Of a sample's tokens `prompt_ids` is the first observation and `response_ids` ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,19 +24,24 @@ from megarl.data.versions import VersionRuns, append_runs, set_versions
 
 @dataclass
 class Trajectory:
-    """An episode.
+    """A sample: an episode of any number of turns. A plain answer is one of one turn.
+
+    It is partial until `ended_by` says how it ended; `Trajectory(**json)` of `dataclasses.asdict(partial)` is equal to
+    it. A turn is sampled in segments: one, unless it is interrupted.
 
     Attributes:
         token_ids, drawn, logprobs: one entry per token after the prompt: its id, whether the policy drew it, and its
             log-prob (0 for the environment's).
         versions: of the weights that drew these tokens, as runs; the environment's count to the turn before them.
-        turn_starts, turn_ends: where each turn of the policy begins and ends in `token_ids`.
-        turn_rewards: one per turn.
-        finish_reason: `stop`, `length` or `abort`, of the last turn.
+        turn_starts, turn_ends: where each turn of the policy begins and ends in `token_ids`; the last turn has no end
+            while it is being sampled.
+        turn_rewards: one per turn that the environment has answered.
+        finish_reason: `stop`, `length` or `abort`, of the last turn that is over.
         ended_by: done, turns, tokens, seconds or error; empty while it goes on.
         error: what failed, when `ended_by` is error.
         info: numbers of the environment, added up over the turns; with servers also `cached`, the share of the tokens
             before the policy's turns that was in a prefix cache.
+        segments: of all turns, those that sampled at least a token; the next one has this number.
     """
 
     prompt_ids: list[int]
@@ -51,15 +56,20 @@ class Trajectory:
     ended_by: str = ""
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
+    segments: int = 0
 
-    def add_turn(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionRuns, finish_reason: str
-    ) -> None:
-        """Append a turn of the policy."""
-        self.turn_starts.append(len(self.token_ids))
+    def add_segment(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionRuns) -> None:
+        """Append a segment of a turn of the policy, which begins with its first one. One without tokens is ignored."""
+        if not token_ids:
+            return
+        if not self.in_turn:
+            self.turn_starts.append(len(self.token_ids))
         self._append(token_ids, drawn=True, logprobs=logprobs, versions=versions)
+        self.segments += 1
+
+    def end_turn(self, finish_reason: str) -> None:
+        """The turn that is being sampled is over; the environment has not answered it."""
         self.turn_ends.append(len(self.token_ids))
-        self.turn_rewards.append(0.0)
         self.finish_reason = finish_reason
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
@@ -67,29 +77,38 @@ class Trajectory:
         versions = [[self.versions[-1][0], len(token_ids)]]
         self._append(token_ids, drawn=False, logprobs=[0.0] * len(token_ids), versions=versions)
 
+    def end(self, by: str) -> None:
+        """Nothing follows; turns that the environment has not answered have no reward."""
+        self.ended_by = by
+        self.turn_rewards += [0.0] * (self.turns - len(self.turn_rewards))
+
     def mark_failed(self, error: str, end_token: int, version: int) -> None:
         """End with an error. None of its tokens is trained on, and there is at least one."""
-        self.error, self.ended_by = error, "error"
+        if self.in_turn:
+            self.end_turn("abort")
+        self.error = error
         self.drawn = [False] * len(self.drawn)
         self._need_token(end_token, version)
+        self.end("error")
 
     def end_unsaid(self, end_token: int, version: int) -> None:
         """End, by the limit of seconds, before the policy drew a token of its turn: it ends with the turn before.
 
         An episode that has no such turn is one end token that is not trained on.
         """
-        self.ended_by, self.finish_reason = "seconds", "abort"
+        self.finish_reason = "abort"
         end = self.turn_ends[-1] if self.turn_ends else 0
         if dropped := len(self.token_ids) - end:
             self.versions[-1][1] -= dropped  # they counted to the turn before
         for per_token in (self.token_ids, self.drawn, self.logprobs):
             del per_token[end:]
         self._need_token(end_token, version)
+        self.end("seconds")
 
     def _need_token(self, end_token: int, version: int) -> None:
         if not self.token_ids:
             self._append([end_token], drawn=False, logprobs=[0.0], versions=[[version, 1]])
-            self.turn_starts, self.turn_ends, self.turn_rewards = [1], [1], [0.0]  # a turn without a token
+            self.turn_starts, self.turn_ends = [1], [1]  # a turn without a token
 
     def _append(
         self, token_ids: Sequence[int], *, drawn: bool, logprobs: Sequence[float], versions: VersionRuns
@@ -101,32 +120,64 @@ class Trajectory:
 
     @property
     def turns(self) -> int:
-        """Turns of the policy so far."""
+        """Turns of the policy that are over."""
         return len(self.turn_ends)
 
     @property
+    def in_turn(self) -> bool:
+        """Something was sampled of a turn that is not over."""
+        return len(self.turn_starts) > len(self.turn_ends)
+
+    @property
+    def is_unanswered(self) -> bool:
+        """The last turn is over, and the environment has not answered it."""
+        return len(self.turn_ends) > len(self.turn_rewards)
+
+    @property
     def last_turn(self) -> list[int]:
-        """Tokens of the policy's last turn."""
-        return self.token_ids[self.turn_starts[-1] : self.turn_ends[-1]] if self.turn_ends else []
+        """Tokens of the policy's last turn that is over."""
+        return self.turn(self.turns - 1) if self.turn_ends else []
+
+    def turn(self, number: int) -> list[int]:
+        """Tokens of a turn of the policy that is over."""
+        return self.token_ids[self.turn_starts[number] : self.turn_ends[number]]
+
+    def observation(self, turn: int) -> list[int]:
+        """Tokens that the environment said after a turn; none where nothing followed."""
+        begins = [*self.turn_starts[turn + 1 : turn + 2], len(self.token_ids)]
+        return self.token_ids[self.turn_ends[turn] : begins[0]]
+
+    def copy(self) -> Trajectory:
+        """One that shares no list with this."""
+        return Trajectory(**asdict(self))
 
 
-def add_fields(samples: Batch, trajectories: Sequence[Trajectory]) -> None:
-    """Write the fields of `trajectories`, one per sample, into `samples`."""
+def add_fields(samples: Batch, trajectories: Sequence[Trajectory], *, by_turn: bool = True) -> None:
+    """Write the fields of `trajectories`, one per sample, into `samples`.
+
+    Args:
+        samples: of the same number.
+        trajectories: none is partial.
+        by_turn: they are episodes, which have fields of turns and may have prompts of their own; else plain answers.
+    """
 
     def jagged(rows: list[list[Any]], dtype: torch.dtype) -> Jagged:
         return Jagged.from_list(rows, dtype=dtype)
 
-    samples.set("prompt_ids", jagged([t.prompt_ids for t in trajectories], torch.int64))
     responses = jagged([t.token_ids for t in trajectories], torch.int64)
+    drawn = _flat([t.drawn for t in trajectories], torch.bool) if by_turn else torch.ones_like(responses.values).bool()
     samples.set("response_ids", responses)
-    samples.set("response_mask", responses.like(_flat([t.drawn for t in trajectories], torch.bool)))
+    samples.set("response_mask", responses.like(drawn))
     samples.set("rollout_logp", responses.like(_flat([t.logprobs for t in trajectories], torch.float32)))
+    set_versions(samples, [t.versions for t in trajectories])
+    samples.set("finish_reason", [t.finish_reason for t in trajectories])
+    if not by_turn:
+        return
+    samples.set("prompt_ids", jagged([t.prompt_ids for t in trajectories], torch.int64))
     ends = jagged([t.turn_ends for t in trajectories], torch.int64)
     samples.set("turn_starts", ends.like(_flat([t.turn_starts for t in trajectories], torch.int64)))
     samples.set("turn_ends", ends)
     samples.set("turn_rewards", ends.like(_flat([t.turn_rewards for t in trajectories], torch.float32)))
-    set_versions(samples, [t.versions for t in trajectories])
-    samples.set("finish_reason", [t.finish_reason for t in trajectories])
     samples.set("ended_by", [t.ended_by for t in trajectories])
     samples.set("env_info", [t.info for t in trajectories])
     samples.set("env_error", [t.error for t in trajectories])

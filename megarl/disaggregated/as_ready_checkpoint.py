@@ -21,8 +21,8 @@ from megarl.metrics import Metrics
 if TYPE_CHECKING:
     from megarl.dag.placement import Handover
     from megarl.data.batch import Batch
+    from megarl.data.trajectory import Trajectory
     from megarl.disaggregated.buffer.channel import Ready
-    from megarl.rollout.stream import Draft
     from megarl.runtime.controller import Controller
     from megarl.training.parallel import Layout
 
@@ -30,7 +30,11 @@ _NUMBER = "group_number"
 
 
 def files_of_flow(
-    c: Controller, version: int, under_way: Mapping[int, int], drafts: Mapping[int, Sequence[Draft]], carried: Metrics
+    c: Controller,
+    version: int,
+    under_way: Mapping[int, int],
+    drafts: Mapping[int, Sequence[Trajectory]],
+    carried: Metrics,
 ) -> dict[str, bytes]:
     """Name and content of all that this rank adds to the checkpoint of step `version`.
 
@@ -58,7 +62,7 @@ def flow_files(
     layout: Layout,
     ready: Sequence[Ready],
     versions: Mapping[int, int],
-    drafts: Mapping[int, Sequence[Draft]],
+    drafts: Mapping[int, Sequence[Trajectory]],
     again: Sequence[int],
     carried: Metrics,
 ) -> dict[str, bytes]:
@@ -124,7 +128,7 @@ class HeldFlow:
 
     versions: dict[int, int]
     finished: dict[int, tuple[list[Any], dict[str, Any]]]
-    drafts: dict[int, list[Draft]]
+    drafts: dict[int, list[Trajectory]]
     again: list[int]
     carried: Metrics
     _board: Batch | None
@@ -154,18 +158,20 @@ class HeldFlow:
 def read_flow(folder: Path, parts: int) -> HeldFlow:
     """What `parts` replicas wrote into a checkpoint."""
     from megarl.data.batch import Batch
-    from megarl.rollout.stream import Draft
+    from megarl.data.trajectory import Trajectory
 
     versions: dict[int, int] = {}
     finished: dict[int, tuple[list[Any], dict[str, Any]]] = {}
-    drafts: dict[int, list[Draft]] = {}
+    drafts: dict[int, list[Trajectory]] = {}
     again: list[int] = []
     carried = Metrics()
     boards = []
     for part in range(parts):
         told = json.loads((folder / f"{_stem(part)}.json").read_text())
         versions |= {int(number): version for number, version in told["versions"].items()}
-        drafts |= {int(number): [Draft(**draft) for draft in some] for number, some in told["drafts"].items()}
+        for number, some in told["drafts"].items():
+            if all("segments" in draft for draft in some):  # what an older version wrote is sampled again
+                drafts[int(number)] = [Trajectory(**draft) for draft in some]
         again += told["again"]
         carried.merge(Metrics.from_json(told.get("carried", {})))  # an older version did not keep them
         for one in told["finished"]:

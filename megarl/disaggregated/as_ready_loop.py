@@ -44,11 +44,11 @@ from megarl.tracing import phase, set_step
 if TYPE_CHECKING:
     from megarl.dag.executor import Executor
     from megarl.data.batch import Batch
+    from megarl.data.trajectory import Trajectory
     from megarl.disaggregated.as_ready_checkpoint import HeldFlow
     from megarl.disaggregated.buffer.channel import PoolCrossing, Ready
     from megarl.disaggregated.checkpoint_part import CheckpointPart
-    from megarl.rollout.engine import Completion
-    from megarl.rollout.stream import Draft, Stream
+    from megarl.rollout.groups import Groups
     from megarl.runtime.controller import Controller
     from megarl.runtime.recorder import Recorder
 
@@ -124,7 +124,7 @@ class FlowSteps:
     _prompts: dict[int, Batch] = field(default_factory=dict)  # under way, by number
     _versions: dict[int, int] = field(default_factory=dict)  # of first tokens: all groups that are not finished
     _waiting: list[int] = field(default_factory=list)  # to be begun as soon as there is room
-    _drafts: dict[int, list[Draft]] = field(default_factory=dict)  # of these
+    _drafts: dict[int, list[Trajectory]] = field(default_factory=dict)  # of these
     _scoring: deque[Scoring] = field(default_factory=deque)  # in the order in which the rewards come
     _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
     _rejected: list[list[float]] = field(default_factory=list)  # scores of groups, since the last one that was not
@@ -137,7 +137,7 @@ class FlowSteps:
         """Draw until the weights of the last step have come."""
         c = self.c
         version = c.context.step
-        stream = self._make_stream()
+        stream = self._make_groups()
         try:
             self._open()
             self.recorder.start_step()
@@ -153,8 +153,8 @@ class FlowSteps:
 
     # -- begin -------------------------------------------------------------------------------------------------------
 
-    def _make_stream(self) -> Stream:
-        from megarl.rollout.stream import Stream
+    def _make_groups(self) -> Groups:
+        from megarl.runtime.episodes import open_groups
 
         c, config = self.c, self.c.config
         sampling, most = config.rollout.sampling, config.rollout.max_running
@@ -163,8 +163,7 @@ class FlowSteps:
         fair = -(-admission_limit(config) // c.layout.dp_size)  # the others have room, too
         groups = min(max(1, most // sampling.n), fair)
         self._pace = Pace(groups, fair)
-        longest = config.data.max_prompt_tokens + sampling.max_new_tokens
-        return Stream(c.rollout.engine, sampling, c.rollout.eos_ids, groups * sampling.n, longest)
+        return open_groups(c.context, c.rollout, sampling, groups * sampling.n)
 
     def _open(self) -> None:
         """Tell the store where prompts begin, and hand it what a checkpoint has."""
@@ -196,7 +195,7 @@ class FlowSteps:
 
     # -- one stretch -------------------------------------------------------------------------------------------------
 
-    def _draw(self, stream: Stream, version: int) -> None:
+    def _draw(self, stream: Groups, version: int) -> None:
         """Draw with `version` until the gate is to be opened."""
         c, interrupts = self.c, self.c.config.async_.partial
         # Ranks that meet while they draw: replicas that ask the same servers do so together.
@@ -220,7 +219,7 @@ class FlowSteps:
             stream.interrupt()
         self._swap(version, 0)
 
-    def _admit(self, stream: Stream, version: int) -> None:
+    def _admit(self, stream: Groups, version: int) -> None:
         """Begin what may begin, as far as there is room; from time to time the store takes and hands out groups."""
         room, most = 0, 0
         if not self._wanted:
@@ -235,7 +234,7 @@ class FlowSteps:
             if not self._wanted:
                 self._begin_waiting(stream)
 
-    def _begin_waiting(self, stream: Stream) -> None:
+    def _begin_waiting(self, stream: Groups) -> None:
         while self._waiting and stream.free >= self.c.config.rollout.sampling.n:
             self._begin(stream, self._waiting.pop(0))
 
@@ -262,13 +261,14 @@ class FlowSteps:
         self._versions |= dict.fromkeys(numbers, version)
         self._waiting += numbers
 
-    def _begin(self, stream: Stream, number: int) -> None:
+    def _begin(self, stream: Groups, number: int) -> None:
+        from megarl.runtime.episodes import groups_of_prompts
+
         c = self.c
         assert c.loader is not None, "it has given numbers"
         self._prompts[number] = prompt = c.loader.at([number])
-        (ids,), (uid,) = prompt["prompt_ids"].unbind(), prompt["uid"]
-        seeds = [partial(c.context.seeds.sample, uid, sample) for sample in range(c.config.rollout.sampling.n)]
-        stream.add(number, ids.tolist(), seeds, self._drafts.pop(number, None))
+        [group] = groups_of_prompts(c.context, prompt, c.config.rollout.sampling.n, [number])
+        stream.add(group, self._drafts.pop(number, None))
 
     def _is_called(self) -> bool:
         """Something else is to be done than drawing. Collective over the replica."""
@@ -289,16 +289,18 @@ class FlowSteps:
         self._looked = now
         return store_of(self.c).has_come(f"{WANTED}/{self._gate}")
 
-    def _score(self, groups: Sequence[tuple[int, list[Completion]]]) -> None:
+    def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
         """Walk the nodes after the one that draws, as far as they do not wait for rewards."""
         from megarl.data.batch import Batch
-        from megarl.runtime.stages.rollout import record_lengths, responses
+        from megarl.runtime.episodes import samples_of
+        from megarl.runtime.stages.rollout import record_samples, refuse_broken_logprobs
 
         c, numbers = self.c, [number for number, _ in groups]
         with self._measuring(Metrics()) as metrics:
             prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
-            board = responses(c.rollout, prompts, [done for _, done in groups])
-            record_lengths(c.context, board)
+            board = samples_of(c.rollout, prompts, [trajectories for _, trajectories in groups])
+            refuse_broken_logprobs(board)
+            record_samples(c.context, board)
             self.crossing.give(c.context, self.executor.graph[c.team.plan.nodes[0]], board)
             board = self.executor.run(c.context, board)
         self._scoring.append(Scoring(numbers, board, metrics, self.crossing.aside))
@@ -390,7 +392,7 @@ class FlowSteps:
         if validates(self.c.config, version):
             evaluate_teams(self.c, self.recorder, version)
 
-    def _save(self, version: int, stream: Stream) -> None:
+    def _save(self, version: int, stream: Groups) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
         c = self.c
         if not c.mail.read(f"{SAVES}/{version}"):
@@ -399,10 +401,10 @@ class FlowSteps:
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
         tell_place(c)  # nobody begins anything before the next stretch
-        drafts = stream.drafts() | self._drafts
+        drafts = stream.partial() | self._drafts
         files = partial(self._files, version, drafts)
         self.checkpoints.after_step(version, last=version == c.config.trainer.steps, files=files)
 
-    def _files(self, version: int, drafts: dict[int, list[Draft]]) -> dict[str, bytes]:
+    def _files(self, version: int, drafts: dict[int, list[Trajectory]]) -> dict[str, bytes]:
         self.c.layout.world.barrier()  # every replica has put what it has
         return files_of_flow(self.c, version, self._versions, drafts, self._carried)

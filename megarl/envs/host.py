@@ -12,11 +12,10 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.envs.protocol import Action, Environment, Step
@@ -42,7 +41,9 @@ class Reply:
 
     Attributes:
         observation: text, chat messages or token ids; None: the prompt of the data (after `reset`), or nothing more.
-        error: the reason for a missing answer.
+        error: why it could not answer.
+        before: where turns were played again, what it said before this: its first observation and an answer to each of
+            them but the last.
     """
 
     observation: Any = None
@@ -50,15 +51,19 @@ class Reply:
     done: bool = False
     info: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    before: list[Reply] = field(default_factory=list)
 
 
 class Host:
-    """The environments of all episodes of a replica.
+    """Runs the environments of a replica; each `HostSession` has episodes of its own.
 
     Args:
         kind: the environment.
         settings: its validated keys.
         answer_s: seconds that one call of an environment may take; None: any.
+
+    Attributes:
+        replayable: an episode may be played again (`Environment.replayable`).
 
     Raises:
         Exception: whatever `kind.open` raises.
@@ -67,8 +72,6 @@ class Host:
     def __init__(self, kind: type[Environment], settings: Any, answer_s: float | None = None) -> None:
         self._kind, self._settings, self._answer_s = kind, settings, answer_s
         self._shared = kind.open(settings)
-        self._episodes: dict[int, Environment] = {}
-        self._answers: dict[int, Future[Reply]] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "environment")
         self._free = asyncio.Semaphore(_THREADS)  # a call waits here, not in the pool, so its time starts when it runs
         self._loop = asyncio.new_event_loop()
@@ -76,50 +79,18 @@ class Host:
         self._looping = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._looping.start()
 
-    def reset(self, rows: Mapping[int, tuple[dict[str, Any], int]]) -> dict[int, Reply]:
-        """Begin episodes (number -> (row, seed)) and return their first observations."""
-        return self._all({number: self._reset(number, *rows[number]) for number in rows})
+    def session(self) -> HostSession:
+        """Episodes that know nothing of those of other sessions."""
+        return HostSession(self)
 
-    def step(self, actions: Mapping[int, Action]) -> dict[int, Reply]:
-        """Return the answers to a turn of each of these episodes.
+    async def make(self) -> Environment:
+        """An environment for one episode."""
+        environment: Environment = await self.call(self._kind, self._settings, self._shared)
+        return environment
 
-        Raises:
-            HostError: nothing can be answered any more.
-        """
-        return self._all({number: self._step(number, action) for number, action in actions.items()})
-
-    def begin(self, actions: Mapping[int, Action]) -> None:
-        """Start to answer a turn of each of these episodes; `answers` returns the answers."""
-        for number, action in actions.items():
-            self._answers[number] = asyncio.run_coroutine_threadsafe(self._step(number, action), self._loop)
-
-    def any_answer(self) -> bool:
-        """Return whether an answer to a started turn is ready.
-
-        Raises:
-            HostError: as in `step`.
-        """
-        if self._answers:
-            self._check_loop()
-        return any(answer.done() for answer in self._answers.values())
-
-    def answers(self, wait_s: float) -> dict[int, Reply]:
-        """Return the ready answers, after waiting up to `wait_s` seconds for all of them.
-
-        Raises:
-            HostError: as in `step`.
-        """
-        wait_for(self._answers.values(), wait_s)
-        if not self.any_answer():
-            return {}
-        there = {number: answer.result() for number, answer in self._answers.items() if answer.done()}
-        self._answers = {number: answer for number, answer in self._answers.items() if number not in there}
-        return there
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Drop finished episodes."""
-        for number in numbers:
-            self._episodes.pop(number, None)
+    def start(self, work: Coroutine[Any, Any, Reply]) -> Future[Reply]:
+        """Begin `work`, beside all that environments do."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """End the threads, and close the environment."""
@@ -127,22 +98,8 @@ class Host:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._kind.close(self._shared)
 
-    def _all(self, calls: Mapping[int, Awaitable[Reply]]) -> dict[int, Reply]:
-        async def gather() -> list[Reply]:
-            return list(await asyncio.gather(*calls.values()))
-
-        work: Future[list[Reply]] = asyncio.run_coroutine_threadsafe(gather(), self._loop)
-        while True:
-            try:
-                return dict(zip(calls, work.result(_BEAT_EVERY_S), strict=True))
-            except FutureTimeout:
-                if work.done():
-                    raise
-                self._check_loop()
-                beat()
-
-    def _check_loop(self) -> None:
-        """Refuse to wait for coroutines when their event loop does not run.
+    def check_loop(self) -> None:
+        """Refuse to wait for coroutines that nobody runs.
 
         Raises:
             HostError: its thread has ended, or a coroutine blocks it.
@@ -166,20 +123,8 @@ class Host:
     def _note_turn(self) -> None:
         self._asked_at = None
 
-    async def _reset(self, number: int, row: dict[str, Any], seed: int) -> Reply:
-        async def call() -> Reply:
-            self._episodes[number] = await self._call(self._kind, self._settings, self._shared)
-            return Reply(_plain_observation(await self._call(self._episodes[number].reset, row, seed)))
-
-        return await _guarded("reset", call)
-
-    async def _step(self, number: int, action: Action) -> Reply:
-        async def call() -> Reply:
-            return _reply_of(await self._call(self._episodes[number].step, action))
-
-        return await _guarded(f"step (turn {action.turn})", call)
-
-    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """What a method of an environment returns, which may be a coroutine."""
         if inspect.iscoroutinefunction(method):
             return await self._in_time(_settled(method(*arguments)))
         async with self._free:
@@ -203,6 +148,90 @@ class Host:
         if error is not None:
             raise error
         return result
+
+
+class HostSession:
+    """Episodes of one call for samples. Environments live until `forget`, whatever is generated meanwhile."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._episodes: dict[int, Environment] = {}
+        self._answers: dict[int, Future[Reply]] = {}
+
+    def begin(self, number: int, row: dict[str, Any], seed: int, said: Sequence[Action] = ()) -> None:
+        """Start an episode and play the turns `said` again; `answers` gives what it says then."""
+        self._answers[number] = self._host.start(self._begin(number, row, seed, said))
+
+    def step(self, number: int, action: Action) -> None:
+        """Start to answer a turn of an episode; `answers` gives what comes."""
+        self._answers[number] = self._host.start(self._step(number, action))
+
+    def any_answer(self) -> bool:
+        """Whether an answer to what was begun is there.
+
+        Raises:
+            HostError: nothing can be answered any more.
+        """
+        if self._answers:
+            self._host.check_loop()
+        return any(answer.done() for answer in self._answers.values())
+
+    def answers(self, wait_s: float, to: Iterable[int] = ()) -> dict[int, Reply]:
+        """Answers that are there, after a wait of at most `wait_s` seconds for those `to` these; else for any.
+
+        Raises:
+            HostError: as in `any_answer`.
+        """
+        wanted = [self._answers[number] for number in to if number in self._answers]
+        wait_for(wanted or self._answers.values(), wait_s, ALL_COMPLETED if wanted else FIRST_COMPLETED)
+        if not self.any_answer():
+            return {}
+        return self._take({number for number, answer in self._answers.items() if answer.done()})
+
+    def all_answers(self) -> dict[int, Reply]:
+        """Answers to all that was begun, in the order in which it was.
+
+        Raises:
+            HostError: as in `any_answer`.
+        """
+        while wait_for(self._answers.values(), _BEAT_EVERY_S).not_done:
+            self._host.check_loop()
+            beat()
+        return self._take(set(self._answers))
+
+    def forget(self, number: int) -> None:
+        """Drop an episode that is over."""
+        self._episodes.pop(number, None)
+
+    def close(self) -> None:
+        """Drop all episodes; nobody waits for answers any more."""
+        for answer in self._answers.values():
+            answer.cancel()
+        self._episodes, self._answers = {}, {}
+
+    def _take(self, numbers: set[int]) -> dict[int, Reply]:
+        there = {number: answer.result() for number, answer in self._answers.items() if number in numbers}
+        self._answers = {number: answer for number, answer in self._answers.items() if number not in there}
+        return there
+
+    async def _begin(self, number: int, row: dict[str, Any], seed: int, said: Sequence[Action]) -> Reply:
+        async def call() -> Reply:
+            self._episodes[number] = environment = await self._host.make()
+            return Reply(_plain_observation(await self._host.call(environment.reset, row, seed)))
+
+        replies = [await _guarded("reset", call)]
+        for action in said:
+            if replies[-1].error:
+                break
+            replies.append(await self._step(number, action))
+        *before, last = replies
+        return replace(last, before=before)
+
+    async def _step(self, number: int, action: Action) -> Reply:
+        async def call() -> Reply:
+            return _reply_of(await self._host.call(self._episodes[number].step, action))
+
+        return await _guarded(f"step (turn {action.turn})", call)
 
 
 def _contained(method: Callable[..., Any], arguments: tuple[Any, ...]) -> _Outcome:

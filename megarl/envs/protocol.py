@@ -71,10 +71,14 @@ class Environment:
         Settings: model of the recipe's keys for it.
         scores: the environment gives the rewards. If false, the recipe's reward function scores the episode, with the
             last turn of the policy as the response.
+        replayable: the same row, seed and actions give the same answers, and do no harm if they come again. If true, a
+            run that is resumed plays the recorded turns of an unfinished episode into a new object and goes on from
+            there; if false, the episode begins again from its prompt.
     """
 
     Settings: ClassVar[type[EnvSettings]] = EnvSettings
     scores: ClassVar[bool] = True
+    replayable: ClassVar[bool] = False
 
     def __init__(self, settings: Any, shared: Any) -> None:
         """Create the environment of one episode.

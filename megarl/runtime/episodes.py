@@ -1,9 +1,10 @@
-"""Samples of several turns: what a run with an environment has in the place of one call of `generate`."""
+"""From prompts to groups of trajectories, and from these to the samples of a batch; the environment of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import env_section
@@ -13,10 +14,11 @@ from megarl.data.trajectory import Trajectory, add_fields
 from megarl.data.turns import Turns
 from megarl.envs.host import Host
 from megarl.envs.registry import check_longest, load_environment
-from megarl.rollout.driver import Driver, EpisodeLimits, Start
+from megarl.rollout.answers import EpisodeLimits, EpisodeRules
+from megarl.rollout.groups import Group, Groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -34,11 +36,13 @@ class Episodes:
 
     Attributes:
         scores: it gives the rewards; else the recipe's reward function does.
+        replayable: an episode may be played again from its recorded turns.
         tools: JSON schemas that prompts announce.
         host: plays the environments; only on the first rank of a replica.
     """
 
     scores: bool
+    replayable: bool
     tools: list[dict[str, Any]]
     turns: Turns
     host: Host | None
@@ -74,50 +78,58 @@ def build_episodes(
         render = lambda messages: written.observed(messages, Row({}, "messages of the environment", 0))  # noqa: E731
     turns = Turns(tokenizer, render, [*eos_ids, *config.rollout.sampling.stop_token_ids])
     host = Host(kind, settings, answer_s) if layout.is_lead else None
-    return Episodes(kind.scores, tools, turns, host)
+    return Episodes(kind.scores, kind.replayable, tools, turns, host)
 
 
-def play(
-    c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]
-) -> Batch:
-    """`sampling.n` episodes of each of `prompts`, with the fields of samples and of turns."""
-    episodes, limits, layout = rollout.episodes, c.config.rollout.limits, c.layout
-    assert episodes is not None, "only a run with an environment plays"
-    driver = Driver(
-        rollout.engine,
-        episodes.host,
-        episodes.turns,
-        lambda ids: (rollout.decode(ids), rollout.tokenizer.batch_decode(ids) if ids else []),
-        layout.mp_group.broadcast_json,
-        EpisodeLimits(limits.turns, c.config.data.max_prompt_tokens, limits.response_tokens(sampling), limits.seconds),
-        env_section(c.config.env)[1],
-    )
-    trajectories = driver.play(_starts(c, prompts, sampling.n), sampling, rollout.eos_ids, advance)
-    samples = prompts.repeat(sampling.n)
-    if len(samples):
+def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, slots: int) -> Groups:
+    """Where samples of this run come from, up to `slots` at a time."""
+    config, episodes, rules = c.config, rollout.episodes, None
+    if episodes is not None:
+        limits, prompt_tokens = config.rollout.limits, config.data.max_prompt_tokens
+        rules = EpisodeRules(
+            episodes.host,
+            episodes.turns,
+            lambda ids: (rollout.decode(ids), rollout.tokenizer.batch_decode(ids)),
+            c.layout.mp_group.broadcast_json,
+            EpisodeLimits(limits.turns, prompt_tokens, limits.response_tokens(sampling), limits.seconds),
+            env_section(config.env)[1],
+            episodes.replayable,
+        )
+    longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
+    return Groups(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules)
+
+
+def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[int]) -> Iterator[Group]:
+    """Groups of `n` samples of `prompts`, under these numbers."""
+    columns = ("prompt_text", "answer", "data_source", "row")
+    told = zip(*(prompts[name] for name in columns), strict=True) if c.config.has_turns else repeat(None)
+    for number, ids, uid, about in zip(numbers, prompts["prompt_ids"].unbind(), prompts["uid"], told, strict=False):
+        seeds = [partial(c.seeds.sample, uid, sample) for sample in range(n)]
+        if about is None:
+            yield Group(number, ids.tolist(), seeds, uid)
+            continue
+        text, answer, source, row = about
+        of_row = {**row, "prompt": text, "answer": answer, "data_source": source}
+        yield Group(number, ids.tolist(), seeds, uid, of_row, c.seeds.env(uid))
+
+
+def samples_of(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]]) -> Batch:
+    """The samples of `prompts`, equally many for all, with the fields of samples, and of turns where an environment is.
+
+    Raises:
+        RolloutError: a log-prob is not finite.
+    """
+    n = len(groups[0]) if groups else 1
+    trajectories = [trajectory for group in groups for trajectory in group]
+    samples = prompts.repeat(n)
+    if rollout.episodes is not None and trajectories:
         samples.set("prompt_text", _prompt_texts(rollout.tokenizer, samples, trajectories))
-    add_fields(samples, trajectories)
-    samples.set("sample_id", [f"{uid}#{i % sampling.n}" for i, uid in enumerate(samples["uid"])])
+    add_fields(samples, trajectories, by_turn=rollout.episodes is not None)
+    samples.set("sample_id", [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])])
     samples.set("response_text", rollout.decode([t.last_turn for t in trajectories]))
-    samples.set("transcript", rollout.decode([t.token_ids for t in trajectories]))
+    if rollout.episodes is not None:
+        samples.set("transcript", rollout.decode([t.token_ids for t in trajectories]))
     return samples
-
-
-def _starts(c: StepContext, prompts: Batch, n: int) -> list[Start]:
-    columns = ("uid", "prompt_text", "answer", "data_source", "row")
-    return [
-        Start(
-            f"{uid}#{i}",
-            {**row, "prompt": text, "answer": answer, "data_source": source},
-            ids.tolist(),
-            c.seeds.env(uid),
-            partial(c.seeds.sample, uid, i),
-        )
-        for ids, uid, text, answer, source, row in zip(
-            prompts["prompt_ids"].unbind(), *(prompts[name] for name in columns), strict=True
-        )
-        for i in range(n)
-    ]
 
 
 def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectories: list[Trajectory]) -> list[str]:
@@ -130,7 +142,7 @@ def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectori
 
 
 def record_episodes(c: StepContext, samples: Batch) -> None:
-    """Metrics `env/...` of what `play` made. Episodes whose environment failed are only counted."""
+    """Metrics `env/...` of episodes. Those whose environment failed are only counted."""
     m, good = c.metrics, [place for place, error in enumerate(samples["env_error"]) if not error]
     m.sum("env/errors", len(samples) - len(good))
     if not good:

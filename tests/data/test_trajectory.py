@@ -10,6 +10,7 @@ from megarl.algorithms.correction import staleness
 from megarl.data.batch import Batch, Jagged
 from megarl.data.trajectory import Trajectory, add_fields, policy_tokens
 from megarl.data.versions import runs_of, set_versions, token_versions, tokens_by_version
+from tests.trajectories import add_turn
 
 EOS = 2
 #: An episode: for each turn the version of each token that the policy drew, and how much the environment said to it.
@@ -23,7 +24,7 @@ episodes = st.lists(
 def played(turns: list[tuple[list[int], int]]) -> Trajectory:
     trajectory = Trajectory([1])
     for versions, said in turns:
-        trajectory.add_turn([5] * len(versions), [-1.0] * len(versions), runs_of(versions), "stop")
+        add_turn(trajectory, [5] * len(versions), [-1.0] * len(versions), runs_of(versions))
         trajectory.add_observation([7] * said)
     return trajectory
 

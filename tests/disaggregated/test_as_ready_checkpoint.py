@@ -10,18 +10,21 @@ import torch
 
 from megarl.dag.placement import Handover
 from megarl.data.batch import Batch, Jagged
+from megarl.data.trajectory import Trajectory
 from megarl.disaggregated.as_ready_checkpoint import flow_files, read_flow
 from megarl.disaggregated.buffer.channel import Ready
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.metrics import Metrics
-from megarl.rollout.stream import Draft
 
 HANDOVERS = (
     Handover("rollout", "draw", ("response_ids", "note"), ("frozen", "train"), "rollout"),
     Handover("reward", "draw", ("score", "optional"), ("train",), "rollout"),
 )
 FINISHED, UNDER_WAY, BEGUN, LATE = (0, 1, 2, 5, 6), 3, 4, 1
-DRAFTS = [Draft([5, 6], [-0.5, -1.0], [[0, 1], [1, 1]], None, 2), Draft([7], [-2.0], [[0, 1]], "stop", 1)]
+DRAFTS = [
+    Trajectory([1], [5, 6], [True] * 2, [-0.5, -1.0], [[0, 1], [1, 1]], [0], segments=2),
+    Trajectory([1], [7], [True], [-2.0], [[0, 1]], [0], [1], [0.0], ended_by="done", info={"found": 1.0}, segments=1),
+]
 
 
 def ready(*numbers: int) -> Ready:
@@ -54,7 +57,7 @@ def write(folder, *, lead: bool = True) -> None:
     """Two replicas, which had finished groups 0 and 2 together, then 6; and 1 and 5 together."""
     versions = [{0: 1, 2: 1, 6: 2, UNDER_WAY: 2}, {1: 1, 5: 2, BEGUN: 2}]
     for replica, (done, drafts) in enumerate(
-        [([ready(0, 2), ready(6)], {UNDER_WAY: DRAFTS}), ([ready(1, 5)], {BEGUN: [Draft(), Draft()]})]
+        [([ready(0, 2), ready(6)], {UNDER_WAY: DRAFTS}), ([ready(1, 5)], {BEGUN: [Trajectory([1]), Trajectory([1])]})]
     ):
         again = [8, 9] if replica == 0 else []
         files = flow_files(layout(replica, lead=lead), done, versions[replica], drafts, again, counted(10 + replica))
@@ -79,7 +82,7 @@ def test_every_group_goes_on_at_one_replica(tmp_path, now):
             metrics.merge(one.metrics)
     assert sorted(numbers) == sorted({*FINISHED, UNDER_WAY, BEGUN} - {LATE})
     assert held.versions == {0: 1, 1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 2}
-    assert held.drafts == {UNDER_WAY: DRAFTS, BEGUN: [Draft(), Draft()]}
+    assert held.drafts == {UNDER_WAY: DRAFTS, BEGUN: [Trajectory([1]), Trajectory([1])]}
     assert held.again == [8, 9]
     assert metrics.result() == {"groups": 3}, "of those that were finished together the first one has them"
 
@@ -93,6 +96,18 @@ def test_what_samples_measured_that_came_to_nothing_is_not_lost(tmp_path):
         del told["carried"]
         file.write_text(json.dumps(told))
     assert read_flow(tmp_path, 2).carried.result() == {}
+
+
+def test_samples_that_an_older_version_had_begun_begin_again(tmp_path):
+    write(tmp_path)
+    file = tmp_path / "flow_0.json"
+    told = json.loads(file.read_text())
+    old = {"token_ids": [5], "logprobs": [-0.5], "versions": [[0, 1]], "finish_reason": None, "turns": 1}
+    told["drafts"] = {str(UNDER_WAY): [old, old]}
+    file.write_text(json.dumps(told))
+    held = read_flow(tmp_path, 2)
+    assert held.drafts.keys() == {BEGUN}
+    assert UNDER_WAY in held.versions
 
 
 def test_only_the_first_rank_of_a_replica_writes(tmp_path):

@@ -20,6 +20,7 @@ from megarl.disaggregated.as_ready_loop import FlowSteps
 from megarl.disaggregated.buffer.channel import Ready
 from megarl.disaggregated.pace import Pace
 from megarl.metrics import Metrics
+from megarl.runtime import episodes
 from megarl.runtime.stages import rollout as rollout_stages
 from megarl.runtime.stages.reward import PENDING, Pending
 
@@ -46,7 +47,7 @@ class Stream:
         """All groups are over with the next token."""
         self._left = dict.fromkeys(self._left, 1)
 
-    def drafts(self) -> dict[int, Any]:
+    def partial(self) -> dict[int, Any]:
         return {}
 
     def wait(self, enough: Callable[[], bool]) -> list[tuple[int, list[Any]]]:
@@ -102,8 +103,9 @@ class Run:
         self.steps._versions = dict.fromkeys(self.rewards, 0)
         monkeypatch.setattr(flow, "_LOOK_S", 0.0)
         monkeypatch.setattr(flow, "tell_loader", lambda c: None)
-        monkeypatch.setattr(rollout_stages, "responses", lambda role, prompts, drawn: prompts)
-        monkeypatch.setattr(rollout_stages, "record_lengths", lambda c, board: c.metrics.sum("drawn", len(board)))
+        monkeypatch.setattr(episodes, "samples_of", lambda role, prompts, drawn: prompts)
+        monkeypatch.setattr(rollout_stages, "refuse_broken_logprobs", lambda board: None)
+        monkeypatch.setattr(rollout_stages, "record_samples", lambda c, board: c.metrics.sum("drawn", len(board)))
 
     def draw(self, lengths: dict[int, int], after_token: Callable[[int], None]) -> Stream:
         self.stream = Stream(lengths, after_token)

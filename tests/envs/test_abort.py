@@ -13,14 +13,15 @@ import torch
 from megarl.config.rollout import SamplingConfig
 from megarl.data.batch import Batch
 from megarl.data.trajectory import Trajectory, add_fields
-from megarl.data.turns import Turns
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.rollout.driver import Driver, EpisodeLimits, Start
 from tests.dist import single_process
-from tests.envs.test_driver import TOKENIZER, Scripted, texts
+from tests.envs import playing
+from tests.envs.playing import group, rules_of
+from tests.envs.test_episode_groups import Scripted
 from tests.rollout.cases import engine, full_forward
 from tests.training import cases
+from tests.trajectories import add_turn
 
 END = 130
 SAMPLING = SamplingConfig(max_new_tokens=30)
@@ -39,25 +40,30 @@ class Talks(Environment):
         return Step([7, 8], reward=1.0)
 
 
+class Sleeps(Talks):
+    """Takes its time before it says something."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> None:
+        time.sleep(0.02)
+
+
 def play(made: Any, seconds: float | None, prompts: list[list[int]], stops: list[int] | None = None):
     host = Host(Talks, Talks.Settings())
-    turns = Turns(TOKENIZER, None, [END])  # which are not asked: the environment says token ids
-    driver = Driver(made, host, turns, texts, lambda value: value, EpisodeLimits(2, 16, 70, seconds), "fail")
-    starts = [
-        Start(f"{i}", {}, prompt, 0, lambda turn, i=i: 10 * i + turn)  # type: ignore[misc]
+    groups = [
+        group(f"{i}", {}, prompt, 0, lambda turn, i=i: 10 * i + turn)  # type: ignore[misc]
         for i, prompt in enumerate(prompts)
     ]
     try:
-        return driver.play(starts, SAMPLING, stops or [END])
+        return playing.play(made, rules_of(host, turns=2, tokens=70, seconds=seconds), groups, SAMPLING, stops or [END])
     finally:
         host.close()
 
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the driver goes on by a second with every look at it."""
+    """The clock of the groups goes on by a second with every look at it."""
     ticks = itertools.count()
-    monkeypatch.setattr("megarl.rollout.driver.time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr("megarl.rollout.groups.time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
 
 @pytest.fixture
@@ -70,7 +76,7 @@ def trained() -> tuple[Any, Any]:
 
 
 def test_the_limit_is_looked_at_between_turns(ticking):
-    [over] = play(Scripted("1"), 1.5, [[3]])  # the second look comes after the environment's answer
+    [over] = play(Scripted("1"), 2.5, [[3]])  # the third look comes after the environment's answer
     assert (over.ended_by, over.finish_reason, over.turns, over.drawn) == ("seconds", "stop", 1, [True] * 2)
 
 
@@ -79,7 +85,7 @@ def test_turns_that_are_under_way_keep_what_was_drawn(trained, ticking):
     prompts = [[3, 4, 5], [6, 7], [8]]
     whole = play(made, None, prompts)
     Talks.seen = []
-    cut = play(made, 2.5, prompts)  # the third look comes after 24 decode steps
+    cut = play(made, 3.5, prompts)  # the fourth look comes after 24 decode steps
     assert [t.ended_by for t in cut] == ["seconds"] * 3
     assert Talks.seen == ["abort"] * 2  # the environment answers what was said
     for part, full in zip(cut[:2], whole[:2], strict=True):
@@ -150,12 +156,10 @@ def test_what_is_kept_trains_like_a_brute_force_sum_over_it(trained, ticking):
 
 
 def test_an_engine_in_rounds_ends_before_a_round_that_would_come_too_late():
-    slow = Host(Talks, Talks.Settings())
-    slow.reset = lambda rows, begin=slow.reset: time.sleep(0.02) or begin(rows)  # type: ignore[method-assign]
-    turns = Turns(TOKENIZER, None, [END])
-    driver = Driver(Scripted("1"), slow, turns, texts, lambda value: value, EpisodeLimits(2, 16, 70, 0.01), "fail")
+    slow = Host(Sleeps, Sleeps.Settings())
+    rules = rules_of(slow, turns=2, tokens=70, seconds=0.01)
     try:
-        [over] = driver.play([Start("0", {}, [3], 0, lambda turn: turn)], SAMPLING, [END])
+        [over] = playing.play(Scripted("1"), rules, [group("0", {}, [3], 0, lambda turn: turn)], SAMPLING, [END])
     finally:
         slow.close()
     assert (over.ended_by, over.token_ids, over.drawn) == ("seconds", [END], [False])
@@ -163,7 +167,7 @@ def test_an_engine_in_rounds_ends_before_a_round_that_would_come_too_late():
 
 def test_an_episode_that_said_nothing_in_a_later_turn_drops_what_it_was_told():
     told = Trajectory([1])
-    told.add_turn([5, 6], [-1.0, -2.0], [[3, 2]], "stop")
+    add_turn(told, [5, 6], [-1.0, -2.0], [[3, 2]])
     told.add_observation([7, 8])
     told.end_unsaid(END, 4)
     assert (told.token_ids, told.drawn, told.logprobs, told.versions) == ([5, 6], [True] * 2, [-1.0, -2.0], [[3, 2]])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from megarl.envs import Action, Environment, Step
-from megarl.envs.host import Host, HostError, _reply_of
+from megarl.envs.host import Host, HostError, HostSession, Reply, _reply_of
 
 ACTION = Action("1", "1", [1], "stop", 0)
 
@@ -37,14 +38,31 @@ class Rude(Environment):
         raise SystemExit(4)
 
 
+@dataclass
+class Played:
+    """Waits for all answers."""
+
+    session: HostSession
+
+    def reset(self, rows: dict[int, tuple[dict[str, Any], int]]) -> dict[int, Reply]:
+        for number, (row, seed) in rows.items():
+            self.session.begin(number, row, seed)
+        return self.session.all_answers()
+
+    def step(self, actions: dict[int, Action]) -> dict[int, Reply]:
+        for number, action in actions.items():
+            self.session.step(number, action)
+        return self.session.all_answers()
+
+
 @pytest.fixture
 def host():
-    """host(kind, answer_s) -> a host that is closed after the test."""
+    """host(kind, answer_s) -> a session of a host that is closed after the test."""
     hosts: list[Host] = []
 
-    def make(kind: type[Environment], answer_s: float | None = None) -> Host:
+    def make(kind: type[Environment], answer_s: float | None = None) -> Played:
         hosts.append(Host(kind, kind.Settings(), answer_s))
-        return hosts[-1]
+        return Played(hosts[-1].session())
 
     yield make
     for one in hosts:
@@ -133,10 +151,11 @@ class Slow(Environment):
 def test_a_pause_between_two_looks_is_no_block():
     """What the trainer does in between may take longer than an answer may."""
     host = Host(Slow, None, 0.3 * 10)
-    host.reset({0: ({}, 0)})
+    session = host.session()
+    Played(session).reset({0: ({}, 0)})
     host._answer_s = 0.3
-    host.begin({0: Action("", "", [], "stop", 0)})
-    host.any_answer()
+    session.step(0, Action("", "", [], "stop", 0))
+    session.any_answer()
     time.sleep(0.5)
-    host.any_answer()  # the loop gave a sign of life long ago
+    session.any_answer()  # the loop gave a sign of life long ago
     host.close()

@@ -142,11 +142,12 @@ def answer():
     """answer(turn, ...) -> what the environment says to these turns of an episode, and the info of the last one."""
     kind, settings = load_environment({"name": "tools", "tools": ALL, "timeout_s": 1.5, "memory_mb": 3072})
     host = Host(kind, settings)
+    session = host.session()
 
     def ask(*calls: Any) -> tuple[list[str] | None, dict[str, float]]:
         text = "".join(c if isinstance(c, str) else f"<tool_call>{json.dumps(c)}</tool_call>" for c in calls)
-        host.reset({0: ({}, 0)})
-        reply = host.step({0: Action(text, text, [1], "stop", 0)})[0]
+        session.begin(0, {}, 0, [Action(text, text, [1], "stop", 0)])
+        reply = session.all_answers()[0]
         assert not reply.error
         assert reply.done == (reply.observation is None)
         return reply.observation and [message["content"] for message in reply.observation], reply.info

@@ -38,14 +38,14 @@ class ScriptedGeneration:
         self.engine, self.stop_ids, self.sequences, self.longest = engine, stop_ids, sequences, longest
         self.version = engine.weight_version
         self.turns: dict[int, Turn] = {}
-        self.over: set[int] = set()  # not forgotten
+        self.over: set[int] = set()  # not forgotten, and no next turn has begun
         self.closed = False
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
         assert not self.closed
         assert 0 <= sequence < self.sequences
         assert sequence not in self.turns
-        assert sequence not in self.over
+        self.over.discard(sequence)
         assert room >= 1
         assert len(tokens) + room <= self.longest
         self.turns[sequence] = Turn(list(tokens), seed, room)

@@ -13,17 +13,16 @@ import pytest
 from megarl.comm import team_world
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.data.tokenizer import character_tokenizer
 from megarl.data.trajectory import Trajectory
-from megarl.data.turns import Turns
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
 from megarl.errors import ServerError
-from megarl.rollout.driver import Driver, EpisodeLimits, Start
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from tests.dist import run_distributed
+from tests.envs import playing
+from tests.envs.playing import group, rules_of
 from tests.rollout.fake_servers import RUN, FakeServer, ok, servers, token
 from tests.rollout.test_sglang_engine import acknowledge
 
@@ -197,12 +196,10 @@ class Patient(Environment):
 def play(engine: SglangEngine, seconds: float | None, stops: Sequence[int]) -> list[Trajectory]:
     """Episodes of TALKS with the environment above."""
     host = Host(Patient, Patient.Settings(), 100.0)
-    turns = Turns(character_tokenizer("0123456789"), None, [2])
-    limits = EpisodeLimits(4, 16, 100, seconds)
-    driver = Driver(engine, host, turns, lambda ids: ([""] * len(ids),) * 2, lambda value: value, limits, "fail")
-    starts = [Start(f"{i}", {"number": i}, talk, 0, lambda turn: turn) for i, talk in enumerate(TALKS)]
+    rules = rules_of(host, turns=4, tokens=100, seconds=seconds)
+    groups = [group(f"{i}", {"number": i}, talk, 0, lambda turn: turn) for i, talk in enumerate(TALKS)]
     try:
-        return driver.play(starts, SAMPLING, stops)
+        return playing.play(engine, rules, groups, SAMPLING, stops)
     finally:
         host.close()
 

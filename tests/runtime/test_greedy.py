@@ -17,6 +17,7 @@ from megarl.metrics import Metrics
 from megarl.runtime.stages import advantage, reward, rollout
 from megarl.runtime.stages.update import trained_mask
 from tests.algorithms import oracle
+from tests.trajectories import add_turn
 
 #: Rewards that float32 adds without rounding.
 eighths = st.integers(-16, 16).map(lambda number: number / 8)
@@ -40,8 +41,7 @@ def trajectory(episode: Episode) -> Trajectory:
     for turn, value in enumerate(episode.rewards):
         if turn:
             made.add_observation([9])
-        made.add_turn([3, 4], [-0.5, -0.5], [[0, 2]], "stop")
-        made.turn_rewards[-1] = value
+        add_turn(made, [3, 4], [-0.5, -0.5], [[0, 2]], value)
     made.ended_by = "done"
     if episode.failed:
         made.mark_failed("no state", 2, 0)

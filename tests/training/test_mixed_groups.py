@@ -32,6 +32,7 @@ from megarl.runtime.stages.update import actor_step, mini_batches
 from tests.algorithms import oracle
 from tests.dist import fresh_layout, run_distributed, world
 from tests.training import cases
+from tests.trajectories import add_turn
 
 SIZES = (3, 8, 2, 5)  # samples of each prompt
 PROMPTS_PER_STEP = 2
@@ -50,8 +51,7 @@ def episode(draw: random.Random) -> Trajectory:
     made, turns = Trajectory(tokens(1, 6)), draw.randint(1, 4)
     for turn in range(turns):
         drawn = tokens(1, 5)
-        made.add_turn(drawn, [0.0] * len(drawn), [[turn, len(drawn)]], "stop")
-        made.turn_rewards[-1] = draw.uniform(-1, 1)
+        add_turn(made, drawn, [0.0] * len(drawn), [[turn, len(drawn)]], draw.uniform(-1, 1))
         if turn < turns - 1:
             made.add_observation(tokens(1, 6))
     made.ended_by = "done"

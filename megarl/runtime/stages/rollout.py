@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
@@ -12,12 +12,9 @@ from megarl.errors import MegarlError
 from megarl.runtime.stages.needs import needed_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
-    from megarl.rollout.engine import Completion
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import RolloutRole, ScorerRole
 
@@ -103,11 +100,7 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
         given = prompts.repeat(c.config.rollout.sampling.n)
         for name in kept:
             samples.set(name, given[name.removeprefix("data_")])
-    record_lengths(c, samples)
-    if rollout.episodes is not None:
-        from megarl.runtime.episodes import record_episodes
-
-        record_episodes(c, samples)
+    record_samples(c, samples)
     if rollout.robots is not None:
         from megarl.runtime.robots import record_robots
 
@@ -191,59 +184,23 @@ def generate(
 
             record = c.scores.recording if scored and c.scores is not None else None
             samples = play_robots(c, rollout, prompts, sampling, advance, record)
-            _refuse_broken_logprobs(samples)
-        elif rollout.episodes is None:
-            samples = _respond(c, rollout, prompts, sampling, advance)
         else:
-            from megarl.runtime.episodes import play
+            from megarl.runtime.episodes import groups_of_prompts, open_groups, samples_of
 
-            samples = play(c, rollout, prompts, sampling, advance)
-            _refuse_broken_logprobs(samples)
+            with closing(open_groups(c, rollout, sampling, len(prompts) * sampling.n)) as groups:
+                for group in groups_of_prompts(c, prompts, sampling.n, range(len(prompts))):
+                    groups.add(group)
+                samples = samples_of(rollout, prompts, groups.finish(advance))
+    refuse_broken_logprobs(samples)
     return samples
 
 
-def _respond(
-    c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]
-) -> Batch:
-    """One response to each prompt, `sampling.n` times."""
-    from megarl.rollout.engine import Request
-
-    requests = [
-        Request(ids.tolist(), [c.seeds.sample(uid, i) for i in range(sampling.n)])
-        for ids, uid in zip(prompts["prompt_ids"].unbind(), prompts["uid"], strict=True)
-    ]
-    groups = rollout.engine.generate(requests, sampling, rollout.eos_ids, advance)
-    return responses(rollout, prompts, groups)
-
-
-def responses(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Completion]]) -> Batch:
-    """The samples of `prompts`: what was drawn for each of them, equally many samples for all.
+def refuse_broken_logprobs(samples: Batch) -> None:
+    """One NaN would be in every mean over the batch, and from there in the weights.
 
     Raises:
         RolloutError: a log-prob is not finite.
     """
-    import torch
-
-    from megarl.data.batch import Jagged
-    from megarl.data.versions import set_versions
-
-    n = len(groups[0]) if groups else 1
-    done = [completion for group in groups for completion in group]
-    samples = prompts.repeat(n)
-    response_ids = Jagged.from_list([d.token_ids for d in done], dtype=torch.int64)
-    samples.set("response_ids", response_ids)
-    samples.set("response_mask", response_ids.like(torch.ones_like(response_ids.values, dtype=torch.bool)))
-    samples.set("rollout_logp", Jagged.from_list([d.logprobs for d in done], dtype=torch.float32))
-    set_versions(samples, [d.versions for d in done])
-    samples.set("sample_id", [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])])
-    samples.set("response_text", rollout.decode([d.token_ids for d in done]))
-    samples.set("finish_reason", [d.finish_reason for d in done])
-    _refuse_broken_logprobs(samples)
-    return samples
-
-
-def _refuse_broken_logprobs(samples: Batch) -> None:
-    """One NaN would be in every mean over the batch, and from there in the weights."""
     from megarl.data.versions import token_versions
 
     logp = samples["rollout_logp"]
@@ -264,8 +221,8 @@ def _refuse_broken_logprobs(samples: Batch) -> None:
     )
 
 
-def record_lengths(c: StepContext, samples: Batch) -> None:
-    """Metrics of how long prompts and responses are, and of the work that they were."""
+def record_samples(c: StepContext, samples: Batch) -> None:
+    """Metrics of how long prompts and responses are, of the work that they were, and of episodes."""
     from megarl.data.trajectory import policy_tokens
 
     lengths, prompt_lengths = policy_tokens(samples, by_turn=c.config.has_turns), samples["prompt_ids"].lengths
@@ -280,6 +237,10 @@ def record_lengths(c: StepContext, samples: Batch) -> None:
     m.mean("prompt_length/mean", float(prompt_lengths.sum()), count)
     m.max("prompt_length/max", float(prompt_lengths.max()))
     _record_work(c, samples)
+    if c.config.has_turns:
+        from megarl.runtime.episodes import record_episodes
+
+        record_episodes(c, samples)
 
 
 def _record_work(c: StepContext, samples: Batch) -> None:

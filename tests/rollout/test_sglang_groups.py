@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from megarl.comm import team_world
+from megarl.data.trajectory import Trajectory
+from megarl.rollout.groups import Group, Groups
 from megarl.rollout.sglang.engine import Replica
-from megarl.rollout.stream import Draft, Stream
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import FakeServer, servers, token
 from tests.rollout.test_sglang_turns import SAMPLING, alone, make_engine, started
@@ -26,11 +27,11 @@ def waits_at_first(server: FakeServer, payload: dict[str, Any]) -> str:
     return "ok"
 
 
-def add(stream: Stream, number: int, samples: int) -> None:
+def add(stream: Groups, number: int, samples: int) -> None:
     """Stretch k of sample i of group g has the seed 100 g + 10 i + k."""
     base = 100 * number
     seeds = [lambda turn, seed=base + 10 * i: seed + turn for i in range(samples)]
-    stream.add(number, [70, 71 + number], seeds)
+    stream.add(Group(number, [70, 71 + number], seeds))
 
 
 def expected(number: int, sample: int, halves: int) -> list[int]:
@@ -42,14 +43,17 @@ def expected(number: int, sample: int, halves: int) -> list[int]:
 
 def test_what_was_interrupted_goes_on_from_its_tokens_with_the_next_seed():
     with servers(waits_at_first) as made:
-        stream = Stream(alone(made), SAMPLING, [], 4, 100)
+        stream = Groups(alone(made), SAMPLING, [], 4, 100)
         stream.open()
         add(stream, 0, 2)
         assert stream.wait() == []
         started(made[0], 2)
         stream.interrupt()
         halves = [expected(0, i, 2)[:HALF] for i in range(2)]
-        assert stream.drafts() == {0: [Draft(half, [-1.0] * HALF, [[1, HALF]], None, 1) for half in halves]}
+        kept = [Trajectory([70, 71]) for _ in halves]
+        for trajectory, half in zip(kept, halves, strict=True):
+            trajectory.add_segment(half, [-1.0] * HALF, [[1, HALF]])
+        assert stream.partial() == {0: kept}
         stream.open()
         while not (found := stream.wait()):
             pass
@@ -61,7 +65,7 @@ def test_what_was_interrupted_goes_on_from_its_tokens_with_the_next_seed():
 
 def test_numbers_of_sequences_are_used_again_and_prompts_are_given_up():
     with servers(lambda server, payload: "ok") as made:
-        stream = Stream(alone(made), SAMPLING, [], 2, 100)
+        stream = Groups(alone(made), SAMPLING, [], 2, 100)
         stream.open()
         for number in range(1, 6):
             add(stream, number, 2)
@@ -83,7 +87,7 @@ def run_rank(urls: list[str], rank_replica: list[int]) -> Any:
     }
     index = rank_replica[world.rank]
     engine = make_engine(urls, Replica(index, len(groups), groups[index], world), world.rank == 0)
-    stream = Stream(engine, SAMPLING, [], 4, 100)
+    stream = Groups(engine, SAMPLING, [], 4, 100)
     stream.open()
     if index == 0:
         add(stream, 0, 2)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from megarl.comm import team_world
 from megarl.config.rollout import SamplingConfig
-from megarl.rollout.engine import Completion, Request
-from megarl.rollout.stream import Draft, Stream
+from megarl.data.trajectory import Trajectory
+from megarl.rollout.engine import Request
+from megarl.rollout.groups import Group, Groups
 from tests.dist import fresh_parallel, run_distributed
 from tests.dist import single_process as start
 from tests.rollout.cases import STOP, build, engine, full_forward, logprobs, make_requests, sampled, tokens
@@ -34,11 +35,22 @@ def seeds_of(number: int, samples: int) -> list[Callable[[int], int]]:
     return [lambda turn, base=1000 * number + 10 * sample: base + turn for sample in range(samples)]
 
 
-def scripted(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> Stream:
-    return Stream(made, sampling, EOS, slots, LONGEST)
+def group(number: int, prompt: list[int], samples: int) -> Group:
+    return Group(number, prompt, seeds_of(number, samples))
 
 
-def opened(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> Stream:
+def partial(prompt: list[int], tokens: list[int], logprobs: list[float]) -> Trajectory:
+    """What one segment sampled, with version 0, of a turn that is not over."""
+    made = Trajectory(prompt)
+    made.add_segment(tokens, logprobs, [[0, len(tokens)]])
+    return made
+
+
+def scripted(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> Groups:
+    return Groups(made, sampling, EOS, slots, LONGEST)
+
+
+def opened(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> Groups:
     stream = scripted(made, slots, sampling)
     stream.open()
     return stream
@@ -55,7 +67,7 @@ def replay(prompt: list[int], seed: Callable[[int], int], stretches: list[list[i
     return tokens, logprobs
 
 
-def check(prompt: list[int], seed: Callable[[int], int], sample: Completion) -> None:
+def check(prompt: list[int], seed: Callable[[int], int], sample: Trajectory) -> None:
     """It is what its stretches draw, one for each version, and ended where it had to."""
     assert (sample.token_ids, sample.logprobs) == replay(prompt, seed, sample.versions)
     assert not set(sample.token_ids[:-1]) & set(EOS)
@@ -64,7 +76,7 @@ def check(prompt: list[int], seed: Callable[[int], int], sample: Completion) -> 
     assert sample.finish_reason == "stop" or len(sample.token_ids) == MOST
 
 
-def until_idle(stream: Stream) -> dict[int, list[Completion]]:
+def until_idle(stream: Groups) -> dict[int, list[Trajectory]]:
     found = {}
     while stream.busy:
         found |= dict(stream.wait())
@@ -80,9 +92,9 @@ def after(calls: int) -> Callable[[], bool]:
 def test_a_group_comes_when_all_of_its_samples_are_over_and_groups_in_the_order_of_their_numbers():
     made = ScriptedEngine(steps=lambda sequence: MOST if sequence != 1 else 1)
     stream = opened(made)
-    stream.add(7, [1], seeds_of(7, 2))  # its second sample is slow
-    stream.add(4, [3], seeds_of(4, 1))
-    stream.add(3, [3], seeds_of(3, 2))
+    stream.add(group(7, [1], 2))  # its second sample is slow
+    stream.add(group(4, [3], 1))
+    stream.add(group(3, [3], 2))
     first = stream.wait()
     assert [number for number, _ in first] == [3, 4]
     assert stream.busy
@@ -98,11 +110,11 @@ def test_a_group_comes_when_all_of_its_samples_are_over_and_groups_in_the_order_
 def test_a_sample_that_is_over_gives_its_sequence_to_the_next_one_while_its_group_waits():
     made = ScriptedEngine(steps=lambda sequence: MOST if sequence else 1)
     stream = opened(made, slots=3)
-    stream.add(0, [1], seeds_of(0, 3))
+    stream.add(group(0, [1], 3))
     assert stream.free == 0
     assert stream.wait(after(1)) == []
     assert stream.free == 2
-    stream.add(1, [4, 4], seeds_of(1, 2))
+    stream.add(group(1, [4, 4], 2))
     assert stream.free == 0
     assert [sequence for sequence, *_ in made.submitted] == [0, 1, 2, 1, 2]
     found = until_idle(stream)
@@ -112,24 +124,24 @@ def test_a_sample_that_is_over_gives_its_sequence_to_the_next_one_while_its_grou
 
 def test_enough_ends_the_waiting():
     stream = opened(ScriptedEngine(), sampling=SamplingConfig(max_new_tokens=MOST, ignore_eos=True))
-    stream.add(0, [1], seeds_of(0, 2))
+    stream.add(group(0, [1], 2))
     asked = after(3)
     assert stream.wait(asked) == []
     stream.interrupt()
-    assert [len(draft.token_ids) for draft in stream.drafts()[0]] == [3, 3]
+    assert [len(draft.token_ids) for draft in stream.partial()[0]] == [3, 3]
 
 
 def test_what_was_interrupted_goes_on_with_its_tokens_the_rest_of_its_room_and_the_next_seed():
     made = ScriptedEngine()
     stream = opened(made, sampling=SamplingConfig(max_new_tokens=MOST, ignore_eos=True))
-    stream.add(0, [1, 3], seeds_of(0, 1))
+    stream.add(group(0, [1, 3], 1))
     stream.wait(after(5))
     stream.interrupt()
     assert made.opened[0].closed
     assert (stream.busy, stream.free) == (True, 7)
-    [draft] = stream.drafts()[0]
+    [draft] = stream.partial()[0]
     tokens, logprobs = replay([1, 3], lambda turn: turn, [[0, 5]])
-    assert draft == Draft(tokens, logprobs, [[0, 5]], None, 1)
+    assert draft == partial([1, 3], tokens, logprobs)
 
     made.weight_version = 4
     stream.open()
@@ -143,7 +155,7 @@ def test_what_was_interrupted_goes_on_with_its_tokens_the_rest_of_its_room_and_t
 
 def test_stretches_of_one_version_are_one_run():
     stream = opened(ScriptedEngine(), sampling=SamplingConfig(max_new_tokens=MOST, ignore_eos=True))
-    stream.add(0, [1], seeds_of(0, 1))
+    stream.add(group(0, [1], 1))
     for _ in range(3):
         stream.wait(after(2))
         stream.interrupt()
@@ -157,9 +169,9 @@ def test_stretches_of_one_version_are_one_run():
 def test_a_sample_of_which_nothing_was_drawn_is_as_if_it_had_begun_later():
     made = ScriptedEngine()
     stream = opened(made)
-    stream.add(0, [1], seeds_of(0, 1))
+    stream.add(group(0, [1], 1))
     stream.interrupt()
-    assert stream.drafts() == {0: [Draft()]}
+    assert stream.partial() == {0: [Trajectory([1])]}
     made.weight_version = 9
     stream.open()
     [(_, [sample])] = stream.wait()
@@ -170,23 +182,23 @@ def test_a_sample_of_which_nothing_was_drawn_is_as_if_it_had_begun_later():
 @pytest.mark.parametrize(("left", "reason"), [([7] * 11 + [3], "length"), ([7, 5], "stop")])
 def test_a_draft_that_is_full_or_ends_with_an_end_token_is_over(left, reason):
     stream = opened(ScriptedEngine(), slots=1)
-    draft = Draft([*left], [-1.0] * len(left), [[0, len(left)]], None, 1)
-    stream.add(0, [1], seeds_of(0, 1), [draft])
-    assert (stream.free, draft.finish_reason) == (1, None)
+    draft = partial([1], left, [-1.0] * len(left))
+    stream.add(group(0, [1], 1), [draft])
+    assert (stream.free, draft.turn_ends) == (1, [])
     [(_, [sample])] = stream.wait()
-    assert sample == Completion(left, [-1.0] * len(left), reason, [[0, len(left)]])
+    assert (sample.token_ids, sample.versions, sample.finish_reason) == (left, [[0, len(left)]], reason)
 
 
 def test_a_group_that_an_interruption_finds_complete_comes_without_generation():
     made = ScriptedEngine()
     stream = opened(made)
-    stream.add(0, [1], seeds_of(0, 2))
+    stream.add(group(0, [1], 2))
     made.opened[0].turns[0].aborted = True
     made.opened[0].turns[1].aborted = True
     made.opened[0].turns[0].drawn = [(7, -1.0), (5, -2.0)]  # it had just ended
     made.opened[0].turns[1].drawn = [(2, -3.0)]
     stream.interrupt()
-    assert [draft.finish_reason for draft in stream.drafts()[0]] == ["stop", "stop"]
+    assert [draft.finish_reason for draft in stream.partial()[0]] == ["stop", "stop"]
     [(number, samples)] = stream.wait()
     assert (number, [sample.token_ids for sample in samples]) == (0, [[7, 5], [2]])
     assert not stream.busy
@@ -195,8 +207,8 @@ def test_a_group_that_an_interruption_finds_complete_comes_without_generation():
 def test_groups_may_be_added_before_it_is_open():
     made = ScriptedEngine()
     stream = scripted(made, slots=2)
-    stream.add(5, [1], seeds_of(5, 1))
-    stream.add(3, [3], seeds_of(3, 1))
+    stream.add(group(5, [1], 1))
+    stream.add(group(3, [3], 1))
     assert made.submitted == []
     stream.open()
     assert [tokens for _, tokens, *_ in made.submitted] == [[3], [1]]
@@ -205,16 +217,16 @@ def test_groups_may_be_added_before_it_is_open():
 
 def test_what_is_wrong_is_refused():
     stream = opened(ScriptedEngine(), slots=3)
-    stream.add(0, [1], seeds_of(0, 2))
+    stream.add(group(0, [1], 2))
     with pytest.raises(ValueError, match="group 0 is under way"):
-        stream.add(0, [1], seeds_of(0, 1))
-    with pytest.raises(ValueError, match="needs 2 sequences, and 1 of 3 are free"):
-        stream.add(1, [1], seeds_of(1, 2))
-    with pytest.raises(ValueError, match="1 samples and 2 drafts"):
-        stream.add(1, [1], seeds_of(1, 1), [Draft(), Draft()])
-    with pytest.raises(RuntimeError, match="is open"):
-        stream.drafts()
-    with pytest.raises(RuntimeError, match="is open"):
+        stream.add(group(0, [1], 1))
+    with pytest.raises(ValueError, match="needs 2 slots, and 1 of 3 are free"):
+        stream.add(group(1, [1], 2))
+    with pytest.raises(ValueError, match="1 samples and 2 partial"):
+        stream.add(group(1, [1], 1), [Trajectory([1]), Trajectory([1])])
+    with pytest.raises(RuntimeError, match="are open"):
+        stream.partial()
+    with pytest.raises(RuntimeError, match="are open"):
         stream.open()
     stream.interrupt()
     with pytest.raises(RuntimeError, match="not open"):
@@ -224,11 +236,11 @@ def test_what_is_wrong_is_refused():
 def test_closing_gives_up_everything():
     made = ScriptedEngine()
     stream = opened(made, slots=2)
-    stream.add(0, [1], seeds_of(0, 2))
+    stream.add(group(0, [1], 2))
     stream.close()
-    assert (stream.busy, stream.free, stream.drafts(), made.opened[0].closed) == (False, 2, {}, True)
+    assert (stream.busy, stream.free, stream.partial(), made.opened[0].closed) == (False, 2, {}, True)
     stream.open()
-    stream.add(0, [1], seeds_of(0, 2))
+    stream.add(group(0, [1], 2))
     assert list(until_idle(stream)) == [0]
 
 
@@ -242,7 +254,7 @@ def test_any_order_of_calls_gives_every_sample_once_and_as_its_stretches_draw_it
     groups: dict[int, tuple[list[int], int]] = {}  # under way: prompt and samples
     done: set[int] = set()
 
-    def take(found: list[tuple[int, list[Completion]]]) -> None:
+    def take(found: list[tuple[int, list[Trajectory]]]) -> None:
         assert [number for number, _ in found] == sorted(number for number, _ in found)
         for number, samples in found:
             prompt, count = groups.pop(number)
@@ -258,7 +270,7 @@ def test_any_order_of_calls_gives_every_sample_once_and_as_its_stretches_draw_it
             number = data.draw(st.integers(0, 99).filter(lambda n: n not in groups and n not in done))
             prompt = data.draw(st.lists(st.integers(6, 8), min_size=1, max_size=3))
             groups[number] = prompt, data.draw(st.integers(1, stream.free))
-            stream.add(number, prompt, seeds_of(number, groups[number][1]))
+            stream.add(group(number, prompt, groups[number][1]))
         elif call == "wait":
             found = stream.wait()
             assert found or not is_open or not stream.busy
@@ -273,11 +285,11 @@ def test_any_order_of_calls_gives_every_sample_once_and_as_its_stretches_draw_it
                 stream.open()
             is_open = not is_open
         elif call == "restart" and not is_open:
-            kept = json.loads(json.dumps({n: [asdict(d) for d in drafts] for n, drafts in stream.drafts().items()}))
+            kept = json.loads(json.dumps({n: [asdict(t) for t in some] for n, some in stream.partial().items()}))
             stream = scripted(made, slots)
-            for text, drafts in kept.items():
+            for text, samples in kept.items():
                 prompt, count = groups[int(text)]
-                stream.add(int(text), prompt, seeds_of(int(text), count), [Draft(**draft) for draft in drafts])
+                stream.add(group(int(text), prompt, count), [Trajectory(**sample) for sample in samples])
         assert stream.busy == bool(groups)
         assert 0 <= stream.free <= slots
     if not is_open:
@@ -295,23 +307,24 @@ def dense(single_process):
 
 
 def draw(
-    stream: Stream,
+    stream: Groups,
     requests: list[Request],
     steps: int = 2,
     each: Callable[[], None] = lambda: None,
     together: Callable[[bool], bool] = bool,
-) -> list[list[Completion]]:
+) -> list[list[Trajectory]]:
     """Groups of all requests, added as soon as there is room; a wait looks `steps` times, and `each` follows it.
 
     `together` says whether any rank that generates together with this one is busy.
     """
-    left, found = dict(enumerate(requests)), dict[int, list[Completion]]()
+    left, found = dict(enumerate(requests)), dict[int, list[Trajectory]]()
     stream.open()
     while together(bool(left) or stream.busy):
         while left and stream.free >= len(left[min(left)].seeds):
             number = min(left)
             request = left.pop(number)
-            stream.add(number, request.prompt_ids, [lambda turn, s=s: s + 100_000 * turn for s in request.seeds])
+            seeds = [lambda k, s=s: s + 100_000 * k for s in request.seeds]
+            stream.add(Group(number, request.prompt_ids, seeds))
         found |= dict(stream.wait(after(steps)))
         each()
     stream.close()
@@ -324,7 +337,7 @@ def test_without_interruption_samples_are_those_of_generate(single_process, mode
     """Experts go in rounds."""
     made, requests = engine(build(model_type), max_running=running), make_requests(count=8)
     expected = made.generate(requests, sampled(), STOP)
-    found = draw(Stream(made, sampled(), STOP, slots, 40), requests)
+    found = draw(Groups(made, sampled(), STOP, slots, 40), requests)
     for group, whole in zip(found, expected, strict=True):
         assert [(c.token_ids, c.finish_reason, c.versions) for c in group] == [
             (c.token_ids, c.finish_reason, c.versions) for c in whole
@@ -333,13 +346,26 @@ def test_without_interruption_samples_are_those_of_generate(single_process, mode
             torch.testing.assert_close(torch.tensor(sample.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
 
 
+def test_a_synchronous_step_is_one_call_of_generate_bit_for_bit(dense):
+    made, requests = engine(dense), make_requests(count=8)
+    whole, counted = Groups(made, sampled(), STOP, 40, 40), []
+    for number, request in enumerate(requests):
+        whole.add(Group(number, request.prompt_ids, [lambda k, s=s: s + k for s in request.seeds]))
+    found = whole.finish(counted.append)
+    assert (whole.busy, whole.free, sum(counted)) == (False, 40, sum(len(request.seeds) for request in requests))
+    drawn = made.generate(requests, sampled(), STOP)
+    assert [[(t.token_ids, t.logprobs, t.finish_reason, t.versions) for t in some] for some in found] == [
+        [(c.token_ids, c.logprobs, c.finish_reason, c.versions) for c in some] for some in drawn
+    ]
+
+
 @pytest.mark.parametrize("moment", [1, 2, 3, 5, 8, 13, 19])
 @pytest.mark.parametrize("running", [256, 4])
 def test_whenever_it_is_interrupted_log_probs_are_those_of_a_full_pass(dense, monkeypatch, moment, running):
     """Every `moment` steps, and with few rows also while samples wait that have not begun."""
     monkeypatch.setattr("megarl.rollout.embedded.turns._LOOK_EVERY", 1)
     made, requests = engine(dense, max_running=running), make_requests(count=5)
-    stream = Stream(made, sampled(), STOP, 9, 40)
+    stream = Groups(made, sampled(), STOP, 9, 40)
     waits = itertools.count()
 
     def each() -> None:
@@ -365,9 +391,9 @@ def test_a_stretch_after_new_weights_is_theirs_and_the_ones_before_keep_what_the
     made, weight = engine(chunks), chunks[0].decoder.layers[1].mlp.linear_fc2.weight.data
     made.weight_version = 3
     sampling = sampled(ignore_eos=True)
-    stream = Stream(made, sampling, STOP, 2, 40)
+    stream = Groups(made, sampling, STOP, 2, 40)
     stream.open()
-    stream.add(0, [4, 8, 15], seeds_of(0, 2))
+    stream.add(group(0, [4, 8, 15], 2))
     assert stream.wait(after(1)) == []
     stream.interrupt()
     before = weight.clone()
@@ -396,7 +422,7 @@ def in_layout(model: str, layout: dict[str, int]) -> list[Any]:
 
     fresh_parallel(**layout)
     world = team_world(120)
-    stream = Stream(engine(build(model, **layout)), sampled(), STOP, 9, 40)
+    stream = Groups(engine(build(model, **layout)), sampled(), STOP, 9, 40)
     requests = make_requests(count=4) if mpu.get_data_parallel_rank() == 0 else []
 
     def again() -> None:

@@ -1,9 +1,9 @@
-"""The driver with a scripted engine, and with the embedded one."""
+"""Episodes with a scripted engine, and with the embedded one."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 
 from megarl.config.rollout import SamplingConfig
-from megarl.data.tokenizer import character_tokenizer
-from megarl.data.turns import Turns
+from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, EnvSettings, Step
 from megarl.envs.host import Host
 from megarl.envs.registry import load_environment
 from megarl.envs.single_turn import SingleTurn
-from megarl.rollout.driver import Driver, EpisodeError, EpisodeLimits, Start
 from megarl.rollout.engine import Completion, Request
+from megarl.rollout.groups import EpisodeError, Group
 from megarl.rollout.rounds import Rounds
+from tests.envs.playing import EOS, TOKENIZER, group, play, rules_of
 
-EOS = 2
-TOKENIZER = character_tokenizer("0123456789+-=")
 SAMPLING = SamplingConfig(max_new_tokens=4)
 
 
@@ -55,28 +53,23 @@ def ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def texts(rows: list[list[int]]) -> tuple[list[str], list[str]]:
-    return TOKENIZER.batch_decode(rows, skip_special_tokens=True), TOKENIZER.batch_decode(rows)
+def start(uid: str = "train-0-0", prompt: str = "1+1=", seed: int = 0, samples: int = 1) -> Group:
+    return group(uid, {"prompt": prompt}, ids(prompt), seed, *[lambda turn: 100 * seed + turn] * samples)
 
 
-def start(name: str = "train-0-0#0", prompt: str = "1+1=", seed: int = 0) -> Start:
-    return Start(name, {"prompt": prompt}, ids(prompt), seed, lambda turn: 100 * seed + turn)
+Player = Callable[..., list[Trajectory]]
 
 
 @pytest.fixture
-def driver():
-    """driver(engine, environment, settings, limits..., on_error) -> a driver on the only rank of a replica."""
+def player():
+    """player(engine, environment, settings, on_error, limits...) -> `play` of groups."""
     hosts: list[Host] = []
 
     def make(
         engine: Any, kind: type[Environment], settings: Any = None, on_error: str = "fail", **limits: Any
-    ) -> Driver:
+    ) -> Player:
         hosts.append(Host(kind, settings or kind.Settings()))
-        known = {"turns": 8, "prompt_tokens": 16, "tokens": 40, "seconds": None, **limits}
-        through_json = lambda value: json.loads(json.dumps(value))  # noqa: E731
-        return Driver(
-            engine, hosts[-1], Turns(TOKENIZER, None, [EOS]), texts, through_json, EpisodeLimits(**known), on_error
-        )
+        return partial(play, engine, rules_of(hosts[-1], on_error, **limits))
 
     yield make
     for host in hosts:
@@ -94,9 +87,9 @@ class Echo(Environment):
         return f"+{action.turn}", float(action.turn), action.turn == 2, {"said": len(action.text)}
 
 
-def test_tokens_of_the_environment_are_masked_and_rewards_sit_on_turns(driver):
+def test_tokens_of_the_environment_are_masked_and_rewards_sit_on_turns(player):
     engine = Scripted("1", "22", "3")
-    [trajectory] = driver(engine, Echo).play([start()], SAMPLING, [EOS])
+    [trajectory] = player(engine, Echo)([start()], SAMPLING, [EOS])
     expected = [*ids("1"), EOS, *ids("+0"), *ids("22"), EOS, *ids("+1"), *ids("3"), EOS]
     assert trajectory.prompt_ids == ids("1+1=0")
     assert trajectory.token_ids == expected
@@ -109,18 +102,18 @@ def test_tokens_of_the_environment_are_masked_and_rewards_sit_on_turns(driver):
     assert (trajectory.ended_by, trajectory.finish_reason, trajectory.info) == ("done", "stop", {"said": 4.0})
 
 
-def test_every_turn_begins_with_the_tokens_so_far_and_a_seed_of_its_own(driver):
+def test_every_turn_begins_with_the_tokens_so_far_and_a_seed_of_its_own(player):
     engine = Scripted("1", "22", "3")
-    [trajectory] = driver(engine, Echo).play([start(seed=3)], SAMPLING, [EOS])
+    [trajectory] = player(engine, Echo)([start(seed=3)], SAMPLING, [EOS])
     assert [request.seeds for request in engine.asked] == [[300], [301], [302]]
     assert [request.prompt_ids for request in engine.asked] == [
         trajectory.prompt_ids + trajectory.token_ids[:end] for end in (0, 4, 9)
     ]
 
 
-def test_samples_of_a_prompt_share_a_request_while_they_are_alike(driver):
+def test_samples_of_a_prompt_share_a_request_while_they_are_alike(player):
     engine = Scripted("1")
-    driver(engine, Echo).play([start(seed=1), start(seed=1), start(seed=2)], SAMPLING, [EOS])
+    player(engine, Echo)([start(seed=1, samples=2), start(seed=2)], SAMPLING, [EOS])
     assert [request.seeds for request in engine.asked[:2]] == [[100, 100], [200]]
 
 
@@ -132,8 +125,8 @@ def test_samples_of_a_prompt_share_a_request_while_they_are_alike(driver):
         ({"tokens": 3}, 1, "tokens", "stop"),
     ],
 )
-def test_limits_end_an_episode_after_a_turn_of_the_policy(driver, limits, turns, ended_by, reason):
-    [trajectory] = driver(Scripted("1"), Echo, **limits).play([start()], SAMPLING, [EOS])
+def test_limits_end_an_episode_after_a_turn_of_the_policy(player, limits, turns, ended_by, reason):
+    [trajectory] = player(Scripted("1"), Echo, **limits)([start()], SAMPLING, [EOS])
     assert (trajectory.turns, trajectory.ended_by, trajectory.finish_reason) == (turns, ended_by, reason)
     assert trajectory.drawn[-1]
     assert len(trajectory.token_ids) <= limits.get("tokens", 40)
@@ -163,7 +156,7 @@ class Faulty(Environment):
 
 
 REASONS = {
-    "raises": r"step \(turn 0\) raised ValueError: no such state .*test_driver.py:\d+",
+    "raises": r"step \(turn 0\) raised ValueError: no such state .*test_episode_groups.py:\d+",
     "nan": "the reward nan, which is not a finite number",
     "nothing": "no observation, and the episode is not done",
     "object": "allowed: text, chat messages, token ids",
@@ -174,46 +167,47 @@ REASONS = {
 
 
 @pytest.mark.parametrize("kind", REASONS)
-def test_a_failing_environment_ends_the_run_and_is_named(driver, kind):
-    begin = Start("train-0-5#1", {"prompt": kind}, ids("1+1="), 0, lambda turn: turn)
-    with pytest.raises(EpisodeError, match=rf"sample train-0-5#1 failed[\s\S]*{REASONS[kind]}[\s\S]*env.on_error=mark"):
-        driver(Scripted("1"), Faulty).play([begin], SAMPLING, [EOS])
+def test_a_failing_environment_ends_the_run_and_is_named(player, kind):
+    begin = group("train-0-5", {"prompt": kind}, ids("1+1="), 0, lambda turn: turn)
+    with pytest.raises(EpisodeError, match=rf"sample train-0-5#0 failed[\s\S]*{REASONS[kind]}[\s\S]*env.on_error=mark"):
+        player(Scripted("1"), Faulty)([begin], SAMPLING, [EOS])
 
 
-def test_or_it_marks_its_episode_and_nothing_of_that_is_trained_on(driver):
-    begins = [Start(f"{kind}#0", {"prompt": kind}, ids("1+1="), 0, lambda turn: turn) for kind in [*REASONS, "fine"]]
+def test_or_it_marks_its_episode_and_nothing_of_that_is_trained_on(player):
+    begins = [group(kind, {"prompt": kind}, ids("1+1="), 0, lambda turn: turn) for kind in [*REASONS, "fine"]]
     counted = []
-    *bad, good = driver(Scripted("1"), Faulty, on_error="mark").play(begins, SAMPLING, [EOS], counted.append)
+    *bad, good = player(Scripted("1"), Faulty, on_error="mark")(begins, SAMPLING, [EOS], counted.append)
     assert all(t.error and t.ended_by == "error" and not any(t.drawn) and t.token_ids for t in bad)
     assert all(sum(tokens for _, tokens in t.versions) == len(t.token_ids) for t in bad)
     assert (good.error, good.ended_by, good.drawn) == ("", "done", [True, True])
     assert sum(counted) == len(begins)
 
 
-def test_order_and_company_change_no_episode(driver):
+def test_order_and_company_change_no_episode(player):
     kind, settings = load_environment({"name": f"{Path(__file__).parent / 'guess.py'}:Guess"})
-    begins = [start(f"train-0-{i}#0", seed=i) for i in range(5)]
-    together = driver(Scripted("4", "5", "6"), kind, settings).play(begins, SAMPLING, [EOS])
-    backwards = driver(Scripted("4", "5", "6"), kind, settings).play(begins[::-1], SAMPLING, [EOS])
+    begins = [start(f"train-0-{i}", seed=i) for i in range(5)]
+    together = player(Scripted("4", "5", "6"), kind, settings)(begins, SAMPLING, [EOS])
+    backwards = player(Scripted("4", "5", "6"), kind, settings)(begins[::-1], SAMPLING, [EOS])
     assert [t.prompt_ids for t in backwards] == [t.prompt_ids for t in together[::-1]]
     assert (
         together[2].turn_rewards[0]
-        == driver(Scripted("4"), kind, settings).play([begins[2]], SAMPLING, [EOS])[0].turn_rewards[0]
+        == player(Scripted("4"), kind, settings)([begins[2]], SAMPLING, [EOS])[0].turn_rewards[0]
     )
 
 
-def test_one_turn_through_the_driver_is_one_call_of_generate(driver):
+def test_episodes_of_one_turn_are_one_call_of_generate(player):
     from tests.dist import single_process
     from tests.rollout.cases import STOP, build, engine, make_requests, sampled
 
     single_process()
     embedded, requests = engine(build("qwen3")), make_requests()
     begins = [
-        Start(f"{number}#{i}", {}, request.prompt_ids, 0, partial(lambda seed, turn: seed, seed))
+        group(
+            str(number), {}, request.prompt_ids, 0, *[partial(lambda seed, turn: seed, seed) for seed in request.seeds]
+        )
         for number, request in enumerate(requests)
-        for i, seed in enumerate(request.seeds)
     ]
-    played = driver(embedded, SingleTurn, tokens=20).play(begins, sampled(), STOP)
+    played = player(embedded, SingleTurn, tokens=20)(begins, sampled(), STOP)
     drawn = [c for group in embedded.generate(requests, sampled(), STOP) for c in group]
     assert [(t.token_ids, t.logprobs, t.finish_reason) for t in played] == [
         (c.token_ids, c.logprobs, c.finish_reason) for c in drawn

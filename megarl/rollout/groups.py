@@ -1,0 +1,546 @@
+"""The one producer of samples: groups of trajectories, which come and go, over an engine.
+
+    add(group) --> slots 0 ... --> wait: groups all of whose samples are over          finish: wait for all of them
+                     ^       |
+                     |       '-- interrupt: what was sampled is kept, partial trajectories
+                     '---------- open: they go on, with the weights of then
+
+    engine         turn of a sample --> over ---.        .-> turn of a sample --> ...
+    environment    reset --------'              '--> step'                        (megarl/rollout/answers.py)
+
+A sample is a `Trajectory` of one turn, or of many where an environment answers. A turn is sampled in segments: one,
+unless it is interrupted. The next segment reads all tokens so far as its context. Every token keeps the log-prob that
+it was drawn with and the version of the weights that drew it. Samples depend on nothing but their own seeds, so the
+same ones come out in any order and on any number of replicas.
+
+A synchronous step is `add` all and `finish`. Samples without an environment are then one call of
+`RolloutEngine.generate`, which shares the prefill of a prompt and spreads over threads and ranks. Else a sample has a
+slot of the generation from its beginning to its end, also while its environment works; other samples are generated
+meanwhile. Robots' episodes have a player of their own (megarl/rollout/robots/play.py), because their turns are chunks
+of actions that one batched pass per step decodes from pictures, not tokens that follow a growing prompt.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config.rollout import SamplingConfig
+from megarl.data.trajectory import Trajectory
+from megarl.errors import MegarlError
+from megarl.rollout.answers import Answer, Answers, EpisodeRules, apply_answer
+from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine
+
+_SOON_S = 0.1  # most environments answer within; of the others the answers are taken when they come
+_QUICK_S = 0.01  # as long as an engine may stand still for that
+
+
+class EpisodeError(MegarlError):
+    """An environment failed, and `env.on_error` is `fail`; the message names episode and turn."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt whose samples are asked for.
+
+    Attributes:
+        number: of the group; none that is under way has it.
+        prompt_ids: what samples begin with; an environment may put its first observation into their place.
+        seeds: `seeds[i](k)` is the seed of segment k of sample i, in [0, 2**63).
+        uid: names it in messages.
+        row: what the environment's `reset` is given.
+        env_seed: of the environment.
+    """
+
+    number: int
+    prompt_ids: list[int]
+    seeds: Sequence[Callable[[int], int]]
+    uid: str = ""
+    row: dict[str, Any] = field(default_factory=dict)
+    env_seed: int = 0
+
+
+@dataclass
+class _UnderWay:
+    """A group that `wait` has not returned.
+
+    Attributes:
+        spent_s: seconds that it was under way before the clock was started.
+        since: when the clock was started; None: it stands, as the groups are not open.
+    """
+
+    group: Group
+    trajectories: list[Trajectory]
+    spent_s: float = 0.0
+    since: float | None = None
+
+    def unfinished(self) -> Iterator[int]:
+        """Samples that are not over."""
+        return (sample for sample, trajectory in enumerate(self.trajectories) if not trajectory.ended_by)
+
+    @property
+    def is_over(self) -> bool:
+        return next(self.unfinished(), None) is None
+
+    def is_late(self, seconds: float, now: float) -> bool:
+        return self.spent_s + (0.0 if self.since is None else now - self.since) > seconds
+
+
+@dataclass
+class _Sample:
+    """A sample that is not over: its place in its group, and tokens before its turns, those that were cached, too."""
+
+    under_way: _UnderWay
+    place: int
+    read: int = 0
+    cached: int = 0
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.under_way.trajectories[self.place]
+
+
+class Groups:
+    """Generates groups of samples. Every rank of a model replica makes the same calls in the same order.
+
+    Replicas that generate together, on servers (`Generation.goes_on`) or in rounds (`Generation.in_rounds`), also call
+    `open`, `wait`, `interrupt` and `finish` equally often and in the same order; what they `add` differs. A replica
+    that has nothing under way joins the others in these calls. Between two calls none may be kept by other things for
+    long: the others wait for it.
+
+    A sample that is never interrupted is the one that `RolloutEngine.generate` samples with the seed of its segment 0;
+    of an episode, turn by turn.
+
+    Args:
+        engine: generates; `weight_version` of the time of `open` counts until `interrupt`.
+        sampling: `n` is not read. `min_new_tokens` would count from the start of each segment: whoever interrupts
+            refuses such settings.
+        eos_ids: end tokens in addition to those of `sampling`, the tokenizer's own first.
+        slots: samples under way, at most.
+        longest: tokens of a prompt and its sample, at most.
+        rules: of episodes; None: samples are plain answers.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        sampling: SamplingConfig,
+        eos_ids: Sequence[int],
+        slots: int,
+        longest: int,
+        rules: EpisodeRules | None = None,
+    ) -> None:
+        self._engine, self._sampling, self._eos_ids = engine, sampling, list(eos_ids)
+        self._slots, self._longest, self._rules = slots, longest, rules
+        self._tokens = sampling.max_new_tokens if rules is None else rules.limits.tokens
+        self._seconds = None if rules is None else rules.limits.seconds
+        self._stop_ids = frozenset() if sampling.ignore_eos else frozenset([*eos_ids, *sampling.stop_token_ids])
+        self._groups: dict[int, _UnderWay] = {}
+        self._samples: dict[int, _Sample] = {}  # by slot
+        self._free = list(range(slots))  # a heap
+        self._answers = None if rules is None else Answers(rules)
+        self._generation: Generation | None = None
+        self._submitted: set[int] = set()  # slots that the generation knows
+        self._in_turn: set[int] = set()  # of these, those whose turn is with the engine
+        self._cut: set[int] = set()  # of these, those that were aborted because their time is over
+        self._late: set[int] = set()  # groups whose time is over
+
+    @property
+    def busy(self) -> bool:
+        """Groups were added that `wait` has not returned."""
+        return bool(self._groups)
+
+    @property
+    def free(self) -> int:
+        """Samples that may be added now."""
+        return len(self._free)
+
+    def add(self, group: Group, partial: Sequence[Trajectory] | None = None) -> None:
+        """Ask for a group of `len(group.seeds)` samples, now or, when it is not open, with `open`.
+
+        Args:
+            group: what is asked for.
+            partial: what there is of the samples; None: nothing. An episode that is not over goes on after its turns
+                were played again into a new environment, or begins again where this is not `replayable`.
+
+        Raises:
+            ValueError: more samples than are `free`, a number that is under way, or not a trajectory per sample.
+        """
+        number, count = group.number, len(group.seeds)
+        if number in self._groups:
+            raise ValueError(f"group {number} is under way")
+        if partial is not None and len(partial) != count:
+            raise ValueError(f"group {number} has {count} samples and {len(partial)} partial trajectories")
+        found = [None] * count if partial is None else partial
+        under_way = _UnderWay(group, [self._taken_up(group, one) for one in found])
+        needed = list(under_way.unfinished())
+        if len(needed) > self.free:
+            raise ValueError(f"group {number} needs {len(needed)} slots, and {self.free} of {self._slots} are free")
+        self._groups[number] = under_way
+        if self._generation is not None:
+            under_way.since = time.monotonic()
+        for place in needed:
+            slot = heapq.heappop(self._free)
+            self._samples[slot] = sample = _Sample(under_way, place)
+            if self._answers is not None:
+                self._answers.begin(slot, group.row, group.env_seed, sample.trajectory)
+            else:
+                self._submit(slot)
+
+    def open(self) -> None:
+        """Begin to generate with the weights of now, and go on with what was interrupted.
+
+        Raises:
+            RuntimeError: it is open.
+        """
+        if self._generation is not None:
+            raise RuntimeError("the groups are open; interrupt() or close() them first")
+        self._generation = self._engine.open(self._sampling, self._eos_ids, self._slots, self._longest)
+        now = time.monotonic()
+        for under_way in self._groups.values():
+            under_way.since = now
+        awaited = () if self._answers is None else self._answers.awaited
+        order = sorted((self._samples[slot].under_way.group.number, slot) for slot in self._samples)
+        for _, slot in order:
+            if slot not in awaited:
+                self._submit(slot)
+
+    def wait(self, enough: Callable[[], bool] | None = None) -> list[tuple[int, list[Trajectory]]]:
+        """Groups all of whose samples are over, in the order of their numbers, each once.
+
+        It waits until there is at least one, or nothing is under way. Replicas that generate together return together:
+        on servers after a few tenths of a second at most, in rounds after a round, perhaps with nothing. When it is
+        not open it gives what is complete at once, by itself.
+
+        Args:
+            enough: asked now and then, collective over the replica and the same on its ranks: true ends the waiting.
+                Not asked where replicas generate together.
+
+        Raises:
+            EpisodeError: an environment failed, and `on_error` is `fail`.
+        """
+        generation = self._generation
+        if generation is None:
+            return self._take_complete()
+        if generation.goes_on:
+            # One meeting of all ranks for each call. Nothing is lost by it: turns go on, and the calls of ranks that
+            # have something under way and of those that have nothing pair off.
+            self._go_on(generation, lambda: True)
+        elif generation.in_rounds:
+            if generation.any_busy(bool(self._in_turn)):
+                self._go_on(generation, None)
+            else:
+                self._take_answers(_SOON_S, ())
+        else:
+            self._decode(generation, enough or (lambda: False))
+        return self._take_complete()
+
+    def finish(self, advance: Callable[[int], None] = lambda count: None) -> list[list[Trajectory]]:
+        """Samples of all groups that were added, in the order of their numbers, when all are over. Not when it is open.
+
+        No response is empty; that of a failed `reset` is an end token. `advance(k)` is called when k more are over.
+
+        Raises:
+            EpisodeError: an environment failed, and `on_error` is `fail`.
+        """
+        if self._rules is None:
+            self._generate(advance)
+        else:
+            self._play(advance)
+        return [trajectories for _, trajectories in self._take_complete()]
+
+    def interrupt(self) -> None:
+        """End every turn that is under way with what there is of it, keep that, and stop generating.
+
+        A turn that came to its own end is over, and its environment answers it meanwhile. Of a turn of which nothing
+        was sampled the segment keeps its number, and so its seed: it is as if it had begun only with the next `open`.
+        Where turns are sampled in rounds, which end with all turns over, only what was added after the last `wait` is
+        under way.
+
+        Raises:
+            RuntimeError: it is not open.
+        """
+        generation = self._generation
+        if generation is None:
+            raise RuntimeError("the groups are not open; nothing is under way that could be interrupted")
+        for slot in sorted(self._in_turn - self._cut):
+            generation.abort(slot)
+        ended: list[int] = []
+        while generation.any_busy(bool(self._in_turn)):
+            ended += self._collect(generation.wait())
+        self._ask(ended)
+        self._leave()
+        now = time.monotonic()
+        for under_way in self._groups.values():
+            assert under_way.since is not None, "it is open"
+            under_way.spent_s, under_way.since = under_way.spent_s + now - under_way.since, None
+
+    def partial(self) -> dict[int, list[Trajectory]]:
+        """What there is of every group that `wait` has not returned, for `add` in another process.
+
+        Raises:
+            RuntimeError: it is open: what is there of the samples is known only after `interrupt`.
+        """
+        if self._generation is not None:
+            raise RuntimeError("the groups are open; interrupt() them first: what is being sampled would be missing")
+        return {number: [one.copy() for one in some.trajectories] for number, some in sorted(self._groups.items())}
+
+    def close(self) -> None:
+        """Give up everything. Not collective."""
+        self._groups, self._samples, self._free = {}, {}, list(range(self._slots))
+        self._late = set()
+        self._leave()
+        if self._answers is not None:
+            self._answers.close()
+
+    # -- a step as a whole -------------------------------------------------------------------------------------------
+
+    def _generate(self, advance: Callable[[int], None]) -> None:
+        """Sample all groups in one call of the engine."""
+        groups = [under_way for _, under_way in sorted(self._groups.items())]
+        requests = [Request(one.group.prompt_ids, [seed(0) for seed in one.group.seeds]) for one in groups]
+        found = self._engine.generate(requests, self._sampling, self._eos_ids, advance)
+        for under_way, completions in zip(groups, found, strict=True):
+            for trajectory, done in zip(under_way.trajectories, completions, strict=True):
+                trajectory.add_segment(done.token_ids, done.logprobs, done.versions)
+                trajectory.end_turn(done.finish_reason)
+                trajectory.end("done")
+        for slot in list(self._samples):
+            self._release(slot)
+
+    def _play(self, advance: Callable[[int], None]) -> None:
+        """Play all episodes.
+
+        Where turns do not go on by themselves all answers are waited for: which turns are then sampled side by side
+        depends on nothing but the turns, and a second run does alike.
+        """
+        self.open()
+        generation = self._generation
+        assert generation is not None, "it is open"
+        whole = not generation.goes_on
+        look = None if whole and self._seconds is None else self._is_overdue if whole else self._is_due
+        try:
+            advance(self._take_answers(None if whole else _SOON_S, self._samples))
+            while generation.any_busy(bool(self._samples)):
+                advance(self._go_on(generation, look, whole=whole))
+        finally:
+            self._leave()
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    def _decode(self, generation: Generation, enough: Callable[[], bool]) -> None:
+        """Go on until a group is complete, nothing is under way, or `enough()`."""
+        told = False
+
+        def ask() -> bool:
+            nonlocal told
+            told = told or enough()
+            return told or self._is_due()
+
+        while self._samples and not told and not any(one.is_over for one in self._groups.values()):
+            idle = not self._in_turn
+            self._go_on(generation, ask)
+            told = told or (idle and enough())
+
+    def _go_on(self, generation: Generation, enough: Callable[[], bool] | None, *, whole: bool = False) -> int:
+        """Wait until turns are over or `enough()`, and go on with all that can; how many samples are over.
+
+        Args:
+            generation: is open.
+            enough: of `Generation.wait`.
+            whole: all environments answer before anything else is generated.
+        """
+        before = len(self._samples)
+        ended = self._collect(generation.wait(enough))
+        self._cut_late(generation)
+        asked = self._ask(ended)
+        if whole:
+            wait_s = None
+        elif self._in_turn and not asked:
+            wait_s = 0.0
+        else:
+            wait_s = _SOON_S if generation.goes_on or not self._in_turn else _QUICK_S
+        self._take_answers(wait_s, asked)
+        return before - len(self._samples)
+
+    def _submit(self, slot: int) -> None:
+        """Ask for the next segment of a sample, where it is open."""
+        if self._generation is None:
+            return
+        sample = self._samples[slot]
+        trajectory, group = sample.trajectory, sample.under_way.group
+        tokens = [*trajectory.prompt_ids, *trajectory.token_ids]
+        self._generation.submit(slot, tokens, group.seeds[sample.place](trajectory.segments), self._room(trajectory))
+        self._submitted.add(slot)
+        self._in_turn.add(slot)
+
+    def _room(self, trajectory: Trajectory) -> int:
+        """Tokens that the turn of now may still have."""
+        begun = len(trajectory.token_ids) - trajectory.turn_starts[-1] if trajectory.in_turn else 0
+        return min(self._sampling.max_new_tokens - begun, self._tokens - len(trajectory.token_ids))
+
+    def _collect(self, over: Mapping[int, Completion]) -> list[int]:
+        """Take segments that are over into their trajectories; the slots whose turns are."""
+        ended = []
+        for slot, done in over.items():
+            self._in_turn.discard(slot)
+            sample = self._samples[slot]
+            trajectory = sample.trajectory
+            _count_cached(sample, done)
+            trajectory.add_segment(done.token_ids, done.logprobs, done.versions)
+            if done.finish_reason != "abort":
+                trajectory.end_turn(done.finish_reason)
+            elif slot not in self._cut:
+                self._end_if_full(trajectory)
+            elif trajectory.in_turn:
+                trajectory.end_turn("abort")
+            else:
+                trajectory.end_unsaid(self._eos_ids[0], self._engine.weight_version)
+            self._cut.discard(slot)
+            if trajectory.ended_by or trajectory.is_unanswered:
+                ended.append(slot)
+        return ended
+
+    def _end_if_full(self, trajectory: Trajectory) -> None:
+        """An end token or the limit of tokens may have been reached just when the turn was interrupted."""
+        if trajectory.in_turn:
+            if trajectory.token_ids[-1] in self._stop_ids:
+                trajectory.end_turn("stop")
+            elif self._room(trajectory) <= 0:
+                trajectory.end_turn("length")
+
+    def _release(self, slot: int) -> None:
+        """The sample of a slot is over: another one may have it."""
+        del self._samples[slot]
+        heapq.heappush(self._free, slot)
+        if self._generation is not None and slot in self._submitted:
+            self._submitted.discard(slot)
+            self._generation.forget(slot)
+        if self._answers is not None:
+            self._answers.forget(slot)
+
+    def _leave(self) -> None:
+        """Generate no more."""
+        generation, self._generation = self._generation, None
+        self._submitted, self._in_turn, self._cut = set(), set(), set()
+        if generation is not None:
+            generation.close()
+
+    def _take_complete(self) -> list[tuple[int, list[Trajectory]]]:
+        complete = sorted(number for number, under_way in self._groups.items() if under_way.is_over)
+        self._late.difference_update(complete)
+        return [(number, self._groups.pop(number).trajectories) for number in complete]
+
+    def _taken_up(self, group: Group, partial: Trajectory | None) -> Trajectory:
+        """What there is of a sample that is added."""
+        if partial is None:
+            return Trajectory([*group.prompt_ids])
+        trajectory = partial.copy()
+        if trajectory.ended_by:
+            return trajectory
+        if self._rules is not None and not self._rules.replayable:
+            return Trajectory([*group.prompt_ids])
+        self._end_if_full(trajectory)
+        if self._rules is None and trajectory.turns:
+            trajectory.end("done")
+        return trajectory
+
+    # -- environments ------------------------------------------------------------------------------------------------
+
+    def _ask(self, ended: Iterable[int]) -> list[int]:
+        """Give turns that are over to their environments; their slots. A sample that has none is over, too."""
+        said: dict[int, Trajectory] = {}
+        for slot in ended:
+            trajectory = self._samples[slot].trajectory
+            if self._answers is None:
+                trajectory.end("done")
+            if trajectory.ended_by:
+                self._release(slot)
+            else:
+                said[slot] = trajectory
+        if self._answers is not None:
+            self._answers.ask(said)
+        return list(said)
+
+    def _take_answers(self, wait_s: float | None, to: Iterable[int]) -> int:
+        """Go on with the episodes whose environments have answered; how many are over by that."""
+        if self._answers is None or self._rules is None:
+            return 0
+        answers, over = self._answers.take(wait_s, to), 0
+        self._look_at_time()
+        for slot, answer in answers.items():
+            sample = self._samples[slot]
+            if answer.reply.error:
+                self._fail(sample, answer)
+            else:
+                late = sample.under_way.group.number in self._late
+                apply_answer(sample.trajectory, answer, self._rules.limits, late=late)
+            if sample.trajectory.ended_by:
+                self._release(slot)
+                over += 1
+            else:
+                self._submit(slot)
+        return over
+
+    def _fail(self, sample: _Sample, answer: Answer) -> None:
+        assert self._rules is not None, "there is an environment"
+        trajectory, error = sample.trajectory, answer.reply.error
+        if self._rules.on_error == "fail":
+            when = f"turn {trajectory.turns - 1}" if trajectory.turns else "reset"
+            raise EpisodeError(
+                f"the environment of sample {sample.under_way.group.uid}#{sample.place} failed at {when}: {error}\n"
+                "  fix:     correct the environment, or set env.on_error=mark to leave such episodes out"
+            )
+        trajectory.mark_failed(error, self._eos_ids[0], self._engine.weight_version)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        """Whether an environment has answered, or turns are to be cut. Collective over the replica."""
+        if self._answers is None or self._rules is None:
+            return False
+        told = self._rules.share([self._answers.any_answer(), self._late_now()])
+        self._late.update(told[1])
+        return bool(told[0]) or self._has_overdue()
+
+    def _is_overdue(self) -> bool:
+        """Whether turns are to be cut. Collective over the replica."""
+        self._look_at_time()
+        return self._has_overdue()
+
+    def _look_at_time(self) -> None:
+        """Learn whose time is over, by the clock of the replica's first rank. Collective over it."""
+        if self._seconds is not None and self._rules is not None:
+            self._late.update(self._rules.share(self._late_now()))
+
+    def _late_now(self) -> list[int]:
+        if self._seconds is None:
+            return []
+        now = time.monotonic()
+        return [number for number, under_way in self._groups.items() if under_way.is_late(self._seconds, now)]
+
+    def _overdue(self) -> list[int]:
+        """Slots whose turn is under way and whose time is over."""
+        return [s for s in sorted(self._in_turn - self._cut) if self._samples[s].under_way.group.number in self._late]
+
+    def _has_overdue(self) -> bool:
+        return bool(self._late) and bool(self._overdue())
+
+    def _cut_late(self, generation: Generation) -> None:
+        """Abort turns whose time is over; the next wait gives what there is of them."""
+        for slot in self._overdue() if self._late else ():
+            generation.abort(slot)
+            self._cut.add(slot)
+
+
+def _count_cached(sample: _Sample, done: Completion) -> None:
+    """Keep, where the engine says so, which share of what it had to read was in its prefix cache."""
+    if done.cached is None:
+        return
+    trajectory = sample.trajectory
+    sample.read += len(trajectory.prompt_ids) + len(trajectory.token_ids)
+    sample.cached += done.cached
+    trajectory.info["cached"] = sample.cached / sample.read
