@@ -389,7 +389,8 @@ class Groups:
             self._in_turn.discard(slot)
             sample = self._samples[slot]
             trajectory = sample.trajectory
-            _count_cached(sample, done)
+            if self._answers is not None:
+                _count_cached(sample, done)
             trajectory.add_segment(done.token_ids, done.logprobs, done.versions)
             if done.finish_reason != "abort":
                 trajectory.end_turn(done.finish_reason)
