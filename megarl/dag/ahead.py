@@ -175,15 +175,6 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
             allowed=f"0 with {KEY} above 0",
             fix="set rollout.stale_steps=0",
         )
-    if config.async_.order == "as_ready" and config.has_turns:
-        raise ConfigError(
-            "an environment plays the episodes of a step from their first turn to their last, and groups do not leave "
-            "it one by one",
-            where=ORDER,
-            found=f"as_ready with env.name={config.env['name']}",
-            allowed="in_order with an environment",
-            fix=f"set {ORDER}=in_order {KEY}=1",
-        )
     if config.async_.partial and config.rollout.sampling.min_new_tokens:
         raise ConfigError(
             "a sample that goes on with new weights is a request of its own to the engine, which counts its tokens "
