@@ -44,6 +44,20 @@ LONG = ("rollout.sampling.max_new_tokens=40", "actor.engine.micro_batch_tokens=2
 IN_HAND = "rollout.max_running=32"
 TWO_REPLICAS = ("cluster.nproc=3", "placement.teams.draw={roles: [rollout], devices: 2}")
 
+#: Episodes of an environment that is slow now and then.
+SLOW = """
+import asyncio, random, sys
+sys.path.append({folder!r})
+from guess import Guess
+
+class Slow(Guess):
+    replayable = True
+
+    async def step(self, action):
+        await asyncio.sleep(random.choice([0, 0, 0, 0.3]))
+        return await super().step(action)
+"""
+
 Trained = dict[int, list[dict[str, Any]]]
 
 
@@ -60,6 +74,17 @@ def test_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path
     assert [step for step in numbers if "val/acc" in numbers[step]] == [0, 3, 5]
     assert all("critic/score/mean" in numbers[step] for step in range(1, STEPS + 1))
     check_time(numbers)
+
+
+@pytest.mark.parametrize("partial", [(), (PARTIAL,)])
+def test_episodes_of_a_slow_environment_are_trained_on_once_and_none_is_lost_in_a_kill(recipe, tmp_path, partial):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW.format(folder=str(Path(harness.__file__).parents[1] / "envs")))
+    episodes = (*harness.GUESSING, f"env.name={file}:Slow", *partial)
+    numbers = killed_and_resumed(recipe, tmp_path / "run", *episodes)
+    check(tmp_path / "run", STEPS)
+    assert max(numbers[step]["env/turns/max"] for step in numbers if step) == 3
+    assert all(numbers[step]["env/errors"] == 0 for step in numbers if step)
 
 
 def test_an_interrupted_sample_keeps_the_versions_of_its_tokens(recipe, tmp_path):
@@ -102,6 +127,15 @@ def test_with_dynamic_sampling_only_groups_with_a_signal_are_trained_on(recipe, 
             scores.setdefault(prompt_of(sample), set()).add(sample["score"])
         assert all(len(some) > 1 for some in scores.values())
     assert min(numbers[step]["sampling/kept"] for step in numbers if step) < 1
+
+
+def test_dynamic_sampling_chooses_episodes_too(recipe, tmp_path):
+    """The environment rewards no guess at all alike, and others by how near they come."""
+    numbers = train(recipe, tmp_path, *harness.DAPO, *harness.GUESSING, "validation.every=0", PARTIAL)
+    assert {step: len(samples) for step, samples in trained(tmp_path).items()} == dict.fromkeys(
+        range(1, STEPS + 1), 4 * 4
+    )
+    assert min(numbers[step]["sampling/kept"] for step in numbers if step) > 0
 
 
 def test_other_replicas_and_another_staleness_go_on_from_its_checkpoint(recipe, tmp_path):

@@ -1,0 +1,287 @@
+"""Episodes that come and go: interrupted, resumed in another process, with environments that take their time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
+
+import pytest
+
+from megarl.config.rollout import SamplingConfig
+from megarl.data.trajectory import Trajectory
+from megarl.envs import Action, Environment, Step
+from megarl.envs.host import Host
+from megarl.rollout.groups import EpisodeError, Group, Groups
+from tests.envs.playing import EOS, rules_of
+from tests.rollout.scripted import ScriptedEngine, rule
+from tests.rollout.test_groups import after
+
+MOST, TOKENS, LONGEST = 6, 24, 40
+SAMPLING = SamplingConfig(max_new_tokens=MOST)
+STOPS = [EOS, *range(5, 40, 5)]  # turns are short, and many end by themselves
+
+
+class Chain(Environment):
+    """Says tokens that follow from its seed and all that was said; `stepped` counts how often it was asked what."""
+
+    stepped: ClassVar[Counter[tuple[int, int]]] = Counter()
+    pause_s: ClassVar[Callable[[], float]] = staticmethod(lambda: 0.0)
+
+    async def reset(self, row: dict[str, Any], seed: int) -> list[int]:
+        await asyncio.sleep(self.pause_s())
+        self.state, self.name = seed, row["name"]
+        return first(seed)
+
+    async def step(self, action: Action) -> Step:
+        self.stepped[self.name, action.turn] += 1
+        await asyncio.sleep(self.pause_s())
+        self.state = following(self.state, action.token_ids)
+        return answer(self.state)
+
+
+def first(seed: int) -> list[int]:
+    return [6 + seed % 3, 7]
+
+
+def following(state: int, said: list[int]) -> int:
+    return random.Random(repr((state, list(said)))).randrange(10**6)
+
+
+def answer(state: int) -> Step:
+    return Step([6 + state % 5] * (1 + state % 2), reward=float(state % 7), done=state % 4 == 0, info={"state": 1.0})
+
+
+@pytest.fixture(scope="module")
+def host():
+    made = Host(Chain, Chain.Settings())
+    yield made
+    made.close()
+
+
+def asked(number: int, samples: int) -> Group:
+    """Segment k of sample i of group g has the seed 1000 g + 10 i + k."""
+    seeds = [lambda k, base=1000 * number + 10 * i: base + k for i in range(samples)]
+    return Group(number, [9], seeds, f"g{number}", {"name": number}, number)
+
+
+def groups_of(made: ScriptedEngine, host: Host, slots: int = 8, **limits: Any) -> Groups:
+    settings = {"turns": 4, "tokens": TOKENS, "replayable": True, **limits}
+    return Groups(made, SAMPLING, STOPS, slots, LONGEST, rules_of(host, **settings))
+
+
+def check(number: int, place: int, t: Trajectory) -> None:
+    """It is what its segments sample, one for each version of a turn, and what the environment says to that."""
+    assert t.prompt_ids == first(number)
+    state, before, segment, rewards = number, [*t.prompt_ids], 0, []
+    runs = list(itertools.chain.from_iterable([version] * count for version, count in t.versions))
+    for turn, (start, end) in enumerate(zip(t.turn_starts, t.turn_ends, strict=True)):
+        assert start == len(before) - len(t.prompt_ids)
+        for version, tokens in itertools.groupby(range(start, end), lambda at: runs[at]):
+            context = [*before]
+            for count, at in enumerate(tokens):
+                sampled = rule(context, 1000 * number + 10 * place + segment, count, version)
+                assert (t.token_ids[at], t.logprobs[at]) == sampled
+                before.append(t.token_ids[at])
+            segment += 1
+        state = following(state, t.turn(turn))
+        said = answer(state)
+        rewards.append(said.reward)
+        observation = t.observation(turn)
+        assert observation == (said.observation if turn + 1 < t.turns else [])
+        before += observation
+        assert said.done == (t.ended_by == "done" and turn + 1 == t.turns)
+    assert (t.turn_rewards, t.info, t.segments) == (rewards, {"state": float(t.turns)}, segment)
+    assert len(t.token_ids) <= TOKENS
+    assert t.ended_by in ("done", "turns", "tokens")
+
+
+def through_json(kept: dict[int, list[Trajectory]]) -> dict[int, list[Trajectory]]:
+    text = json.dumps({number: [asdict(one) for one in some] for number, some in kept.items()})
+    return {int(number): [Trajectory(**one) for one in some] for number, some in json.loads(text).items()}
+
+
+@pytest.mark.parametrize("replayable", [True, False])
+@pytest.mark.parametrize("seed", range(25))
+def test_any_order_of_calls_gives_every_episode_once_and_as_its_segments_and_environment_make_it(
+    host, seed, replayable
+):
+    """Every `open` has a version of its own, so the runs of a turn are its segments. When answers come varies."""
+    pace, slots = random.Random(seed), 1 + seed % 6
+    Chain.pause_s, Chain.stepped = staticmethod(lambda: pace.choice([0, 0, 0.001])), Counter()
+    made = ScriptedEngine(steps=lambda slot: pace.choice([0, 1, 1, 2, 5]))
+    groups = groups_of(made, host, slots, replayable=replayable)
+    is_open, restarts, numbers = False, 0, itertools.count()
+    under_way: dict[int, int] = {}
+    done: dict[int, list[Trajectory]] = {}
+
+    def take(found: list[tuple[int, list[Trajectory]]]) -> None:
+        for number, samples in found:
+            assert len(samples) == under_way.pop(number)
+            assert number not in done
+            done[number] = samples
+            for place, trajectory in enumerate(samples):
+                check(number, place, trajectory)
+
+    for _ in range(30):
+        call = pace.choice(["add", "add", "wait", "look", "turn", "turn", "restart"])
+        if call == "add" and groups.free:
+            number = next(numbers)
+            under_way[number] = pace.randint(1, groups.free)
+            groups.add(asked(number, under_way[number]))
+        elif call == "wait":
+            take(groups.wait())
+        elif call == "look" and is_open:
+            take(groups.wait(after(pace.randint(1, 4))))
+        elif call == "turn":
+            if is_open:
+                groups.interrupt()
+            else:
+                made.weight_version += 1
+                groups.open()
+            is_open = not is_open
+        elif call == "restart" and not is_open:
+            kept, restarts = through_json(groups.partial()), restarts + 1
+            groups.close()
+            groups = groups_of(made, host, slots, replayable=replayable)
+            for number, samples in kept.items():
+                groups.add(asked(number, under_way[number]), samples)
+        assert groups.busy == bool(under_way)
+        assert 0 <= groups.free <= slots
+    if not is_open:
+        made.weight_version += 1
+        groups.open()
+    while groups.busy:
+        take(groups.wait())
+    assert (under_way, groups.free) == ({}, slots)
+    groups.close()
+    if not restarts:
+        turns = Counter((number, turn) for number, some in done.items() for one in some for turn in range(one.turns))
+        assert Chain.stepped == turns, "an environment is asked once for every turn, whatever is interrupted"
+
+
+def opened(made: ScriptedEngine, host: Host, **limits: Any) -> Groups:
+    groups = groups_of(made, host, **limits)
+    groups.open()
+    return groups
+
+
+def until_idle(groups: Groups) -> list[Trajectory]:
+    found = []
+    while groups.busy:
+        found += [one for _, samples in groups.wait() for one in samples]
+    return found
+
+
+class Gate(Chain):
+    """Thinks about the turns of group 0 until it is let go."""
+
+    go: ClassVar[threading.Event]
+
+    def step(self, action: Action) -> Any:  # type: ignore[override]
+        if self.name == 0:
+            assert self.go.wait(20)
+        return super().step(action)
+
+
+def test_an_environment_that_thinks_keeps_no_other_episode_from_going_on():
+    Chain.pause_s, Gate.go, slow = staticmethod(lambda: 0.0), threading.Event(), Host(Gate, Gate.Settings())
+    groups = opened(ScriptedEngine(), slow)
+    for number in range(4):
+        groups.add(asked(number, 2))
+    over: list[int] = []
+    while len(over) < 3:
+        over += [number for number, _ in groups.wait()]
+    assert sorted(over) == [1, 2, 3]
+    groups.interrupt()  # while it thinks
+    groups.open()
+    Gate.go.set()
+    for place, trajectory in enumerate(until_idle(groups)):
+        check(0, place, trajectory)
+    groups.close()
+    slow.close()
+
+
+def begun(host: Host) -> tuple[ScriptedEngine, list[Trajectory]]:
+    """Episodes of group 1 that have answered turns and are in another one."""
+    Chain.pause_s = staticmethod(lambda: 0.0)
+    for most in range(1, 60):
+        made = ScriptedEngine()
+        groups = opened(made, host)
+        groups.add(asked(1, 4))
+        groups.wait(after(most))
+        groups.interrupt()
+        kept = groups.partial().get(1, [])
+        groups.close()
+        if any(one.turn_rewards and one.in_turn for one in kept):
+            return made, kept
+    raise AssertionError("no episode was in its second turn")
+
+
+def test_recorded_turns_are_played_into_a_new_environment(host):
+    made, kept = begun(host)
+    Chain.stepped, asked_for = Counter(), len(made.submitted)
+    made.weight_version = 1
+    groups = opened(made, host)
+    groups.add(asked(1, 4), kept)
+    found = until_idle(groups)
+    for place, (was, now) in enumerate(zip(kept, found, strict=True)):
+        check(1, place, now)
+        assert now.token_ids[: len(was.token_ids)] == was.token_ids
+    turns = Counter(
+        (1, turn) for one, was in zip(found, kept, strict=True) if not was.ended_by for turn in range(one.turns)
+    )
+    assert Chain.stepped == turns
+    assert all(len(tokens) > 2 for _, tokens, *_ in made.submitted[asked_for:][:1]), "it goes on where it was"
+    groups.close()
+
+
+def test_an_environment_that_cannot_be_played_again_begins_again(host):
+    made, kept = begun(host)
+    made.weight_version = 1
+    groups = opened(made, host, replayable=False)
+    groups.add(asked(1, 4), kept)
+    for place, (was, now) in enumerate(zip(kept, until_idle(groups), strict=True)):
+        check(1, place, now)
+        assert was.ended_by or now.versions == [[1, len(now.token_ids)]]
+    groups.close()
+
+
+@pytest.mark.parametrize("on_error", ["fail", "mark"])
+def test_an_environment_that_says_something_else_the_second_time_has_failed(host, on_error):
+    made, kept = begun(host)
+    groups = opened(made, host, on_error=on_error)
+    groups.add(replace(asked(1, 4), env_seed=4), kept)  # first(4) == first(1), and nothing after it is
+    if on_error == "fail":
+        with pytest.raises(EpisodeError, match=r"sample g1#\d failed at turn \d+: .*replayable = True"):
+            until_idle(groups)
+    else:
+        found = until_idle(groups)
+        bad = [now for was, now in zip(kept, found, strict=True) if was.turn_rewards and not was.ended_by]
+        assert bad
+        assert all("replayable" in one.error and not any(one.drawn) for one in bad)
+    groups.close()
+
+
+def test_time_counts_only_while_it_is_open(host, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("megarl.rollout.groups.time.monotonic", lambda: clock[0])
+    made = ScriptedEngine(steps=lambda slot: 0)  # nothing comes
+    groups = opened(made, host, seconds=10.0)
+    groups.add(asked(1, 1))
+    groups.wait(after(20))
+    clock[0] = 8.0
+    groups.interrupt()
+    clock[0] = 1000.0  # new weights come
+    groups.open()
+    assert groups.wait(after(20)) == []
+    clock[0] = 1002.5
+    [(_, [cut])] = groups.wait()
+    assert (cut.ended_by, cut.finish_reason, cut.drawn) == ("seconds", "abort", [False])
+    groups.close()
