@@ -1,1 +1,1 @@
-"""Ways to start the workers of a run: local processes, torchrun, Ray."""
+"""Launchers, which start the workers of a run: local processes, torchrun, Ray."""

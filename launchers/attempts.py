@@ -1,12 +1,13 @@
-"""Starts a run, and starts it again from its newest checkpoint when it lost a worker: `cluster.max_restarts`.
+"""Attempts at a run: it is started again from its newest checkpoint after the loss of a worker
+(`cluster.max_restarts`).
 
-    start -> supervise -> finished, or an error that would come again          -> the exit code
+    start -> supervise -> finished, or an error that would recur                -> the exit code
                ^      \\-> a worker died, hung, or lost another one            -> all workers end
                |                                                                    |
                +---- from the newest checkpoint, while a restart is left <----------+
 
-The budget is of restarts in a row: a new checkpoint since the last failure gives all of them back, so that a run of a
-month outlives any number of lost machines, and one that always dies at the same place ends.
+The budget counts restarts in a row: a new checkpoint since the last failure refills it, so that a run of a month
+outlives any number of lost machines, and one that always dies at the same place ends.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from megarl.runtime.health import forget, keep_attempt, old_errors
 from megarl.tracking.close import close_mlflow, show_end
 from megarl.tracking.restarts import note_restart
 
-RETRY_S = 5.0  # between tries to start again: a machine may come back
+RETRY_S = 5.0  # seconds between attempts to start again: a machine may come back
 
 
 def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
-    """What a run would go on from, in words, and `trainer.resume` for that.
+    """Describe the resume point of the next attempt, and return `trainer.resume` for it.
 
     Args:
         run_dir: the run folder.
         resume: `trainer.resume` that it was started with.
-        begun: the run has begun; else the checkpoints in the folder are of an earlier one.
+        begun: the run has begun; else the checkpoints in the folder are of an earlier run.
     """
     steps = steps_in(run_dir / "checkpoints") if begun or resume == "auto" else []
     if steps:
@@ -43,7 +44,7 @@ def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
         text = "there is no checkpoint yet: from the beginning"
     else:
         text = f"there is no checkpoint of this run yet: again from {resume}"
-    # What this run has saved, and not what it began with.
+    # Use this run's own checkpoint, and not its resume point.
     own = begun and (resume == "never" or (resume != "auto" and steps))
     return text, "auto" if own else resume
 
@@ -52,8 +53,8 @@ class Attempts:
     """One command's attempts at a run.
 
     Args:
-        start: of the launcher.
-        job: what to run.
+        start: the launcher's function.
+        job: the job to run.
     """
 
     def __init__(self, start: Callable[[Job], Workers], job: Job) -> None:
@@ -64,11 +65,11 @@ class Attempts:
         self._used = 0  # restarts since the last new checkpoint
         self._newest = -1  # step of the newest checkpoint at the last failure
         self._place: tuple[str, str, int] | None = None  # of the last failure
-        #: There have been workers.
+        #: Whether there have been workers.
         self.started = False
 
     def run(self) -> int:
-        """The exit code of the command: 0, 1 or 2.
+        """Run all attempts; return the exit code of the command: 0, 1 or 2.
 
         Raises:
             MegarlError: the first start was refused or failed.
@@ -88,7 +89,7 @@ class Attempts:
         return end.exit_code
 
     def save_first(self, number: int) -> None:
-        """Let the workers save what they would lose by `stop`, which signal `number` asks for."""
+        """Let the workers save their unsaved steps before `stop`, which signal `number` asks for."""
         if self._workers is not None:
             save_first(self._workers, self._job, number)
 
@@ -99,7 +100,7 @@ class Attempts:
             self._workers = None
 
     def _begun(self) -> bool:
-        """The run has begun since this command was given."""
+        """Return whether the run has begun since this command was given."""
         return process_of(self._job.run_dir) != self._before
 
     def _begin(self) -> Workers:
@@ -109,7 +110,7 @@ class Attempts:
         return self._workers
 
     def _restart_is_left(self, end: End) -> bool:
-        """Whether to start again after `end`; if not although there are restarts, the reason is said."""
+        """Return whether to start again after `end`; log the reason if not although restarts are configured."""
         most, say = self._job.config.cluster.max_restarts, self._job.log.say
         if not most:
             return False
@@ -132,7 +133,7 @@ class Attempts:
         return True
 
     def _begin_again(self, end: End) -> Workers | None:
-        """Workers of the next attempt; None: they could not be started, which is said."""
+        """Start the workers of the next attempt; return None, after logging the error, if they could not be started."""
         job, cluster = self._job, self._job.config.cluster
         self.stop()
         self._set_aside()
@@ -141,13 +142,13 @@ class Attempts:
         self._job = dataclasses.replace(job, config=job.config.model_copy(update={"trainer": trainer}))
         again = f"{job.config.name} starts again ({self._used} of {cluster.max_restarts}; {start})"
         job.log.say(f"megarl: {again}: {end.why}")
-        close_mlflow(job.run_dir, "failed")  # a run that goes on from a checkpoint opens it again
+        close_mlflow(job.run_dir, "failed")  # a run that resumes opens it again
         note_restart(job.run_dir, end.why, start)
         deadline = time.monotonic() + cluster.start_timeout_s
         while True:
             try:
                 return self._begin()
-            except Exception as error:  # machines or devices may be missing, which were there once
+            except Exception as error:  # machines or devices may be missing that existed before
                 if isinstance(error, MegarlError) and error.repeats:
                     job.log.say(f"megarl: the restart was refused: {error}")
                     return None
@@ -159,7 +160,7 @@ class Attempts:
             time.sleep(RETRY_S)
 
     def _set_aside(self) -> None:
-        """What the workers of an attempt left is not taken for that of the next one's; their errors are kept."""
+        """Set aside the files of an attempt's workers, so that the next one does not read them; errors are kept."""
         clear(self._job.run_dir)
         keep_attempt(self._job.run_dir, self._attempt)
         self._attempt += 1

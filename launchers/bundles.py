@@ -1,10 +1,10 @@
-"""What a run reserves in a Ray cluster.
+"""Reservation of a run in a Ray cluster.
 
     no servers of its own     one bundle per worker: a GPU where the nodes have any, and a share of their CPUs
     with servers on GPUs      one bundle per machine: its workers', and the GPUs of the servers that are started there
 
-Servers are processes of a worker, and Ray knows nothing of them: what it must not give to anybody else is reserved.
-Those of a rollout team that only sends requests have the GPUs of its workers first.
+Servers are processes of a worker, unknown to Ray: their GPUs are reserved so that it gives them to nobody else. The
+servers of a rollout team that only sends requests use its workers' GPUs first.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megarl.launchers.seats import resource
 from megarl.processes import has_nvidia_device
 
 Bundle = dict[str, float]
-#: Of the 1,000 that a node has of the resource that says whose it is.
+#: Of the 1,000 units of the resource that marks a node as a team's.
 _SHARE = 0.001
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Bundles of one placement group.
+    """The bundles of one placement group.
 
     Attributes:
-        bundles: what each has.
+        bundles: resources of each.
         strategy: of the placement group.
-        worker: what each worker takes of its bundle.
+        worker: resources that each worker takes of its bundle.
         places: the bundle of each worker.
         servers: GPUs of each bundle that its workers leave to servers.
     """
@@ -48,33 +48,34 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WOR
 
 
 def lends(config: RunConfig, team: TeamPlan) -> bool:
-    """The workers of this team leave their GPUs to servers: they only send requests."""
+    """Return whether the workers of this team leave their GPUs to servers, since they only send requests."""
     return config.rollout.engine == "sglang" and team.roles == (Role.ROLLOUT,)
 
 
 def whole(config: RunConfig, team: TeamPlan) -> int:
-    """So many workers of a team that follow each other belong on one machine: a tensor and context parallel group, or
-    those that lend their GPUs to one server."""
+    """Return how many consecutive workers of a team belong on one machine: a tensor and context parallel group, or
+    those that lend their GPUs to one server.
+    """
     return max(team.parallel.tp * team.parallel.cp, config.rollout.sglang.ranks if lends(config, team) else 1)
 
 
 def chooses_gpus(config: RunConfig) -> bool:
-    """The run starts servers beside the trainer's GPUs, and the recipe does not say on which."""
+    """Return whether the run starts servers beside the trainer's GPUs, and the recipe does not choose their GPUs."""
     servers = config.rollout.sglang
     named = servers.gpus is not None or servers.first_gpu_given
     return config.rollout.engine == "sglang" and not (servers.urls or servers.colocated or named)
 
 
 def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]]) -> Reservation:
-    """What to ask Ray for.
+    """Return the reservation to request from Ray.
 
     Args:
         config: of the run; the workers of one machine are on one node.
         teams: of the run.
-        nodes: what each node of the Ray cluster has.
+        nodes: resources of each node of the Ray cluster.
 
     Raises:
-        UnavailableError: too few GPUs; it says who needs how many.
+        UnavailableError: too few GPUs; the message lists the teams' needs.
     """
     cluster = config.cluster
     most = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
@@ -109,21 +110,21 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
 
 
 def apart(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-    """Teams that have nodes of this Ray cluster for themselves (launch.slurm.teams)."""
+    """Return the teams that have their own nodes of this Ray cluster (launch.slurm.teams)."""
     return [team for team in config.launch.slurm.teams if any(resource(team) in node for node in nodes)]
 
 
 def _kinds(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]]) -> list[Bundle]:
-    """What binds each worker to the nodes of its team."""
+    """Return the resources that bind each worker to the nodes of its team."""
     own = apart(config, nodes)
     names = [team.name for team in teams for _ in range(team.devices)]
     return [{resource(name if name in own else ""): _SHARE} if own else {} for name in names]
 
 
 def server_gpus(config: RunConfig, lent: int) -> int:
-    """GPUs of a machine's servers in addition to those that workers have. `lent`: of these, to servers.
+    """Return the GPUs of a machine's servers beyond those of workers. `lent`: of these, to servers.
 
-    On several machines workers that lend theirs have enough for all servers: the recipe is checked for it.
+    On several machines, workers that lend their GPUs have enough for all servers: a check of the recipe ensures it.
     """
     servers, machines = config.rollout.sglang, config.cluster.nnodes
     if not chooses_gpus(config) or (lent and machines > 1):
@@ -132,7 +133,7 @@ def server_gpus(config: RunConfig, lent: int) -> int:
 
 
 def gpus_of_a_node(config: RunConfig, job: str) -> int:
-    """GPUs of its workers, and of the servers that it starts. `job`: train, eval (of one team), sft (no servers)."""
+    """Return the GPUs of a node's workers and of its own servers. `job`: train, eval (one team), sft (no servers)."""
     workers = config.cluster.nproc // config.cluster.nnodes
     if job == "sft":
         return workers
@@ -142,7 +143,7 @@ def gpus_of_a_node(config: RunConfig, job: str) -> int:
 
 
 def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:
-    """GPUs of the servers of one machine, in addition to those of workers that leave theirs to them."""
+    """Return the GPUs of one machine's servers beyond those that workers leave to them."""
     team = next((team for team in teams if Role.ROLLOUT in team.roles), None)
     if team is None or not chooses_gpus(config):
         return 0
@@ -152,7 +153,7 @@ def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:
 def _too_few(
     config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]], extra: int
 ) -> UnavailableError:
-    """Who needs how many, on how many machines, and what is missing."""
+    """Return the error that lists each team's need, its machines, and the missing GPUs."""
     cluster = config.cluster
     machines, have = cluster.nnodes, sorted((int(node.get("GPU", 0)) for node in nodes), reverse=True)
     here = cluster.nproc // machines + extra

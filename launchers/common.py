@@ -1,13 +1,13 @@
-"""What all launchers share: the run folder, the environment of a worker, and `run_workers`.
+"""Common parts of all launchers: the run folder, the environment of a worker, and `run_workers`.
 
 run_workers(launcher, entry, config, run_dir)
   lock run_dir     one command at a time: megarl.artifacts.lock
-  prepare run_dir: the configuration, log.txt, the name of the attempt; nothing of an earlier command's errors
+  prepare run_dir: the configuration, log.txt, the name of the attempt; an earlier command's errors are removed
   start            local.start | torchrun.start | ray.start      -> Workers
   supervise        until all ranks end, one fails, one hangs, or a signal arrives
-  stop             whatever happened, no worker is left
+  stop             in any case no worker is left
   (again           from the newest checkpoint, where cluster.max_restarts allows it: megarl.launchers.attempts)
-  close            a run that did not finish says so in run.json, its report and MLflow
+  close            run.json, report and MLflow of an unfinished run are completed
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ if TYPE_CHECKING:
 
 Launcher = Literal["local", "torchrun", "ray"]
 LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
-#: From so many processes on, connections of gloo are made when they are first used.
+#: Number of processes from which on gloo connects lazily, at first use.
 LAZY_FROM = 128
 #: Signals that stop a run; one that would lose steps saves first (`megarl.launchers.interrupt`).
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: More signals within this time are the same request: `timeout` tells a process, and then its group; systemd sends
+#: More signals within this time are the same request: `timeout` signals a process, and then its group; systemd sends
 #: SIGTERM and SIGHUP.
 _REPEATED_S = 1.0
-#: What `Workers.poll` says of a rank that ended with exit code 0 before its work was done; no system has such a code.
+#: Code of `Workers.poll` for a rank that exited with 0 before its work was done; no system has such a code.
 ENDED_EARLY = 256
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
-# By default glibc gives every block above 128 kB back to the kernel as soon as it is freed, and the next allocation
+# By default glibc returns every block above 128 kB to the kernel as soon as it is freed, and the next allocation
 # pays a page fault for each 4 kB of it again. A loop that grows a cache by concatenation (32 sequences, 16 tensors of
 # 8 x 64, 60 tokens; one core) took 0.54 CPU-s and 186,000 faults with glibc's defaults, 0.21 CPU-s and 8,000 so.
 # Blocks above the first value are few and long-lived (caches, logits): returned when freed, they keep the heap from
@@ -84,14 +84,15 @@ _LEAST_ROOM = 1 << 20  # bytes: logs, records and the report of a short run
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run: `entry` is `pkg.mod:fn(config, run_dir)`.
+    """A job: `entry` is `pkg.mod:fn(config, run_dir)`.
 
-    `placement`: of a command whose roles may be in several teams; None: all workers are one. `old`: errors that
-    another machine's launcher found when it began: of an earlier command, until the first machine's has removed them. A
-    launcher that begins after workers of the first machine have failed does not hear of that, and its own workers wait
-    for them until `cluster.start_timeout_s`. `folder`: `run_dir`, whose loss ends the run. `began`: unix time of the
-    start of the job, for all attempts. `machine`: this machine's number among those of the command, each with a
-    launcher. `lock`: on the run folder. `attempt`: at the run; empty: that of the first machine's launcher.
+    `placement`: of a command whose roles may be in several teams; None: all workers are one team. `old`: errors that
+    another machine's launcher found when it began, which are an earlier command's until the first machine's launcher
+    has removed them. (A launcher that begins after workers of the first machine have failed does not learn of that, and
+    its own workers wait for them until `cluster.start_timeout_s`.) `folder`: `run_dir`, whose loss ends the run.
+    `began`: unix time of the start of the job, for all attempts. `machine`: this machine's number among those of the
+    command, each with a launcher. `lock`: on the run folder. `attempt`: name of the attempt; empty: that of the first
+    machine's launcher.
     """
 
     entry: str
@@ -107,32 +108,32 @@ class Job:
     began: str = dataclasses.field(default_factory=lambda: os.environ.get(JOB_BEGAN) or repr(time.time()))
 
     def check_folder(self, *, now: bool = True) -> None:
-        """See `RunFolder.check`."""
+        """Raise if the run folder is gone; see `RunFolder.check`."""
         if self.folder is not None:
             self.folder.check(now=now)
 
     def errors(self) -> dict[int, RankFailure]:
-        """Failures that the ranks have left, by rank."""
+        """Return the failures that ranks have recorded, by rank."""
         return read_errors(self.run_dir, self.old)
 
     @property
     def separate(self) -> bool:
-        """There are several teams."""
+        """Whether there are several teams."""
         return self.placement is not None and self.placement.separate
 
     @property
     def teams(self) -> tuple[TeamPlan, ...]:
-        """All teams; one when nobody asked for any."""
+        """All teams; a single one unless several are configured."""
         if self.placement is not None:
             return self.placement.teams
         return (TeamPlan(ONLY_TEAM, (), self.config.cluster.nproc, 0, self.config.actor.parallel, ()),)
 
     def name(self, worker: int) -> str:
-        """How messages name worker `worker` of all teams."""
+        """Return the name of worker `worker` of all teams, for messages."""
         return name_in(self.placement, worker)
 
     def names(self, workers: Sequence[int]) -> str:
-        """How messages name several workers; of many, the first sixteen."""
+        """Return the names of several workers, for messages; of many, the first sixteen."""
         if not self.separate:
             return ranks_text(workers)
         more = f" and {len(workers) - 16} more" if len(workers) > 16 else ""
@@ -145,12 +146,12 @@ class Job:
 
     @property
     def log_dir(self) -> Path:
-        """Output files of ranks that are no children of the launcher."""
+        """Folder for the output files of ranks that are not children of the launcher."""
         return self.run_dir / "logs"
 
 
 def name_in(placement: Placement | None, worker: int) -> str:
-    """How messages name worker `worker` of all teams of a placement."""
+    """Return the name of worker `worker` of all teams of a placement, for messages."""
     if placement is None or not placement.separate:
         return worker_name(worker, None, worker)
     team = placement.of_worker(worker)
@@ -161,23 +162,23 @@ class Workers(Protocol):
     """The running ranks of a job."""
 
     def poll(self) -> dict[int, int]:
-        """Exit codes by rank of the ranks that ended by themselves; negative: the signal that ended it.
+        """Return the exit codes of ranks that ended by themselves; a negative code is a signal.
 
-        0: its work is done; one that ended with 0 before has `ENDED_EARLY`.
+        0: its work is done; a rank that exited with 0 before that has `ENDED_EARLY`.
         """
 
     def ranks(self) -> list[int]:
-        """The ranks this launcher started and watches."""
+        """The ranks that this launcher started and watches."""
 
     def cause(self, rank: int) -> str | None:
-        """What the launcher knows about the end of a rank that left no error itself."""
+        """Return the launcher's knowledge about the end of a rank that recorded no error itself."""
 
     def stop(self) -> None:
-        """End every rank that still runs, within seconds; may be called again."""
+        """End every running rank within seconds; may be called again."""
 
 
 def code_of(run_dir: Path, rank: int, code: int) -> int:
-    """The code that `Workers.poll` gives for a process on this machine that ended with `code`."""
+    """Return the code that `Workers.poll` gives for a process on this machine that exited with `code`."""
     if code:
         return code
     beat = read_beat(run_dir, rank)
@@ -185,14 +186,14 @@ def code_of(run_dir: Path, rank: int, code: int) -> int:
 
 
 def make_run_dir(config: RunConfig, run_dir: Path | None = None, job: str = "train") -> Path:
-    """The folder of a run: `run_dir` when the user names one (to continue it), else a new RUNS/<name>/<stamp>.
+    """Create the folder of a run: `run_dir` when the user names one (to continue it), else a new RUNS/<name>/<stamp>.
 
-    That of `job` eval or generate, which leave no model, ends in `-eval` or `-generate`.
+    For `job` eval or generate, which leave no model, its name ends in `-eval` or `-generate`.
     """
     parent = run_dir or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=parent) as file:  # full or read-only disks are found now
+        with tempfile.TemporaryFile(dir=parent) as file:  # to detect full or read-only disks now
             file.write(bytes(_LEAST_ROOM))
     except (FileExistsError, NotADirectoryError) as error:
         there = next(path for path in (parent, *parent.parents) if path.exists())
@@ -231,7 +232,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         entry: `pkg.mod:fn(config, run_dir)`.
         config: of the run.
         run_dir: its folder.
-        placement: the teams; None: all workers are one.
+        placement: the teams; None: all workers are one team.
 
     Raises:
         UserError: unknown launcher, a layout it cannot start, or a run folder that another run uses.
@@ -284,7 +285,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
 
 
 def _open_log(run_dir: Path, lock: FolderLock, placement: Placement | None) -> OutputLog:
-    """The log of a run, in a folder that is fit to go on in."""
+    """Open the log of a run, in a folder that is fit for resuming."""
     if lock.machine == 0:
         repair(run_dir)
     log = OutputLog(run_dir / "log.txt", functools.partial(name_in, placement))
@@ -311,7 +312,7 @@ def _leave_folder(job: Job, ended: Status, started: bool) -> None:
 
 
 def prepare(job: Job) -> Job:
-    """Begin an attempt: what workers find in the run folder when they start. The first machine's launcher does it.
+    """Begin an attempt: write the files that workers read at their start. The first machine's launcher does it.
 
     Raises:
         FolderTaken: another command has taken the folder.
@@ -327,7 +328,7 @@ def prepare(job: Job) -> Job:
 
 
 def clear(run_dir: Path) -> None:
-    """Nothing stays of a start whose workers have ended but what the run has taken up."""
+    """Remove the files of a start whose workers have ended, except those that the run has accepted."""
     forget_token(run_dir)
     (run_dir / SAVE).unlink(missing_ok=True)
     resolved.withdraw(run_dir)
@@ -335,14 +336,14 @@ def clear(run_dir: Path) -> None:
 
 
 def process_of(run_dir: Path) -> object:
-    """The process that wrote the run's record; None without one. Another one: the run has begun since."""
-    return read_run(run_dir, tell=False).get("process")  # the start sets a damaged one aside, and says so
+    """Return the process that wrote the run's record; None without one. If it changes, the run has begun."""
+    return read_run(run_dir, tell=False).get("process")  # the start sets a damaged one aside, with a log line
 
 
 def machine_number(launcher: str, machines: int) -> int:
-    """This machine's number among those that have a launcher, from NODE_RANK (0 when unset).
+    """Return this machine's number among those that have a launcher, from NODE_RANK (0 when unset).
 
-    Only torchrun on several machines has more than one: whatever has set NODE_RANK elsewhere means other machines.
+    Only torchrun on several machines has more than one: elsewhere NODE_RANK is about other machines.
 
     Raises:
         ConfigError: there is no such machine.
@@ -362,7 +363,7 @@ def machine_number(launcher: str, machines: int) -> int:
 
 
 def _lock(launcher: str, config: RunConfig, run_dir: Path) -> FolderLock:
-    """For this machine's part of the command."""
+    """Return the lock for this machine's part of the command."""
     machines = config.cluster.nnodes
     together = launcher == "torchrun" and machines > 1
     meets = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if together else ""
@@ -407,20 +408,20 @@ class _Ignore(Protocol):
 
 
 def layout_environment(layout: ParallelConfig) -> dict[str, str]:
-    """Environment of a worker that depends on the layout of its team, before CUDA starts."""
+    """Return the environment of a worker that depends on the layout of its team; CUDA reads it at its start."""
     if layout.tp == 1:
         return {}
-    # Megatron overlaps collectives and products, and relies on the order of launch.
+    # Megatron overlaps collectives and matrix products, and relies on the order of launch.
     return {_CONNECTIONS: os.environ.get(_CONNECTIONS, "1")}
 
 
 def own_environment(job: Job) -> dict[str, str]:
-    """Environment by which a process knows whose it is: the attempt, and the launcher with which it ends."""
+    """Return the environment that identifies a process's owner: the attempt, and the launcher with which it ends."""
     return as_parent() | {ATTEMPT: job.attempt}
 
 
 def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
-    """Environment that every worker process must start with, before any library is loaded."""
+    """Return the environment that every worker process must start with, before any library is loaded."""
     threads = config.cluster.threads or max(1, available_cores() // workers_here)
     chosen = {
         "OMP_NUM_THREADS": str(threads),
@@ -437,7 +438,7 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
         chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses
         if not config.rollout.sglang.urls:  # servers on other machines may join an nccl group of the trainer
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
-    if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it draw its progress bars
+    if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it show its progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     environment = {WATCHED: "1"} | {name: os.environ.get(name, value) for name, value in chosen.items()}
     if config.cluster.threads is not None:
@@ -446,7 +447,7 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
 
 
 def warn_of_few_cores(job: Job, environment: Mapping[str, str], workers_here: int) -> None:
-    """Say it when the workers of a machine without GPUs have more threads than it has cores."""
+    """Warn when the workers of a machine without GPUs have more threads than it has cores."""
     outer = environment["OMP_NUM_THREADS"].partition(",")[0]  # a list is for nested regions; the user may have set any
     threads, cores = int(outer) if outer.isdecimal() else 1, available_cores()
     if threads * workers_here > cores and not has_nvidia_device():

@@ -1,8 +1,8 @@
-"""A signal that stops a training run: the step under way is finished and saved before its workers end.
+"""Handling of a signal that stops a training run: the current step is finished and saved before the workers end.
 
-launcher: steps would be lost? -> RUN_DIR/save    workers: a step is over, `save` is there -> checkpoint, `save` goes
+launcher: steps would be lost? -> RUN_DIR/save    workers: a step is over, `save` exists -> checkpoint, `save` removed
           `save` is gone, a worker has ended, none moves, or a second signal  -> all workers end
-          SIGTERM, SIGHUP: also after cluster.grace_s, as who sends them kills soon after
+          SIGTERM, SIGHUP: also after cluster.grace_s, as their sender kills soon after
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _POLL_S = 0.1
 #: Phases of the loop of each command that saves; others (loading, a cold start, the export) lead to no checkpoint.
 _LOOPS = {"train": "step", "sft": "sft"}
 _BETWEEN_STEPS = ("checkpoint", "idle", "await_metrics")
-#: Somebody waits for the end, and has SIGKILL for who does not come to it.
+#: Signals whose sender waits for the end, and sends SIGKILL after a while.
 _LIMITED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def save_first(workers: Workers, job: Job, number: int) -> None:
-    """Let a run write a checkpoint, where it would lose steps otherwise; returns when it has, or will not.
+    """Let a run write a checkpoint if it would lose steps otherwise; return when it has, or will not.
 
     Args:
-        workers: that run.
-        job: what they work on.
-        number: the signal that came.
+        workers: of the run.
+        job: their job.
+        number: the received signal.
 
     Raises:
-        Stopped: a second signal came.
+        Stopped: a second signal was received.
     """
     newest = _newest(job)
     unsaved = _unsaved(job, newest)
@@ -56,12 +56,12 @@ def save_first(workers: Workers, job: Job, number: int) -> None:
         why = _why_unsaved(workers, job, grace_s if limited else math.inf)
     finally:
         request.unlink(missing_ok=True)
-    if why is not None and _newest(job) < newest + unsaved:  # else another checkpoint came, such as the last one
+    if why is not None and _newest(job) < newest + unsaved:  # else another checkpoint was written, such as the last one
         job.log.say(f"megarl: {lost}, and the run goes on from {saved}: {why}")
 
 
 def _why_unsaved(workers: Workers, job: Job, limit_s: float) -> str | None:
-    """Wait until the run has saved; None: it has, else why it has not."""
+    """Wait until the run has saved; return None, or the reason why it has not."""
     cluster, ranks, request = job.config.cluster, workers.ranks(), job.run_dir / SAVE
     watch = Watch(job.run_dir, ranks, cluster.timeout_s, cluster.start_timeout_s, job.names)
     end = time.monotonic() + limit_s
@@ -80,12 +80,12 @@ def _why_unsaved(workers: Workers, job: Job, limit_s: float) -> str | None:
 
 
 def _newest(job: Job) -> int:
-    """Step of the newest checkpoint; 0: there is none."""
+    """Return the step of the newest checkpoint; 0: there is none."""
     return max(steps_in(job.run_dir / "checkpoints"), default=0)
 
 
 def _unsaved(job: Job, newest: int) -> int:
-    """Steps after `newest` that are complete; 0 where the command saves none, or is not in its loop."""
+    """Return the number of completed steps after `newest`; 0 if the command saves none, or is not in its loop."""
     loop, beat = _LOOPS.get(job.entry.rpartition(":")[2]), read_beat(job.run_dir, 0)
     if loop is None or beat is None:
         return 0

@@ -1,10 +1,10 @@
-"""Manifests of Kubernetes: pure data, nothing is asked and nothing started.
+"""Manifests of Kubernetes as pure data: nothing is queried and nothing started.
 
     ConfigMap   the resolved recipe
     JobSet      one indexed job, a pod per node of the run: `megarl COMMAND --launcher torchrun`; ranks meet at pod 0
     RayJob      a Ray cluster of a pod per node, its head among them: `megarl COMMAND --launcher ray` on the head
 
-Run folders are on a volume that all pods have. Secrets are named, their values are never here.
+Run folders are on a volume that all pods mount. Secrets are named; their values never appear here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RECIPE = "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ANSWER_S = 60.0
-_ENDS_S = 10  # for a run that has saved to end its processes and close its record
+_ENDS_S = 10  # time for a run that has saved to end its processes and close its record
 _IMAGE = re.compile(r"(?!.*//)[a-z0-9][a-z0-9._:/@-]*(?::[\w.-]+)?")
 _LEAST = 16 * 1024.0**2  # bytes of a pod
 _REFERENCE = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
@@ -44,7 +44,7 @@ Manifest = dict[str, Any]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as they are read."""
+    """A dumper that writes texts of several lines as literal blocks."""
 
 
 _Dumper.add_representer(
@@ -55,12 +55,12 @@ _Dumper.add_representer(
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """What is submitted.
+    """The job to submit.
 
     Attributes:
         config: of the run.
         name: of the objects.
-        run_dir: its folder, as pods see it.
+        run_dir: its folder, as the pods' path.
         command: train, sft or eval.
         launcher: torchrun or ray.
     """
@@ -78,7 +78,7 @@ class KubernetesJob:
 
     @property
     def in_pods(self) -> RunConfig:
-        """The recipe of the pods: launchers on several machines do not start again together, the JobSet does it."""
+        """The recipe of the pods: the JobSet restarts them, since launchers on several machines cannot."""
         cluster = self.config.cluster
         if self.launcher != "torchrun" or cluster.nnodes == 1:
             return self.config
@@ -92,11 +92,11 @@ _NEEDED = (
 
 
 def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str | None, stamp: str) -> KubernetesJob:
-    """What a recipe asks for.
+    """Build the job that a recipe asks for.
 
     Raises:
-        ConfigError: image or claim are missing, a credential stands in the recipe, the run folder is not on the claim,
-            or the kind cannot start this run.
+        ConfigError: image or claim are missing, the recipe holds a credential, the run folder is not on the claim, or
+            the kind cannot start this run.
     """
     settings = config.launch.kubernetes
     raise_problems(
@@ -130,7 +130,7 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
 
 
 def _refuse_credentials(settings: KubernetesConfig) -> None:
-    """Manifests are plain text. Messages name variables, never their values."""
+    """Refuse credentials, since manifests are plain text. Messages name variables, never their values."""
     key = "launch.kubernetes.environment"
     for name in (*settings.environment, *settings.secrets):
         twice = name in settings.environment and name in settings.secrets
@@ -159,7 +159,7 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
 
 
 def _check_settings(config: RunConfig, command: str) -> None:
-    """Sizes that cannot be, and what Kubernetes has no part for."""
+    """Refuse impossible sizes, and settings that Kubernetes has no equivalent for."""
     settings = config.launch.kubernetes
     if config.launch.spares:
         what, found = "Kubernetes replaces pods itself, and has no spare nodes", config.launch.spares
@@ -195,12 +195,12 @@ def _check_settings(config: RunConfig, command: str) -> None:
 
 
 def doubtful(config: RunConfig, command: str = "train", placement: Placement | None = None) -> list[str]:
-    """Settings that Kubernetes takes and that most likely are not what is wanted.
+    """Return warnings about settings that Kubernetes accepts and that are probably not intended.
 
     Args:
         config: of the run.
         command: train, sft or eval.
-        placement: its teams; None: they are not known, or there is one.
+        placement: its teams; None: unknown, or there is only one.
     """
     settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
     key, found = "launch.kubernetes", _doubtful_gpus(config, command)
@@ -230,7 +230,7 @@ def doubtful(config: RunConfig, command: str = "train", placement: Placement | N
 
 
 def _doubtful_gpus(config: RunConfig, command: str) -> list[str]:
-    """No GPU of a pod."""
+    """Return a warning if pods have no GPU."""
     settings, key, found = config.launch.kubernetes, "launch.kubernetes", []
     named, given = config.cluster.device_memory_gb is not None, settings.gpus_per_node
     needed = gpus_of_a_node(config, command)
@@ -246,7 +246,7 @@ def _doubtful_gpus(config: RunConfig, command: str) -> list[str]:
 
 
 def quantity(text: str) -> float:
-    """A quantity of Kubernetes as a number."""
+    """Return a quantity of Kubernetes as a number."""
     found = re.fullmatch(r"([\d.]+(?:[eE]\d+)?)(\w*)", text)
     assert found is not None, "the configuration has checked it"
     number, unit = float(found[1]), found[2]
@@ -257,7 +257,7 @@ def quantity(text: str) -> float:
 
 
 def _launcher(config: RunConfig, asked: str | None) -> str:
-    """torchrun for a JobSet, ray for a RayJob."""
+    """Return the launcher: torchrun for a JobSet, ray for a RayJob."""
     kind, teams = config.launch.kubernetes.kind, bool(config.placement.teams or config.placement.auto)
     named = asked or config.launch.launcher
     found = {"jobset": "torchrun", "rayjob": "ray"}[kind] if kind else "ray" if teams or named == "ray" else "torchrun"
@@ -281,7 +281,7 @@ def _launcher(config: RunConfig, asked: str | None) -> str:
 
 
 def object_name(name: str, stamp: str) -> str:
-    """A name that Kubernetes takes: lower-case letters, digits and dashes; pods get a longer one that begins so."""
+    """Return a valid Kubernetes name: lower-case letters, digits and dashes; pods get a longer one with this prefix."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
     if not plain[0].isalpha():
         plain = f"run-{plain}"
@@ -289,22 +289,22 @@ def object_name(name: str, stamp: str) -> str:
 
 
 def manifests(job: KubernetesJob) -> list[Manifest]:
-    """The objects, in the order in which they are created."""
+    """Return the objects, in the order of their creation."""
     recipe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job, queued=False)}
     recipe["data"] = {RECIPE: dump_config(job.in_pods)}
     return [recipe, _ray_job(job) if job.launcher == "ray" else _job_set(job)]
 
 
 def as_yaml(objects: list[Manifest]) -> str:
-    """What kubectl takes."""
+    """Return the YAML for kubectl."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def create(job: KubernetesJob) -> str:
-    """Create the objects; what kubectl says.
+    """Create the objects; return kubectl's output.
 
     Raises:
-        UserError: there is no kubectl here, or the cluster refuses.
+        UserError: kubectl is missing, or the cluster refuses.
     """
     if shutil.which("kubectl") is None:
         raise UserError(
@@ -334,7 +334,7 @@ def _metadata(job: KubernetesJob, *, queued: bool = True) -> Manifest:
 
 
 def _arguments(job: KubernetesJob) -> list[str]:
-    """-P: a folder `kernels` or `tests` of the current folder hides no package."""
+    """Return the command. -P: a folder `kernels` or `tests` of the current folder hides no package."""
     start = ["python", "-P", "-m", "megarl", job.command, f"{RECIPE_FOLDER}/{RECIPE}"]
     return [*start, "--launcher", job.launcher, "--run-dir", str(job.run_dir)]
 
@@ -364,7 +364,7 @@ def _job_set(job: KubernetesJob) -> Manifest:
 
 
 def _ray_job(job: KubernetesJob) -> Manifest:
-    """The head works like the other pods, so that a run has as many pods as nodes."""
+    """Return the RayJob. Its head is also a worker, so that a run has as many pods as nodes."""
     import ray
 
     head, worker = (_template(job, {"env": _environment(job)}, name) for name in ("ray-head", "ray-worker"))
@@ -418,7 +418,7 @@ def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
     pod: Manifest = {"containers": [container], "volumes": [*volumes, *(fields.pop("volumes", None) or [])], **fields}
     if name == "megarl":
         pod["restartPolicy"] = "Never"  # KubeRay has its own for Ray's pods
-        # By default SIGKILL comes 30 s after SIGTERM, which is for this program: others run below it.
+        # By default SIGKILL follows SIGTERM after 30 s, counted for this program: others run below it.
         pod.setdefault("terminationGracePeriodSeconds", math.ceil(job.config.cluster.grace_s) + _ENDS_S)
     if settings.service_account is not None:
         pod["serviceAccountName"] = settings.service_account

@@ -1,4 +1,4 @@
-"""Fields that a recipe adds to pods: those that manifests have already, and what a cluster would refuse."""
+"""Fields that a recipe adds to pods, checked against those that manifests have, and against the cluster's rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.config.launch import KubernetesConfig
 from megarl.errors import ConfigError
 
 RECIPE_FOLDER = "/etc/megarl"
-#: Fields that are written here, and the keys that they come from.
+#: Fields written here, and the keys that they come from.
 _POD = {
     "containers": "launch.kubernetes.container",
     "restartPolicy": "cluster.max_restarts",
@@ -28,24 +28,24 @@ _KEY = "launch.kubernetes"
 
 
 def mounts_of(settings: KubernetesConfig) -> dict[str, str]:
-    """The volumes of every pod, by name, and where its container has them."""
+    """Return the volumes of every pod, by name, and their mount paths in its container."""
     return {"runs": settings.mount, "recipe": RECIPE_FOLDER, "shared-memory": "/dev/shm"}
 
 
 def claims_of(settings: KubernetesConfig) -> list[dict[str, Any]]:
-    """The pod's resource claims that its container takes."""
+    """Return the pod's resource claims that its container takes."""
     return (settings.container.get("resources") or {}).get("claims") or []
 
 
 def check_fields(settings: KubernetesConfig, launcher: str) -> None:
-    """Hold the fields of pods and containers against those that are written, and against each other.
+    """Check the added fields of pods and containers against those written here, and against each other.
 
     Args:
-        settings: with these fields.
-        launcher: that starts the workers; torchrun in a JobSet.
+        settings: section with these fields.
+        launcher: starts the workers; torchrun in a JobSet.
 
     Raises:
-        ConfigError: a field has a key of its own, or a cluster would take the job and make no pod of it.
+        ConfigError: a field has its own recipe key, or a cluster would accept the job and create no pod.
     """
     resources = settings.container.get("resources") or {}
     if not isinstance(resources, dict):
@@ -82,7 +82,7 @@ def check_fields(settings: KubernetesConfig, launcher: str) -> None:
 
 
 def _entries(place: str, found: Any) -> list[dict[str, Any]]:
-    """A list of mappings, as most of Kubernetes' are; null is none."""
+    """Return a list of mappings, the form of most of Kubernetes' lists; null is an empty one."""
     if not isinstance(found or [], list) or not all(isinstance(one, dict) for one in found or []):
         what, allowed = "these are no mappings", "a list of mappings, as Kubernetes takes them"
         raise ConfigError(what, where=f"{_KEY}.{place}", found=found, allowed=allowed)
@@ -90,7 +90,7 @@ def _entries(place: str, found: Any) -> list[dict[str, Any]]:
 
 
 def _check_once(place: str, key: str, given: list[Any], written: list[str]) -> None:
-    """What each pod has once. A path with / at its end is the same path."""
+    """Check entries that each pod has only once. A path with a trailing / is the same path."""
     taken = {str(PurePosixPath(one)) for one in written}
     for one in given:
         if str(PurePosixPath(str(one))) in taken:

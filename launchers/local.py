@@ -1,4 +1,4 @@
-"""Workers as child processes on this machine. No scheduler and no extra package, unless there are several teams."""
+"""Workers as child processes on this machine, without scheduler or extra package unless there are several teams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megarl.rendezvous import LISTENER, listen
 
 
 def start(job: Job) -> Workers:
-    """Start `cluster.nproc` workers that meet at a port of the loopback device; several teams in a Ray of their own."""
+    """Start `cluster.nproc` workers that meet at a port of the loopback device; several teams use their own Ray."""
     cluster = job.config.cluster
     if cluster.nnodes != 1:
         raise ConfigError(
@@ -47,7 +47,7 @@ def start(job: Job) -> Workers:
     shared |= {"MASTER_ADDR": LOOPBACK[0], "WORLD_SIZE": str(cluster.nproc), "LOCAL_WORLD_SIZE": str(cluster.nproc)}
     command = [sys.executable, "-m", "megarl.runtime.worker", "--entry", job.entry, "--config", str(job.config_path)]
     try:
-        with listen(LOOPBACK[0]) as listener:  # rank 0 has a copy of it: nobody else can take the port in between
+        with listen(LOOPBACK[0]) as listener:  # rank 0 has a copy of it: no other process can take the port in between
             shared["MASTER_PORT"] = str(listener.getsockname()[1])
             for rank in range(cluster.nproc):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -61,7 +61,7 @@ def start(job: Job) -> Workers:
 
 
 class LocalWorkers:
-    """Child processes, each the leader of its own session: a Ctrl-C on the terminal reaches the launcher only."""
+    """Child processes, each the leader of its own session: a Ctrl-C on the terminal reaches only the launcher."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -84,20 +84,20 @@ class LocalWorkers:
         self._processes.append(process)
 
     def ranks(self) -> list[int]:
-        """All ranks."""
+        """Return all ranks."""
         return list(range(len(self._processes)))
 
     def poll(self) -> dict[int, int]:
-        """Exit codes of the ranks that have ended."""
+        """Return the exit codes of the ranks that have ended."""
         codes = {rank: code for rank, p in enumerate(self._processes) if (code := p.poll()) is not None}
         return {rank: code_of(self._job.run_dir, rank, code) for rank, code in codes.items()}
 
     def cause(self, rank: int) -> str | None:
-        """Nothing beyond the exit code."""
+        """Return None: only the exit code is known."""
         return None
 
     def stop(self) -> None:
-        """SIGKILL to every worker, which leaves other signals to the launcher, and to the processes it started."""
+        """Send SIGKILL to every worker and its processes; workers leave other signals to the launcher."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -105,4 +105,4 @@ class LocalWorkers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         for thread in self._pumps:
-            thread.join(timeout=1.0)  # a helper that outlived its worker may still hold the pipe
+            thread.join(timeout=1.0)  # a child that outlived its worker may still hold the pipe

@@ -1,4 +1,4 @@
-"""Where the output of all ranks goes: rank 0 to the console as it is, every rank as whole lines to RUN_DIR/log.txt."""
+"""Output of all ranks: rank 0 to the console unchanged, every rank as whole lines to RUN_DIR/log.txt."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import IO, TextIO
 
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _LONGEST_LINE = 1 << 16
-_CHUNK = 512  # what a terminal or a pipe that takes more has room for
-#: Seconds for a console to take more.
+_CHUNK = 512  # free room of a terminal or pipe that accepts more
+#: Seconds within which a console must accept more.
 CONSOLE_S = 5.0
-_silent: set[int] = set()  # files of consoles that took nothing for so long
+_silent: set[int] = set()  # descriptors of consoles that accepted nothing for that long
 
 
 class OutputLog:
-    """Collects raw output by the number of the worker that made it. Safe to call from several threads.
+    """A log of the workers' raw output, by their numbers. Threads may share it.
 
     Args:
         path: file of whole lines.
-        name: of a worker, in front of its lines.
+        name: returns a worker's name, which precedes its lines.
     """
 
     def __init__(self, path: Path, name: Callable[[int], str] = "rank {}".format) -> None:
@@ -35,7 +35,7 @@ class OutputLog:
         self._pending: dict[int, bytes] = {}
 
     def write(self, rank: int, data: bytes) -> None:
-        """Take the next bytes that `rank` printed."""
+        """Add the next bytes that `rank` printed."""
         if rank == 0:
             _to_console(data)
         with self._lock:
@@ -44,37 +44,37 @@ class OutputLog:
             self._keep(b"".join(self._as_line(rank, line) for line in lines))
 
     def say(self, text: str) -> None:
-        """A message of the launcher itself: to stderr and to the file."""
+        """Print a message of the launcher itself, to stderr and to the file."""
         with contextlib.suppress(OSError, ValueError):
             if _takes(sys.stderr):
                 print(text, file=sys.stderr, flush=True)
         self.record("launcher", text)
 
     def record(self, source: str, text: str) -> None:
-        """Add `text` to the file only, marked as coming from `source`."""
+        """Add `text` to the file only, marked with its `source`."""
         with self._lock:
             self._keep("".join(f"[{source}] {line}\n" for line in text.splitlines()).encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Write what is left without a line end."""
+        """Write the remaining partial lines."""
         with self._lock:
             self._keep(b"".join(self._as_line(rank, rest) for rank, rest in self._pending.items() if rest))
             self._pending.clear()
             self._file.close()
 
     def _keep(self, lines: bytes) -> None:
-        """Add lines to the file; those that a full disk does not take are lost, and nothing else is."""
+        """Add lines to the file; on a full disk only they are lost."""
         with contextlib.suppress(OSError):
             self._file.write(lines)
 
     def _as_line(self, rank: int, raw: bytes) -> bytes:
-        """One line of the file. Of a progress bar, which redraws its line, only the last drawing counts."""
+        """Return one line for the file. Of a progress bar, which redraws its line, only the last state counts."""
         drawings = [part for part in _ESCAPES.sub(b"", raw).split(b"\r") if part.strip()]
         return b"[%s] %s\n" % (self._name(rank).encode(), drawings[-1].rstrip() if drawings else b"")
 
 
 def _to_console(data: bytes) -> None:
-    """Write to standard output, as long as somebody reads it: a terminal that is gone or stopped holds up no run."""
+    """Write to standard output while it is read: a terminal that is gone or stopped does not block the run."""
     with contextlib.suppress(OSError, ValueError):
         if not _takes(sys.stdout):
             return
@@ -87,13 +87,14 @@ def _to_console(data: bytes) -> None:
 
 
 def _takes(stream: TextIO) -> bool:
-    """Whether a stream takes more, at once or within `CONSOLE_S`; after a wait for nothing: whether it does at once.
+    """Return whether a stream accepts more, at once or within `CONSOLE_S`; after a failed wait: whether it does at
+    once.
 
-    What is not taken is dropped, and in the file of the log.
+    Bytes that it does not accept are dropped, and kept in the file of the log.
     """
     try:
         handle = stream.fileno()
-    except (OSError, ValueError):  # no file: it takes everything
+    except (OSError, ValueError):  # no descriptor: it accepts everything
         return True
     taken = bool(select.select([], [handle], [], 0 if handle in _silent else CONSOLE_S)[1])
     (_silent.discard if taken else _silent.add)(handle)
@@ -114,7 +115,7 @@ def pump(pipe: IO[bytes], rank: int, log: OutputLog) -> threading.Thread:
 
 
 class Follower:
-    """Copies what ranks append to LOG_DIR/rank_K.txt to the log; for ranks that are no children of this process."""
+    """A thread that copies the ranks' files LOG_DIR/rank_K.txt to the log; for ranks that are not children."""
 
     def __init__(self, log_dir: Path, world_size: int, log: OutputLog, poll_s: float = 0.1) -> None:
         self._log, self._poll_s = log, poll_s

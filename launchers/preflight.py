@@ -3,8 +3,8 @@
     node    by itself: run folder, disk, GPUs, their errors, versions                    -> FOLDER/NODE.json
     links   all nodes together: offsets of clocks, all-reduce with both neighbours       -> FOLDER/links.json
 
-A job of Slurm runs both (`megarl.launchers.slurm_job`) and judges what they found. Each check is `{ok, reason}`; what
-cannot be asked on a machine, such as the kernel's log, passes with a reason that says so.
+A job of Slurm runs both (`megarl.launchers.slurm_job`) and judges the results. Each check is `{ok, reason}`; a check
+that a machine does not allow, such as the kernel's log, passes with that reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from megarl.processes import write_atomically
 
 _ANSWER_S = 30.0
-#: Errors of a GPU that its driver counts since it was loaded, and whether memory could not be repaired: fields of
+#: Errors of a GPU that its driver has counted since it was loaded, and whether memory could not be repaired: fields of
 #: `nvidia-smi --help-query-gpu` and `--help-query-remapped-rows`.
 _GPU_FIELDS = "index,name,ecc.errors.uncorrected.volatile.total"
 _ROW_FIELDS = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
@@ -42,24 +42,24 @@ _NOT_KNOWN = ("[N/A]", "N/A", "[Not Supported]")
 
 
 class NodeCheck(NamedTuple):
-    """A result: whether the node may be used, and why not, or what was found."""
+    """A result: whether the node may be used, with the reason or the finding."""
 
     ok: bool
     reason: str
 
 
 def node_name() -> str:
-    """How Slurm calls this node; elsewhere its host name."""
+    """Return Slurm's name of this node; elsewhere its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, NodeCheck]:
-    """All checks that a node can do by itself, by name.
+    """Run all checks of a single node, by name.
 
     Args:
         run_dir: the run folder, which all nodes share.
-        gpus: how many GPUs there must be; 0: none are asked for.
-        disk_gb: GB that must be free in the run folder, and for temporary files.
+        gpus: required number of GPUs; 0: none.
+        disk_gb: required free GB in the run folder, and for temporary files.
     """
     found = {"run folder": check_run_folder(run_dir), "disk": check_disk(run_dir, disk_gb)}
     if gpus:
@@ -72,7 +72,7 @@ def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, NodeCheck]
 
 
 def check_run_folder(run_dir: Path) -> NodeCheck:
-    """It can be read and written from here."""
+    """Check that the run folder can be read and written from here."""
     try:
         next(run_dir.iterdir(), None)
         with tempfile.TemporaryFile(dir=run_dir) as file:
@@ -83,7 +83,7 @@ def check_run_folder(run_dir: Path) -> NodeCheck:
 
 
 def check_disk(run_dir: Path, disk_gb: float) -> NodeCheck:
-    """Enough of it is free."""
+    """Check that enough of the disk is free."""
     told = []
     for folder in (str(run_dir), os.environ.get("TMPDIR") or tempfile.gettempdir()):
         try:
@@ -97,14 +97,14 @@ def check_disk(run_dir: Path, disk_gb: float) -> NodeCheck:
 
 
 class Answer(NamedTuple):
-    """What a program printed; `error`: why it printed nothing usable."""
+    """The output of a program; `error`: why it printed nothing usable."""
 
     text: str
     error: str = ""
 
 
 def ask(*command: str) -> Answer:
-    """Run a program that is over within half a minute."""
+    """Run a program, for half a minute at most."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_ANSWER_S, check=False, stdin=subprocess.DEVNULL
@@ -120,7 +120,7 @@ def ask(*command: str) -> Answer:
 
 
 def check_gpus(listed: Answer, wanted: int) -> NodeCheck:
-    """As many GPUs as the node was asked for are visible; a driver that does not answer has none."""
+    """Check that as many GPUs as requested are visible; a driver that does not answer has none."""
     if listed.error:
         return NodeCheck(False, listed.error)
     names = [row[1] for row in _rows(listed.text, 3)]
@@ -130,10 +130,10 @@ def check_gpus(listed: Answer, wanted: int) -> NodeCheck:
 
 
 def check_ecc(listed: Answer, remapped: Answer) -> NodeCheck:
-    """No memory error that was not corrected since the driver was loaded, and none that could not be repaired."""
+    """Check for uncorrected memory errors since the driver was loaded, and for failed repairs."""
     if listed.error:
         return NodeCheck(True, f"not known: {listed.error}")
-    # A GPU without ECC says [N/A]; other texts, such as [GPU requires reset], are errors in place of a number.
+    # A GPU without ECC prints [N/A]; other texts, such as [GPU requires reset], are errors in place of a number.
     bad = [f"GPU {row[0]}: {row[2]} uncorrected ECC errors" for row in _rows(listed.text, 3) if _yes(row[2])]
     if remapped.error:
         told = f"; remapped rows not known: {remapped.error}"
@@ -146,11 +146,11 @@ def check_ecc(listed: Answer, remapped: Answer) -> NodeCheck:
 
 
 def check_xids(log: Answer, uptime_s: float) -> NodeCheck:
-    """No error within a day, by the kernel's log, that ends in a reset of a GPU.
+    """Check the kernel's log for errors within a day that end in a reset of a GPU.
 
     Args:
         log: of dmesg, with seconds since the machine was started.
-        uptime_s: the same of now.
+        uptime_s: current time on that clock.
     """
     if log.error:
         return NodeCheck(True, f"not known: {log.error}")
@@ -171,7 +171,7 @@ def _yes(cell: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all nodes."""
+    """Return the versions that must be the same on all nodes."""
     found = {"python": platform.python_version()}
     for name in ("megarl", "torch"):
         try:
@@ -182,7 +182,7 @@ def versions() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0: the results were written, whatever they are."""
+    """Run the checks; exit code 0 means that the results were written, good or bad."""
     parser = argparse.ArgumentParser(prog="preflight", description="Test this node before a run starts on it.")
     parser.add_argument("part", choices=("node", "links"))
     parser.add_argument("folder", type=Path, help="where results go")

@@ -1,10 +1,10 @@
-"""How nodes reach each other: offsets of their clocks, and the speed of an all-reduce with each neighbour.
+"""Tests of the links between nodes: clock offsets, and the speed of an all-reduce with each neighbour.
 
     n0 -- n1 -- n2 -- n3        a ring: first 0-1 and 2-3, then 1-2 and 3-0
      \\_________________/
 
-Every pair is a world of its own (nccl where there are GPUs, one process per GPU; else gloo), so that one that fails
-leaves the others as they are. Who does not come to the first node in time is left out, and named.
+Every pair is a separate world (nccl where there are GPUs, one process per GPU; else gloo), so that a failing pair does
+not affect others. A node that does not join the first one in time is left out, and named.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZES = (8 << 20, 256 << 20)
 
 
 def ring(count: int) -> list[tuple[int, int]]:
-    """Pairs of neighbours, such that those that follow each other can be measured at the same time."""
+    """Return the pairs of neighbours, in an order in which consecutive pairs can be measured at the same time."""
     if count < 3:
         return [(0, 1)] if count == 2 else []
     even = [(number, number + 1) for number in range(0, count - 1, 2)]
@@ -39,10 +39,10 @@ def ring(count: int) -> list[tuple[int, int]]:
 
 
 def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
-    """One process of one node; the first one of the first node writes links.json.
+    """Run one process of one node; the first one of the first node writes links.json.
 
     Args:
-        folder: where it goes.
+        folder: for the results.
         gpus: processes of each node; 0: one, without a GPU.
         limit_s: deadline of each wait on another node.
         local: number of this process on its node.
@@ -101,14 +101,14 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
 
 
 def _process(local: int) -> subprocess.Popen[bytes]:
-    """The process of another GPU of this node."""
+    """Start the process of another GPU of this node."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "megarl.launchers.preflight", *sys.argv[1:], f"--local={local}"]
     )
 
 
 def members_of(store: Store, nodes: int, limit_s: float) -> list[int]:
-    """Nodes that have come in time."""
+    """Return the nodes that have joined in time."""
     end = time.monotonic() + limit_s
     missing = set(range(nodes))
     while missing and time.monotonic() < end:
@@ -118,10 +118,10 @@ def members_of(store: Store, nodes: int, limit_s: float) -> list[int]:
 
 
 def _clocks(store: Store, node: int, members: list[int], limit_s: float) -> dict[int, float]:
-    """Seconds that each clock is ahead of the first node's; empty on the others.
+    """Return the seconds by which each clock is ahead of the first node's; empty on other nodes.
 
-    By turns: the first node asks, the other answers with its time; the shortest of a few exchanges counts, and half of
-    its way there and back is the error.
+    The first node asks one node after the other, which answers with its time; the shortest of a few exchanges counts,
+    and half of its round trip is the error.
     """
     limit = datetime.timedelta(seconds=limit_s)
     if node != 0:
@@ -146,7 +146,7 @@ def _clocks(store: Store, node: int, members: list[int], limit_s: float) -> dict
 def _edges(
     store: Store, members: list[int], node: int, local: int, each: int, gpus: int, limit: datetime.timedelta
 ) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-    """What this process saw with each neighbour; pairs are positions in `members`."""
+    """Return this process's results with each neighbour; pairs are positions in `members`."""
     mine, found = members.index(node), []
     for a, b in ring(len(members)):
         if mine in (a, b):
@@ -158,7 +158,7 @@ def _edges(
 def _all_reduce(
     store: Store, name: str, rank: int, ranks: int, gpu: int | None, limit: datetime.timedelta
 ) -> dict[str, Any]:
-    """Bus bandwidth in GB/s, 2 (n - 1) / n of the bytes per second, of the fastest of a few rounds; or the error."""
+    """Return the bus bandwidth in GB/s, 2 (n - 1) / n of the bytes per second, of the fastest round; or the error."""
     import torch
     import torch.distributed as dist
 
@@ -173,7 +173,7 @@ def _all_reduce(
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=limit)
         pair = dist.group.WORLD
         data = torch.ones(size // 4, dtype=torch.float32, device=device)
-        for _ in range(_ROUNDS + 1):  # the first makes the connections
+        for _ in range(_ROUNDS + 1):  # the first opens the connections
             begun = time.perf_counter()
             dist.all_reduce(data, group=pair)
             total = float(data[0].item())  # waits for the device
@@ -190,7 +190,7 @@ def _all_reduce(
 
 
 def _wait_for_leavers(store: Store, processes: int, limit_s: float) -> None:
-    """The store is in this process: the others have read that it is over."""
+    """Wait until the other processes have read the last value: the store is in this process."""
     end = time.monotonic() + min(limit_s, 5.0)
     while store.add("left", 0) < processes - 1 and time.monotonic() < end:
         time.sleep(0.02)

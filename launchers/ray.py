@@ -46,31 +46,31 @@ if TYPE_CHECKING:
     from megarl.dag.placement import TeamPlan
 
 _AUTH_MODE = "RAY_AUTH_MODE"
-_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # elsewhere, too: whether nodes may be on several machines
-_AGAIN_S = 0.5  # between two tries to reach a store that died
-_PROBE_S = 5.0  # to open a connection to a cluster
-#: Settings of a Ray that is started for a run: a full object store neither moves objects to disk nor makes new ones
-#: there. Without the second Ray takes files for what does not fit, as long as the disk is not so full.
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # also elsewhere: whether nodes may be on several machines
+_AGAIN_S = 0.5  # seconds between two attempts to reach a store that died
+_PROBE_S = 5.0  # seconds to open a connection to a cluster
+#: Settings of a Ray that is started for a run: a full object store neither moves objects to disk nor creates new ones
+#: there. Without the second Ray uses files for objects that do not fit, unless the disk is too full.
 NO_SPILLING = {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0}
-_HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set here only, by `check_hub`
+_HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set only here, by `check_hub`
 
 
 def own_place() -> Place:
-    """Node address and the GPUs that Ray gave to this process: numbers, or UUIDs where the node was started so."""
+    """Return the node address and this process's GPUs: numbers, or UUIDs if the node was started with them."""
     import ray
 
     return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 class Actor:
-    """One device's process. Methods run one after the other on the process's main thread."""
+    """The process of one device. Methods run one after the other on the process's main thread."""
 
     def place(self) -> Place:
-        """See `own_place`."""
+        """Return `own_place` of this process."""
         return own_place()
 
     def listen(self, host: str) -> int:
-        """Port on `host` where this process, rank 0 of its team, listens for the team's ranks from now on."""
+        """Listen for the team's ranks on a port of `host`, as rank 0 of the team; return the port."""
         from megarl.rendezvous import LISTENER, listen
 
         listener = listen(host)
@@ -79,7 +79,7 @@ class Actor:
         return port
 
     def run(self, entry: str, config_path: str, log_dir: str, environment: dict[str, str]) -> int:
-        """Be one worker; returns its exit code."""
+        """Run one worker; return its exit code."""
         import faulthandler
         import sys
 
@@ -97,16 +97,16 @@ class Actor:
 
 
 def start(job: Job, *, own: bool = False) -> RayWorkers:
-    """Reserve the devices, start the actors and set them to work.
+    """Reserve the devices, start the actors and their work.
 
     Args:
         job: to run.
-        own: on a Ray that is started for it on this machine, whatever RAY_ADDRESS says.
+        own: use a Ray started for the job on this machine, even if RAY_ADDRESS is set.
 
     Raises:
         UnavailableError: the cluster does not answer or has too few devices, or samples do not fit into this machine's
             shared memory.
-        WorkerError: the devices or actors were not there within `cluster.start_timeout_s`.
+        WorkerError: the devices or actors were not available within `cluster.start_timeout_s`.
     """
     workers = RayWorkers(job, own)
     try:
@@ -123,25 +123,25 @@ class RayWorkers:
     def __init__(self, job: Job, own: bool = False) -> None:
         self._job, self._address = job, None if own else os.environ.get("RAY_ADDRESS") or None
         self._actors: list[Any] = []
-        self._bundles: list[int] = []  # of the actors
+        self._bundles: list[int] = []  # numbers of the actors
         self._results: dict[int, Any] = {}
         self._ended: dict[int, int] = {}
         self._causes: dict[int, str] = {}
         self._group: Any = None
         self._held: Reservation
-        self._apart: list[str] = []  # teams with nodes of their own
+        self._apart: list[str] = []  # teams with their own nodes
         self._places: list[Place] = []
         self._server_places: list[Place] = []
         self._store: Any = None
         self._journal = job.run_dir / JOURNAL
         self._entered = False
         self._ray: OwnRay | ClusterRay | None = None
-        self._store_name = f"store-{secrets.token_hex(8)}"  # the cluster may run others
+        self._store_name = f"store-{secrets.token_hex(8)}"  # the cluster may run other jobs
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
         self._deadline = time.monotonic() + job.config.cluster.start_timeout_s
 
     def launch(self) -> None:
-        """Everything up to the moment all ranks run."""
+        """Do everything up to the moment when all ranks run."""
         job = self._job
         size = object_store_bytes(job.config, job.placement)
         if self._address is None:
@@ -168,7 +168,7 @@ class RayWorkers:
             ) from error
 
     def _within_shared_memory(self, wanted: int) -> int:
-        """`wanted` bytes, or what this machine has: Ray refuses more, or takes slow files for all of it, unasked."""
+        """Return `wanted` bytes, or this machine's limit: Ray refuses more, or silently uses slow files."""
         free = shared_memory_free()
         if (problem := refuse_too_large(self._job.config, self._job.placement, free)) is not None:
             raise problem
@@ -216,9 +216,9 @@ class RayWorkers:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def _number(self) -> None:
-        """Order the actors as workers of the teams (`megarl.launchers.seats`), and see which GPUs are left to servers.
+        """Order the actors as workers of the teams (`megarl.launchers.seats`), and find the GPUs left to servers.
 
-        A bundle stays this run's, so a task that ends at once may ask which GPUs of it the actors do not have.
+        A bundle stays this run's, so a short task can find out which of its GPUs the actors do not use.
         """
         import ray
 
@@ -238,7 +238,7 @@ class RayWorkers:
             self._server_places = ray.get(asked, timeout=self._left())
 
     def _start_store(self) -> None:
-        """What goes from team to team goes through it."""
+        """Start the buffer for data between teams."""
         from megarl.disaggregated.buffer.actor import start_store
 
         job = self._job
@@ -249,7 +249,7 @@ class RayWorkers:
         self._store = start_store(self._store_name, job.placement, groups, share, self._journal, environment, flow)
 
     def _run(self, team: TeamPlan, more: Mapping[str, str] | None = None) -> None:
-        """Set the workers of one team to work, which meet at an address of their own; `more`: of their environment."""
+        """Start the workers of one team, which meet at their own address; `more`: for their environment."""
         import ray
 
         job, first = self._job, team.first
@@ -269,21 +269,21 @@ class RayWorkers:
             self._results[number] = self._actors[number].run.remote(job.entry, *paths, environment)
 
     def end_team(self, team: TeamPlan) -> None:
-        """See `megarl.launchers.restarts.TeamWorkers`."""
+        """End the workers of a team; see `megarl.launchers.restarts.TeamWorkers`."""
         import ray
 
         self._deadline = time.monotonic() + self._job.config.cluster.start_timeout_s
         mine = range(team.first, team.first + team.devices)
         for rank in mine:
             if rank not in self._ended:
-                signal_rank(self._job, rank, signal.SIGKILL)  # one that hangs may not hear Ray
+                signal_rank(self._job, rank, signal.SIGKILL)  # a hanging one may not react to Ray
             ray.kill(self._actors[rank])
         results = [self._results[rank] for rank in mine]
         if ray.wait(results, num_returns=len(results), timeout=self._left())[1]:
             raise self._no_restart(team, "its processes do not end")
 
     def restart_team(self, team: TeamPlan, number: int) -> int | None:
-        """See `megarl.launchers.restarts.TeamWorkers`."""
+        """Start a team again; see `megarl.launchers.restarts.TeamWorkers`."""
         import ray
 
         mine = range(team.first, team.first + team.devices)
@@ -303,7 +303,7 @@ class RayWorkers:
         return finished
 
     def _tell_store(self, team: TeamPlan, number: int) -> int | None:
-        """That the team begins again; where. The store may be starting again itself."""
+        """Tell the buffer that the team restarts; return its resume point. The buffer may be restarting itself."""
         import ray
 
         while True:
@@ -318,8 +318,9 @@ class RayWorkers:
                 time.sleep(_AGAIN_S)
 
     def _seat_again(self, mine: range, places: list[Place]) -> None:
-        """The new actors of a team's workers `mine` have these places: each worker gets that of the one before it, or
-        one on its machine, where Ray has dealt out the GPUs in another way."""
+        """Give the new actors of a team's workers `mine` the places of their predecessors, or others on the same
+        machine if Ray has assigned the GPUs differently.
+        """
         actors, left = [self._actors[rank] for rank in mine], list(range(len(places)))
         for rank in mine:
             host, gpus = self._places[rank]
@@ -334,7 +335,7 @@ class RayWorkers:
         )
 
     def _left_to_servers(self, team: TeamPlan) -> list[Place] | None:
-        """Where the GPUs are that the servers of this team have; None: it starts none, or they are not for Ray."""
+        """Return the places of the GPUs of this team's servers; None: it starts none, or Ray does not manage them."""
         config = self._job.config
         if Role.ROLLOUT not in team.roles or not chooses_gpus(config) or "GPU" not in self._held.worker:
             return None
@@ -345,14 +346,15 @@ class RayWorkers:
         return max(1.0, self._deadline - time.monotonic())
 
     def ranks(self) -> list[int]:
-        """All ranks."""
+        """Return all ranks."""
         return list(range(self._job.config.cluster.nproc))
 
     def poll(self) -> dict[int, int]:
-        """Exit codes of the ranks whose actor has returned or died (-SIGKILL: Ray does not tell which signal).
+        """Return the exit codes of the ranks whose actor has returned or died (-SIGKILL: Ray does not report the
+        signal).
 
         Raises:
-            WorkerError: what Ray itself needs has died.
+            WorkerError: a part of Ray has died.
         """
         import ray
 
@@ -370,11 +372,11 @@ class RayWorkers:
         return dict(self._ended)
 
     def cause(self, rank: int) -> str | None:
-        """Ray's own words on the end of an actor."""
+        """Return Ray's message about the end of an actor."""
         return self._causes.get(rank)
 
     def stop(self) -> None:
-        """Kill the actors, give their devices back, and leave Ray; a Ray that this launcher started ends with it."""
+        """Kill the actors, release their devices, and leave Ray; a Ray that this launcher started ends with it."""
         import ray
 
         if self._entered and ray.is_initialized():
@@ -393,7 +395,7 @@ class RayWorkers:
         self._follower.close()
 
     def _give_back(self) -> None:
-        """End the actors, and let others have their devices."""
+        """End the actors, and release their devices."""
         import ray
 
         for actor in [*self._actors, *([self._store] if self._store is not None else [])]:
@@ -403,13 +405,13 @@ class RayWorkers:
 
 
 def _handed_on() -> dict[str, str]:
-    """What the processes of a cluster that runs already do not have from this one."""
+    """Return the variables that processes of an already running cluster lack."""
     return {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
 
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray handles signals in its own way, which would end the launcher before it has ended the run."""
+    """Keep this process's signal handlers: Ray's would end the launcher before it has ended the run."""
     before = {number: signal.getsignal(number) for number in CAUGHT}
     try:
         yield
@@ -419,7 +421,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float, *, spill: bool) -> None:
-    """Enter the cluster at `address`, or start one here for `nproc` workers with an object store of its own."""
+    """Connect to the cluster at `address`, or start one here for `nproc` workers with an object store of its own."""
     if address is None:
         _keep_strangers_out()
     import ray
@@ -431,7 +433,7 @@ def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float, 
     from megarl.compat.ray_session import in_own_sessions
 
     with in_own_sessions():
-        ray.init(  # from the main thread: what Ray starts here ends with the thread that started it
+        ray.init(  # from the main thread: processes that Ray starts here end with the thread that started them
             address="local",
             num_cpus=max(nproc, available_cores()),  # a small machine may hold more CPU workers than cores
             include_dashboard=False,
@@ -444,10 +446,11 @@ def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float, 
 
 
 def _keep_strangers_out() -> None:
-    """Let a Ray of our own listen on loopback only, and believe nobody who does not know a token drawn for this run.
+    """Let a Ray of our own listen only on loopback, and accept only clients with a random token of this run.
 
-    Ray reads both when it is imported. Without the first it takes 127.0.0.1 for "some address of this machine", and
-    listens on every interface; without the second it uses the token in the user's home, which all their clusters share.
+    Ray reads both when it is imported. Without the first it reads 127.0.0.1 as "some address of this machine", and
+    listens on every interface; without the second it uses the token in the user's home, which all clusters of the user
+    share.
     """
     os.environ[_CLUSTERS] = "0"
     if os.environ.get(_AUTH_MODE, "token") == "token":
@@ -456,7 +459,7 @@ def _keep_strangers_out() -> None:
 
 @functools.cache
 def _own_token() -> str:
-    """Of every Ray that this process starts: Ray reads it once."""
+    """Return the token of every Ray that this process starts: Ray reads it once."""
     return secrets.token_hex(32)
 
 

@@ -1,7 +1,7 @@
-"""Whether the Ray that a run is in can be reached, and still lives.
+"""Checks that the run's Ray can be reached, and is still alive.
 
-Ray itself ends the launcher, without a word, a minute after its control store has died (gcs_server, which knows all
-actors). Whoever asks here hears of it before that.
+Ray itself silently ends the launcher a minute after its control store (gcs_server, which knows all actors) has died.
+These checks find out before that.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megarl.processes import oom_kills, signal_name
 
 _PARTS = {"gcs_server": "control store", "raylet": "node manager"}
 _LOGS = "logs"
-_RAYLET = "RAY_RAYLET_PID"  # in the environment of what a node manager has started
-_ASK_S = 5.0  # between two questions to a control store elsewhere, and for its answer
-_SILENT_S = 30.0  # it may be starting again; Ray ends its clients after 60
+_RAYLET = "RAY_RAYLET_PID"  # in the environment of a node manager's processes
+_ASK_S = 5.0  # seconds between two probes of a remote control store, and for its answer
+_SILENT_S = 30.0  # it may be restarting; Ray ends its clients after 60
 _LEAVE_S = 15.0
 
 
@@ -42,12 +42,12 @@ class OwnRay:
         self._session = max(own, key=lambda folder: folder.stat().st_mtime, default=None)
 
     def forget(self) -> None:
-        """Remove Ray's folder, with its logs, when Ray has ended as it should."""
+        """Remove Ray's folder, with its logs, after a normal end of Ray."""
         if self._session is not None:
             shutil.rmtree(self._session, ignore_errors=True)
 
     def lost(self) -> str | None:
-        """Say which part of Ray has died, how, and the fix; None: it lives."""
+        """Describe which part of Ray has died, how, and the fix; None: it is alive."""
         if self._lost is None:
             dead = next((part for part in self._parts if not part.is_running() or _is_zombie(part)), None)
             logs = "" if self._session is None else f"\n  logs:    {self._session / _LOGS}, until the next start"
@@ -65,11 +65,10 @@ class OwnRay:
         return _text(f"Ray's {_PARTS[self._names[dead.pid]]} ({self._names[dead.pid]})", "has ended")
 
     def leave(self) -> None:
-        """End all that is left of it: nothing can be asked of it any more. Of its folder only the logs stay, which Ray
-        rotates, until the next start."""
+        """End all that is left of it without asking it. Ray's rotated logs stay until the next start."""
         left = [child for part in self._parts for child in _descendants(part)]
         mine = {str(part.pid) for part in self._parts}
-        for process in psutil.process_iter():  # of a node manager that is gone, its workers have another parent
+        for process in psutil.process_iter():  # of a node manager that is gone, whose workers have another parent
             with contextlib.suppress(psutil.Error, OSError):
                 if process.uids().real == os.getuid() and process.environ().get(_RAYLET) in mine:
                     left.append(process)
@@ -84,7 +83,7 @@ class OwnRay:
 
 
 class ClusterRay:
-    """A cluster that is not this process's own.
+    """A cluster that this process has not started.
 
     Args:
         address: of its control store, host:port.
@@ -96,7 +95,7 @@ class ClusterRay:
         self._asked = self._heard = time.monotonic()
 
     def lost(self) -> str | None:
-        """That nobody listens where its control store was, for a while now, and what to do; None: it lives."""
+        """Describe that nobody has listened at its control store for a while, and the fix; None: it is alive."""
         now = time.monotonic()
         if now - self._asked > _ASK_S:
             self._asked = now
@@ -109,10 +108,10 @@ class ClusterRay:
         return _text(f"Ray's control store at {self._host}:{self._port}", f"has not answered for {silent:.0f} s")
 
     def forget(self) -> None:
-        """Nothing of it is this run's."""
+        """Do nothing: none of it belongs to this run."""
 
     def leave(self) -> None:
-        """Nothing can be asked of it any more; its nodes end what they have started."""
+        """Leave it without asking; its nodes end the processes that they have started."""
         _shut_down()
 
 
@@ -139,7 +138,7 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _shut_down() -> None:
-    """Leave Ray, for `_LEAVE_S` at most: it may wait for what is gone."""
+    """Leave Ray, within `_LEAVE_S`: it may wait for a dead process."""
     import ray
 
     with contextlib.suppress(WorkerError):
@@ -147,11 +146,11 @@ def _shut_down() -> None:
 
 
 def check_reachable(address: str, limit_s: float) -> None:
-    """Refuse an address of a Ray cluster where nobody listens: Ray itself goes on trying for minutes.
+    """Refuse an address of a Ray cluster where nobody listens: Ray itself retries for minutes.
 
     Args:
         address: as in RAY_ADDRESS: host:port, ray://host:port, auto or local; the last two are left to Ray.
-        limit_s: seconds to try.
+        limit_s: seconds to retry.
 
     Raises:
         UnavailableError: nothing answers there.
@@ -173,10 +172,10 @@ def check_reachable(address: str, limit_s: float) -> None:
 
 
 def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
-    """`call()`, for `limit_s` at most: it waits inside Ray's native code, where nothing else can end it.
+    """Run `call()` for `limit_s` at most: it waits inside Ray's native code, which nothing else can interrupt.
 
     Raises:
-        WorkerError: it took longer; it goes on in a thread that nobody waits for.
+        WorkerError: it took longer; it continues in an abandoned thread.
     """
     errors: list[BaseException] = []
 

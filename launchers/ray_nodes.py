@@ -1,4 +1,4 @@
-"""Waits until a Ray cluster has its nodes: `python -m megarl.launchers.ray_nodes ADDRESS NODES SECONDS`."""
+"""Wait for the nodes of a Ray cluster: `python -m megarl.launchers.ray_nodes ADDRESS NODES SECONDS`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wait_for_nodes(address: str, count: int, limit_s: float) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0 when the nodes are there."""
+    """Wait for the nodes; exit code 0 when they are alive."""
     address, count, limit_s = arguments
     try:
         wait_for_nodes(address, int(count), float(limit_s))

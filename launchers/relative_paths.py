@@ -1,4 +1,4 @@
-"""Files and folders of this machine that a recipe names by relative paths: other folders do not have them."""
+"""Local files and folders that a recipe names by relative paths: other folders do not have them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.config.run import RunConfig
 from megarl.data.sources import TEXT
 from megarl.imports import is_file_reference, is_module_reference
 
-#: What describes the job itself, or has names of libraries that may be those of folders, too.
+#: Keys that describe the job itself, or hold names of libraries that may also be folders.
 _OTHERS = ("name", "launch", "cluster", "tracking", "model.hf_config")
 #: Keys of data sources, and those that may name a folder by one word.
 _SOURCES = ("train_files", "val_files")
@@ -21,10 +21,11 @@ _FOLDERS = (*_SOURCES, "path", "tokenizer", "resume", "measured")
 
 
 def relative_paths(config: RunConfig) -> dict[str, str]:
-    """Keys of a recipe, and their values that lead to a file, folder or module in or below the current folder.
+    """Return the keys of a recipe whose values lead to a file, folder or module in or below the current folder, with
+    these values.
 
-    A value may be the path itself, or have it in `file.py:fn`, `folder@split` and `TASK=file`; a module counts in
-    `pkg.mod:fn` where only the current folder has it. Of several values of a key each has its number.
+    A value may be the path itself, or contain it as in `file.py:fn`, `folder@split` and `TASK=file`; a module counts in
+    `pkg.mod:fn` if only the current folder has it. Several values of a key are numbered.
     """
     return {
         key: text
@@ -34,7 +35,7 @@ def relative_paths(config: RunConfig) -> dict[str, str]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Keys with dots, and the texts that they have."""
+    """Yield keys with dots, and their texts."""
     if key in _OTHERS:
         return
     if isinstance(value, str):
@@ -59,7 +60,7 @@ def _is_here(key: str, text: str) -> bool:
 
 
 def _is_folder(path: str, leaf: str) -> bool:
-    """One word is a folder only where a key names one: `math` may be that of a reward."""
+    """Return whether a path is a folder; a single word counts only for a folder's key: `math` may be a reward."""
     return os.path.isdir(path) and ("/" in path or leaf in _FOLDERS)
 
 

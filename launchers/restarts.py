@@ -1,10 +1,10 @@
-"""Teams that start again by themselves when one of their processes dies: which may, how often, and what is done.
+"""Automatic restarts of a team when one of its processes dies: which teams, how often, and the procedure.
 
-    a process of the reference's team dies, or hangs    ->  the rest of the team is ended
+    a process of the reference's team dies, or hangs    ->  the rest of the team is killed
     the store forgets what is lost with it              ->  new processes on the same devices, which meet at a new port,
     (megarl.disaggregated.buffer.core.Core.restart_team)                   begin after the last step that is over
 
-Only after a death: what the program raises itself it would raise again, unless it ran out of memory.
+Only after a death: an exception of the program would recur, unless it ran out of memory.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class TeamWorkers(Protocol):
-    """Workers in several teams."""
+    """The workers of several teams."""
 
     def end_team(self, team: TeamPlan) -> None:
-        """Kill the workers of a team that still run, and wait until they are gone.
+        """Kill the running workers of a team, and wait until they are gone.
 
         Raises:
-            WorkerError: they are not within `cluster.start_timeout_s`.
+            WorkerError: they are not gone within `cluster.start_timeout_s`.
         """
 
     def restart_team(self, team: TeamPlan, number: int) -> int | None:
-        """Start all workers of a team that has ended, for the `number`-th time; returns the last step that is over.
+        """Start all workers of a team that has ended, for the `number`-th time; return the last finished step.
 
         Raises:
             WorkerError: they do not start within `cluster.start_timeout_s`.
@@ -44,12 +44,12 @@ class TeamWorkers(Protocol):
 
 
 class Restarts:
-    """Of one run.
+    """The restarts of one run.
 
     Args:
         workers: of the run.
         job: of the run.
-        watch: over the workers.
+        watch: on the workers.
     """
 
     def __init__(self, workers: Workers, job: Job, watch: Watch) -> None:
@@ -58,11 +58,11 @@ class Restarts:
         self._begun = {team.name: 0 for team in job.teams if job.separate and begins_again(job.config, team)}
 
     def after_death(self, failure: RankFailure, why: str, ended: dict[int, int]) -> bool:
-        """Start the team of `failure` again; False: it may not, and the run ends.
+        """Restart the team of `failure`; return False if it must not be, and the run ends.
 
         Args:
-            failure: the first thing that went wrong.
-            why: the same in a line.
+            failure: the first failure.
+            why: the same in one line.
             ended: exit codes of the workers that have ended.
 
         Raises:
@@ -74,11 +74,11 @@ class Restarts:
         return self._again(failure.rank, bad, why)
 
     def after_hang(self, stuck: list[int], trouble: str) -> bool:
-        """As `after_death`, when the workers `stuck` make no progress."""
+        """Do `after_death` for workers `stuck` that make no progress."""
         return bool(stuck) and self._again(stuck[0], stuck, trouble)
 
     def spent(self, *ranks: int) -> list[str]:
-        """A line for a message about each of these workers whose team has started again as often as it may."""
+        """Return a line for each of these workers whose team has used up its restarts."""
         limit = self._job.config.placement.restarts
         again = f"has started again {count(limit, 'time')} before (placement.restarts={limit})"
         teams = [self._team(rank).name for rank in ranks]
@@ -88,7 +88,7 @@ class Restarts:
         return next(team for team in self._job.teams if team.first <= rank < team.first + team.devices)
 
     def _again(self, rank: int, bad: Iterable[int], why: str) -> bool:
-        """Start the team of `rank` again, unless one of the `bad` workers is of a team that may not."""
+        """Restart the team of `rank`, unless one of the `bad` workers is in a team that must not be restarted."""
         job, team, limit = self._job, self._team(rank), self._job.config.placement.restarts
         if self._workers is None or any(self._team(other).name not in self._begun for other in bad):
             return False

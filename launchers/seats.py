@@ -1,9 +1,9 @@
-"""Which of the processes that Ray has placed is which worker of which team.
+"""Assignment of the processes that Ray has placed to the workers of the teams.
 
     machine A   0 1 2 3 4 5 6 7        actor, tp 4, 8 workers:     A0 .. A7
     machine B   0 1 2 3 4 5 6 7        reference, tp 2, 6 workers: B0 .. B5,   critic, 2 workers: B6 B7
 
-Ranks of a team that are on one machine are in the order of their GPUs.
+Ranks of a team on one machine are in the order of their GPUs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
 Place = tuple[str, list[str]]
 
 
-#: In the environment of a node of a heterogeneous job: the resource by which Ray knows whose node it is.
+#: Environment variable of a node of a heterogeneous job: the resource by which Ray knows whose node it is.
 NODES_OF = "MEGARL_NODES_OF"
 
 
 def resource(team: str) -> str:
-    """Name of the resource of nodes that a team has for itself; of no team: of those that the others share."""
+    """Return the resource of a team's own nodes; for an empty name that of the shared nodes."""
     return f"megarl_team_{team}" if team else "megarl_other_teams"
 
 
 def rank_order(places: Sequence[Place]) -> list[int]:
-    """Indices into `places` such that those of a node follow each other, by the numbers of their GPUs, then UUIDs."""
+    """Return indices into `places` that keep a node's places consecutive, by numbers of GPUs, then UUIDs."""
 
     def key(index: int) -> tuple[str, list[tuple[float, str]], int]:
         host, gpus = places[index]
@@ -38,15 +38,15 @@ def rank_order(places: Sequence[Place]) -> list[int]:
 
 
 def seats(places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str, int]) -> list[int]:
-    """Index into `places` of every worker, team by team.
+    """Return the index into `places` of every worker, team by team.
 
-    A team that fits onto one machine is on one. Of a larger one no unit leaves its machine, as long as any machine has
-    room for it whole. Large teams choose first; a machine that just fits leaves the roomy ones to others.
+    A team that fits onto one machine is on one. A unit of a larger team is on one machine, if any machine has room for
+    all of it. Large teams choose first, and choose the tightest fit, which leaves larger machines to others.
 
     Args:
-        places: of as many processes as the teams have workers.
+        places: of all processes, one per worker.
         teams: in the order in which their workers are numbered.
-        units: of each team, by name: workers that follow each other and belong together, such as tp * cp ranks.
+        units: of each team, by name: number of consecutive workers that belong together, such as tp * cp ranks.
     """
     order = rank_order(places)
     free: dict[str, list[int]] = {}
@@ -62,7 +62,7 @@ def seats(places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str
 def seats_apart(
     places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str, int], apart: Collection[str]
 ) -> list[int]:
-    """As `seats`, where processes of the teams `apart` are on nodes of their own: those of the workers' own numbers."""
+    """Return `seats` where processes of the teams `apart` are on their own nodes, in the workers' order."""
     chosen: dict[str, list[int]] = {}
     shared = [team for team in teams if team.name not in apart]
     for group in [*([team] for team in teams if team.name in apart), shared]:
@@ -73,7 +73,7 @@ def seats_apart(
 
 
 def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int], list[int]]:
-    """`need` of the `free` processes, which are taken out: those of units on one machine, and those of the others."""
+    """Take `need` of the `free` processes: return those of units on one machine, and the others."""
     whole: list[int] = []
     rest: list[int] = []
     while need:
@@ -91,13 +91,13 @@ def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int]
 def ranks_of(
     team: TeamPlan, places: Sequence[Place], *, lends: bool = False, servers: Sequence[Place] | None = None
 ) -> list[dict[str, str]]:
-    """What the workers of a team are told about their place in it, as torchrun would, in the order of their ranks.
+    """Return the environment that tells a team's workers their place in it, as torchrun's, in the order of their ranks.
 
     Args:
         team: one of the run's.
         places: of all workers of all teams, in the order of their numbers.
-        lends: they leave their GPUs to the servers that they start.
-        servers: whose GPUs are for these servers; None: nobody says which are.
+        lends: the workers leave their GPUs to the servers that they start.
+        servers: places of these servers' GPUs; None: unknown.
     """
     mine = slice(team.first, team.first + team.devices)
     # The team's own GPUs come first: its colocated servers share these, and no server takes any of the rest.
@@ -120,8 +120,8 @@ def ranks_of(
 
 
 def gpus_of(host: str, places: Sequence[Place]) -> str:
-    """GPUs that Ray gave to the processes of one node, in the order of `places`; empty without GPUs.
+    """Return the GPUs that Ray gave to the processes of one node, in the order of `places`; empty without GPUs.
 
-    Each process sees only its own, and the servers that the first one starts must know of the others.
+    Each process sees only its own, and the servers that the first one starts need the others.
     """
     return ",".join(gpu for node, gpus in places if node == host for gpu in gpus)

@@ -1,4 +1,4 @@
-"""What belongs to a site: keys of `launch.slurm` by name of a cluster, in one file of the user's."""
+"""Settings of a site: keys of `launch.slurm` by name of a cluster, in one file of the user."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from megarl.errors import ConfigError, close_matches
 
 
 def clusters_file() -> Path:
-    """MEGARL_CLUSTERS, else `megarl/clusters.yaml` in the user's configuration folder."""
+    """Return MEGARL_CLUSTERS, else `megarl/clusters.yaml` in the user's configuration folder."""
     named = os.environ.get("MEGARL_CLUSTERS")
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return Path(named) if named else folder / "megarl" / "clusters.yaml"
 
 
 def with_site(config: RunConfig) -> RunConfig:
-    """The configuration with the site's values where `launch.slurm` is null or empty; variables are merged by name.
+    """Return the configuration with the site's values where `launch.slurm` is null or empty; variables are merged by
+    name.
 
     Raises:
-        ConfigError: the file has no such cluster, or is wrong.
+        ConfigError: the file has no such cluster, or is invalid.
     """
     file, name = clusters_file(), config.launch.cluster
     clusters = _read(file)
     if name is None and len(clusters) == 1:
         (name,) = clusters
-    if name is None and clusters and config.launch.slurm == SlurmConfig():  # else it may mean to stand by itself
+    if name is None and clusters and config.launch.slurm == SlurmConfig():  # else it may be meant without a site
         raise ConfigError(
             "there are several clusters, and none is chosen",
             where="launch.cluster",
@@ -63,14 +64,14 @@ def with_site(config: RunConfig) -> RunConfig:
 
 @contextlib.contextmanager
 def naming_site(own: RunConfig, filled: RunConfig) -> Iterator[None]:
-    """Where a value is wrong that the site's file has given: the error names the file and the cluster.
+    """Add file and cluster to the error about a value that comes from the site's file.
 
     Args:
         own: the configuration without the site's values.
-        filled: with them, as `with_site` gives it.
+        filled: with them, as `with_site` returns it.
 
     Raises:
-        ConfigError: the one that comes from inside.
+        ConfigError: the one raised inside.
     """
     before, after = own.launch.slurm.model_dump(), filled.launch.slurm.model_dump()
     keys = [key for key in after if key != "environment" and after[key] != before[key]]
@@ -82,7 +83,7 @@ def naming_site(own: RunConfig, filled: RunConfig) -> Iterator[None]:
 
 
 def _named(error: ConfigError, keys: list[str], origin: str) -> ConfigError:
-    """The error with this origin, if it is about one of these keys of `launch.slurm`."""
+    """Return the error with this origin, if it is about one of these keys of `launch.slurm`."""
     if isinstance(error, ConfigErrors):
         return ConfigErrors([_named(problem, keys, origin) for problem in error.problems])
     where = f"{error.where}."
@@ -109,7 +110,7 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
 
 
 def _cluster(file: Path, name: str, values: Any) -> SlurmConfig:
-    """The keys of one cluster."""
+    """Return the keys of one cluster."""
     where, known = f"{file}: {name}", fields_of(SlurmConfig)
     if not isinstance(values or {}, dict):
         raise ConfigError("a cluster is a mapping", where=where, found=values, allowed=_FORM)

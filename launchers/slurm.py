@@ -1,19 +1,19 @@
-"""Batch scripts of Slurm: pure text, nothing is asked and nothing started.
+"""Batch scripts of Slurm as pure text: nothing is queried and nothing started.
 
-    RUN_DIR/launch/job.sh       what sbatch takes: the options, and `python3 -m slurm_job` on the first node
-    RUN_DIR/launch/slurm_job    copy of `megarl.launchers.slurm_job`: tests nodes, starts node.sh by srun on those that
-                                are well, and again when one is lost, submits the next job
-    RUN_DIR/launch/plan.json    what that program goes by: numbers of nodes, options of srun, limits
+    RUN_DIR/launch/job.sh       input of sbatch: the options, and `python3 -m slurm_job` on the first node
+    RUN_DIR/launch/slurm_job    copy of `megarl.launchers.slurm_job`: tests nodes, starts node.sh by srun on good ones,
+                                and again when one is lost, submits the next job
+    RUN_DIR/launch/plan.json    input of that program: numbers of nodes, options of srun, limits
     RUN_DIR/launch/node.sh      one node: modules, environment, `megarl COMMAND recipe.yaml --run-dir RUN_DIR`
     RUN_DIR/launch/recipe.yaml  the resolved recipe
-    RUN_DIR/launch/jobs.txt     number, time and nodes of each job that was submitted, tab-separated
+    RUN_DIR/launch/jobs.txt     number, time and nodes of each submitted job, tab-separated
     RUN_DIR/launch/chain        how many jobs may still submit themselves (launch.slurm.chain)
 
-A job asks the run for a checkpoint when Slurm says that its time limit is near (`save`, which the run removes when it
-has written one).
+A job asks the run for a checkpoint (by the file `save`, which the run removes when it has written one) when Slurm
+signals that its time limit is near.
 
-All values of a recipe that reach a shell go through `shlex.quote`; those in `#SBATCH` lines have no quotes in them:
-the configuration checks that.
+All values of a recipe that reach a shell go through `shlex.quote`; the configuration checks that those in `#SBATCH`
+lines contain no quotes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megarl.launchers.slurm_job.exclusion import excluded_by
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
 PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"
-_ENDS_S = 60.0  # for a run that has saved to end its processes and close its record
+_ENDS_S = 60.0  # time for a run that has saved to end its processes and close its record
 #: The package that a job runs, copied to the run folder.
 DRIVER = "slurm_job"
 
-#: In place of a plain command: the first node has Ray's head and what drives the run, the others wait for its end.
+#: Replaces the plain command: the first node has Ray's head and the run's driver, the others wait for its end.
 _RAY = """\
 over={over}."$MEGARL_ATTEMPT"
 kind=()
@@ -77,14 +77,14 @@ RAY_ADDRESS="$address" {command}
 
 @dataclass(frozen=True)
 class Submission:
-    """What is submitted.
+    """The run to submit.
 
     Attributes:
-        config: of the run, with what the site's file says.
+        config: of the run, with the site's values.
         run_dir: its folder, which all nodes see.
         command: train, sft or eval.
         launcher: torchrun, ray, or local on one node.
-        workdir: folder that relative paths of the recipe are in.
+        workdir: base folder of the recipe's relative paths.
     """
 
     config: RunConfig
@@ -100,12 +100,12 @@ class Submission:
 
     @property
     def folder(self) -> Path:
-        """Where the scripts are."""
+        """Folder of the scripts."""
         return self.run_dir / batch.FOLDER
 
 
 def job_script(job: Submission) -> str:
-    """What sbatch takes.
+    """Return the batch script for sbatch.
 
     Raises:
         ConfigError: a path that cannot stand in a `#SBATCH` line.
@@ -116,7 +116,7 @@ def job_script(job: Submission) -> str:
         f"# {job.config.name}: {cluster.nproc} processes on {count(cluster.nnodes, 'node')}. By hand: sbatch {JOB}"
     ]
     lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}"]
-    # What follows runs outside of a container. Variables that it sets go to all nodes, so it sets none without need.
+    # The following lines run outside of a container. Variables that they set go to all nodes, so they set few.
     python = "python3" if slurm.image is not None else slurm.python or sys.executable
     if slurm.image is not None:
         lines += _modules(slurm)  # such as that of apptainer, which an image does not have
@@ -132,7 +132,7 @@ def job_script(job: Submission) -> str:
 
 
 def plan(job: Submission) -> dict[str, Any]:
-    """What the job does, for `megarl.launchers.slurm_job`."""
+    """Return the plan of the job, for `megarl.launchers.slurm_job`."""
     slurm, launch, cluster = job.slurm, job.config.launch, job.config.cluster
     tests = ["--run-dir", str(job.run_dir), "--disk-gb", f"{launch.preflight_disk_gb:g}"]
     groups = [
@@ -164,7 +164,7 @@ def plan(job: Submission) -> dict[str, Any]:
 
 
 def node_script(job: Submission) -> str:
-    """What srun starts once on every node: the run, or with `preflight ...` its tests."""
+    """Return the script that srun starts once on every node: the run, or with `preflight ...` its tests."""
     slurm = job.slurm
     lines = ["#!/bin/bash", f"# One node of {JOB}: its number is SLURM_NODEID.", "set -euo pipefail"]
     lines += [f"cd {shlex.quote(str(job.workdir))}", *([] if slurm.image else _modules(slurm)), *_own_lines(slurm)]
@@ -193,7 +193,7 @@ def node_script(job: Submission) -> str:
 
 
 def _modules(slurm: SlurmConfig) -> list[str]:
-    """Lines that load modules: shells of batch jobs may lack the function, and its own code unset variables."""
+    """Return lines that load modules: shells of batch jobs may lack the function, and its code uses unset variables."""
     if not slurm.modules:
         return []
     loads = [f"module load {shlex.quote(module)}" for module in slurm.modules]
@@ -201,20 +201,20 @@ def _modules(slurm: SlurmConfig) -> list[str]:
 
 
 def _own_lines(slurm: SlurmConfig) -> list[str]:
-    """Lines of the site's, which may use variables that are not set."""
+    """Return the site's own lines, which may use unset variables."""
     return ["set +u", *slurm.setup, "set -u"] if slurm.setup else []
 
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes of one kind.
+    """The nodes of one kind.
 
     Attributes:
-        team: that has them for itself; empty: all others.
-        nodes: how many.
-        workers: on all of them.
+        team: their only team; empty: all other teams.
+        nodes: their number.
+        workers: total on all of them.
         settings: options of sbatch.
-        gpus: of a node, for its workers and the servers that it starts in addition.
+        gpus: of a node, for its workers and for the servers that it starts in addition.
     """
 
     team: str
@@ -225,7 +225,7 @@ class Component:
 
 
 def components(config: RunConfig, job: str) -> list[Component]:
-    """The nodes that all teams share, and those of teams with nodes of their own. `job`: train, sft or eval.
+    """Return the nodes that teams share, and those of teams with their own nodes. `job`: train, sft or eval.
 
     Raises:
         ConfigError: `launch.slurm.teams` does not fit placement and cluster.
@@ -258,7 +258,7 @@ def components(config: RunConfig, job: str) -> list[Component]:
 
 
 def gpus_per_node(config: RunConfig, part: Component) -> int:
-    """GPUs that a node of these is asked for."""
+    """Return the GPUs to request of each of these nodes."""
     given = given_gpus(config, part)
     if given is not None:
         return given
@@ -266,37 +266,37 @@ def gpus_per_node(config: RunConfig, part: Component) -> int:
 
 
 def given_gpus(config: RunConfig, part: Component) -> int | None:
-    """GPUs of a node that the recipe or the site's file says; None: neither does."""
+    """Return the GPUs of a node that the recipe or the site's file sets; None: neither does."""
     given = part.settings.gpus_per_node
     return config.launch.slurm.gpus_per_node if given is None else given
 
 
 def gres_of(config: RunConfig, part: Component) -> str | None:
-    """The --gres of these nodes, in place of --gpus-per-node; a team's own number of GPUs replaces the one of all."""
+    """Return the --gres of these nodes, which replaces --gpus-per-node; a team's own GPUs override the shared ones."""
     own = part.settings
     return own.gres if own.gres is not None or own.gpus_per_node is not None else config.launch.slurm.gres
 
 
 def _gpus_to_test(config: RunConfig, part: Component) -> int:
-    """GPUs that the tests of a node look for, and a container gets."""
+    """Return the GPUs that the tests of a node expect, and a container gets."""
     given = gres_gpus(gres_of(config, part) or "")
     return gpus_per_node(config, part) if given is None else given
 
 
 def gres_gpus(gres: str) -> int | None:
-    """GPUs that a --gres asks for; None: it does not say."""
+    """Return the GPUs that a --gres asks for; None: it does not say."""
     found = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)??(?::(\d+))?(?=$|[,(])", gres)
     return sum(int(number or 1) for number in found) if found else None
 
 
 def _options(job: Submission) -> list[str]:
-    """What follows `#SBATCH`; components of a heterogeneous job are divided by `hetjob`."""
+    """Return the `#SBATCH` options; components of a heterogeneous job are separated by `hetjob`."""
     slurm, parts = job.slurm, components(job.config, job.command)
     found = [f"--job-name={_name(job.config.name)}", *_nodes_of(job, parts[0])]
-    # A run goes on from its newest checkpoint: after preemption, or the loss of the first node.
+    # A run resumes from its newest checkpoint: after preemption, or the loss of the first node.
     found.append("--requeue")
     if job.config.launch.spares:
-        found.append("--no-kill")  # the job outlives a node, and goes on with a spare one
+        found.append("--no-kill")  # the job survives the loss of a node, and continues with a spare one
     found.append(f"--chdir={_path(job.workdir)}")
     found.append(f"--output={_path(job.folder)}/job-%j.txt")
     limit = limit_minutes(slurm.time)
@@ -309,10 +309,10 @@ def _options(job: Submission) -> list[str]:
 
 
 def _nodes_of(job: Submission, part: Component) -> list[str]:
-    """Options of sbatch for one kind of nodes."""
+    """Return the options of sbatch for one kind of nodes."""
     own, slurm = part.settings, job.slurm
     spares = 0 if part.team else job.config.launch.spares
-    # No range: of `--nodes=2-4 --ntasks-per-node=1` a Slurm of version 22.05 gave two, with four free.
+    # No range: for `--nodes=2-4 --ntasks-per-node=1` Slurm 22.05 gave two, with four free.
     found = [f"--nodes={part.nodes + spares}", "--ntasks-per-node=1"]
     gres = gres_of(job.config, part)
     if gres is not None:
@@ -331,12 +331,12 @@ def _nodes_of(job: Submission, part: Component) -> list[str]:
 
 
 def limit_minutes(time: str | None) -> float | None:
-    """Minutes of a `--time` of sbatch; None: the partition's, or no limit."""
+    """Return the minutes of a `--time` of sbatch; None: the partition's, or no limit."""
     return None if time is None or time.lower() in NO_LIMIT else _minutes(time) or None
 
 
 def saved_in_time(job: Submission) -> RunConfig:
-    """The recipe of the run, which has to be saved before the time limit of its job (`trainer.save_by_s`)."""
+    """Return the recipe of a run that must be saved before the time limit of its job (`trainer.save_by_s`)."""
     trainer, limit = job.config.trainer, limit_minutes(job.slurm.time)
     if limit is None or trainer.save_by_s is not None or job.command == "eval" or 60 * limit <= 2 * _ENDS_S:
         return job.config
@@ -356,7 +356,7 @@ def _minutes(time: str) -> float:
 
 
 def _srun_options(job: Submission, part: Component) -> list[str]:
-    """Options of every srun of node.sh."""
+    """Return the options of every srun of node.sh."""
     slurm, options = job.slurm, []
     if slurm.image is not None and slurm.container != "apptainer":
         options += [f"--container-image={slurm.image}", f"--container-mounts={_mounts(job)}"]
@@ -366,13 +366,13 @@ def _srun_options(job: Submission, part: Component) -> list[str]:
 
 
 def _start(job: Submission, part: Component) -> list[str]:
-    """What srun starts."""
+    """Return the command that srun starts."""
     slurm, start = job.slurm, ["bash", str(job.folder / NODE)]
     if slurm.teams:
         start = ["env", f"{NODES_OF}={resource(part.team)}", *start]
     if slurm.image is None or slurm.container != "apptainer":
         return start
-    # A node that is given whole has GPUs that nobody has asked for.
+    # A node that is allocated whole has GPUs that nobody requested.
     nvidia = ["--nv"] if _gpus_to_test(job.config, part) or job.config.cluster.device_memory_gb is not None else []
     return ["apptainer", "exec", *nvidia, "--bind", _mounts(job), slurm.image, *start]
 
@@ -383,7 +383,7 @@ def _mounts(job: Submission) -> str:
 
 
 def _name(name: str) -> str:
-    """A job name that stands in a `#SBATCH` line as it is."""
+    """Return a job name that needs no quotes in a `#SBATCH` line."""
     return "".join(sign if sign.isascii() and (sign.isalnum() or sign in "_.-") else "-" for sign in name)[:64]
 
 
@@ -401,7 +401,7 @@ def _percent(path: Path) -> str:
 
 
 def _path(path: Path) -> str:
-    """A path in a `#SBATCH` line; `%` begins a replacement there."""
+    """Return a path for a `#SBATCH` line; `%` begins a replacement there."""
     text = str(path)
     if len(text.splitlines()) != 1 or '"' in text or "\\" in text:
         raise ConfigError(

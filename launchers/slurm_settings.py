@@ -1,4 +1,4 @@
-"""Settings of batch jobs that fail only on the nodes, or that Slurm takes and nobody wants."""
+"""Checks of batch-job settings that would fail only on the nodes, or that Slurm accepts and nobody wants."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megarl.launchers.slurm import (
     limit_minutes,
 )
 
-#: Seconds by which Slurm's signal may come early, and those of a job that tests nodes, loads a model and makes steps.
+#: Seconds by which Slurm's signal may come early, and those of a job that tests nodes, loads a model and trains steps.
 _EARLY_S, _STEPS_S = 60, 300
-#: Folders that an image or the container's runtime has by itself.
+#: Folders that an image or the container's runtime provides.
 _INSIDE = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/sys", "/tmp", "/usr", "/var")
-#: Options that make another job than the one that is submitted, watched and followed by the next: why, and what to do.
+#: Options that would change how a job is submitted, watched or followed by the next: the reason, and the fix.
 _ARRAY = ("it makes several jobs, which would write to one run folder", "submit each run by itself")
 _WAIT = ("sbatch would not return before the job has ended", "megarl logs -f RUN_DIR waits for the end of a run")
 _OTHER_JOB = {
@@ -41,10 +41,10 @@ _OTHER_JOB = {
 
 
 def check_settings(job: Submission) -> None:
-    """What would fail only on the nodes.
+    """Refuse settings that would fail only on the nodes.
 
     Raises:
-        ConfigError: nodes of teams, GPUs, options, variables, the chain or a container cannot be as they are set.
+        ConfigError: invalid nodes of teams, GPUs, options, variables, chain or container.
     """
     parts, slurm = components(job.config, job.command), job.slurm
     _check_parts(job, parts)
@@ -70,7 +70,7 @@ def check_settings(job: Submission) -> None:
 
 
 def _check_parts(job: Submission, parts: list[Component]) -> None:
-    """Nodes of teams."""
+    """Check the nodes of teams."""
     if len(parts) > 1 and job.launcher != "ray":
         what = "nodes of different kinds run teams, which takes Ray"
         raise ConfigError(what, where="launch.slurm.teams", found=job.launcher, fix="launch.launcher=ray")
@@ -85,7 +85,7 @@ def _check_parts(job: Submission, parts: list[Component]) -> None:
 
 
 def _check_gpus(config: RunConfig, parts: list[Component]) -> None:
-    """A node that is asked for GPUs has one for each worker and rank of its servers."""
+    """Check that a node with requested GPUs has one for each worker and rank of its servers."""
     for part in parts if config.cluster.device_memory_gb is not None else ():
         needed, gres, given = part.gpus, gres_of(config, part), _asked_gpus(config, part)
         if 0 < given < needed:
@@ -99,7 +99,7 @@ def _check_gpus(config: RunConfig, parts: list[Component]) -> None:
 
 
 def _check_options(config: RunConfig, parts: list[Component]) -> None:
-    """Options of sbatch that the script, the chain or other keys do not go together with."""
+    """Check for options of sbatch that conflict with the script, the chain or other keys."""
     gpus = any(_asked_gpus(config, part) for part in parts)
     gres = any(gres_of(config, part) is not None for part in parts)
     for option in config.launch.slurm.options:
@@ -124,14 +124,15 @@ def _check_options(config: RunConfig, parts: list[Component]) -> None:
 
 
 def _asks_for_gpus(name: str, value: str) -> bool:
-    """Whether an option of sbatch asks for GPUs; --gpu-bind and the like do not."""
+    """Return whether an option of sbatch asks for GPUs; --gpu-bind and the like do not."""
     of_any = name in ("--gres", "--tres-per-task") and gres_gpus(value) is not None
     return of_any or name in ("--gpus", "-G", "--gpus-per-task", "--gpus-per-socket")
 
 
 def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
-    """A name in the form that its runtime takes: enroot looks for what has no # at Docker's registry, and apptainer for
-    what has no scheme among files."""
+    """Check that a name has its runtime's form: enroot looks up names without # at Docker's registry, and apptainer
+    names without scheme among files.
+    """
     scheme, _, name = image.rpartition("://")
     first = name.partition("/")[0]
     if apptainer:
@@ -152,7 +153,7 @@ def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
 
 
 def _asked_gpus(config: RunConfig, part: Component) -> int:
-    """GPUs that Slurm is asked for."""
+    """Return the GPUs that Slurm is asked for."""
     gres = gres_of(config, part)
     return gpus_per_node(config, part) if gres is None else gres_gpus(gres) or 0
 
@@ -162,7 +163,7 @@ def _section(part: Component) -> str:
 
 
 def _check_environment(slurm: SlurmConfig) -> None:
-    """Scripts are plain text in the run folder, and the job itself says where processes meet."""
+    """Check the variables: scripts are plain text in the run folder, and the job itself sets where processes meet."""
     for name in slurm.environment:
         where = f"launch.slurm.environment.{name}"
         if CREDENTIAL.search(name):
@@ -178,7 +179,7 @@ def _check_environment(slurm: SlurmConfig) -> None:
 
 
 def _check_container(job: Submission, image: str) -> None:
-    """Mounts, and the image: a file that is there, or a name in the form that its runtime takes."""
+    """Check the mounts, and the image: an existing file, or a name in the form of its runtime."""
     for mount in job.slurm.mounts:
         part = mount.split(":")
         if not 2 <= len(part) <= 3 or not all(part) or "," in mount or not part[1].startswith("/"):
@@ -200,7 +201,7 @@ def _check_container(job: Submission, image: str) -> None:
 
 
 def doubtful(job: Submission) -> list[str]:
-    """Settings that Slurm takes and that most likely are not what is wanted."""
+    """Return warnings about settings that Slurm accepts and that are probably not intended."""
     slurm, parts, found = job.slurm, components(job.config, job.command), _early_warning(job)
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in parts:
@@ -224,7 +225,7 @@ def doubtful(job: Submission) -> list[str]:
 
 
 def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
-    """Nodes that are asked for no GPU, and options that do not ask for any, either."""
+    """Return warnings about nodes and options that ask for no GPU."""
     found, named = [], config.cluster.device_memory_gb is not None
     if any(word in option for option in config.launch.slurm.options for word in ("gpu", "exclusive", "-G")):
         return []
@@ -246,7 +247,7 @@ def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
 
 
 def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
-    """GPUs that nodes are asked for and that nothing of the run is on."""
+    """Return warnings about requested GPUs that the run does not use."""
     found, named = [], config.cluster.device_memory_gb is not None
     for part in parts:
         asked, section = _asked_gpus(config, part), _section(part)
@@ -270,9 +271,9 @@ def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
 
 
 def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
-    """More GPUs of a team's nodes than machines have, where nobody has said that these have as many.
+    """Return warnings about more GPUs per node of a team than machines usually have, where their number is not set.
 
-    Of machines that are all alike the checks of a recipe say it (megarl.checks.gpus).
+    For equal machines the checks of a recipe warn (megarl.checks.gpus).
     """
     found, apart = [], config.launch.slurm.teams and config.cluster.device_memory_gb is not None
     for part in parts if apart else ():
@@ -293,13 +294,13 @@ def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
 
 
 def _least_nodes(part: Component) -> int:
-    """Nodes over which its workers divide evenly, with no more on each than machines have GPUs."""
+    """Return the smallest number of nodes that divides its workers evenly, with no more per node than usual GPUs."""
     least = -(-part.workers // USUAL_GPUS)
     return next(nodes for nodes in range(least, part.workers + 1) if part.workers % nodes == 0)
 
 
 def _early_warning(job: Submission) -> list[str]:
-    """A chain whose jobs have hardly begun when they are asked for a checkpoint, and a job that never is."""
+    """Return warnings about a chain whose jobs must save right after their start, and a job that is never warned."""
     slurm = job.slurm
     limit = limit_minutes(slurm.time)
     if limit is None:
@@ -323,7 +324,7 @@ def _early_warning(job: Submission) -> list[str]:
 
 
 def unset_limit(job: Submission) -> str | None:
-    """That nobody says when the job ends; None: somebody does."""
+    """Return a warning that nothing limits the job's time; None: something does."""
     if job.slurm.time is not None:
         return None
     return (
@@ -333,7 +334,7 @@ def unset_limit(job: Submission) -> str | None:
 
 
 def _unmounted(job: Submission) -> list[str]:
-    """Variables that name a folder of the cluster, which a container does not have."""
+    """Return variables that name a folder of the cluster that the container does not mount."""
     slurm = job.slurm
     if slurm.image is None:
         return []
@@ -353,7 +354,7 @@ def _unmounted(job: Submission) -> list[str]:
 
 
 def memory_bytes(text: str | None) -> float | None:
-    """Bytes of a `--mem`; None: it is not said, or 0, which is all that a node has."""
+    """Return the bytes of a `--mem`; None: it is unset, or 0, which means all of a node's memory."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper()) if text else None
     if found is None or not int(found[1]):
         return None

@@ -1,4 +1,4 @@
-"""Submits a run to Slurm, and asks Slurm about it.
+"""Submission of a run to Slurm, and queries about it.
 
 write_scripts    job.sh, node.sh, recipe.yaml in RUN_DIR/launch
 check_cluster    sbatch is here, the partition exists, and `sbatch --test-only` takes the script
@@ -46,7 +46,7 @@ from megarl.launchers.slurm_job.exclusion import with_exclusion
 from megarl.processes import write_atomically
 
 _ANSWER_S = 60.0
-#: What sbatch says, in lower case: the key that it is about.
+#: Text of sbatch, in lower case -> the key that it is about.
 _ABOUT = {
     "account": "launch.slurm.account",
     "partition": "launch.slurm.partition",
@@ -71,12 +71,12 @@ class SubmittedJob(NamedTuple):
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says of a job.
+    """Slurm's state of a job.
 
     Attributes:
-        name: as Slurm has it, `RUNNING`; `ENDED`: Slurm does not know it any more.
-        ran, limit: times as Slurm writes them.
-        nodes: their names, or why it waits in parentheses.
+        name: of the state in Slurm, `RUNNING`; `ENDED`: Slurm does not know the job any more.
+        ran, limit: times in Slurm's format.
+        nodes: their names, or the reason for waiting in parentheses.
     """
 
     name: str
@@ -91,7 +91,7 @@ class JobState:
 
 
 def write_scripts(job: Submission) -> Path:
-    """The files that the job needs; returns what sbatch takes."""
+    """Write the files that the job needs; return the batch script."""
     job.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(job.folder / RECIPE, dump_config(saved_in_time(job)))
     write_atomically(job.folder / NODE, node_script(job))
@@ -103,10 +103,10 @@ def write_scripts(job: Submission) -> Path:
 
 
 def check_cluster(job: Submission) -> None:
-    """What Slurm would refuse, before anything is written.
+    """Check a submission with Slurm before anything is written.
 
     Raises:
-        UserError: Slurm is not here, does not answer, or refuses the job.
+        UserError: Slurm is missing, does not answer, or refuses the job.
     """
     wanted = job.slurm.partition
     partitions = sorted({line.rstrip("*") for line in _ask("sinfo", "--noheader", "--format=%R").split()})
@@ -131,14 +131,14 @@ def check_cluster(job: Submission) -> None:
 
 
 def prepare(job: Submission) -> None:
-    """What the jobs of this submission know of each other."""
+    """Reset the state that the jobs of this submission share."""
     state = {"failures": 0, "newest": -1, "on": [], "job": "", "process": process_of(job.run_dir)}
     write_atomically(job.folder / STATE, json.dumps(state))
     write_atomically(job.folder / CHAIN, f"{job.slurm.chain}\n")
 
 
 def submit(job: Submission) -> str:
-    """Submit the script that `write_scripts` wrote; returns the job's number."""
+    """Submit the script that `write_scripts` wrote; return the job's number."""
     prepare(job)
     script = _leaving_out(job, (job.folder / JOB).read_text())
     number = _sbatch(script, "--parsable").strip().partition(";")[0]
@@ -148,18 +148,18 @@ def submit(job: Submission) -> str:
 
 
 def excluded(run_dir: Path) -> dict[str, str]:
-    """Nodes that the jobs of a run leave out, and why."""
+    """Return the nodes that the jobs of a run exclude, with reasons."""
     lines = read_jsonl(run_dir / FOLDER / EXCLUDED, needs={"node": str, "reason": str})
     return {line["node"]: line["reason"] for line in lines}
 
 
 def notes_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What has happened in the jobs of a run: time, job, kind and text of each event, in order."""
+    """Return the events in the jobs of a run: time, job, kind and text of each, in order."""
     return read_jsonl(run_dir / FOLDER / EVENTS, needs={"time": (int, float), "job": str, "kind": str, "text": str})
 
 
 def latest_tests(run_dir: Path) -> dict[str, str]:
-    """What the last pre-flight found, in a line for each node."""
+    """Return the results of the last pre-flight, one line per node."""
     folders = [file.parent for file in (run_dir / FOLDER / TESTS).glob("*/failed.json")]
     if not folders:
         return {}
@@ -174,13 +174,13 @@ def latest_tests(run_dir: Path) -> dict[str, str]:
 
 
 def _leaving_out(job: Submission, script: str) -> str:
-    """The script, without the nodes that this run leaves out."""
+    """Return the script without the nodes that this run excludes."""
     names = excluded(job.run_dir)
     return with_exclusion(script, [*plan(job)["exclude"], *names] if names else [])
 
 
 def jobs_of(run_dir: Path) -> list[SubmittedJob]:
-    """The jobs that were submitted for a run folder, in order."""
+    """Return the jobs submitted for a run folder, in order."""
     file = run_dir / FOLDER / JOBS
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
     told = (line.strip("\0").split("\t") for line in lines)
@@ -190,7 +190,7 @@ def jobs_of(run_dir: Path) -> list[SubmittedJob]:
 
 
 def state_of(number: str) -> JobState:
-    """What Slurm says of a job."""
+    """Return Slurm's state of a job."""
     try:
         answer = _ask("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T|%M|%l|%R")
     except UnavailableError as error:
@@ -206,7 +206,7 @@ def cancel(number: str) -> None:
 
 
 def _sbatch(script: str, *options: str) -> str:
-    """Hand a script to sbatch."""
+    """Pass a script to sbatch."""
     _require("sbatch")
     done = subprocess.run(
         ["sbatch", *options], input=script, capture_output=True, text=True, timeout=_ANSWER_S, check=False

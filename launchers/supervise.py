@@ -1,4 +1,4 @@
-"""Waits for the ranks of a job, finds the first thing that went wrong, and says it in one located message."""
+"""Supervision of a job's ranks: it finds the first failure and reports it in one located message."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megarl.processes import oom_kills, signal_name
 from megarl.runtime.health import RankFailure, Watch, read_beat, where_text
 
 POLL_S = 0.1
-SETTLE_S = 1.0  # after the first bad end: time for the others to show that they only lost a peer
-LOST_S = 5.0  # the same, as long as all that failed only lost a peer: word of a death may come late
-LINGER_S = 15.0  # a rank that has reported its error ends within this time, or is ended
+SETTLE_S = 1.0  # after the first failure: time for other ranks to show that they only lost a peer
+LOST_S = 5.0  # the same, while all failed ranks only lost a peer: news of a death may be late
+LINGER_S = 15.0  # a rank that has reported its error ends within this time, or is killed
 STACKS_S = 0.5  # time for hung ranks to write their stacks into the log
 _LINE = 400  # characters of a message in a line
-_SOURCE_PATH = re.compile(r"\[[\w./-]*/(?=[\w.]+:\d+\])")  # where a library was built
+_SOURCE_PATH = re.compile(r"\[[\w./-]*/(?=[\w.]+:\d+\])")  # path where a library was built
 _NATIVE_STACK = "Exception raised from "  # torch puts the stack of C++ after the message
 
 OUT_OF_MEMORY_FIX = (
@@ -34,13 +34,13 @@ OUT_OF_MEMORY_FIX = (
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How the ranks of an attempt ended.
+    """The end of an attempt.
 
     Attributes:
         exit_code: of the command.
-        why: who failed, on which machine, how and where, in one line; empty: nobody.
-        repeats: the run would end so again, see `MegarlError`.
-        place: type, phase and step of an error that a rank raised by itself; None: there is none.
+        why: the failed rank, its machine, the error and its place, in one line; empty: none failed.
+        repeats: the error would recur, see `MegarlError`.
+        place: type, phase and step of an error that a rank raised itself; None: there is none.
     """
 
     exit_code: int
@@ -50,12 +50,12 @@ class End:
 
 
 def supervise(workers: Workers, job: Job) -> End:
-    """How it went, once all ranks have ended or one has failed or hung, which is said.
+    """Wait until all ranks have ended, or one has failed or hung; log and return the outcome.
 
-    A team whose process died or hangs may start again before that (`megarl.launchers.restarts`).
+    A team whose process died or hangs may be restarted before that (`megarl.launchers.restarts`).
 
     Raises:
-        UserError: the run's folder is gone, whatever came of that.
+        UserError: the run's folder is gone, with any consequence.
     """
     cluster = job.config.cluster
     watch = Watch(job.run_dir, workers.ranks(), cluster.timeout_s, cluster.start_timeout_s, job.names)
@@ -67,11 +67,11 @@ def supervise(workers: Workers, job: Job) -> End:
 
 
 def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts) -> End:
-    """See `supervise`.
+    """Do the work of `supervise`.
 
     Raises:
-        UserError: as there.
-        WorkerError: a team did not start again.
+        UserError: as `supervise`.
+        WorkerError: a team could not be restarted.
     """
     ranks, oom_before = workers.ranks(), oom_kills()
     while True:
@@ -105,13 +105,13 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
 
 
 def _is_stopped(ended: dict[int, int], job: Job) -> bool:
-    """The actor's team has ended before the last step (`trainer.save_by_s`): the others wait for it for ever."""
+    """Return whether the actor's team ended before the last step (`trainer.save_by_s`): others would wait for ever."""
     leads = range(job.teams[0].devices)
     return {*leads} <= ended.keys() and read_run(job.run_dir, tell=False).get("status") == "stopped"
 
 
 def _settle(workers: Workers, job: Job) -> dict[int, int]:
-    """Exit codes, after the others had time to show what they know of the cause."""
+    """Return the exit codes, after other ranks had time to show what they know of the cause."""
     start = time.monotonic()
     while len(ended := workers.poll()) < len(workers.ranks()):
         waited = time.monotonic() - start
@@ -123,9 +123,9 @@ def _settle(workers: Workers, job: Job) -> dict[int, int]:
 
 
 def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed: bool) -> RankFailure:
-    """The root cause: a rank that got SIGKILL, else the earliest error that is not just the loss of a peer.
+    """Return the root cause: a rank that got SIGKILL, else the earliest error that is not just the loss of a peer.
 
-    Other signals come after such errors: a communication library ends its process with SIGABRT when a peer is lost.
+    Other signals follow such errors: a communication library ends its process with SIGABRT when a peer is lost.
     """
     errors = job.errors()
     abrupt = [
@@ -138,7 +138,7 @@ def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed:
 
 
 def _abrupt_end(rank: int, code: int, workers: Workers, job: Job, oom_killed: bool) -> RankFailure:
-    """Describe a rank that ended without a word, from its exit code and its last heartbeat."""
+    """Describe a rank that ended silently, from its exit code and its last heartbeat."""
     beat = read_beat(job.run_dir, rank)
     message = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else _ended(code)
     message = workers.cause(rank) or message
@@ -169,7 +169,7 @@ def _end_of(failure: RankFailure, job: Job) -> End:
 
 
 def _ended(code: int) -> str:
-    """How a rank ended that left no error."""
+    """Describe how a rank ended that recorded no error."""
     if code == ENDED_EARLY:
         return "ended with exit code 0 before its work was done (something in it calls os._exit?)"
     return f"ended with exit code {code}"
@@ -199,7 +199,7 @@ def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, i
 
 
 def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None) -> list[str]:
-    """One line per rank: where it was. Long jobs show the first sixteen."""
+    """Return one line per rank with its position; of many ranks the first sixteen."""
     now, lines, errors = time.time(), [], job.errors()
     ranks = [rank for rank in workers.ranks() if rank != skip]
     for rank in ranks[:16]:
@@ -217,7 +217,7 @@ def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None)
 
 
 def _one_line(message: str) -> str:
-    """A message among others: of a long one the beginning and the end, which has the cause; log.txt has all of it."""
+    """Return a message as one line: of a long one the beginning and the end, with the cause; log.txt has all of it."""
     line = " ".join(_SOURCE_PATH.sub("[", message.partition(_NATIVE_STACK)[0]).split())
     if len(line) <= _LINE:
         return line
@@ -225,7 +225,7 @@ def _one_line(message: str) -> str:
 
 
 def _show_stacks(workers: Workers, job: Job) -> None:
-    """Python stacks of all ranks go to the log, through faulthandler."""
+    """Write the Python stacks of all ranks to the log, through faulthandler."""
     for rank in workers.ranks():
         signal_rank(job, rank, signal.SIGUSR1)
     time.sleep(STACKS_S)

@@ -37,8 +37,8 @@ from megarl.runtime.health import read_beat
 from megarl.simulators.parents import PARENTS, as_parent
 
 GRACE_S = 3.0
-#: Ends the agent, and by it the workers. Batch systems send other signals to every process of a job, and the launcher
-#: decides on those.
+#: Ends the agent, and through it the workers. Batch systems send other signals to every process of a job, and the
+#: launcher handles those.
 _END = signal.SIGUSR2
 AGENT_REPORT = "MEGARL_AGENT_REPORT"
 
@@ -63,7 +63,7 @@ def start(job: Job) -> TorchrunWorkers:
         )
     here = cluster.nproc // cluster.nnodes
     address, port = _rendezvous(cluster.nnodes)
-    # The agent of the first machine has a copy of it: a port in use is named here, and nobody takes it in between.
+    # The agent of the first machine has a copy of it: a port in use is named here, and no process takes it in between.
     first = job.machine == 0
     with listen(address, port, one_machine=cluster.nnodes == 1) if first else contextlib.nullcontext() as listener:
         port = port if listener is None else listener.getsockname()[1]
@@ -71,7 +71,7 @@ def start(job: Job) -> TorchrunWorkers:
 
 
 def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.socket | None) -> TorchrunWorkers:
-    """The agent of this machine, with `here` ranks; `listener` is where the store of the run listens, if here."""
+    """Start this machine's agent, with `here` ranks; `listener` is the socket of the run's store, if it is here."""
     nnodes = job.config.cluster.nnodes
     arguments = [f"--nnodes={nnodes}", f"--nproc-per-node={here}", f"--node-rank={job.machine}"]
     arguments += [f"--master-addr={address}", f"--master-port={port}", "--max-restarts=0"]
@@ -135,11 +135,11 @@ class TorchrunWorkers:
             )
 
     def ranks(self) -> list[int]:
-        """The ranks of this machine."""
+        """Return the ranks of this machine."""
         return self._ranks
 
     def poll(self) -> dict[int, int]:
-        """All ranks of this machine have ended when the agent has; it says which failed before it ended the rest."""
+        """Return the ranks' exit codes when the agent has ended; it reports which failed before it ended the rest."""
         code = self._agent.poll()
         if code is None:
             self._note_first()
@@ -148,12 +148,12 @@ class TorchrunWorkers:
             return {rank: code_of(self._job.run_dir, rank, 0) for rank in self._ranks}
         if self._report.exists():
             found = {int(rank): status for rank, status in json.loads(self._report.read_text()).items()}
-            # It names those that failed when it looked, which may have lost one that had ended with 0 before.
+            # It names those that had failed when it looked, and may miss one that had exited with 0 before.
             return {rank: ENDED_EARLY for rank in self._first or [] if rank not in found} | found
         return {self._ranks[0]: code}
 
     def _note_first(self) -> None:
-        """Note who ended first before its work was done: the agent ends the others when one fails."""
+        """Record which ranks ended first before their work was done: the agent ends the others when one fails."""
         beats = {rank: read_beat(self._job.run_dir, rank) for rank in self._ranks}
         gone = [rank for rank, beat in beats.items() if beat is not None and not beat.over and not _runs(beat.pid)]
         if gone and self._first is None:
@@ -161,13 +161,13 @@ class TorchrunWorkers:
             self._first = [rank for rank in gone if rank not in errors]
 
     def cause(self, rank: int) -> str | None:
-        """Points at the agent's own output when the agent failed without naming a rank."""
+        """Return a hint at the agent's own output if the agent failed without naming a rank."""
         if self._report.exists() or self._agent.poll() == 0:
             return None
         return f"could not run: torchrun ended with exit code {self._agent.poll()}, see {self._job.log_dir}/agent_*.txt"
 
     def stop(self) -> None:
-        """End the agent, which ends its workers; then whatever is left of either."""
+        """End the agent, which ends its workers; then any remaining process of either."""
         for number in (_END, signal.SIGKILL):
             if self._agent.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -189,7 +189,7 @@ def _runs(pid: int) -> bool:
 
 
 def agent(arguments: list[str], report: Path) -> int:
-    """Run torchrun in this process; leave {rank: exit code} of the ranks that failed by themselves in `report`."""
+    """Run torchrun in this process; write {rank: exit code} of the ranks that failed by themselves to `report`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -213,10 +213,10 @@ def agent(arguments: list[str], report: Path) -> int:
 
 
 def _left_to_launcher(number: int, frame: FrameType | None) -> None:
-    """Nothing: it has the signal, too, and ends this process when the run has saved."""
+    """Ignore the signal: the launcher has received it, too, and ends this process when the run has saved."""
 
 
 if __name__ == "__main__":
     die_with_parents()
-    os.environ |= as_parent(os.environ.get(PARENTS))  # workers end with the launcher, too
+    os.environ |= as_parent(os.environ.get(PARENTS))  # workers also end with the launcher
     sys.exit(agent(sys.argv[1:], Path(os.environ[AGENT_REPORT])))

@@ -1,1 +1,1 @@
-"""Recipes: task graphs composed from stages, and the YAML files that use them."""
+"""Recipes: task graphs composed of stages, and the YAML files that use them."""

@@ -1,4 +1,4 @@
-"""Arithmetic on the spot: rows for `data.train_files: [megarl.recipes.arithmetic:make_rows]`."""
+"""Generated arithmetic: rows for `data.train_files: [megarl.recipes.arithmetic:make_rows]`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_rows(
     seed: int = 0,
     shares: Mapping[str, float] | None = None,
 ) -> list[dict[str, str]]:
-    """All expressions `a<op>b=` with low <= a, b <= high, split so that held-out ones are never trained on.
+    """Return all expressions `a<op>b=` with low <= a, b <= high, split so that held-out ones are never trained on.
 
     Args:
         split: `train`, or `val` for the `held_out` expressions that training never sees.
@@ -27,9 +27,8 @@ def make_rows(
         low: smallest operand.
         high: largest operand.
         held_out: size of the `val` split.
-        seed: decides which expressions are held out, and which are left out by `shares`.
-        shares: the part of an operator's expressions that is kept, drawn at random; an operator that is not named
-            keeps all.
+        seed: decides which expressions are held out, and which are dropped by `shares`.
+        shares: the part of an operator's expressions that is kept, at random; other operators keep all.
 
     Returns:
         Rows with `prompt` ("47+85="), `answer` ("132") and `data_source`, which tells operators apart if there are

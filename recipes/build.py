@@ -1,4 +1,4 @@
-"""The task graph of a recipe: the function that `algorithm.pipeline` names, and what it makes, checked."""
+"""The task graph of a recipe, built and checked by the function that `algorithm.pipeline` names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.errors import ConfigError, UserError
 from megarl.imports import import_callable
 from megarl.recipes import dapo, grpo, ppo, srpo
 
-#: The included pipelines, and what builds their graphs.
+#: The included pipelines, and the functions that build their graphs.
 PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
     "grpo": grpo.build_graph,
     "ppo": ppo.build_graph,
@@ -21,13 +21,13 @@ PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
 
 
 def build_task_graph(config: RunConfig) -> TaskGraph:
-    """The task graph of `algorithm.pipeline`, checked. UserError when it cannot be found or is not sound."""
+    """Return the checked task graph of `algorithm.pipeline`. Raise UserError if it cannot be found or is invalid."""
     name = config.algorithm.pipeline
     return _sound_graph(PIPELINES.get(name) or _users_function(name), config)
 
 
 def _users_function(name: str) -> Callable[[RunConfig], object]:
-    """The function that `file.py:fn` or `pkg.mod:fn` names, which may be in a file of the current folder."""
+    """Return the function that `file.py:fn` or `pkg.mod:fn` names, also one in a file of the current folder."""
     try:
         return import_callable(name, where="algorithm.pipeline")
     except UserError as error:
@@ -41,13 +41,13 @@ def _users_function(name: str) -> Callable[[RunConfig], object]:
 
 
 def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> TaskGraph:
-    """What the pipeline function makes, as a checked graph."""
+    """Return the checked graph of the pipeline function."""
     name = config.algorithm.pipeline
     try:
         graph = function(config)
     except UserError:
         raise
-    except Exception as error:  # whatever the user's function raises
+    except Exception as error:  # any exception of the user's function
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"the pipeline function raised {type(error).__name__}: {error}",
@@ -68,7 +68,7 @@ def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> 
 
 
 def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:
-    """A pipeline that lacks the node would leave out what the recipe asks for, and nobody would notice."""
+    """Refuse a pipeline without the correction node, which would silently ignore the recipe's setting."""
     knobs = config.rollout_correction.resolved()
     if knobs.active and not knobs.bypass and not any("loss_mask" in node.writes for node in graph):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Products that a calculator computes: the tool, and invented demonstrations of its use."""
+"""Products that a calculator computes: the tool, and synthetic demonstrations of its use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def multiply(a: int, b: int) -> int:
 def make_demonstrations(
     split: str = "train", often: float = 0.8, seldom: float = 0.2, seed: int = 0, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Products as somebody shows them who reaches for the calculator more often when the first factor is large.
+    """Return synthetic demonstrations of products that use the calculator more often if the first factor is large.
 
-    The others are answered at once, and rightly; a tiny model learns the form of such answers, and not the digits.
+    The others are answered directly and correctly; a tiny model learns the form of such answers, not the digits.
 
     Args:
-        split: see `megarl.recipes.arithmetic:make_rows`, as are the settings that are not named here.
+        split: see `megarl.recipes.arithmetic:make_rows`, also for the settings that are not listed here.
         often: share of products with a first factor of 65 or more that call `multiply`.
         seldom: share of the other ones.
         seed: decides which ones do, and which products are held out.

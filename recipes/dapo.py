@@ -6,10 +6,9 @@ rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] ---> [kl_in
       (inside the node, until the batch is full)  |  '-> [ref_logp] -------^                 |
                                                   '-> [teacher_logp], [greedy_rollout] ------'
 
-[rollout_correction] comes after [filter] and [old_logp], and before advantage. A filter that reads what a model has to
-say about the samples comes after all these instead, and before [kl_in_reward]. Where samples come as they get ready
-(`async.order`), [overlong] and [filter] come before dynamic_sampling, which is given no group without signal then and
-asks nobody.
+[rollout_correction] comes after [filter] and [old_logp], and before advantage. A filter that reads a model's output for
+the samples comes after all these instead, and before [kl_in_reward]. With `async.order: as_ready`, [overlong] and
+[filter] come before dynamic_sampling, which then receives no group without signal and requests no prompts.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def build_graph(config: RunConfig) -> TaskGraph:
-    """The task graph of one training step."""
+    """Return the task graph of one training step."""
     p = Pipeline("dapo", "decoupled clip and dynamic sampling policy optimisation", config)
     p.add(rollout.rollout)
     p.add(reward.reward_submit)
     p.add(reward.reward)
-    apart = config.async_.order == "as_ready"  # what scores samples is elsewhere than what looks for signal
+    apart = config.async_.order == "as_ready"  # samples are scored in another place than their signal is checked
     asks_models = filter_asks_models(config)
     if apart:
         add_overlong(p, config)

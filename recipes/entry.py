@@ -1,4 +1,4 @@
-"""What the workers of each command run: fn(config, run_dir), on every rank."""
+"""Entry functions of each command's workers: fn(config, run_dir), on every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.config.run import RunConfig
 
 
 def train(config: RunConfig, run_dir: Path) -> None:
-    """`megarl train`: the graph that `algorithm.pipeline` names, in one team or in several."""
+    """Run `megarl train`: the graph that `algorithm.pipeline` names, in one team or in several."""
     from megarl.dag.placement import place
     from megarl.recipes.build import build_task_graph
 
@@ -21,21 +21,21 @@ def train(config: RunConfig, run_dir: Path) -> None:
 
 
 def sft(config: RunConfig, run_dir: Path) -> None:
-    """`megarl sft`: supervised fine-tuning only."""
+    """Run `megarl sft`: supervised fine-tuning only."""
     from megarl.runtime.sft import train as run
 
     run(config, run_dir)
 
 
 def evaluate(config: RunConfig, run_dir: Path) -> None:
-    """`megarl eval`: score the model on the held-out prompts."""
+    """Run `megarl eval`: score the model on the held-out prompts."""
     from megarl.runtime.inference import evaluate as run
 
     run(config, run_dir)
 
 
 def generate(config: RunConfig, run_dir: Path) -> None:
-    """`megarl generate`: write responses to the held-out prompts."""
+    """Run `megarl generate`: write responses to the held-out prompts."""
     from megarl.runtime.inference import generate as run
 
     run(config, run_dir)

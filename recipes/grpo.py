@@ -4,10 +4,9 @@
            \\-> [old_logp -> rollout_correction] -> [sum_pi_squared] --/
            \\-> [ref_logp], [teacher_logp], [greedy_rollout] --------------/
 
-Rewards are computed by other processes while the log-prob nodes run. `old_logp` exists only when it is needed: with
-one optimizer step per batch the policy that samples are scored with is the one that is being trained. In bypass
-`rollout_as_old` stands in its place and computes nothing. With `algorithm.resampling` a node `resample` comes after
-advantage.
+Rewards are computed by other processes while the log-prob nodes run. `old_logp` exists only when it is needed: with one
+optimizer step per batch the old policy is the one being trained. In bypass `rollout_as_old` replaces it and computes
+nothing. With `algorithm.resampling` a node `resample` comes after advantage.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def build_graph(config: RunConfig) -> TaskGraph:
-    """The task graph of one training step."""
+    """Return the task graph of one training step."""
     p = Pipeline("grpo", "group-relative policy optimisation", config)
     p.add(rollout.rollout)
     add_scoring(p, config)
@@ -39,14 +38,14 @@ def build_graph(config: RunConfig) -> TaskGraph:
 
 
 def add_advantage(p: Pipeline, config: RunConfig) -> None:
-    """Advantages of all samples, and how often each is trained on when the recipe resamples them."""
+    """Add the advantages of all samples, and the number of copies of each when the recipe resamples."""
     p.add(advantage.advantage)
     if config.algorithm.resampling.active:
         p.add(resampling.resample)
 
 
 def add_scoring(p: Pipeline, config: RunConfig) -> None:
-    """Rewards, and while they are computed what models have to say about the samples."""
+    """Add rewards, and the models' scoring of the samples that runs meanwhile."""
     p.add(reward.reward_submit)
     add_logprobs(p, config)
     p.add(reward.reward)
@@ -55,9 +54,9 @@ def add_scoring(p: Pipeline, config: RunConfig) -> None:
 
 
 def add_logprobs(p: Pipeline, config: RunConfig) -> None:
-    """Old log-probs with rollout correction, and what the reference and the teacher say, as far as they are needed.
+    """Add old log-probs with rollout correction, and log-probs of reference and teacher, as far as they are needed.
 
-    Bypass takes the rollout's log-probs for the old ones: there is no forward pass.
+    Bypass uses the rollout's log-probs as the old ones, without a forward pass.
     """
     needed, knobs = needed_fields(config), config.rollout_correction.resolved()
     if knobs.bypass:
@@ -66,23 +65,23 @@ def add_logprobs(p: Pipeline, config: RunConfig) -> None:
         p.add(logprob.old_logp)
         p.add(correction.rollout_correction if knobs.active else correction.rollout_gap)
     for stage in (logprob.sum_pi_squared, logprob.ref_logp, logprob.teacher_logp, logprob.teacher_topk):
-        if stage.__name__ in needed:  # each is called as the field that it writes
+        if stage.__name__ in needed:  # each node has the name of the field that it writes
             p.add(stage)
 
 
 def add_greedy(p: Pipeline, config: RunConfig) -> None:
-    """Greedy responses to the prompts, for the estimator that compares with them."""
+    """Add greedy responses to the prompts, for the estimator that compares with them."""
     if "greedy_score" in needed_fields(config):
         p.add(rollout.greedy_rollout)
 
 
 def add_filter(p: Pipeline, config: RunConfig) -> None:
-    """Mask out what `algorithm.filter` leaves out, when the recipe has one.
+    """Add the node that masks out the samples that `algorithm.filter` excludes, when the recipe has a filter.
 
-    Where it decides which groups are handed over, the team that draws walks it.
+    If the filter decides which groups are delivered, the rollout team runs it.
 
     Raises:
-        ConfigError: the filter reads what these make of the samples.
+        ConfigError: the filter reads model outputs, which the rollout team lacks.
     """
     if not config.algorithm.filter.active:
         return
@@ -103,7 +102,7 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
 
 
 def filter_asks_models(config: RunConfig) -> list[str]:
-    """Fields of `add_logprobs` and `add_greedy` that the filter reads."""
+    """Return the fields of `add_logprobs` and `add_greedy` that the filter reads."""
     of_trainer = correction.rollout_correction, correction.rollout_as_old, logprob.old_logp, logprob.sum_pi_squared
     stages = *of_trainer, logprob.ref_logp, logprob.teacher_logp, logprob.teacher_topk, rollout.greedy_rollout
     written = {field for stage in stages for field in contract_of(stage).writes}
@@ -111,12 +110,12 @@ def filter_asks_models(config: RunConfig) -> list[str]:
 
 
 def add_overlong(p: Pipeline, config: RunConfig) -> None:
-    """The length penalty, when the recipe has one."""
+    """Add the length penalty, when the recipe has one."""
     if config.algorithm.overlong.buffer_tokens is not None:
         p.add(shaping.overlong)
 
 
 def add_kl(p: Pipeline, config: RunConfig) -> None:
-    """The KL penalty, when it is a part of the reward."""
+    """Add the KL penalty, when it is a part of the reward."""
     if config.algorithm.kl.use == "reward":
         p.add(advantage.kl_in_reward)

@@ -1,7 +1,7 @@
 """GSM8K's calculator annotations as a task: `<<48/2=24>>` becomes the prompt `48/2=` with the answer `24`.
 
 Rows for `data.train_files: [megarl.recipes.gsm8k_calc:make_rows]`. Validation expressions come from GSM8K's test file
-and leave out every expression that training contains. `make_sft_rows` adds invented expressions for a cold start.
+without those that training contains. `make_sft_rows` adds synthetic expressions for a cold start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPERAND = re.compile(r"\d+\.?\d*|\.\d+")
 
 
 def expressions(source: str) -> dict[str, str]:
-    """Expression -> value over all annotations of one GSM8K source; blanks removed, non-numeric ones left out."""
+    """Return expression -> value over all annotations of one GSM8K source, without blanks and non-numeric ones."""
     found: dict[str, str] = {}
     for row in load_rows(source):
         for expression, value in ANNOTATION.findall(row["answer"]):
@@ -42,13 +42,13 @@ def make_rows(
     limit: int | None = None,
     seed: int = 0,
 ) -> list[dict[str, str]]:
-    """Distinct expressions of the training file (`train`), or of the test file without those (`val`).
+    """Return the distinct expressions of the training file (`train`), or of the test file without those (`val`).
 
     Args:
         split: `train` or `val`.
         train: GSM8K's training data: any source form of `data.train_files`.
         test: GSM8K's test data.
-        max_chars: longer expressions are left out.
+        max_chars: longer expressions are dropped.
         limit: keep this many rows after shuffling.
         seed: of the shuffle.
 
@@ -74,17 +74,17 @@ def make_sft_rows(
     invented: int = 200_000,
     seed: int = 0,
 ) -> list[dict[str, str]]:
-    """Rows for a cold start: the training expressions, and invented ones that look like them.
+    """Return rows for a cold start: the training expressions, and synthetic ones that look like them.
 
     No held-out expression is among them.
 
     Args:
         split: `train`; a cold start has no validation rows of its own.
         train: GSM8K's training data.
-        test: GSM8K's test data, whose expressions are left out.
-        max_chars: longer expressions are left out.
-        invented: how many distinct expressions to invent.
-        seed: of the invented expressions.
+        test: GSM8K's test data, whose expressions are excluded.
+        max_chars: longer expressions are dropped.
+        invented: number of distinct synthetic expressions.
+        seed: of the synthetic expressions.
     """
     if split != "train":
         raise ValueError(f"split must be 'train', not {split!r}")
@@ -104,7 +104,7 @@ def make_sft_rows(
 
 
 def invent(real: list[str], draw: random.Random) -> Iterator[str]:
-    """Expressions without end: each has the shape of a real one, and numbers that stand in its places elsewhere."""
+    """Yield synthetic expressions without end: each has the shape of a real one, with numbers from others."""
     operands: dict[tuple[str, int], list[str]] = defaultdict(list)
     shapes = [OPERAND.sub("{}", expression) for expression in real]
     for shape, expression in zip(shapes, real, strict=True):
@@ -116,10 +116,10 @@ def invent(real: list[str], draw: random.Random) -> Iterator[str]:
 
 
 def evaluate(expression: str) -> str | None:
-    """The value of `expression` as text; None when it is negative, undefined, or has more than two decimals."""
+    """Return the value of `expression` as text; None when it is negative, undefined, or has more than two decimals."""
     try:
         value = _value(ast.parse(expression, mode="eval").body)
-    except (SyntaxError, ZeroDivisionError):  # a number with a leading zero is no Python number
+    except (SyntaxError, ZeroDivisionError):  # a number with a leading zero is not valid Python
         return None
     if value < 0 or value >= 10**8 or (100 * value).denominator != 1:
         return None
@@ -127,7 +127,7 @@ def evaluate(expression: str) -> str | None:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Exact value of the arithmetic in `node`."""
+    """Return the exact value of the arithmetic in `node`."""
     match node:
         case ast.Constant(value=int() | float() as number):
             return Fraction(str(number))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build_graph(config: RunConfig) -> TaskGraph:
-    """The task graph of one training step."""
+    """Return the task graph of one training step."""
     p = Pipeline("ppo", "proximal policy optimisation with a critic", config)
     p.add(rollout.rollout)
     add_scoring(p, config)

@@ -1,4 +1,4 @@
-"""SRPO, and training of robot policies by success: episodes in simulators, scores of the whole batch, groups of GRPO.
+"""SRPO, and training of robot policies by success: simulator episodes, scores of the whole batch, groups of GRPO.
 
     rollout -> episode_reward -> [dynamic_sampling] -> [old_logp -> rollout_correction], [ref_logp] -> advantage
                                                                                                           -> actor_train
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def build_graph(config: RunConfig) -> TaskGraph:
-    """The task graph of one training step."""
+    """Return the task graph of one training step."""
     p = Pipeline("srpo", "self-referential policy optimisation of robot policies", config)
     p.add(rollout.rollout)
     settings = config.algorithm.dynamic_sampling

@@ -1,6 +1,6 @@
-"""What a batch job of Slurm does on its first node: `python3 -m slurm_job RUN_DIR` in RUN_DIR/launch.
+"""The program of a batch job of Slurm on its first node: `python3 -m slurm_job RUN_DIR` in RUN_DIR/launch.
 
-    nodes of the job, but those that are excluded or fail the pre-flight  -> the first cluster.nnodes; others are spare
+    nodes of the job, except excluded ones and those that fail the pre-flight -> first cluster.nnodes; others are spare
     srun node.sh on them  -> it ends well, or fails on nodes that all answer  -> the job ends
         ^                 -> nodes are lost -> they are excluded; enough others -> again, from the newest checkpoint
         |                                                          |
@@ -9,11 +9,11 @@
              checkpoint, and into the queue again
     TERM     scancel, or no time is left: the end, and nothing is submitted
 
-`megarl launch` copies this folder to the run folder: it needs Python 3.9 and nothing else, so that it also runs outside
-of the container that megarl is in. For that its files import each other relatively.
+`megarl launch` copies this folder to the run folder: it needs only Python 3.9, so that it also runs outside of megarl's
+container. For that its files import each other relatively.
 
-    driver.py    the job      nodes.py     which nodes are well
-    files.py     RUN_DIR/launch, and Slurm's commands      verdicts.py  what the results of tests mean
-    exclusion.py nodes that sbatch leaves out
+    driver.py    the job      nodes.py     tests of nodes
+    files.py     RUN_DIR/launch, and Slurm's commands      verdicts.py  judgement of the tests' results
+    exclusion.py nodes that sbatch excludes
     guard.py     watches the driver from another node
 """

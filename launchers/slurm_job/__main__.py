@@ -1,4 +1,4 @@
-"""See `megarl.launchers.slurm_job`; `python3 -m slurm_job RUN_DIR guard` is the guard."""
+"""The entry of `megarl.launchers.slurm_job`; `python3 -m slurm_job RUN_DIR guard` is the guard."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One job: see the package."""
+"""The driver of one job: see the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of, r
 from .guard import GUARD_S
 from .nodes import ONE_NODE, Nodes
 
-#: Seconds that a job has left to end when no checkpoint comes.
+#: Seconds that a job has left to end when no checkpoint is written.
 LEFT_S = 20
 
 
@@ -38,18 +38,18 @@ class SlurmJob:
         # Of this job: one that another job has submitted inherits its environment.
         os.environ["MEGARL_JOB_BEGAN"] = os.environ.get("SLURM_JOB_START_TIME") or repr(time.time())
         self.plan = self.files.plan
-        self.nodes: Nodes  # Slurm says which, when the job begins
+        self.nodes: Nodes  # Slurm returns them when the job begins
         self.allocated: list[str] = []
         self.good: list[str] = []
         self.attempt = 0
         self.guard: subprocess.Popen[bytes] | None = None
-        self.guarded, self.guards = 0.0, 0  # when the last one was started, and how many there were
+        self.guarded, self.guards = 0.0, 0  # time of the last start, and the number of starts
         self.ended = False
-        self.warned: float | None = None  # when Slurm's warning came
+        self.warned: float | None = None  # time of Slurm's warning
         self.deferred = False  # the warning is for a run that has not been started yet
 
     def run(self) -> int:
-        """The exit code of the job."""
+        """Run the job; return its exit code."""
         signal.signal(signal.SIGUSR1, self._on_warning)
         signal.signal(signal.SIGTERM, self._on_end)
         try:
@@ -78,7 +78,7 @@ class SlurmJob:
             self._end_guard()
 
     def say(self, kind: str, text: str) -> None:
-        """Print what happens, and note it."""
+        """Print an event, and record it."""
         self.files.say(self.job, kind, text)
 
     def _on_warning(self, number: int, frame: object) -> None:
@@ -88,11 +88,11 @@ class SlurmJob:
         self.ended = True
 
     def _look(self) -> None:
-        """While nodes are asked.
+        """Check for signals while nodes are tested.
 
         Raises:
-            Over: the job has to end, and nodes must not be judged by steps that a signal has cut short. After a run has
-                failed, a warning waits as long as it can: the failure is judged first.
+            Over: the job has to end, and nodes must not be judged by steps that a signal has interrupted. After a
+                failure of the run, a warning is postponed as long as possible: the failure is judged first.
         """
         self.files.tell_alive()
         late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S
@@ -100,10 +100,11 @@ class SlurmJob:
             self._heed()
 
     def _finish(self) -> None:
-        """The run is over, or it has saved before the limit of this job (trainer.save_by_s): then the next one goes on.
+        """Finish a run that is over; if it has saved before the limit of this job (trainer.save_by_s), submit the next
+        one.
 
         Raises:
-            Over: Slurm does not take the next job.
+            Over: Slurm refuses the next job.
         """
         if read_object(self.files.run_dir / "run.json").get("status") != "stopped":
             self.say("finished", "the run has ended")
@@ -117,7 +118,7 @@ class SlurmJob:
         self.files.set_chain(left - 1)
 
     def _heed(self) -> None:
-        """Signals that have come while the run does not run.
+        """Handle signals that arrived while the run does not run.
 
         Raises:
             Over: the job has to end.
@@ -132,7 +133,7 @@ class SlurmJob:
         return Over(143)
 
     def _begin(self) -> None:
-        """Nodes that may be used; Slurm may have put the job into the queue again since it ran."""
+        """Find the usable nodes; Slurm may have requeued the job since it last ran."""
         self.nodes = Nodes(self.files, self.job, self._look)
         self.allocated = list(self.nodes.group_of)
         again = os.environ.get("SLURM_RESTART_COUNT")
@@ -148,10 +149,10 @@ class SlurmJob:
             self._exclude(self.nodes.preflight(self.good), "failed its pre-flight")
 
     def _choose(self) -> list[str]:
-        """The nodes of the next attempt.
+        """Return the nodes of the next attempt.
 
         Raises:
-            Over: there are too few, and the next job is submitted if there may be one.
+            Over: there are too few; the next job is submitted if the chain allows one.
         """
         if nodes := self._chosen():
             return nodes
@@ -168,7 +169,7 @@ class SlurmJob:
         raise Over(1)
 
     def _chosen(self) -> list[str]:
-        """The first good nodes of each kind; none: there are too few."""
+        """Return the first good nodes of each kind; empty: there are too few."""
         chosen: list[str] = []
         for number, group in enumerate(self.plan["groups"]):
             mine = [node for node in self.good if self.nodes.group_of[node] == number]
@@ -178,7 +179,7 @@ class SlurmJob:
         return chosen
 
     def _restart(self, lost: list[str], where: str) -> None:
-        """Note that the run starts again without these nodes.
+        """Record that the run restarts without these nodes.
 
         Raises:
             Over: no restart is left.
@@ -194,7 +195,7 @@ class SlurmJob:
         self.files.add(file, {"restart": number, "time": time.time(), "why": why, "start": start})
 
     def _count_failure(self) -> None:
-        """One restart of the budget.
+        """Take one restart of the budget.
 
         Raises:
             Over: none is left.
@@ -208,7 +209,7 @@ class SlurmJob:
             raise Over(1)
 
     def _exclude(self, bad: dict[str, str], what: str) -> list[str]:
-        """Leave nodes out from now on, each with a reason; returns their names."""
+        """Exclude nodes from now on, each with a reason; return their names."""
         for node, reason in bad.items():
             line = {"time": time.time(), "job": self.job, "node": node, "reason": f"{what}: {reason}"}
             self.files.add(self.files.path / "excluded.jsonl", line)
@@ -219,8 +220,8 @@ class SlurmJob:
     # -- other jobs
 
     def _next_job(self) -> None:
-        """Submit the job that goes on when this one has ended."""
-        self._end_guard()  # this job must not go into the queue again in addition
+        """Submit the job that continues when this one has ended."""
+        self._end_guard()  # this job must not be requeued as well
         script = self.files.path / "job.sh"
         options = [f"--dependency=afterany:{self.job}"]
         wanted, spares = self.plan["nodes"], self.plan["spares"]
@@ -239,7 +240,7 @@ class SlurmJob:
         self.say("next", f"job {number} goes on")
 
     def _told(self) -> dict[str, str]:
-        """What Slurm says of this job; empty: it does not answer."""
+        """Return Slurm's fields of this job; empty: it does not answer."""
         try:
             return fields_of(answer("scontrol", "show", "job", "--oneliner", self.job))
         except CommandFailed as error:
@@ -250,7 +251,7 @@ class SlurmJob:
         return self._told().get("PreemptTime", "None") != "None"
 
     def _left_s(self) -> float:
-        """Seconds until the job ends: its limit, or the end of its grace period. The warning may come early."""
+        """Return the seconds until the job ends: its limit, or the end of its grace period. Warnings may be early."""
         try:
             end = time.mktime(time.strptime(self._told()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
         except (KeyError, ValueError):
@@ -258,7 +259,7 @@ class SlurmJob:
         return end - time.time()
 
     def _requeue(self, why: str) -> None:
-        """Put this job into the queue again, which ends this program."""
+        """Requeue this job, which ends this program."""
         self.say("preempted", why)
         self._end_guard()
         try:
@@ -273,7 +274,7 @@ class SlurmJob:
     # -- steps
 
     def _start(self, nodes: list[str]) -> subprocess.Popen[bytes]:
-        """The run, on these nodes."""
+        """Start the run on these nodes."""
         self.attempt += 1
         (self.files.path / "save").unlink(missing_ok=True)
         self.files.set_state(on=nodes, job=self.job)
@@ -286,7 +287,7 @@ class SlurmJob:
         return self.nodes.start(nodes, more, "job-%j.TEAM-%n.txt")
 
     def _watch(self, step: subprocess.Popen[bytes]) -> int:
-        """The exit code of a step.
+        """Wait for a step; return its exit code.
 
         Raises:
             Over: the job has to end.
@@ -305,13 +306,13 @@ class SlurmJob:
         return code
 
     def _before_the_end(self, step: subprocess.Popen[bytes] | None) -> None:
-        """Slurm says that the job will end soon.
+        """Handle Slurm's warning that the job will end soon.
 
         Args:
-            step: the run; None: it does not run at the moment.
+            step: the run; None: it does not run now.
 
         Raises:
-            Over: the next job goes on, or this one does in the queue.
+            Over: the next job continues, or this one after requeueing.
         """
         preempted = self._preempted()
         left = self.files.chain()
@@ -335,7 +336,7 @@ class SlurmJob:
         raise Over(0)
 
     def _save(self, step: subprocess.Popen[bytes], why: str, goes_on: bool) -> bool:
-        """Ask the run for a checkpoint; whether the job has to end now."""
+        """Ask the run for a checkpoint; return whether the job has to end now."""
         save, self.deferred = self.files.path / "save", False
         save.touch()
         if not goes_on:
@@ -348,21 +349,21 @@ class SlurmJob:
         while save.exists() and step.poll() is None and time.monotonic() < end and not self.ended:
             self.files.tell_alive()
             time.sleep(LOOK_S)
-        if step.poll() is not None:  # it has ended by itself, and how is judged as always
+        if step.poll() is not None:  # it has ended by itself, and is judged as usual
             return False
         if save.exists():
             print("megarl: no checkpoint was written in time; the run goes on from an earlier one", flush=True)
         return not self.ended
 
     def _keep_guard(self) -> None:
-        """A small program on another node that watches this one; only where the job outlives a node."""
+        """Keep a small program on another node that watches this one, if the job survives the loss of a node."""
         here = os.environ.get("SLURMD_NODENAME")
         others = [node for node in reversed(self.good) if node != here]
         runs = self.guard is not None and (self.guard.poll() is None or time.monotonic() < self.guarded + GUARD_S)
         if not self.plan["spares"] or not others or runs:
             return
         self.files.tell_alive()
-        node = others[self.guards % len(others)]  # another one than before: that may be why it has ended
+        node = others[self.guards % len(others)]  # another node than before, which may be the cause of its end
         self.guarded, self.guards = time.monotonic(), self.guards + 1
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]
         place = [*ONE_NODE, f"--nodelist={node}", f"--chdir={self.files.path}"]

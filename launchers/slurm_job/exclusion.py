@@ -1,4 +1,4 @@
-"""Nodes that sbatch leaves out, in its script: options of the command line count for the first component only."""
+"""Nodes that sbatch excludes, in its script: command-line options count for the first component only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _OPTION = re.compile(r"(?:--exclude(?:=|\s+)|-x\s*)(\S+)")
 
 
 def excluded_by(options: Iterable[str]) -> list[str]:
-    """Nodes that options of sbatch leave out, each `--exclude=NODES`, `--exclude NODES` or `-x NODES`."""
+    """Return the nodes that options of sbatch exclude: `--exclude=NODES`, `--exclude NODES` or `-x NODES`."""
     return [found[1] for option in options if (found := _OPTION.fullmatch(option.strip()))]
 
 
 def with_exclusion(script: str, nodes: Iterable[str]) -> str:
-    """A batch script that leaves out these nodes in all its components.
+    """Return a batch script that excludes these nodes in all its components.
 
-    The last `--exclude` of a component counts, so that the nodes have to contain those of the script's own options.
+    The last `--exclude` of a component counts, so the nodes must include those of the script's own options.
     """
     text = ",".join(dict.fromkeys(nodes))
     if not text:

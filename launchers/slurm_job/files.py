@@ -12,16 +12,16 @@ from typing import Any
 
 ANSWER_S = 60.0
 LOOK_S = 0.5
-#: The driver writes to `alive` so often.
+#: Seconds between the driver's heartbeats in `alive`.
 ALIVE_S = 5.0
 
 
 class CommandFailed(Exception):
-    """A command of Slurm failed; the message is what it said."""
+    """A command of Slurm failed; the message is its output."""
 
 
 def answer(*command: str) -> str:
-    """What a command of Slurm prints.
+    """Return the output of a command of Slurm.
 
     Raises:
         CommandFailed: it failed, or gave no answer within a minute.
@@ -39,12 +39,12 @@ def answer(*command: str) -> str:
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """Fields of `scontrol show ... --oneliner`; values with blanks are cut."""
+    """Return the fields of `scontrol show ... --oneliner`; values with blanks are cut."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 class Folder:
-    """RUN_DIR/launch."""
+    """The folder RUN_DIR/launch."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.path = run_dir, run_dir / "launch"
@@ -55,7 +55,7 @@ class Folder:
         """Read the plan that `megarl launch` has written for the driver.
 
         Raises:
-            SystemExit: it is gone or damaged.
+            SystemExit: it is missing or damaged.
         """
         plan = read_object(self.path / "plan.json")
         if not plan:
@@ -66,7 +66,7 @@ class Folder:
         return plan
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Lines of a file of JSON lines, which may not be there; damaged ones do not count."""
+        """Return the lines of a file of JSON lines, which may be missing; damaged ones are skipped."""
         try:
             text = (self.path / name).read_text(errors="replace")
         except OSError:
@@ -74,12 +74,12 @@ class Folder:
         return [line for line in map(_parsed, text.splitlines()) if line]
 
     def excluded(self) -> dict[str, str]:
-        """Nodes that are left out, and why."""
+        """Return the excluded nodes, with reasons."""
         lines = [line for line in self.lines("excluded.jsonl") if "node" in line]
         return {str(line["node"]): str(line.get("reason", "")) for line in lines}
 
     def add(self, file: Path, line: dict[str, Any]) -> None:
-        """Add a line to such a file; that the disk does not take it is printed, and changes nothing."""
+        """Add a line to such a file; a full disk is reported on the console and changes nothing else."""
         try:
             with file.open("a") as out:
                 out.write(json.dumps(line) + "\n")
@@ -98,7 +98,7 @@ class Folder:
         }
 
     def set_state(self, **values: Any) -> None:
-        """Change some of it; that the disk does not take it is printed, and the next job knows less."""
+        """Change parts of the state; a full disk is reported on the console, and the next job lacks the change."""
         file = self.path / "state.json"
         draft = file.with_suffix(".tmp")
         try:
@@ -111,7 +111,7 @@ class Folder:
             print(f"megarl: {file} cannot be written: {error}", flush=True)
 
     def chain(self) -> int:
-        """How many jobs may still follow."""
+        """Return how many jobs may still follow."""
         try:
             return int((self.path / "chain").read_text())
         except (OSError, ValueError) as error:
@@ -119,14 +119,14 @@ class Folder:
             return 0
 
     def set_chain(self, left: int) -> None:
-        """Note it; that the disk does not take it is printed."""
+        """Record this number; a full disk is reported on the console."""
         try:
             (self.path / "chain").write_text(f"{left}\n")
         except OSError as error:
             print(f"megarl: {self.path / 'chain'} cannot be written: {error}", flush=True)
 
     def note_job(self, number: str) -> None:
-        """Add a job to the list of those that were submitted; that the disk does not take it is printed."""
+        """Add a job to the list of submitted jobs; a full disk is reported on the console."""
         try:
             with (self.path / "jobs.txt").open("a") as file:
                 file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.plan['nodes']}\n")
@@ -134,32 +134,32 @@ class Folder:
             print(f"megarl: {self.path / 'jobs.txt'} cannot be written: {error}", flush=True)
 
     def newest(self) -> int:
-        """Step of the newest complete checkpoint; -1: there is none."""
+        """Return the step of the newest complete checkpoint; -1: there is none."""
         steps = [file.parent.name[5:] for file in (self.run_dir / "checkpoints").glob("step_*/meta.json")]
         return max((int(step) for step in steps if step.isdigit()), default=-1)
 
     def begun(self) -> bool:
-        """The run has begun since it was submitted."""
+        """Return whether the run has begun since it was submitted."""
         return read_object(self.run_dir / "run.json").get("process") != self.state()["process"]
 
     def say(self, job: str, kind: str, text: str) -> None:
-        """Print what happens in a job, and note it."""
+        """Print an event of a job, and record it."""
         print(f"megarl: {text}", flush=True)
         self.add(self.path / "events.jsonl", {"time": time.time(), "job": job, "kind": kind, "text": text})
 
     def tell_alive(self) -> None:
-        """For the guard; cheap enough to be called in every loop."""
+        """Write a heartbeat for the guard; cheap enough for every loop."""
         if time.monotonic() - self._told_alive > ALIVE_S:
             self._told_alive = time.monotonic()
             try:
                 (self.path / "alive").write_text(repr(time.time()))
-            except OSError:  # a full disk: the time of the file tells the guard as much
+            except OSError:  # on a full disk the time of the file is enough for the guard
                 with contextlib.suppress(OSError):
                     os.utime(self.path / "alive")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty when there is none, or something else is there."""
+    """Return the JSON object in a file; empty if there is none, or it holds something else."""
     try:
         return _parsed(file.read_text(errors="replace"))
     except OSError:
@@ -167,7 +167,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """The JSON object in a text; empty when it is something else."""
+    """Return the JSON object in a text; empty if it is something else."""
     try:
         found = json.loads(text.strip("\0 \n"))
     except ValueError:

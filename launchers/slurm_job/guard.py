@@ -1,4 +1,4 @@
-"""Watches the driver of a job from another node.
+"""The guard: it watches the driver of a job from another node.
 
 With --no-kill Slurm keeps the rest of a job when a node dies, also when that was the first one, where the job's
 script runs: the job would hold its other nodes until its time limit.
@@ -13,18 +13,18 @@ from pathlib import Path
 
 from .files import ANSWER_S, LOOK_S, CommandFailed, answer
 
-#: A job whose driver was silent for so long goes into the queue again: longer than a command of Slurm takes, the only
+#: Seconds of silence of the driver after which its job is requeued: longer than a command of Slurm takes, the only
 #: wait in which the driver writes nothing.
 GUARD_S = 2 * ANSWER_S
 
 
 def guard(run_dir: Path) -> int:
-    """Put the job into the queue again when its driver is silent."""
+    """Requeue the job when its driver is silent."""
     file, job = run_dir / "launch" / "alive", os.environ["SLURM_JOB_ID"]
     seen, since = 0, time.monotonic()
     while True:
-        with contextlib.suppress(OSError), file.open() as opened:  # which asks a file system of the network again
-            told = os.fstat(opened.fileno()).st_mtime_ns  # a full disk takes no more text
+        with contextlib.suppress(OSError), file.open() as opened:  # which makes a network file system refresh it
+            told = os.fstat(opened.fileno()).st_mtime_ns  # a full disk accepts no text
             if told != seen:
                 seen, since = told, time.monotonic()
         if time.monotonic() - since > GUARD_S:

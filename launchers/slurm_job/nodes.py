@@ -1,4 +1,4 @@
-"""Which nodes are well, and steps on them."""
+"""Tests of nodes, and steps on them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .verdicts import failed_checks, link_faults, odd_versions
 
 #: Seconds for a step to end after its signal.
 STOP_S = 60.0
-#: States of nodes that run nothing; those that do not answer have a star.
+#: States of nodes that run nothing; a star marks nodes that do not answer.
 LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")
-#: Ports of the first node where processes meet: the first one, how many jobs in a row have different ones (they may
+#: Ports of the first node where processes meet: the first one, the number of consecutive jobs with different ones (they
 #: share a node), and how many steps in a row of each.
 PORTS = (20000, 100, 100)
-#: How srun starts something on one node, in addition to whatever else the job runs there.
+#: Options of srun to start something on one node beside the job's other steps.
 ONE_NODE = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-kill=off")
 
 
 def port_of(job: int, step: int) -> int:
-    """Where the processes of a step meet on its first node."""
+    """Return the port where the processes of a step meet on its first node."""
     first, jobs, steps = PORTS
     return first + job % jobs * steps + step % steps
 
 
 def is_free(port: int) -> bool:
-    """Nobody listens at this port of this machine."""
+    """Return whether nobody listens at this port of this machine."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are just over do not matter
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended do not matter
         try:
             probe.bind(("", port))
         except OSError:
@@ -49,20 +49,20 @@ class Nodes:
     Args:
         files: of the run.
         job: its number.
-        look: called while nodes are asked, several times a second; what it raises ends the asking, and blames none.
+        look: called several times a second while nodes are tested; its exception ends the tests without blaming a node.
     """
 
     def __init__(self, files: Folder, job: str, look: Callable[[], None]) -> None:
         self._files, self._plan, self._job, self._look = files, files.plan, job, look
         self._steps = 0
-        #: Which of the plan's groups each node of the job is in.
+        #: The group of the plan that each node of the job is in.
         self.group_of: dict[str, int] = {}
         for number in range(len(self._plan["groups"])):
             listed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}") or os.environ["SLURM_JOB_NODELIST"]
             self.group_of.update(dict.fromkeys(answer("scontrol", "show", "hostnames", listed).split(), number))
 
     def start(self, nodes: list[str], more: list[str], output: str = "") -> subprocess.Popen[bytes]:
-        """node.sh on these nodes.
+        """Start node.sh on these nodes.
 
         Args:
             nodes: of the job.
@@ -74,7 +74,7 @@ class Nodes:
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
         if len(nodes) > 1:
             environment.update(MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port))
-        if self._plan["ray"]:  # who calls the job's Ray must know the token; it is in no file
+        if self._plan["ray"]:  # clients of the job's Ray must know the token, which is in no file
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
         command = ["srun"]
         for number, group in enumerate(self._plan["groups"]):
@@ -91,9 +91,9 @@ class Nodes:
         return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
 
     def _next_port(self, first: str) -> int:
-        """Where the next step meets on its first node; if that is this node, one that is free.
+        """Return the port where the next step meets on its first node; if that is this node, a free one.
 
-        Of a node whose ports are all taken it is the last one, and the step says so itself.
+        If all ports of the node are taken it is the last one, and the step reports that itself.
         """
         for _ in range(PORTS[2]):
             self._steps += 1
@@ -103,7 +103,7 @@ class Nodes:
         return port
 
     def stop(self, step: subprocess.Popen[bytes], seconds: float | None = None) -> None:
-        """End a step; it has `seconds` for that, STOP_S unless told."""
+        """End a step within `seconds`, STOP_S by default."""
         step.terminate()
         self._wait(step, STOP_S if seconds is None else seconds, self._files.tell_alive)
         if step.poll() is None:
@@ -118,11 +118,12 @@ class Nodes:
                 step.wait(LOOK_S)
 
     def _group(self, number: int) -> list[str]:
-        """How srun is told which component of a heterogeneous job is meant."""
+        """Return the options of srun that choose a component of a heterogeneous job."""
         return [f"--het-group={number}"] if len(self._plan["groups"]) > 1 else []
 
     def _address(self, node: str) -> str:
-        """Where processes meet: the address of a node in `launch.slurm.interface`, else the one that Slurm calls.
+        """Return the address where processes meet: a node's in `launch.slurm.interface`, else the one of its Slurm
+        name.
 
         Raises:
             CommandFailed: there is none.
@@ -140,10 +141,10 @@ class Nodes:
         return found
 
     def lost_state(self, node: str) -> str:
-        """What Slurm says of a node that is lost; empty: it is not.
+        """Return Slurm's state of a lost node; empty: it is not lost.
 
         Raises:
-            CommandFailed: Slurm does not answer, which says nothing of the node.
+            CommandFailed: Slurm does not answer, which proves nothing about the node.
         """
         self._files.tell_alive()
         try:
@@ -155,13 +156,13 @@ class Nodes:
         return f"Slurm says {state}" if state.endswith("*") or any(word in state for word in LOST) else ""
 
     def roll_call(self, nodes: list[str]) -> dict[str, str]:
-        """Nodes of a step that failed which do not answer, or fail their own tests, and why."""
+        """Return the nodes of a failed step that do not answer, or fail their own tests, with reasons."""
         if self._plan["preflight"]:
             return self._test_nodes(nodes, self._results())
         return self._ask_each({node: ["true"] for node in nodes})
 
     def _results(self) -> Path:
-        """Folder for the results of one round of tests."""
+        """Return a folder for the results of one round of tests."""
         root, number = self._files.path / "preflight", 1
         while (root / f"{self._job}-{number}").exists():
             number += 1
@@ -170,7 +171,7 @@ class Nodes:
         return folder
 
     def preflight(self, nodes: list[str]) -> dict[str, str]:
-        """Nodes that fail, with reasons."""
+        """Return the nodes that fail their tests, with reasons."""
         folder = self._results()
         bad = self._test_nodes(nodes, folder)
         well = [node for node in nodes if node not in bad]
@@ -198,10 +199,10 @@ class Nodes:
         return bad
 
     def _ask_each(self, commands: dict[str, list[str]]) -> dict[str, str]:
-        """Run a command on each node by itself; those where it fails, or does not end in time, and why.
+        """Run a command on each node separately; return the nodes where it fails or takes too long, with reasons.
 
         Raises:
-            CommandFailed: it fails everywhere, or Slurm does not answer: no node is blamed.
+            CommandFailed: it fails everywhere, or Slurm does not answer; no node is blamed.
         """
         asked = {
             node: subprocess.Popen(
@@ -227,14 +228,14 @@ class Nodes:
         self._look()
         here = os.environ.get("SLURMD_NODENAME")
         if len(bad) == len(commands) and (here in bad or len(lost) < len(bad)):
-            # It is not the nodes that fail, but Slurm, or what node.sh does on all of them: this node runs, or some of
-            # the nodes do by what Slurm says.
+            # The nodes are not to blame, but Slurm, or node.sh on all of them: this node runs, or some of the nodes
+            # do according to Slurm.
             why = bad[here] if here in bad else next(why for node, why in bad.items() if node not in lost)
             raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {why}")
         return bad
 
     def _said(self, process: subprocess.Popen[str], end: float) -> list[str] | None:
-        """Lines that a program has printed to stderr when it ends; None: it still runs at `end`."""
+        """Return the lines that a program printed to stderr until it ended; None: it still runs at `end`."""
         while True:
             self._look()
             try:
@@ -244,7 +245,7 @@ class Nodes:
                     return None
 
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:
-        """Nodes that reach the others too slowly, or have another time."""
+        """Return the nodes with slow links to others, or with a wrong clock, with reasons."""
         gpus = min(group["gpus"] for group in self._plan["groups"])
         # A wait for others, one for each of two neighbours, and the same again for starting Python.
         limit = ["--limit-s", f"{self._plan['limit_s'] / 4:g}"]

@@ -1,4 +1,4 @@
-"""What the results of a pre-flight mean: which nodes fail, and why."""
+"""Judgement of a pre-flight's results: the failing nodes, with reasons."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def failed_checks(result: dict[str, Any]) -> str:
-    """Why a node may not be used by what it found itself; empty: it may."""
+    """Explain, from a node's own results, why it may not be used; empty: it may."""
     return "; ".join(f"{name}: {check['reason']}" for name, check in result["checks"].items() if not check["ok"])
 
 
 def odd_versions(versions: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Nodes that have another version of anything than most nodes have."""
+    """Return the nodes with another version of anything than most nodes have."""
     bad = {}
     for package in sorted({name for own in versions.values() for name in own}):
         most = Counter(own.get(package, "none") for own in versions.values()).most_common(1)[0][0]
@@ -24,7 +24,7 @@ def odd_versions(versions: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def wrong_clocks(offsets: dict[str, float], limit_s: float) -> dict[str, str]:
-    """Nodes whose clock is too far from the median of all, by seconds that each is ahead of one of them."""
+    """Return the nodes whose clock is too far from the median, from the seconds that each is ahead of one of them."""
     if not offsets:
         return {}
     middle = statistics.median_low(offsets.values())
@@ -36,10 +36,10 @@ def wrong_clocks(offsets: dict[str, float], limit_s: float) -> dict[str, str]:
 
 
 def slow_nodes(edges: list[dict[str, Any]], share: float) -> dict[str, str]:
-    """Nodes that reach none of their neighbours, or even their best one far slower than the median of all nodes.
+    """Return nodes that reach none of their neighbours, or whose best link is far slower than the median of all nodes'.
 
-    The best neighbour counts: a slow node makes both its pairs slow, and that must not take its neighbours with it. Two
-    nodes have no median.
+    The best neighbour counts: a slow node makes both its pairs slow, which must not blame its neighbours. Two nodes
+    have no median.
     """
     best: dict[str, float] = {}
     errors: dict[str, str] = {}
@@ -59,7 +59,7 @@ def slow_nodes(edges: list[dict[str, Any]], share: float) -> dict[str, str]:
 
 
 def link_faults(found: dict[str, Any], nodes: list[str], clock_s: float, share: float) -> dict[str, str]:
-    """Nodes that links.json speaks against; that no other node came to the first one speaks against this."""
+    """Return the nodes that links.json blames; if no other node joined the first one, that one is blamed."""
     present = found["nodes"]
     if len(present) == 1 and len(nodes) > 2:
         return {present[0]: "links: no other node reaches it"}

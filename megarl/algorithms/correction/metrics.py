@@ -15,16 +15,22 @@ NAME = "rollout_corr/"
 def finish(metrics: Metrics) -> Metrics:
     """Replace the raw sums in `metrics` (merged over micro-batches and ranks) by the named metrics.
 
-    | metric | formula, over valid tokens unless said otherwise | |---|---| | kl | E[log pi_rollout - log pi] | | k3_kl
-    | E[rho - 1 - log rho] | | chi2_token, chi2_seq | E[rho^2] - 1; over sequences with their whole ratio | | ppl,
-    rollout_ppl | mean over sequences of exp(-mean log-prob) | | ppl_ratio, log_ppl_diff | mean over sequences of exp(d)
-    and d, d = mean(log pi_rollout - log pi) | | log_ppl_abs_diff, log_ppl_diff_min, log_ppl_diff_max | mean over
-    sequences of abs(d); smallest and largest d | | ratio_min, ratio_mean, ratio_max, ratio_std | of rho | | ess | (sum
-    rho)^2 / (n sum rho^2), 1 is best | | logp_diff_max | max of abs(log pi - log pi_rollout), not clamped | | prob_corr
-    | Pearson correlation of pi and pi_rollout; omitted where one of them is the same at all tokens | | is_weight_min,
-    _mean, _max, _std, is_ess, is_truncated | weights of trained items, before normalisation | | is_batch_norm | the
-    factor that weights were divided by | | rejected, rejected_seqs | share of tokens; of sequences that lost every
-    token | | rejected/NAME | share of tokens that this rule rejects |
+    | metric | formula, over valid tokens unless said otherwise |
+    |---|---|
+    | kl | E[log pi_rollout - log pi] |
+    | k3_kl | E[rho - 1 - log rho] |
+    | chi2_token, chi2_seq | E[rho^2] - 1; over sequences with their whole ratio |
+    | ppl, rollout_ppl | mean over sequences of exp(-mean log-prob) |
+    | ppl_ratio, log_ppl_diff | mean over sequences of exp(d) and d, d = mean(log pi_rollout - log pi) |
+    | log_ppl_abs_diff, log_ppl_diff_min, log_ppl_diff_max | mean over sequences of abs(d); smallest and largest d |
+    | ratio_min, ratio_mean, ratio_max, ratio_std | of rho |
+    | ess | (sum rho)^2 / (n sum rho^2), 1 is best |
+    | logp_diff_max | max of abs(log pi - log pi_rollout), not clamped |
+    | prob_corr | Pearson correlation of pi and pi_rollout; omitted where one of them is the same at all tokens |
+    | is_weight_min, _mean, _max, _std, is_ess, is_truncated | weights of trained items, before normalisation |
+    | is_batch_norm | the factor that weights were divided by |
+    | rejected, rejected_seqs | share of tokens; of sequences that lost every token |
+    | rejected/NAME | share of tokens that this rule rejects |
 
     Returns:
         The same bag. Without a valid token nothing is added.
