@@ -1,5 +1,4 @@
-"""Attempts at a run: it is started again from its newest checkpoint after the loss of a worker
-(`cluster.max_restarts`).
+"""Attempts at a run, which is started again from its newest checkpoint when it loses a worker (`cluster.max_restarts`).
 
     start -> supervise -> finished, or an error that would recur                -> the exit code
                ^      \\-> a worker died, hung, or lost another one            -> all workers end
