@@ -1,4 +1,4 @@
-"""`python -m megarl` is the `megarl` command."""
+"""Entry of `python -m megarl`, which is the `megarl` command."""
 
 import sys
 

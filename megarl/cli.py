@@ -29,7 +29,7 @@ from megarl.unread import nobody_reads, run_quietly
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
 
-# What runs inside the workers: command -> (entry, help)
+# Work of each command's workers: command -> (entry, help)
 JOBS = {
     "train": ("megarl.recipes.entry:train", "train with reinforcement learning, after the recipe's cold start"),
     "sft": ("megarl.recipes.entry:sft", "supervised fine-tuning only"),
@@ -49,7 +49,7 @@ Start here:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All subcommands and their arguments."""
+    """Return the parser with all subcommands and their arguments."""
     parser = Parser(
         prog="megarl",
         description="Large-scale post-training of language models on Megatron-Core.",
@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_formulas(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Commands that say beforehand what a run would do."""
+    """Add the commands that predict a run."""
     plan = commands.add_parser(
         "plan",
         help="what a step takes on some hardware, by formulas; with --search the layouts that are fastest",
@@ -166,7 +166,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _read_recipe(arguments: argparse.Namespace) -> RunConfig:
-    """The recipe with its overrides, or that of the run folder in its place; without credentials."""
+    """Return the recipe with its overrides, or that of the run folder named in its place; without credentials."""
     from megarl.components import COMPONENTS
     from megarl.config.load import find_recipe, hide_credentials, load_config
 
@@ -180,7 +180,7 @@ def _read_recipe(arguments: argparse.Namespace) -> RunConfig:
     except ConfigError as error:
         if not of_run:
             raise
-        # Keys of loss and estimator, which this command does not use; whatever else is wrong is raised again.
+        # Ignore keys of loss and estimator, which this command does not use; raise other problems again.
         config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS, check_own=False)
         print(f"megarl: warning: not used by megarl {arguments.command}: {error}", file=sys.stderr)
     config = hide_credentials(config)
@@ -192,7 +192,7 @@ def _read_recipe(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Print what the command would do, and raise what stands in its way."""
+    """Print the plan of the command, and raise the problems that prevent it."""
     from megarl.checks.checklist import Checklist
     from megarl.checks.dry_run import make_plan
     from megarl.checks.hub import check_hub
@@ -239,7 +239,7 @@ def _job(arguments: argparse.Namespace) -> int:
     print(f"run folder: {run_dir}", flush=True)
     before = process_of(run_dir)
     code = run_workers(launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
-    begun = process_of(run_dir) != before  # else the start was refused, and what is in the folder is not its own
+    begun = process_of(run_dir) != before  # else the start was refused, and the folder's content is not its own
     if (
         arguments.command in ("train", "sft")
         and (code or read_run(run_dir).get("status") == "stopped")
@@ -258,7 +258,7 @@ def _has_saved(run_dir: Path) -> bool:
 
 
 def _check_inputs(config: RunConfig, job: str) -> bool:
-    """Read what the run will read, as far as that takes seconds: rows and their tokens, reward and environment.
+    """Read the run's inputs as far as that takes seconds: rows and their tokens, reward and environment.
 
     Returns:
         Whether there was a row that can be read here.
@@ -283,7 +283,7 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
 
 
 def _warn_of_mlflow(config: RunConfig) -> None:
-    """Say at once that the MLflow server is down: the workers notice it when their models are loaded."""
+    """Warn at once that the MLflow server is down: the workers notice it only after loading their models."""
     from megarl.checks.recipe import ConfigWarning
     from megarl.tracking.mlflow_store import down_text, unreachable
 
@@ -294,7 +294,7 @@ def _warn_of_mlflow(config: RunConfig) -> None:
 
 
 def _warn_of_servers(config: RunConfig) -> None:
-    """Say at once that no server is at an address: the workers notice it after the cold start."""
+    """Warn at once that an address has no server: the workers notice it only after the cold start."""
     from megarl.checks.before_start import silent_servers
     from megarl.checks.recipe import ConfigWarning
 
@@ -304,7 +304,7 @@ def _warn_of_servers(config: RunConfig) -> None:
 
 
 def _use_run(arguments: argparse.Namespace) -> None:
-    """Let the command take configuration and model of the run folder that stands in the place of a recipe."""
+    """Let the command use configuration and model of the run folder that is named in place of a recipe."""
     from megarl.artifacts.trained import better_before, use_model_of
     from megarl.tracking.close import close_if_killed
 
@@ -319,7 +319,7 @@ def _use_run(arguments: argparse.Namespace) -> None:
 
 
 def _refuse_trained(run_dir: Path, command: str) -> None:
-    """Keep numbers and configuration of a training run from being written over."""
+    """Refuse to overwrite numbers and configuration of a training run."""
     if read_run(run_dir).get("stage") in ("train", "sft") or (run_dir / "checkpoints").is_dir():
         raise UserError(
             "this folder holds a training run",
@@ -331,13 +331,13 @@ def _refuse_trained(run_dir: Path, command: str) -> None:
 
 
 def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str, *, begun: bool) -> str:
-    """The same command with the run folder, and what it would begin with.
+    """Return the same command with the run folder, and a description of its resume point.
 
     Args:
         arguments: of this command.
         run_dir: the run folder.
         resume: `trainer.resume`.
-        begun: the run has begun; else the checkpoints in the folder are of an earlier one.
+        begun: the run has begun; else the checkpoints in the folder are of an earlier run.
     """
     from megarl.launchers.attempts import next_start
 
@@ -351,7 +351,7 @@ def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str,
 
 
 def _start_here(arguments: argparse.Namespace) -> int:
-    """No command was named: the first ones to try."""
+    """Print the first commands to try, as none was named; return the exit code."""
     print(f"megarl: no command is named\n\n{START}\nAll commands: megarl --help; of one: megarl COMMAND --help")
     return UserError.exit_code
 
@@ -415,7 +415,7 @@ def _parity(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (failed), 2 (the user can fix it), 130 (interrupted).
 
-    141: it has ended because nobody reads what it prints.
+    141: it has ended because nobody reads its output.
     """
     return run_quietly(functools.partial(_run, argv))
 
@@ -433,7 +433,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _refuse(unknown: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
-    """Arguments that the command does not have."""
+    """Refuse arguments that the command does not have."""
     command = " ".join(filter(None, ["megarl", arguments.command, getattr(arguments, "check", None)]))
     from megarl.config.other_names import option_meaning
 
@@ -458,7 +458,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
     except Exception as error:
         if isinstance(error, BrokenPipeError) and nobody_reads():
             raise
-        # A new file for its owner only, with a name that nobody can have prepared.
+        # A new file for its owner only, with an unpredictable name.
         with tempfile.NamedTemporaryFile(
             "w", prefix="megarl-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
         ) as log:
@@ -475,7 +475,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Warnings of this package as a user reads them; those of libraries on their way are not the user's concern."""
+    """Show warnings of this package in the user's form; drop those of libraries."""
     if category.__module__.startswith("megarl."):
         print(f"megarl: warning: {message}", file=sys.stderr)
 

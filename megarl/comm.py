@@ -1,9 +1,9 @@
-"""Who talks to whom: a `WorkerGroup` is some ranks, and every collective between them. No pickle.
+"""Communication between ranks: a `WorkerGroup` is some ranks, with every collective between them. No pickle.
 
     team (one torch.distributed world)       world = team_world(deadline_s)
       replicas, shards, stages of it         a WorkerGroup each, see `megarl.training.parallel.Layout`
 
-Nothing outside this module takes torch's default group: what talks to other ranks is given its group. Plain data (JSON
+Nothing outside this module uses torch's default group: code that communicates is given its group. Plain data (JSON
 values, bytes, metrics) travels in CPU tensors, so the group's backend must serve the CPU
 (`megarl.device.dist_backend`).
 """
@@ -28,23 +28,23 @@ from megarl.metrics import Metrics
 from megarl.processes import LOOPBACK, address_towards
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-#: The same of two ranks that give each other what they have: 0.4 ms for 16 KB on two cores of an AMD EPYC, where gloo's
+#: An all-reduce of two ranks as one exchange: 0.4 ms for 16 KB on two cores of an AMD EPYC, where gloo's
 #: reduction takes 0.8 (docs/benchmarks.md, measured once). The sum of two numbers is the same in either order.
 _BOTH: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
-_SMALL = 1 << 19  # bytes; larger ones take as long either way
+_SMALL = 1 << 19  # bytes; for larger ones both take as long
 _TOO_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class WorkerGroup:
-    """Ranks that talk to each other, as one of them sees them. All methods but `subgroup` count them from 0 upwards.
+    """A group of ranks that communicate, as seen by one of them. Methods, except `subgroup`, count ranks from 0.
 
-    Collectives of a group of one return what they were given. One whose partners do not come within the deadline fails
+    Collectives of a group of one return their input. A collective whose partners do not join within the deadline fails
     with a WorkerError that names the group, this rank and the phase.
 
     Args:
-        name: what the ranks have in common, for messages.
+        name: of the group, for messages.
         process_group: torch's; None: only this process.
-        deadline_s: of every collective, for messages; torch keeps it.
+        deadline_s: of every collective, for messages; torch enforces it.
 
     Attributes:
         rank, size: of this process, of the group.
@@ -60,15 +60,15 @@ class WorkerGroup:
 
     @classmethod
     def alone(cls) -> WorkerGroup:
-        """This process, with or without torch.distributed."""
+        """Return a group of only this process, with or without torch.distributed."""
         return cls("this process", None, 0.0)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """For torch's own functions.
+        """The group for torch's own functions.
 
         Raises:
-            ValueError: the group is only this process.
+            ValueError: the group has only this process.
         """
         if self._process_group is None:
             raise ValueError(f"the group {self.name!r} is only this process")
@@ -80,17 +80,17 @@ class WorkerGroup:
     # -- groups of some ranks -----------------------------------------------------------------------------------------
 
     def subgroup(self, ranks: Sequence[int], name: str) -> WorkerGroup | None:
-        """A new group of these ranks of the team's world; None on all others. Who asked for it closes it.
+        """Return a new group of these ranks of the team's world; None on all others. The caller closes it.
 
-        Collective over the whole team: torch names a group after how many each rank has made so far, so all of them
-        make all groups, in one order.
+        Collective over the whole team: torch names a group by the number of groups that each rank has created, so all
+        ranks create all groups, in the same order.
         """
         limit = datetime.timedelta(seconds=self.deadline_s)
         made = dist.new_group(list(ranks), timeout=limit)
         return WorkerGroup(name, made, self.deadline_s) if self.ranks[self.rank] in ranks else None
 
     def close(self) -> None:
-        """Leave the group, with the sockets and threads it holds; a second call does nothing.
+        """Leave the group and free its sockets and threads; a second call does nothing.
 
         Not collective, but a rank that is still inside a collective of the group loses this one.
         """
@@ -107,9 +107,9 @@ class WorkerGroup:
                 dist.barrier(group=self.process_group)
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """`tensor`, overwritten with the sum or maximum over all ranks. A maximum is not defined where one has NaN."""
+        """Overwrite `tensor` with the sum or maximum over all ranks and return it. A maximum with NaN is undefined."""
         if self.size == 2 and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL:
-            with torch.inference_mode():  # as torch's own reduction, it takes tensors with gradients and without
+            with torch.inference_mode():  # like torch's own reduction, it accepts tensors with and without gradients
                 _BOTH[op](*self.all_gather(tensor), out=tensor)
             return tensor
         if self.size > 1:
@@ -118,14 +118,14 @@ class WorkerGroup:
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """`tensor`, overwritten with that of rank `src`."""
+        """Overwrite `tensor` with that of rank `src` and return it."""
         if self.size > 1:
             with self._deadline(f"a broadcast of {self._member(src)}"):
                 dist.broadcast(tensor, src=self.ranks[src], group=self.process_group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The `tensor` of every rank, by rank; all of one shape."""
+        """Return the `tensor` of every rank, by rank; all of one shape."""
         if self.size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -134,12 +134,12 @@ class WorkerGroup:
         return parts
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Give `tensor` to rank `dst`, which calls `receive`."""
+        """Send `tensor` to rank `dst`, which calls `receive`."""
         with self._deadline(f"{self._member(dst)} to take a tensor"):
             dist.send(tensor, dst=self.ranks[dst], group=self.process_group)
 
     def receive(self, into: Tensor, src: int) -> Tensor:
-        """`into`, overwritten with what rank `src` sends."""
+        """Overwrite `into` with the tensor that rank `src` sends and return it."""
         with self._deadline(f"a tensor of {self._member(src)}"):
             dist.recv(into, src=self.ranks[src], group=self.process_group)
         return into
@@ -147,7 +147,7 @@ class WorkerGroup:
     # -- plain data ---------------------------------------------------------------------------------------------------
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """The `data` of every rank, by rank, on every rank. Sizes may differ, zero included."""
+        """Return the `data` of every rank, by rank, on every rank. Sizes may differ, zero included."""
         if self.size == 1:
             return [bytes(data)]
         counts = [int(n) for n in self.all_gather(torch.tensor([len(data)], dtype=torch.int64))]
@@ -159,11 +159,11 @@ class WorkerGroup:
         return [block[:n].numpy().tobytes() for block, n in zip(blocks, counts, strict=True)]
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """The JSON `value` of every rank, by rank, on every rank. NaN and infinities survive."""
+        """Return the JSON `value` of every rank, by rank, on every rank. NaN and infinities survive."""
         return [_decode(data) for data in self.all_gather_bytes(_encode(value))]
 
     def all_to_all_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """What every rank meant for this one, by rank; `parts` holds this rank's, one per rank."""
+        """Return the parts that all ranks have for this one, by rank; `parts` holds this rank's, one per rank."""
         if len(parts) != self.size:
             raise ValueError(f"{len(parts)} parts for {self.size} ranks")
         if self.size == 1:
@@ -177,7 +177,7 @@ class WorkerGroup:
         return [part.numpy().tobytes() for part in arriving.split(gets)]
 
     def broadcast_bytes(self, data: bytes | None, src: int = 0) -> bytes:
-        """The `data` of rank `src` on every rank; other ranks' `data` is ignored."""
+        """Return the `data` of rank `src` on every rank; other ranks' `data` is ignored."""
         is_source = self.rank == src
         if is_source and data is None:
             raise ValueError("the source of a broadcast must give data")
@@ -190,13 +190,13 @@ class WorkerGroup:
         return self.broadcast(block, src).numpy().tobytes()
 
     def broadcast_json(self, value: Any, src: int = 0) -> Any:
-        """The JSON `value` of rank `src` on every rank; other ranks' `value` is ignored."""
+        """Return the JSON `value` of rank `src` on every rank; other ranks' `value` is ignored."""
         return _decode(self.broadcast_bytes(_encode(value) if self.rank == src else None, src))
 
     def reduce_metrics(self, metrics: Metrics) -> Metrics:
-        """Metrics merged over all ranks, by each metric's declared reduction, in rank order: bit-equal on all ranks.
+        """Merge metrics over all ranks, by each metric's declared reduction, in rank order: bit-equal on all ranks.
 
-        Ranks may hold different names (a rank without samples holds none).
+        Ranks may have different names (a rank without samples has none).
         """
         total = Metrics()
         for part in self.all_gather_json(metrics.to_json()):
@@ -222,14 +222,14 @@ class WorkerGroup:
 
 
 def own_world(backend: str, deadline_s: float) -> WorkerGroup:
-    """The world of a process that works by itself: the one it has joined, or else a new one of its own."""
+    """Return the world of a process that works by itself: the one it has joined, else a new one of its own."""
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return team_world(deadline_s)
 
 
 def team_world(deadline_s: float, name: str = "the world") -> WorkerGroup:
-    """All ranks of this process's team: the one place that takes torch's default group.
+    """Return all ranks of this process's team; only this function uses torch's default group.
 
     Raises:
         RuntimeError: torch.distributed is not initialised; `megarl.rendezvous.join` does that.
@@ -240,13 +240,12 @@ def team_world(deadline_s: float, name: str = "the world") -> WorkerGroup:
 
 
 def address_for_others(machine: str, group: WorkerGroup) -> str:
-    """Address at which the ranks of other machines reach this one, loopback when there are none; collective.
+    """Return the address at which other machines' ranks reach this one, loopback when there are none; collective.
 
-    A machine's name will not do: others need not know it, and on the machine itself it may stand for a loopback
-    address.
+    A machine's name is not enough: others may not resolve it, and on the machine itself it may be a loopback address.
 
     Args:
-        machine: name that tells this rank's machine from others.
+        machine: unique name of this rank's machine.
         group: ranks of all machines; its first rank is on the one that MASTER_ADDR names.
 
     Raises:
@@ -265,7 +264,7 @@ def address_for_others(machine: str, group: WorkerGroup) -> str:
 
 
 def _way(other: str, machine: str) -> dict[str, str]:
-    """Address of this machine that leads to `other`, or what is wrong."""
+    """Return this machine's address that leads to `other`, or the error."""
     try:
         return {"address": address_towards(other)}
     except OSError as error:
@@ -273,7 +272,7 @@ def _way(other: str, machine: str) -> dict[str, str]:
 
 
 def _ways(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
-    """Address that every rank found, "" where it did not look; WorkerError everywhere when one found none."""
+    """Return the address that every rank found, "" where it did not look; raise WorkerError everywhere on failure."""
     found = [way or {} for way in group.all_gather_json(mine)]
     for way in found:
         if "error" in way:
@@ -282,7 +281,7 @@ def _ways(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
 
 
 def _block(data: bytes, width: int) -> Tensor:
-    """uint8 [width] that begins with `data`; the rest is unspecified."""
+    """Return uint8 [width] that begins with `data`; the rest is unspecified."""
     block = torch.empty(width, dtype=torch.uint8)
     if data:
         block[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -28,7 +28,7 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
 
 
 class _Registered:
-    """`megarl.config.components.Components` of the registries and the environments."""
+    """The registries and the environments as `megarl.config.components.Components`."""
 
     def names(self, path: str) -> Sequence[str]:
         return REGISTRIES[path].names()

@@ -1,4 +1,4 @@
-"""Secrets in addresses: kept out of everything that is written, and given to those who connect by the environment.
+"""Secrets in addresses: masked in everything that is written, and passed to clients through the environment.
 
 tracking.mlflow_uri: https://me:secret@host  ->  https://***@host   in config.yaml, report, parameters, messages
                                                  me, secret         in MLFLOW_TRACKING_USERNAME, _PASSWORD
@@ -19,9 +19,9 @@ CREDENTIAL = re.compile(
 
 
 def _userinfo(ends: str) -> re.Pattern[str]:
-    """Scheme and credentials of an address that `ends`, the body of a character class, breaks off.
+    """Return the pattern of scheme and credentials of an address that ends at `ends`, the body of a character class.
 
-    A database's password may hold `/`, `?` and `#` as they are; a path with an @ before it begins with a slash.
+    A database's password may contain `/`, `?` and `#` unescaped; a path with an @ before it begins with a slash.
     """
     database = rf"(?<!http://)(?<!https://)(?!\*\*\*@)[^/:{ends}]*:[^@{ends}]*(?:@[^?{ends}]*)?"
     return re.compile(
@@ -37,7 +37,7 @@ _SECRET_PARAMETER = re.compile(
 
 
 def mask(text: str) -> str:
-    """`text` without user names and passwords of the addresses in it, and without secret-looking parameters of them.
+    """Return `text` without user names and passwords in its addresses, and without their secret-looking parameters.
 
     >>> mask("postgresql://me:a@b@host/db?sslmode=require&password=x")
     'postgresql://***@host/db?sslmode=require&password=***'
@@ -46,7 +46,7 @@ def mask(text: str) -> str:
 
 
 def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
-    """`uri` masked; the user name and password in it go to the variables of MLflow's own client in `environment`."""
+    """Return `uri` masked; its user name and password go to the variables of MLflow's own client in `environment`."""
     found = _WHOLE.match(uri)
     if found is None or found["userinfo"] == MASK:
         return uri
@@ -56,10 +56,10 @@ def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
 
 
 def put_back(uri: str, environment: Mapping[str, str]) -> str:
-    """The address to connect to: that of `take_out`, with what is needed from `environment`.
+    """Return the address to connect to: that of `take_out`, completed from `environment`.
 
-    MLflow's client reads the variables itself for http and https, if both say something; a database, and a server that
-    wants a user name only, gets them in its address.
+    MLflow's client reads the variables itself for http and https, if both are set; a database, and a server that needs
+    only a user name, gets them in its address.
 
     Raises:
         KeyError: a variable is not set.

@@ -1,4 +1,4 @@
-"""The one place that knows whether this process computes on a GPU or on the CPU."""
+"""The device of this process, GPU or CPU; only this module distinguishes them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def has_cuda() -> bool:
-    """True when this process computes on CUDA devices."""
+    """Return whether this process computes on CUDA devices."""
     return torch.cuda.is_available()
 
 
 def device() -> torch.device:
-    """The device of this process: `cuda:LOCAL_RANK` or `cpu`. The only visible GPU is this process's own, as with Ray.
+    """Return the device of this process: `cuda:LOCAL_RANK` or `cpu`. A single visible GPU is this process's own, as
+    with Ray.
 
     Raises:
         ConfigError: more processes than GPUs on this machine.
@@ -42,15 +43,15 @@ def device() -> torch.device:
 
 
 def gpu_id() -> str:
-    """The physical GPU of this process: `machine/uuid`."""
+    """Return the physical GPU of this process: `machine/uuid`."""
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device()).uuid}"
 
 
 def refuse_shared_gpu(ids: Sequence[str]) -> None:
-    """Refuse processes that would compute on the same GPU; `ids` are those of all ranks, in their order.
+    """Refuse processes that would compute on the same GPU; `ids` are those of all ranks, in rank order.
 
     Raises:
-        ConfigError: two ranks have one GPU, and collectives between them would hang or fail.
+        ConfigError: two ranks have the same GPU, so collectives between them would hang or fail.
     """
     for rank, name in enumerate(ids):
         first = ids.index(name)
@@ -65,7 +66,7 @@ def refuse_shared_gpu(ids: Sequence[str]) -> None:
 
 
 def dist_backend() -> str:
-    """torch.distributed backend for `device()`. Both forms also move CPU tensors (object and metadata exchange)."""
+    """Return the torch.distributed backend for `device()`. Both forms also move CPU tensors (objects and metadata)."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
@@ -82,7 +83,7 @@ def empty_cache() -> None:
 
 
 def peak_memory_gb() -> float:
-    """Peak memory in GB: of the CUDA allocator on a GPU, resident set of this process on the CPU."""
+    """Return the peak memory in GB: of the CUDA allocator on a GPU, resident set of this process on the CPU."""
     if has_cuda():
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
@@ -92,7 +93,7 @@ def peak_memory_gb() -> float:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What torch keeps for the whole process and numbers depend on, so that no user's code may change it for all."""
+    """Global settings of torch that affect results and that user code must not change."""
 
     default_dtype: torch.dtype
     threads: int
@@ -100,17 +101,17 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        """Of this process."""
+        """Return the current settings of this process."""
         return cls(torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
     def check(self, what: str) -> None:
-        """Refuse a process whose state is not this any more, after it is put right again.
+        """Restore these settings and raise if the process has changed them.
 
         Args:
-            what: ran since, for the message.
+            what: code that ran since, for the message.
 
         Raises:
-            UserError: names what is another now.
+            UserError: names the changed settings.
         """
         now = ProcessState.now()
         if now == self:

@@ -1,4 +1,4 @@
-"""Errors that reach the user: one message that says what, where, what is allowed and how to fix it."""
+"""Errors that reach the user: one message with the problem, its place, the allowed values and the fix."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 class MegarlError(Exception):
-    """Base of every error this package raises on purpose. `exit_code` is what the command line returns.
+    """The base of every error that this package raises on purpose. `exit_code` is that of the command line.
 
-    `repeats`: a run that goes on from its checkpoint would raise it again, so nobody starts it again.
+    `repeats`: a resumed run would raise it again, so it is not restarted.
     """
 
     exit_code = 1
@@ -30,10 +30,10 @@ class UserError(MegarlError):
 
     Args:
         what: the problem in one sentence.
-        where: file, line, or dotted configuration key it was found at.
+        where: file, line, or dotted configuration key.
         found: the offending value.
         allowed: the legal values, or a sentence that describes them.
-        fix: what to do about it.
+        fix: a remedy.
     """
 
     exit_code = 2
@@ -65,7 +65,7 @@ class ConfigError(UserError):
 
 
 class UnavailableError(ConfigError):
-    """What the configuration asks for is not there: devices, memory, a port, a cluster. It may come back."""
+    """A configured resource is missing: devices, memory, a port, a cluster. It may come back."""
 
     repeats = False
 
@@ -87,9 +87,9 @@ class ServerError(MegarlError):
 
     Args:
         server: its name.
-        url: where it was called; empty when it has no address yet.
-        phase: what was being done.
-        reason: what went wrong, in one clause.
+        url: called address; empty when it has none yet.
+        phase: the phase of the call.
+        reason: the error, in one clause.
         status: the HTTP status when there was an answer.
     """
 
@@ -99,12 +99,12 @@ class ServerError(MegarlError):
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says only that a disk, or a user's share of it, is full."""
+    """Return whether an error only means that a disk, or a user's share of it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def no_room(run_dir: Path) -> UserError:
-    """What a user is told of it."""
+    """Return the error that tells a user so."""
     free = {folder: shutil.disk_usage(folder).free / 1e9 for folder in (run_dir, Path(tempfile.gettempdir()))}
     return UserError(
         "no room is left on a disk that the run writes to",
@@ -115,9 +115,9 @@ def no_room(run_dir: Path) -> UserError:
 
 
 def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float = 0.75) -> list[str]:
-    """The `n` options that a misspelt `word` may have meant, best first; none when no option is close.
+    """Return the `n` options that a misspelt `word` may have meant, best first; none when no option is close.
 
-    One wrong, missing or exchanged letter in four is close. A wrong guess costs the reader more than none.
+    One wrong, missing or swapped letter in four is close. A wrong guess costs the reader more than none.
 
     >>> close_matches("gpro", ["grpo", "ppo"]), close_matches("mean", ["max", "min"])
     (['grpo'], [])
@@ -126,7 +126,7 @@ def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float =
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun in the singular or plural.
+    """Return a number with its noun in the singular or plural.
 
     >>> count(1, "process"), count(2, "process"), count(0, "rank")
     ('1 process', '2 processes', '0 ranks')
@@ -136,13 +136,13 @@ def count(number: int, noun: str) -> str:
 
 
 def choose(table: Mapping[str, T], name: str, what: str, *, where: str) -> T:
-    """The entry of this name.
+    """Return the entry of this name.
 
     Args:
         table: entries by name.
         name: the one to choose.
-        what: the problem in one sentence, for when there is none.
-        where: dotted configuration key, for then.
+        what: the problem in one sentence, if there is none.
+        where: dotted configuration key, for that error.
 
     Raises:
         ConfigError: there is none.
@@ -157,7 +157,7 @@ def choose(table: Mapping[str, T], name: str, what: str, *, where: str) -> T:
 
 
 def close_files(name: str, siblings: Iterable[str]) -> list[str]:
-    """The file that a misspelt `name` may have meant; suffixes, which many files share, do not count.
+    """Return the file that a misspelt `name` may have meant; suffixes, which many files share, do not count.
 
     >>> close_files("trian.jsonl", ["train.jsonl", "b.jsonl"]), close_files("a.jsonl", ["b.jsonl"])
     (['train.jsonl'], [])
@@ -167,10 +167,10 @@ def close_files(name: str, siblings: Iterable[str]) -> list[str]:
 
 
 def encoding_fix(content: bytes, name: str) -> str:
-    """What to do with a file that is no UTF-8.
+    """Describe the fix for a file that is not UTF-8.
 
     Args:
-        content: its first bytes, or those that are wrong.
+        content: its first bytes, or the invalid ones.
         name: its path.
 
     >>> encoding_fix("a".encode("utf-16"), "t.csv")

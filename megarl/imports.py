@@ -1,4 +1,4 @@
-"""Turn `pkg.mod:fn` or `file.py:fn` in a recipe into the function, with an error a user can act on; versions."""
+"""Import of functions that a recipe refers to, `pkg.mod:fn` or `file.py:fn`, with actionable errors; versions."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _FORMS = "pkg.mod:fn, pkg.mod:Class.method, pkg.mod.fn, or file.py:fn"
 
 
 def is_module_reference(text: str) -> bool:
-    """True for `pkg.mod:fn`, a reference into an importable module."""
+    """Return whether this is `pkg.mod:fn`, a reference into an importable module."""
     return _MODULE.fullmatch(text) is not None and not text.partition(":")[0].endswith(".py")
 
 
 def is_file_reference(text: str) -> bool:
-    """True for `path/file.py:fn`."""
+    """Return whether this is `path/file.py:fn`."""
     return text.rpartition(":")[0].endswith(".py")
 
 
 def source_file(reference: str) -> Path | None:
-    """The Python file that `file.py:fn` or `pkg.mod:fn` stands in; None: it is not found, or not written in Python."""
+    """Return the Python file of `file.py:fn` or `pkg.mod:fn`; None: it is not found, or not written in Python."""
     module = reference.rpartition(":")[0]
     if is_file_reference(reference):
         file = Path(module).expanduser()
@@ -42,7 +42,7 @@ def source_file(reference: str) -> Path | None:
     here = str(Path.cwd())
     added = here not in sys.path
     if added:
-        sys.path.append(here)  # where modules are looked for, too
+        sys.path.append(here)  # modules are looked up there, too
     try:
         spec = importlib.util.find_spec(module) if module else None
     except (ImportError, ValueError):
@@ -54,13 +54,13 @@ def source_file(reference: str) -> Path | None:
 
 
 def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[..., Any]:
-    """The callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" refers to.
+    """Import the callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" refers to.
 
-    A callable is returned as it is. Files are relative to the current folder, where modules are looked for, too.
+    A callable is returned unchanged. Files are relative to the current folder, in which modules are looked up, too.
 
     Args:
         path: import path, or the callable itself.
-        where: configuration key or node it was found at, for the message.
+        where: its configuration key or node, for the message.
 
     Raises:
         UserError: the module does not import, the name is not in it, or it is not callable.
@@ -113,19 +113,19 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
 
 
 def location(error: BaseException, file: str) -> str | None:
-    """`file:line: code` of the innermost frame of `error` inside `file`, else of its innermost frame."""
+    """Return `file:line: code` of the innermost frame of `error` inside `file`, else of its innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     inside = [frame for frame in frames if frame.filename == file] or list(frames)
-    if not inside or "importlib" in inside[-1].filename:  # a module that is not there
+    if not inside or "importlib" in inside[-1].filename:  # a missing module
         return None
     frame = inside[-1]
     return f"{frame.filename}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"
 
 
 def import_module(name: str) -> ModuleType:
-    """The module `pkg.mod`, which may lie in the current folder."""
+    """Import the module `pkg.mod`, which may be in the current folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a console script does not put it there, and workers have it
@@ -134,7 +134,7 @@ def import_module(name: str) -> ModuleType:
 
 
 def import_file(path: str | Path) -> ModuleType:
-    """The module of a file, which is run once however often it is asked for."""
+    """Import a file as a module; later calls return the same module."""
     file = Path(path).expanduser().resolve()
     name = f"megarl_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
     if name in sys.modules:
@@ -156,12 +156,12 @@ def import_file(path: str | Path) -> ModuleType:
 
 
 class LeftError(ImportError):
-    """A module asks, while it is imported, to end the program."""
+    """A module tried to end the program while it was imported."""
 
 
 @contextlib.contextmanager
 def _stays() -> Iterator[None]:
-    """What only ends programs is an error of the module that raises it: SystemExit, KeyboardInterrupt and their like.
+    """Convert exceptions that only end programs (SystemExit, KeyboardInterrupt, ...) to an error of the module.
 
     Raises:
         LeftError: the module raised one.
@@ -172,13 +172,13 @@ def _stays() -> Iterator[None]:
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not _is_raised_by_code(error):
-            raise  # a signal, wherever it arrived
+            raise  # a signal, received anywhere
         text = f"it raises {type(error).__name__} while it is imported: {error}".rstrip(": ")
         raise LeftError(text).with_traceback(error.__traceback__) from error
 
 
 def _is_raised_by_code(error: BaseException) -> bool:
-    """Whether a `raise` statement raised it, not a signal that interrupted whatever was at work."""
+    """Return whether a `raise` statement raised it, not a signal that interrupted other code."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -189,7 +189,7 @@ def _is_raised_by_code(error: BaseException) -> bool:
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed distribution, without importing it; None when it is missing."""
+    """Return the version of an installed distribution, without importing it; None when it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

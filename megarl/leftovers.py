@@ -1,8 +1,8 @@
-"""What processes that were killed have left in the system's temporary folder and in shared memory.
+"""Files that killed processes have left in the system's temporary folder and in shared memory.
 
     /tmp       megarl-XXXXXXXX (sockets of a server), megarl-command-*, torchelastic_*, torch-shm-dir-*,
-               megarl-ray/session_* of a Ray that a run had for itself
-    /dev/shm   torch_PID_*, and what servers of a run call by its name
+               megarl-ray/session_* of a run's own Ray
+    /dev/shm   torch_PID_*, and files of servers with the run's name
 
 Only files of this user that no process has open or mapped, or names in its environment or command line, as owners do.
 """
@@ -24,22 +24,22 @@ _FOLDERS = re.compile(r"megarl-[a-z0-9_]{8}|torchelastic_.+|torch-shm-dir-.+")
 _FILES = re.compile(r"megarl-command-.+")
 _SHARED = re.compile(r"torch_(?P<pid>\d+)_.+|(sglang_loads|sgl_shm)_megarl_.+")
 _SESSION = re.compile(r"session_.+_(?P<pid>\d+)")
-_JUST_MADE_S = 60.0  # a process that has made a folder may not have named it to anybody yet
-_UNSEEN_S = 3600.0  # the same where processes of other containers cannot be seen
-_ALL_PROCESSES = 4026531836  # inode of the first namespace of processes, from which all are seen
+_JUST_MADE_S = 60.0  # a process that has created a folder may not have named it to anybody yet
+_UNSEEN_S = 3600.0  # the same where processes of other containers are invisible
+_ALL_PROCESSES = 4026531836  # inode of the first namespace of processes, from which all are visible
 
 
 def ray_folder() -> Path:
-    """Where the session folders are of every Ray that a run has for itself, and no other's."""
+    """Return the folder with the sessions of runs' own Rays, and no others."""
     return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), _RAY)
 
 
 def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
-    """Files and folders that no process needs any more.
+    """Return the files and folders that no process needs any more.
 
     Args:
-        temporary: where temporary files are; None: where this process makes its own.
-        shared: where shared memory is; None: in its usual place.
+        temporary: folder of temporary files; None: this process's.
+        shared: folder of shared memory; None: the usual one.
     """
     sessions = ray_folder() if temporary is None else temporary / _RAY
     temporary = temporary or Path(tempfile.gettempdir())
@@ -51,7 +51,7 @@ def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list
 
 
 def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
-    """Remove them, as far as that can be done; those that are gone."""
+    """Remove leftovers as far as possible; return the removed ones."""
     found = leftovers(temporary, shared)
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -63,7 +63,7 @@ def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) 
 
 
 def _candidates(temporary: Path, sessions: Path, shared: Path) -> Iterator[Path]:
-    """Files of this user that are called as leftovers are, and whose process is gone where the name tells it."""
+    """Yield files of this user with names of leftovers, whose process is gone if the name tells it."""
     for path in _mine(temporary):
         if (_FOLDERS.fullmatch(path.name) and path.is_dir()) or (_FILES.fullmatch(path.name) and path.is_file()):
             yield path
@@ -90,7 +90,7 @@ def _runs(pid: str) -> bool:
 
 
 def _is_old(path: Path) -> bool:
-    """Whether its process would be seen if there was one."""
+    """Return whether its process would be visible if it existed."""
     try:
         age = time.time() - path.stat().st_mtime
         sees_all = os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
@@ -101,7 +101,7 @@ def _is_old(path: Path) -> bool:
 
 
 def _named_by_processes() -> Iterator[bytes]:
-    """Where the processes of this user name files: environment, command line, maps, open files, bound sockets."""
+    """Yield places where processes of this user name files: environment, command line, maps, open files, sockets."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if process.stat().st_uid != os.getuid():

@@ -20,16 +20,16 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Machine:
-    """What processes on this machine may use together.
+    """Resources that processes on this machine may use together.
 
     Attributes:
         cores: CPU cores.
         memory: bytes of host memory, installed or allowed by a cgroup.
-        has_gpu: an NVIDIA driver is loaded, and CUDA_VISIBLE_DEVICES hides not all of its GPUs.
-        gpu_memory: bytes of the smallest GPU that processes see; None: there is none, or its driver does not say.
-        gpu_certain: False where CUDA_VISIBLE_DEVICES names GPUs in a way that leaves open which they are;
-            `gpu_memory` is then of the smallest of the machine.
-        shared_memory: bytes that are free in /dev/shm; None: there is no such file system.
+        has_gpu: an NVIDIA driver is loaded, and CUDA_VISIBLE_DEVICES does not hide all of its GPUs.
+        gpu_memory: bytes of the smallest visible GPU; None: there is none, or its driver does not say.
+        gpu_certain: False if CUDA_VISIBLE_DEVICES names GPUs ambiguously; `gpu_memory` is then of the machine's
+            smallest.
+        shared_memory: free bytes in /dev/shm; None: there is no such file system.
     """
 
     cores: int
@@ -41,7 +41,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine that this process runs on."""
+    """Return the machine that this process runs on."""
     visible = visible_gpus(os.environ)
     has_gpu = has_nvidia_device() and visible != []
     in_bus_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
@@ -50,7 +50,7 @@ def this_machine() -> Machine:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES lets CUDA see: numbers and UUIDs, up to the first that is none; None: all GPUs."""
+    """Return the numbers and UUIDs in CUDA_VISIBLE_DEVICES, up to the first invalid one; None: all GPUs are visible."""
     text = environment.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -60,31 +60,31 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
 
 
 def available_cores() -> int:
-    """CPU cores this process may run on."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory(root: Path = _ROOT) -> float:
-    """Bytes that processes here may use together: what is installed, or the smallest limit of the memory cgroups.
+    """Return the bytes that processes here may use together: installed memory, or the smallest memory cgroup's limit.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: parent of `proc` and `sys`.
     """
     installed = _fields(root / "proc/meminfo").get("MemTotal:", 0) * 1024
-    if not installed:  # no Linux
+    if not installed:  # not Linux
         installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed, *(limit for limit, _ in _cgroups(root))])
 
 
 def free_host_memory(root: Path = _ROOT) -> float:
-    """Bytes that can still be taken: what the kernel calls available, and what the memory cgroups leave."""
+    """Return the free bytes: the kernel's available memory, or what the memory cgroups leave."""
     import psutil
 
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _cgroups(root))])
 
 
 def _cgroups(root: Path) -> list[tuple[float, float]]:
-    """(limit, bytes in use that cannot be reclaimed at once) of every limited memory cgroup above this process."""
+    """Return (limit, bytes in use that are not reclaimable at once) of every limited memory cgroup of this process."""
     found = []
     for folder, top, names in _cgroup_folders(root):
         limit_name, used_name, inactive = names
@@ -100,7 +100,7 @@ def _cgroups(root: Path) -> list[tuple[float, float]]:
 
 
 def _cgroup_folders(root: Path) -> list[tuple[Path, Path, tuple[str, str, str]]]:
-    """(own folder, top folder, names of limit, use and inactive pages) of each hierarchy that counts memory."""
+    """Return (own folder, top folder, names of limit, use and inactive pages) of each hierarchy that counts memory."""
     folders = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -120,7 +120,7 @@ def _cgroup_folders(root: Path) -> list[tuple[Path, Path, tuple[str, str, str]]]
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """`name number` lines of a file of the kernel; empty when it is not there."""
+    """Return the `name number` lines of a file of the kernel; empty if it is missing."""
     with contextlib.suppress(OSError):
         lines = (line.split() for line in file.read_text().splitlines())
         return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
@@ -128,7 +128,7 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 class _Memory(ctypes.Structure):
-    """nvmlMemory_t: bytes."""
+    """NVML's structure nvmlMemory_t, in bytes."""
 
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
@@ -136,13 +136,13 @@ class _Memory(ctypes.Structure):
 def smallest_gpu(
     visible: Sequence[str] | None = None, *, in_bus_order: bool = False, library: str = "libnvidia-ml.so.1"
 ) -> tuple[float | None, bool]:
-    """(bytes of the smallest GPU among `visible`, True), from the driver's management library.
+    """Return (bytes of the smallest GPU among `visible`, True), from the driver's management library.
 
-    None when it does not say. Where it is not certain which GPUs are visible: (bytes of the smallest of all, False).
+    The bytes are None if it does not say. If the visible GPUs are uncertain: (bytes of the smallest of all, False).
 
     Args:
-        visible: as `visible_gpus` gives it.
-        in_bus_order: CUDA counts GPUs as the library does; else the fastest is its number 0.
+        visible: as `visible_gpus` returns it.
+        in_bus_order: CUDA numbers GPUs as the library does; else the fastest is its number 0.
     """
     try:
         nvml = ctypes.CDLL(library)

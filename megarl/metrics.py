@@ -1,4 +1,4 @@
-"""Metrics whose reduction over micro-batches and ranks is declared where they are made, never guessed from a name."""
+"""Metrics whose reduction over micro-batches and ranks is declared when recorded, never guessed from a name."""
 
 from __future__ import annotations
 
@@ -57,29 +57,29 @@ class Metrics:
             self._items[name] = (kind, _MERGE[kind](old, value), 0.0)
 
     def pop(self, name: str) -> tuple[Reduction, float, float]:
-        """Take a metric out of the bag: its reduction, its value (of a mean: the total), and the count of a mean."""
+        """Remove a metric and return its reduction, its value (of a mean: the total), and the count of a mean."""
         return self._items.pop(name)
 
     def merge(self, other: Metrics) -> Metrics:
-        """Fold `other` into this bag and return this bag."""
+        """Merge `other` into this bag and return this bag."""
         for name, (kind, value, count) in other._items.items():
             self._add(name, kind, value, count)
         return self
 
     def result(self) -> dict[str, float]:
-        """Reduced numbers by name; a mean over nothing is NaN."""
+        """Return the reduced numbers by name; a mean over nothing is NaN."""
         return {
             name: (value / count if count else math.nan) if kind == "mean" else value
             for name, (kind, value, count) in self._items.items()
         }
 
     def to_json(self) -> dict[str, list]:
-        """Plain form for the wire; `from_json` inverts it."""
+        """Return the bag as plain data; `from_json` inverts it."""
         return {name: list(item) for name, item in self._items.items()}
 
     @classmethod
     def from_json(cls, data: dict[str, list]) -> Metrics:
-        """Inverse of `to_json`."""
+        """Return the bag of `to_json`'s data."""
         bag = cls()
         for name, (kind, value, count) in data.items():
             bag._add(name, kind, value, count)

@@ -1,4 +1,4 @@
-"""What is on the device in which phase, in one table, and the one object that moves it.
+"""The offload schedule: one table of the parts on the device in each phase, and the one object that moves them.
 
     phase           actor                    critic              reference, teacher   colocated servers
     load            parameters               .                   .                    .
@@ -13,14 +13,14 @@
     checkpoint      parameters, optimizer    the same            .                    (weights)
     export ROLE     parameters               parameters if it is the role             (weights)
 
-This is what a phase needs; what is in brackets stays as it is, there or not. For servers on devices of their own nobody
-enters `start_servers` and `publish`. Everything else leaves, where the recipe lets it: `actor.engine.offload` for the
-actor and the frozen models, `critic.engine.offload` for the critic, and always for servers that share the trainer's
-devices. The table is plain data, which the dry run's estimate of memory reads as well (`megarl.planning.memory`).
+The table lists the parts that a phase needs; parts in brackets stay as they are, on the device or not. For servers on
+their own devices `start_servers` and `publish` are not entered. All other parts are offloaded where the recipe allows
+it: `actor.engine.offload` for the actor and the frozen models, `critic.engine.offload` for the critic, and always for
+servers that share the trainer's devices. The table is plain data, which the dry run's estimate of memory also reads
+(`megarl.planning.memory`).
 
-Server weights that leave are kept nowhere: the next `publish` brings the new ones, and to draw samples before it is an
-error. The embedded engine makes its cache when generation begins and gives it back when it ends, so that nothing
-has to be moved.
+Offloaded server weights are dropped: the next `publish` brings the new ones, and generating before it is an error. The
+embedded engine allocates its cache when generation begins and frees it at the end, so that nothing has to be moved.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
 
 
 def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
-    """Parts that may be on the device, by holder: those of models must be there, and those of servers where it draws.
+    """Return the parts for a phase, by holder: models' parts must be on the device, and servers' where it generates.
 
     Args:
         phase: a key of `PHASES`.
         role: one of `MODELS`, for a phase that is entered for a model.
 
     Raises:
-        ValueError: no such phase or role, or a phase of one model without its name; names those that there are.
+        ValueError: unknown phase or role, or a phase of one model without its name; the message lists the known ones.
     """
     if phase not in PHASES:
         raise ValueError(f"there is no phase {phase!r} of the offload schedule; allowed: {', '.join(PHASES)}")
@@ -91,54 +91,54 @@ def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
 
 
 class Holder(Protocol):
-    """Something with parts on the device."""
+    """An object with parts that can be on the device."""
 
     def hold(self, *parts: str) -> None:
-        """Have these parts on the device and no others."""
+        """Keep exactly these parts on the device."""
         ...
 
 
 class Model(Holder, Protocol):
-    """A holder that knows what it holds, and whose calls concern this process only."""
+    """A holder that lists its parts, and whose calls concern only this process."""
 
     @property
     def parts(self) -> frozenset[str]:
-        """Parts that it has."""
+        """All parts that it has."""
         ...
 
     @property
     def held(self) -> frozenset[str]:
-        """Parts that are on the device."""
+        """The parts that are on the device."""
         ...
 
 
 class OffloadSchedule:
     """Moves models and servers on and off the device, as the table says. Every rank enters the same phases.
 
-    What a phase needs is moved when it begins. A phase inside another one gives way to it again at its end; after the
+    Parts are moved when a phase begins. At the end of a nested phase the parts of the outer one are restored; after the
     outermost one everything stays where it is until the next begins. An error in a phase moves nothing, because other
-    ranks may not come to a collective: what the holders say they hold is true, and the next phase starts from there.
+    ranks may not join a collective: the holders know what they hold, and the next phase starts from there.
 
     Args:
-        meet: waits for all ranks; called after models have left and before servers take their place. A server on
-            several devices must not grow on one whose rank has not made room yet.
+        meet: waits for all ranks; called after models were offloaded and before servers take their place. A server on
+            several devices must not grow on one whose rank has not freed its memory yet.
     """
 
     def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
         self._meet = meet
         self._models: dict[str, Model] = {}
         self._servers: Holder | None = None
-        self._granted: frozenset[str] | None = None  # what servers were told to hold last; None: nothing yet
+        self._granted: frozenset[str] | None = None  # parts last requested of servers; None: none yet
         self._published = False
         self._open: list[tuple[str, dict[str, Parts]]] = []
 
     def add(self, name: str, model: Model, *, offloads: bool) -> None:
-        """A model that there is from now on. It is put where the phase that is open wants it.
+        """Register a model and move it to where the current phase needs it.
 
         Args:
             name: one of `MODELS`.
             model: has all its parts on the device.
-            offloads: its parts may leave.
+            offloads: its parts may be offloaded.
         """
         if name not in MODELS:
             raise ValueError(f"no role {name!r}; allowed: {', '.join(MODELS)}")
@@ -149,14 +149,14 @@ class OffloadSchedule:
             self._settle()
 
     def add_servers(self, servers: Holder) -> None:
-        """Servers that share the trainer's devices. They hold no usable weights before the first `publish`."""
+        """Register servers that share the trainer's devices. They hold no usable weights before the first `publish`."""
         self._servers, self._granted = servers, None
         if self._open:
             self._settle()
 
     @contextmanager
     def phase(self, name: str, role: str | None = None) -> Iterator[None]:
-        """Inside the block, what the phase needs is on the device, and what may leave has left.
+        """Enter a phase: its parts are on the device inside the block, and others are offloaded where they may be.
 
         Args:
             name: a key of `PHASES`.
@@ -164,7 +164,7 @@ class OffloadSchedule:
 
         Raises:
             ValueError: as `needed`.
-            RuntimeError: the phase draws with weights of servers that were given up and not published again.
+            RuntimeError: the phase generates with servers whose weights were dropped and not published again.
         """
         wanted = needed(name, role)
         if self._servers is not None and name in _DRAWS and not self._published:
@@ -183,11 +183,11 @@ class OffloadSchedule:
 
     @property
     def resident(self) -> dict[str, frozenset[str]]:
-        """Parts on the device, of the models that may leave it."""
+        """The parts on the device, of the models that may be offloaded."""
         return {name: model.held for name, model in self._models.items()}
 
     def _settle(self) -> None:
-        """Have what the innermost phase wants. What leaves goes first, on all ranks."""
+        """Move parts for the innermost phase. Offloading comes first, on all ranks."""
         name, wanted = self._open[-1]
         parts = {role: model.parts.intersection(wanted.get(role, ())) for role, model in self._models.items()}
         servers = frozenset(wanted.get(SERVERS, ()))
@@ -202,7 +202,7 @@ class OffloadSchedule:
             if name == _STARTS or (not told and servers - (self._granted or frozenset())):
                 with tracing.phase(MEETING):
                     self._meet()
-            if self._servers is not None and not told:  # one that was restarted holds everything until it is told
+            if self._servers is not None and not told:  # a restarted one holds everything until it is told
                 self._servers.hold(*sorted(servers))
                 self._granted = servers
                 self._published &= WEIGHTS in servers

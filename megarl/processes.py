@@ -1,4 +1,4 @@
-"""Facts about processes that every layer may need: parents, ports, out-of-memory kills, files that appear whole."""
+"""Facts about processes that every layer may need: parents, ports, out-of-memory kills, atomically written files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from typing import Any
 from megarl.simulators.parents import end_with_parents
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-#: Of a run with several teams: this worker's team, its number among the workers of all teams, and the store's name.
+#: Set in runs with several teams: this worker's team, its number among all teams' workers, and the buffer's name.
 #: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are then those of the team.
 TEAM, WORKER, STORE = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_STORE"
-#: Of a team whose processes died and that began again: how often, and the last step that was over (0: none).
+#: Set in a restarted team: the number of restarts, and the last finished step (0: none).
 RESTARTS, FINISHED = "MEGARL_RESTARTS", "MEGARL_FINISHED"
-#: Unix time at which the job began that this process is a part of: all attempts of a launcher, and of a batch job.
+#: Unix time at which this process's job began, for all attempts of a launcher, and of a batch job.
 JOB_BEGAN = "MEGARL_JOB_BEGAN"
 _PR_SET_PDEATHSIG = 1
-_MOST_DESCRIPTORS = 1 << 20  # some programs go through all numbers up to the limit when they start
-_CLOCK_S = 2.0  # the start of a process is counted from that of the machine, which moves with its clock
+_MOST_DESCRIPTORS = 1 << 20  # some programs iterate over all numbers up to the limit at their start
+_CLOCK_S = 2.0  # the start of a process is relative to that of the machine, which moves with its clock
 
 
 def die_with_parents() -> None:
-    """End when the thread that started this process does (by the kernel, Linux only), and as `end_with_parents`.
+    """End this process when the thread that started it ends (by the kernel, Linux only), and as `end_with_parents`.
 
     Only for processes started from their parent's main thread: the signal follows the thread, not the process.
     """
@@ -43,14 +43,14 @@ def die_with_parents() -> None:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; real-time signals have none."""
+    """Return SIGKILL for 9; real-time signals have no name."""
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return str(number)
 
 
 def ending(code: int) -> str:
-    """How a process ended, by its return code.
+    """Describe how a process ended, from its return code.
 
     >>> ending(3), ending(-15)
     ('exit code 3', 'signal SIGTERM')
@@ -61,7 +61,7 @@ def ending(code: int) -> str:
 
 
 def how_it_ended(process: subprocess.Popen[Any], seconds: float = 5.0) -> str:
-    """`ending` of a process whose connection broke; it may need a moment to be gone."""
+    """Return `ending` of a process whose connection broke; it may need a moment to be gone."""
     try:
         return ending(process.wait(seconds))
     except subprocess.TimeoutExpired:
@@ -69,7 +69,7 @@ def how_it_ended(process: subprocess.Popen[Any], seconds: float = 5.0) -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process and its children open as many files and sockets as its hard limit allows, a million at most."""
+    """Let this process and its children open as many files and sockets as its hard limit allows, up to a million."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -77,28 +77,28 @@ def raise_descriptor_limit() -> None:
 
 
 def is_first_process() -> bool:
-    """This is the process that says what all processes of a team would say: rank 0, or the only one."""
+    """Return whether this process reports for all processes of a team: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def worker_number() -> int:
-    """This process's number among the workers of all teams, which is its rank in a run of one team."""
+    """Return this process's number among the workers of all teams, which is its rank in a run of one team."""
     return int(os.environ.get(WORKER) or os.environ.get("RANK", "0"))
 
 
 def worker_name(number: int, team: str | None, rank: int) -> str:
-    """How messages name a worker: `rank 1`, or `worker 3 (reference, rank 1)` where there are several teams.
+    """Return a worker's name for messages: `rank 1`, or `worker 3 (reference, rank 1)` with several teams.
 
     Args:
         number: among the workers of all teams.
-        team: its team, of several; None: there is one team.
+        team: its team; None: there is only one team.
         rank: in its team.
     """
     return f"rank {rank}" if team is None else f"worker {number} ({team}, rank {rank})"
 
 
 def own_worker_name() -> str:
-    """`worker_name` of this process."""
+    """Return `worker_name` of this process."""
     return worker_name(worker_number(), os.environ.get(TEAM), int(os.environ.get("RANK", "0")))
 
 
@@ -106,10 +106,10 @@ _QUIET_PORTS = range(15_000, 32_000)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port on `host` that nothing listens on at the moment of the call.
+    """Return a TCP port on `host` on which nothing listens at the moment of the call.
 
-    If there is one, it is below those that systems give to outgoing connections (from 32768 on, most often): no
-    connection takes it before its listener does.
+    If possible, it is below the ports of outgoing connections (usually from 32768 on), so that no connection takes it
+    before its listener does.
     """
     for port in random.SystemRandom().sample(_QUIET_PORTS, 64):
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -121,7 +121,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def address_towards(host: str) -> str:
-    """Address of this machine's interface that reaches `host`, by the routing table: no packet is sent.
+    """Return the address of this machine's interface that reaches `host`, by the routing table: no packet is sent.
 
     Raises:
         OSError: `host` has no address, or no route leads there.
@@ -133,23 +133,23 @@ def address_towards(host: str) -> str:
 
 
 def is_address_here(host: str) -> bool:
-    """Whether `host` is the address of one of this machine's interfaces."""
+    """Return whether `host` is the address of one of this machine's interfaces."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
-    except (OSError, UnicodeError):  # the second: of a name that cannot be one
+    except (OSError, UnicodeError):  # the second: of an invalid name
         return False
     return True
 
 
 def has_nvidia_device() -> bool:
-    """True when an NVIDIA driver is loaded; answered without importing torch."""
+    """Return whether an NVIDIA driver is loaded, without importing torch."""
     return Path("/dev/nvidiactl").exists()
 
 
 def nvidia_devices(root: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs of this machine, whatever CUDA_VISIBLE_DEVICES says.
+    """Return the number of NVIDIA GPUs of this machine, regardless of CUDA_VISIBLE_DEVICES.
 
     Args:
         root: folder of the device files.
@@ -158,24 +158,24 @@ def nvidia_devices(root: Path = Path("/dev")) -> int:
 
 
 def shared_memory_free(folder: Path = Path("/dev/shm")) -> int | None:
-    """Bytes that are free in shared memory; None where there is no such file system."""
+    """Return the free bytes in shared memory; None where there is no such file system."""
     return shutil.disk_usage(folder).free if folder.is_dir() else None
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How often the kernel's out-of-memory killer struck: on this machine since boot and in this memory cgroup.
+    """Return the number of kills by the kernel's out-of-memory killer: on this machine since boot and in this cgroup.
 
-    Only a difference means something. A container's own limit may show in the cgroup only (`memory.events` of
-    version 2, `memory.oom_control` of version 1). 0 where nothing says.
+    Only differences are meaningful. A container's own limit may show only in the cgroup (`memory.events` of version 2,
+    `memory.oom_control` of version 1). 0 if unknown.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: parent of `proc` and `sys`.
     """
     return sum(_counter(file, "oom_kill") for file in (root / "proc/vmstat", *_cgroup_counters(root)))
 
 
 def _cgroup_counters(root: Path) -> list[Path]:
-    """Files that count out-of-memory kills in the cgroup of this process."""
+    """Return the files that count out-of-memory kills in the cgroup of this process."""
     files: list[Path] = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -201,14 +201,14 @@ def _counter(file: Path, name: str) -> int:
 
 
 def identity() -> dict[str, Any]:
-    """What tells this process from all others, later ones with its number included; plain JSON."""
+    """Return plain JSON that identifies this process among all, including later ones with the same number."""
     import psutil
 
     return {"host": socket.gethostname(), "pid": os.getpid(), "began": psutil.Process().create_time()}
 
 
 def has_ended(who: Mapping[str, Any]) -> bool:
-    """Whether the process of an `identity` is gone for certain; of another machine's processes nothing is known."""
+    """Return whether the process of an `identity` is certainly gone; processes of other machines are unknown."""
     import psutil
 
     if who["host"] != socket.gethostname():
@@ -227,13 +227,13 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
     Args:
         path: the file.
         content: all of it.
-        durable: it is on the disk when this returns, so that a power cut leaves no empty file either.
+        durable: it is on disk on return, so that a power cut leaves no empty file either.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(handle, 0o644)  # mkstemp's files are for their owner only; runs are read by teams
+            os.fchmod(handle, 0o644)  # mkstemp's files are readable only by their owner; runs are read by teams
             file.write(content if isinstance(content, bytes) else content.encode())
             if durable:
                 file.flush()

@@ -1,12 +1,12 @@
-"""Where the ranks of a run meet: torch's store, listening on one address, and proof that each rank belongs to the run.
+"""Rendezvous of a run's ranks: torch's store, listening on one address, and proof that each rank belongs to the run.
 
     launcher: a token in RUN_DIR/token         a listening socket on loopback, or on the address in MASTER_ADDR
                         |                                    |
                         v                                    v
     rank K: nonce from the store -> HMAC(token, nonce, K) -> store of rank 0 -> rank 0 compares all -> verdict
 
-The store itself knows no authentication: whoever reaches its address can read and write it. The proof keeps out
-processes of other runs and strangers who do not know better, not an attacker who rewrites what is in the store.
+The store itself has no authentication: any process that reaches its address can read and write it. The proof excludes
+processes of other runs and accidental strangers, not an attacker who rewrites the store's content.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
-LISTENER = "MEGARL_STORE_FD"  # number of the listening socket that a launcher hands to the process with the store
+LISTENER = "MEGARL_STORE_FD"  # number of the listening socket that a launcher passes to the process with the store
 _TOKEN_FILE = "token"
-_BACKLOG = 4096  # all ranks of a large run connect at once; the kernel takes less where its own limit is lower
+_BACKLOG = 4096  # all ranks of a large run connect at once; the kernel uses its own limit if that is lower
 _JOINED = "joined"
 
 
 def write_token(run_dir: Path) -> None:
-    """Draw a new token for the run, readable for its owner only. In a file, as several machines share nothing else."""
+    """Create a random token for the run, readable only by its owner; a file, as machines share nothing else."""
     path = run_dir / _TOKEN_FILE
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -49,17 +49,17 @@ def write_token(run_dir: Path) -> None:
 
 
 def read_token(run_dir: Path) -> bytes | None:
-    """The token of the run; None when no launcher of ours wrote one."""
+    """Return the token of the run; None when no launcher of this package wrote one."""
     with contextlib.suppress(FileNotFoundError):
         return (run_dir / _TOKEN_FILE).read_bytes()
     return None
 
 
 def run_key(run_dir: Path, purpose: str) -> str:
-    """A secret that the processes of the run share for one purpose, made from its token.
+    """Return a secret that the run's processes share for one purpose, derived from its token.
 
     Raises:
-        WorkerError: no launcher of ours started the run, so there is no token.
+        WorkerError: no launcher of this package started the run, so there is no token.
     """
     token = read_token(run_dir)
     if token is None:
@@ -68,20 +68,20 @@ def run_key(run_dir: Path, purpose: str) -> str:
 
 
 def forget_token(run_dir: Path) -> None:
-    """The run has ended."""
+    """Remove the token of a run that has ended."""
     (run_dir / _TOKEN_FILE).unlink(missing_ok=True)
 
 
 def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.socket:
-    """A listening socket for the store, on the address of `host` only.
+    """Return a listening socket for the store, on the address of `host` only.
 
-    When other machines could not reach that address (it is none of this machine's, as with a port mapping, or the
-    machine's own name stands for loopback), on every interface, with a warning. An address that says itself that it is
-    loopback is taken at its word.
+    If other machines could not reach that address (it is none of this machine's, as with a port mapping, or the
+    machine's own name resolves to loopback), listen on every interface, with a warning. An explicit loopback address is
+    used as it is.
 
     Args:
         host: MASTER_ADDR.
-        port: 0: any free one.
+        port: 0 means any free one.
         one_machine: all ranks are on this machine.
 
     Raises:
@@ -112,7 +112,7 @@ def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.sock
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` itself is an address of the loopback device, or `localhost`; other names are not looked up."""
+    """Return whether `host` itself is a loopback address or `localhost`; other names are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -120,7 +120,7 @@ def is_loopback(host: str) -> bool:
 
 
 def given_listener() -> int | None:
-    """The listening socket that a launcher handed to this process, kept from its children; None without one."""
+    """Return the listening socket that a launcher passed to this process, closed for its children; None without one."""
     text = os.environ.pop(LISTENER, None)
     if text is None:
         return None
@@ -129,9 +129,9 @@ def given_listener() -> int | None:
 
 
 def gloo_interface(master: str) -> str | None:
-    """Name of this machine's interface that leads to `master`; None when that is loopback or has no name.
+    """Return the name of this machine's interface that leads to `master`; None if that is loopback or has no name.
 
-    gloo listens there. Left to itself it takes what the host name stands for, whichever network that is.
+    gloo listens there. By itself it would use the host name's address, on any network.
     """
     import psutil
 
@@ -144,10 +144,10 @@ def gloo_interface(master: str) -> str | None:
 
 
 def join(backend: str, timeout_s: float, run_dir: Path) -> None:
-    """`torch.distributed.init_process_group` on a store with one address; collective. No effect when done already.
+    """Run `torch.distributed.init_process_group` on a store with one address; collective. No effect if already done.
 
-    Rank, number of ranks and where to meet come from the environment, see `megarl.runtime.worker`. Below torchrun the
-    store is its agent's. Each team of a run has a store and a world of its own.
+    Rank, number of ranks and the rendezvous come from the environment, see `megarl.runtime.worker`. Below torchrun the
+    store is its agent's. Each team of a run has its own store and world.
 
     Raises:
         ConfigError: the store cannot listen.
@@ -184,17 +184,17 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
 
 
 def prove(store: Store, token: bytes, rank: int, world: int, timeout_s: float) -> None:
-    """Show rank 0 that this one knows the token of the run, and learn that all ranks and rank 0 do; collective.
+    """Prove to rank 0 that this rank knows the run's token, and learn that all ranks and rank 0 do; collective.
 
     Args:
-        store: which all ranks reach.
+        store: shared by all ranks.
         token: secret of the run.
         rank: of this process.
         world: number of ranks.
         timeout_s: deadline of the whole exchange.
 
     Raises:
-        WorkerError: names the ranks that did not come in time, or know another token.
+        WorkerError: names the ranks that were late, or have another token.
     """
     limit = f"within {timeout_s:g} s (cluster.timeout_s)"
     end = time.monotonic() + timeout_s
@@ -223,7 +223,7 @@ def prove(store: Store, token: bytes, rank: int, world: int, timeout_s: float) -
 
 
 def _read(store: Store, key: str, end: float) -> str | None:
-    """Value of a key, as soon as it is there; None when it is not by then. At least one look."""
+    """Return the value of a key once it exists; None if it does not by `end`. It is read at least once."""
     from torch.distributed import DistStoreError
 
     left = max(end - time.monotonic(), 0.01)
@@ -240,6 +240,6 @@ def _proof(token: bytes, text: str) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 1` or `ranks 0, 2`; of many, the first sixteen."""
+    """Return `rank 1` or `ranks 0, 2`; of many, the first sixteen."""
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:16]))}{more}"

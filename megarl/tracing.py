@@ -1,4 +1,4 @@
-"""What this process is doing right now: phase timings, trace events, and the place an error is reported at.
+"""Tracing spans: the current phase of this process, its timings and trace events, and the place of an error.
 
 `with phase("rollout"):` nests. The innermost name is what error messages and hang reports show; every closed phase
 becomes one trace event and adds its seconds to `timing_s/<path>`.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 class PhaseEvent:
     """One closed phase. `path` is slash-joined from the outermost; times are `time.time_ns()` based.
 
-    `waits_for` is the team that this process waited for; empty: it was at work.
+    `waits_for` is the team that this process waited for; empty: it worked.
     """
 
     path: str
@@ -28,7 +28,7 @@ class PhaseEvent:
 
     @property
     def seconds(self) -> float:
-        """Wall seconds the phase took."""
+        """Wall seconds of the phase."""
         return (self.end_ns - self.start_ns) / 1e9
 
 
@@ -40,13 +40,13 @@ step_now = 0
 
 
 def set_step(step: int) -> None:
-    """Training step stamped on the events that follow."""
+    """Set the training step stamped on the events that follow."""
     global step_now
     step_now = step
 
 
 def current() -> str:
-    """Slash-joined path of the open phases, `idle` outside all of them."""
+    """Return the slash-joined path of the open phases, `idle` outside all of them."""
     return "/".join(_stack) or "idle"
 
 
@@ -61,7 +61,7 @@ def _notify() -> None:
 
 
 def beat() -> None:
-    """Tell the launcher that long work inside a phase moves on; microseconds, from any thread."""
+    """Tell the launcher that long work inside a phase makes progress; takes microseconds, from any thread."""
     _notify()
 
 
@@ -70,7 +70,7 @@ def keep_beating(limit_s: float = 6 * 3600.0, every_s: float = 5.0) -> Iterator[
     """Beat in the background while the block runs, for calls that cannot do it themselves, such as downloads.
 
     Args:
-        limit_s: the block is no longer covered after this many seconds, so that a hang is still noticed.
+        limit_s: seconds after which beating stops, so that a hang is still noticed.
         every_s: seconds between two beats.
     """
     done, end = threading.Event(), time.monotonic() + limit_s
@@ -88,9 +88,9 @@ def keep_beating(limit_s: float = 6 * 3600.0, every_s: float = 5.0) -> Iterator[
 
 @contextlib.contextmanager
 def phase(name: str, waits_for: str = "") -> Iterator[None]:
-    """Name what happens inside the block. An exception that leaves it keeps the innermost path for `failed_at()`.
+    """Name the work inside the block. An exception that leaves it keeps the innermost path for `failed_at()`.
 
-    A block in which this process only waits for another team names that team, and has no other such block in it.
+    A block in which this process only waits for another team names that team, and contains no other such block.
     """
     global _failed_at
     _stack.append(name)
@@ -109,11 +109,11 @@ def phase(name: str, waits_for: str = "") -> Iterator[None]:
 
 
 def failed_at(error: BaseException) -> str:
-    """Path of the phase that `error` was raised in; the current path when it was raised outside all of them."""
+    """Return the path of the phase in which `error` was raised; the current path if it was outside all of them."""
     return _failed_at[1] if _failed_at is not None and _failed_at[0] is error else current()
 
 
 def drain() -> list[PhaseEvent]:
-    """Closed phases since the last call, oldest first."""
+    """Return the closed phases since the last call, oldest first."""
     events, _events[:] = list(_events), []
     return events

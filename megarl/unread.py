@@ -1,4 +1,4 @@
-"""Programs whose output nobody reads any more, as before `| head -1`: they end quietly."""
+"""Quiet end of a program whose output is no longer read, as before `| head -1`."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import select
 import sys
 from collections.abc import Callable
 
-#: 128 and the number of SIGPIPE, as shells tell it of programs that this signal ends.
+#: 128 and the number of SIGPIPE, as shells report programs that this signal ends.
 EXIT_CODE = 141
 
 
 def nobody_reads() -> bool:
-    """Whether the reader of what this program prints has gone."""
+    """Return whether the reader of this program's output has gone."""
     return any(_gone(file) for file in _outputs())
 
 
 def run_quietly(run: Callable[[], int]) -> int:
-    """The exit code of `run`, or EXIT_CODE without a word where it ends because nobody reads what it prints.
+    """Return the exit code of `run`, or silently EXIT_CODE when it ends because nobody reads its output.
 
     Raises:
-        BrokenPipeError: it is about another pipe.
+        BrokenPipeError: another pipe is broken.
     """
     try:
         try:
             return run()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # the interpreter does it when it ends, where nobody can catch the error
+                sys.stdout.flush()  # the interpreter flushes at its end, where nobody can catch the error
     except BrokenPipeError:
         if not nobody_reads():
             raise
-    except SystemExit as end:  # rich makes one of the error, and closes the output
+    except SystemExit as end:  # rich converts the error, and closes the output
         if not isinstance(end.__context__, BrokenPipeError):
             raise
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for file in _outputs():
         if _gone(file):
-            os.dup2(nowhere, file)  # what is left in buffers
+            os.dup2(nowhere, file)  # unwritten output in buffers
     return EXIT_CODE
 
 
 def _outputs() -> list[int]:
-    """Descriptors of the outputs; none where a test takes what is printed."""
+    """Return the descriptors of the outputs; none where a test captures them."""
     found = []
     for stream in (sys.stdout, sys.stderr):
         try:

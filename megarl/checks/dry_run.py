@@ -1,4 +1,4 @@
-"""What a recipe would do, as text: resolved keys, task graph, ranks, memory, checks. Starts nothing."""
+"""The dry run of a recipe as text: resolved keys, task graph, ranks, memory, checks. Starts nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS_SHOWN = 64
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A plan as text, and what stands in the way of running it; the text names these problems, and no more."""
+    """A plan as text, with the problems that prevent the run; the text names exactly these."""
 
     text: str
     problems: list[ConfigError]
@@ -40,11 +40,11 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
     """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded.
 
     Args:
-        more: checks that were made elsewhere.
+        more: further checks from the caller.
     """
     machine = this_machine()
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
-    known = {check.key for check in checked.items if check.status == "fail"}  # what reads a file finds it missing, too
+    known = {check.key for check in checked.items if check.status == "fail"}  # readers of the file report it, too
     checks = [*checked.items, *(one for one in more if one.status != "fail" or one.key not in known)]
     sections = {"Configuration": dump_config(config)}
     if job == "train":
@@ -64,12 +64,12 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
 def memory_and_checks(
     config: RunConfig, checked: Checked, checks: Sequence[Check], job: str, machine: Machine | None = None
 ) -> str:
-    """The sections of a plan about memory and checks, and how many of these there are.
+    """Return the sections of a plan about memory and checks, and the number of checks.
 
     Args:
         checked: the recipe.
-        checks: that are shown.
-        machine: None: this one.
+        checks: the checks to show.
+        machine: None means this one.
     """
     sections = {}
     if job == "train":
@@ -84,7 +84,7 @@ def _as_text(sections: Mapping[str, str]) -> str:
 
 
 def _job_lines(config: RunConfig, job: str) -> list[str]:
-    """What a command other than train does with this recipe."""
+    """Return lines about a command other than train with this recipe."""
     model, sft, data, resume = config.model, config.sft, config.data, config.trainer.resume
     start = model.path or f"a fresh model (seed {model.init_seed})"
     if job == "sft":
@@ -110,7 +110,7 @@ def _graph_text(config: RunConfig, checked: Checked) -> str:
 
 
 def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machine: Machine) -> str:
-    """Who holds what on how many workers, what its ranks need, and what the samples between teams need."""
+    """Describe each team's roles, workers and ranks' needs, and the needs of samples between teams."""
     rows = [("team", "roles", "layout", "workers", "GB per rank", "nodes")]
     known = checked.sizes[Role.ACTOR] is not None
     for team in placement.teams:
@@ -133,7 +133,7 @@ def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machi
 
 
 def _measured_lines(config: RunConfig, graph: TaskGraph, placement: Placement) -> list[str]:
-    """What the teams' workers were shared out by."""
+    """Return the measurements from which the teams' workers were assigned."""
     run = read_measured(config, graph)
     steps = f"medians of steps {run.timings.first} to {run.timings.last}"
     lines = [f"shared out by device-seconds of a step in {config.placement.measured} ({steps}):"]
@@ -148,7 +148,7 @@ def _measured_lines(config: RunConfig, graph: TaskGraph, placement: Placement) -
 
 
 def _layout_text(team: TeamPlan) -> str:
-    """What differs from one process per replica, and the replicas."""
+    """Describe the differences from one process per replica, and the replicas."""
     sizes = team.parallel.model_dump(exclude_defaults=True)
     words = [name if value is True else f"{name} {value}" for name, value in sizes.items()]
     return ", ".join([*words, f"dp {team.replicas}"])
@@ -164,7 +164,7 @@ def _on_gpus(config: RunConfig, machine: Machine) -> bool:
 
 
 def coordinates(rank: int, nproc: int, parallel: ParallelConfig) -> dict[str, int]:
-    """Place of a rank in Megatron's order tp-cp-ep-dp-pp (the first changes fastest); edp is expert data parallel."""
+    """Return a rank's coordinates in Megatron's order tp-cp-ep-dp-pp (tp changes fastest); edp: expert dp."""
     dp = nproc // parallel.model_parallel_size
     etp = parallel.expert_tp
     place = _unravel(rank, {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp})
@@ -242,7 +242,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
 
 
 def _peak(memory: Memory, machine: Machine, config: RunConfig) -> tuple[str, float]:
-    """(name, bytes) of the fullest moment. On a GPU what adapts to the room there is counts with its least."""
+    """Return (name, bytes) of the fullest moment. On a GPU, adaptive terms count with their minimum."""
     gpu = _on_gpus(config, machine)
     sizes = {moment.name: held(moment.terms) if gpu else moment.bytes for moment in memory.moments}
     name = max(sizes, key=lambda key: sizes[key])
@@ -256,7 +256,7 @@ def _memory_line(name: str, size: float) -> str:
 def _check_lines(check: Check) -> str:
     if check.status in ("ok", "skip"):
         return f"[{check.status:>4}] {check.name}: {check.message}"
-    if check.status == "fail":  # the command ends with all problems, where they are seen
+    if check.status == "fail":  # the command ends with all problems, where they are visible
         return f"[fail] {check.name}: {f'{check.key}, ' if check.key else ''}see the end"
     lines = str(check.problem()).splitlines()
     return "\n".join([f"[{check.status:>4}] {check.name}: {lines[0]}", *(f"       {line}" for line in lines[1:])])

@@ -1,4 +1,4 @@
-"""What a dry run refuses of recipes that are only planned or simulated: nothing of this machine, and no files."""
+"""Dry-run checks of recipes that are only planned or simulated: nothing of this machine, and no files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megarl.planning.step import model_sizes
 
 
 def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
-    """Teams, layouts, batches, lengths and servers; a plan itself says what does not fit.
+    """Check teams, layouts, batches, lengths and servers; a plan itself reports a lack of memory.
 
     Raises:
-        ConfigError: all that is wrong with them.
+        ConfigError: lists all problems.
     """
     checks, sizes = Checklist(), model_sizes(config, graph)
     check_cluster(config, checks, None)
@@ -35,10 +35,10 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
-    """Only what no layout changes.
+    """Check the lengths, which no layout changes.
 
     Raises:
-        ConfigError: samples are longer than the model takes.
+        ConfigError: samples are longer than the model's limit.
     """
     checks = Checklist()
     check_sampling(config, model_sizes(config, graph)[Role.ACTOR], checks)
@@ -46,10 +46,10 @@ def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
-    """Layouts, batches, lengths and servers. How a run is started does not matter here.
+    """Check layouts, batches, lengths and servers. The launcher does not matter here.
 
     Raises:
-        ConfigError: all that is wrong with them.
+        ConfigError: lists all problems.
     """
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
     check_cluster(config, checks, None)
@@ -65,6 +65,6 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def _raise(checks: Checklist, but: str = "-") -> None:
-    """`but`: begins keys that do not matter."""
+    """Raise the failed checks, except those with keys that begin with `but`."""
     failed = (check for check in checks.items if check.status == "fail" and not (check.key or "").startswith(but))
     raise_problems([check.problem() for check in failed])
