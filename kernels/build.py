@@ -29,7 +29,7 @@ Check = Callable[[ctypes.CDLL], str | None]
 
 
 def compiled(source: Path, check: Check) -> ctypes.CDLL | None:
-    """The library made of a C++ file.
+    """Return the library made of a C++ file.
 
     Returns:
         None where there is no compiler; where it cannot be compiled; where `check` found that it computes something
@@ -72,14 +72,15 @@ def compile_to(target: Path, source: Path, compiler: str, flags: list[str], fold
 
 
 def difference(found: Tensor, expected: Tensor, tolerance: float) -> float | None:
-    """How far `found` is from `expected`, relative to its largest element; None within `tolerance`. NaN is far."""
+    """Return the difference of `found` and `expected` relative to the largest element; None within `tolerance`. NaN is
+    far."""
     largest = max(float(expected.abs().max()), 1e-6)
     distance = float((found.double() - expected).abs().max()) / largest
     return None if distance <= tolerance else distance
 
 
 def _build(source: Path, compiler: str) -> Path:
-    """Path of the shared library for a source, compiler and processor."""
+    """Return the path of the shared library for a source, compiler and processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     key = _hash(source.read_text(), version, *FLAGS, _processor())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
@@ -94,7 +95,7 @@ def _build(source: Path, compiler: str) -> Path:
 
 
 def _verdict(library: ctypes.CDLL, path: Path, check: Check) -> str:
-    """What `check` said of a library when it was first used on this machine."""
+    """Return the result of `check` for a library when it was first used on this machine."""
     checks = _hash(*(file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))))
     kept = path.with_name(f"{path.stem}-{checks}.verdict")
     with contextlib.suppress(FileNotFoundError):
@@ -111,7 +112,7 @@ def _verdict(library: ctypes.CDLL, path: Path, check: Check) -> str:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """OpenMP regions of this thread run without others: ranks check side by side, and waiting for each other is slow.
+    """Run OpenMP regions of this thread on one thread: ranks check side by side, and waiting for each other is slow.
 
     Not by torch.set_num_threads, which changes settings of MKL for good.
     """
@@ -129,7 +130,7 @@ def _hash(*parts: str) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return the processor that -march=native depends on."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor() + platform.machine()

@@ -23,14 +23,14 @@ _P, _I, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 
 def add_norm_reference(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """hidden [n, h] += delta (when given), in place; returns hidden / rms(hidden) * weight."""
+    """Compute hidden [n, h] += delta (when given), in place; return hidden / rms(hidden) * weight."""
     if delta is not None:
         hidden += delta
     return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half over the last dimension: [n, 2f] -> [n, f]."""
+    """Return silu(first half) * second half over the last dimension: [n, 2f] -> [n, f]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -53,7 +53,7 @@ class CpuKernels:
 
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int, *widths: int) -> bool:
-        """Whether these sizes can be computed: head size, and hidden and MLP widths."""
+        """Tell whether these sizes can be computed: head size, and hidden and MLP widths."""
         return dtype in (torch.float32, torch.bfloat16) and head_dim in HEAD_SIZES and not any(w % 16 for w in widths)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -73,7 +73,7 @@ class CpuKernels:
         return out
 
     def norm_backward(self, x: Tensor, grad: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Gradients of x / rms(x) * weight: of `x` [n, h] in its dtype, of `weight` [h] in float32."""
+        """Return the gradients of x / rms(x) * weight: of `x` [n, h] in its dtype, of `weight` [h] in float32."""
         rows, width = x.shape
         dx, threads = torch.empty_like(x), torch.get_num_threads()
         parts = torch.zeros(threads, width)
@@ -99,7 +99,7 @@ class CpuKernels:
         return out
 
     def silu_mul_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
-        """Gradient of `gate_up` [n, 2f] from that of its gated product [n, f]."""
+        """Return the gradient of `gate_up` [n, 2f] from that of its gated product [n, f]."""
         out, (rows, width) = torch.empty_like(gate_up), gate_up.shape
         is_bf16 = gate_up.dtype == torch.bfloat16
         self._silu_mul_backward(is_bf16, gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), rows, width // 2)
@@ -118,7 +118,7 @@ class CpuKernels:
         scale: float,
         eps: float,
     ) -> Tensor:
-        """Norm and rotate new heads, append keys and values to the cache, attend. Scores and sums are fp32.
+        """Return the norm and rotate new heads, append keys and values to the cache, attend. Scores and sums are fp32.
 
         Args:
             qkv: [n, G, q + 2, D], of each group its q query heads, its key and its value.
@@ -158,7 +158,7 @@ class CpuKernels:
     def causal_forward(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention of each sequence of a packed stream to itself.
+        """Return the causal attention of each sequence of a packed stream to itself.
 
         Args:
             q: [t, heads, D].
@@ -186,7 +186,8 @@ class CpuKernels:
         longest: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, from what `causal_forward` took and gave and the gradient of its context."""
+        """Return the gradients of q, k and v, from what `causal_forward` took and gave and the gradient of its
+        context."""
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         self._run_stream((q, k, v, out, grad, dq, dk, dv), lse, starts, longest, scale)
         return dq, dk, dv
@@ -216,7 +217,8 @@ class CpuKernels:
 
 @functools.cache
 def load() -> CpuKernels | None:
-    """The kernels, compiled if they are not in the cache; None where they cannot be (a warning says why, once)."""
+    """Return the kernels, compiled if they are not in the cache; None where they cannot be (a warning says why,
+    once)."""
     from megarl.kernels.cpu_check import check  # it imports this module
 
     library = compiled(_SOURCE, check)
@@ -224,12 +226,12 @@ def load() -> CpuKernels | None:
 
 
 def kernels_for(x: Tensor, width: int) -> CpuKernels | None:
-    """The kernels, where they are there and can take rows of `width` numbers like those of `x`."""
+    """Return the kernels, where they are there and can take rows of `width` numbers like those of `x`."""
     if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16) or width % 16:
         return None
     return load()
 
 
 def rows(x: Tensor) -> Tensor:
-    """`x` [..., n] as the contiguous matrix that the kernels take; a copy only where it has to be."""
+    """Return `x` [..., n] as the contiguous matrix that the kernels take; a copy only where it has to be."""
     return x.reshape(-1, x.shape[-1]).contiguous()

@@ -1,4 +1,4 @@
-"""What cpu.cpp computes on random input, held against float64: every function, dtype and head size."""
+"""The check of cpu.cpp on random input against float64: every function, dtype and head size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _Draw = Callable[..., Tensor]
 
 
 def check(library: ctypes.CDLL, sizes: Sequence[int] = HEAD_SIZES) -> str | None:
-    """What differs from the reference, None where nothing does. `sizes`: head sizes that the library has."""
+    """Return the differences from the reference, None where there are none. `sizes`: head sizes that the library
+    has."""
     kernels, generator = CpuKernels(library), torch.Generator("cpu").manual_seed(1)
     for dtype, tolerance in _TOLERANCE.items():
 
@@ -123,11 +124,11 @@ def _stream(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, 
 
 
 def _rms(x: Tensor) -> Tensor:
-    """x / rms(x), in float64."""
+    """Return x / rms(x) in float64."""
     return F.rms_norm(x.double(), x.shape[-1:], None, _EPS)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of heads [..., D]."""
+    """Return the rotary embedding of heads [..., D]."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

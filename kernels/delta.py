@@ -111,12 +111,12 @@ def patch_reference(base: Tensor, distances: Tensor, values: Tensor, itemsize: i
 
 
 def positions(distances: Tensor) -> Tensor:
-    """Numbers of the written elements, int64."""
+    """Return the numbers of the written elements, int64."""
     return distances.to(torch.int64).cumsum(0) - 1
 
 
 def check(library: ctypes.CDLL) -> str | None:
-    """What differs from the references on random input, None where nothing does."""
+    """Return the differences from the references on random input, None where there are none."""
     kernels, generator = DeltaKernels(library), torch.Generator("cpu").manual_seed(1)
     for itemsize, n, share in itertools.product(_WORDS, (1, 15, 64, 65, 257, 5003), (0.002, 0.1, 1.0)):
         # Wrong positions lie up to a line after the end: what is there is ours, and seen when it changes.

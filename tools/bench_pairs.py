@@ -1,4 +1,4 @@
-"""Does a step take the CPU-seconds that it took at an earlier commit?
+"""Compare the CPU-seconds of a step with those of an earlier commit.
 
     python tools/bench_pairs.py [--base COMMIT] [--pairs N] [--json PATH] -- ARGUMENT ...
     python tools/bench_pairs.py -- --case S --dtype fp32 --steps 8
@@ -32,7 +32,7 @@ DRAWS = 10_000
 
 
 def measure(sources: Path, arguments: list[str]) -> dict[str, float]:
-    """Seconds that one `megarl bench` of the package in `sources` reports."""
+    """Return seconds that one `megarl bench` of the package in `sources` reports."""
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
         found = Path(folder) / "bench.json"
         command = [sys.executable, "-m", "megarl", "bench", *arguments, "--json", str(found)]
@@ -44,7 +44,8 @@ def measure(sources: Path, arguments: list[str]) -> dict[str, float]:
 
 
 def seconds_of(report: dict[str, Any]) -> dict[str, float]:
-    """CPU-seconds of a step, or of each function of `algorithms`; wall seconds of each transport of `sync`."""
+    """Return the CPU-seconds of a step, or of each function of `algorithms`; wall seconds of each transport of
+    `sync`."""
     if "summary" in report:
         return {"step": report["summary"]["cpu_s"]}
     if "rows" in report:
@@ -53,12 +54,12 @@ def seconds_of(report: dict[str, Any]) -> dict[str, float]:
 
 
 def ratio(now: dict[str, float], base: dict[str, float]) -> float:
-    """Geometric mean of now / base over what both have measured."""
+    """Return the geometric mean of now / base over what both have measured."""
     return statistics.geometric_mean(now[name] / base[name] for name in now.keys() & base.keys())
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """Where 95% of the medians of drawn pairs lie."""
+    """Return the interval that holds 95% of the medians of resampled pairs."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
     return medians[int(0.025 * DRAWS)], medians[int(0.975 * DRAWS)]

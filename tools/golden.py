@@ -1,4 +1,4 @@
-"""Does this tree train exactly as an earlier commit did? `python tools/golden.py [--base COMMIT] [CASE ...]`
+"""Check that this tree trains exactly as an earlier commit did: `python tools/golden.py [--base COMMIT] [CASE ...]`
 
 Each case is a short run of 20 steps. It is trained by the base commit and by the present tree, on this machine and with
 this interpreter, and every number of the two metrics.jsonl is compared bit for bit. The base's numbers are kept in the
@@ -74,7 +74,8 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def measures_the_machine(name: str) -> bool:
-    """Whether a metric is a time, a rate or an amount of memory: all of timing_s/* and of perf/* but its counts."""
+    """Tell whether a metric is a time, a rate or an amount of memory: all of timing_s/* and of perf/* but its
+    counts."""
     if name.startswith("perf/"):
         return name != "perf/flops" and not name.endswith("_tokens")
     return name == "time" or name.startswith("timing_s/")
@@ -94,7 +95,8 @@ class Difference:
 
 
 def compare(base: list[Line], now: list[Line]) -> Difference | None:
-    """The first difference of two runs' lines, in the order of the base's file; a metric of only `now` is none."""
+    """Return the first difference of two runs' lines, in the order of the base's file; a metric of only `now` is
+    none."""
     for old, new in zip(base, now, strict=False):
         where = f"{old['stage']} step {old['step']}"
         for name, value in old.items():
@@ -109,18 +111,18 @@ def compare(base: list[Line], now: list[Line]) -> Difference | None:
 
 
 def _bits(value: Any) -> Any:
-    """What two values must have in common to be the same: a NaN is one, 0.0 and -0.0 are not."""
+    """Return the value that two equal values share: a NaN is one, 0.0 and -0.0 are not."""
     return float(value).hex() if isinstance(value, int | float) else value
 
 
 def new_metrics(base: list[Line], now: list[Line]) -> list[str]:
-    """Names that only the present tree writes."""
+    """Return the names that only the present tree writes."""
     known = {RENAMED.get(name, name) for line in base for name in line}
     return sorted({name for line in now for name in line if not measures_the_machine(name)} - known)
 
 
 def train(sources: Path, case: str, folder: Path) -> list[Line]:
-    """Lines of metrics.jsonl of one case, trained by the package in `sources`."""
+    """Return the lines of metrics.jsonl of one case, trained by the package in `sources`."""
     recipe, *overrides = CASES[case]
     if not (sources / "megarl/recipes" / f"{recipe}.yaml").exists():
         recipe = RENAMED[recipe]
@@ -137,7 +139,7 @@ def train(sources: Path, case: str, folder: Path) -> list[Line]:
 
 
 def write_expressions(folder: Path) -> None:
-    """Files in the form of GSM8K's, with invented annotations, so that no case needs the network."""
+    """Write files in the form of GSM8K's, with invented annotations, so that no case needs the network."""
     draw = random.Random(1)
     for name, count in (("train", 200), ("test", 60)):
         pairs = [(draw.randint(1, 40), draw.choice("+*"), draw.randint(1, 9)) for _ in range(count)]
@@ -147,7 +149,7 @@ def write_expressions(folder: Path) -> None:
 
 
 def numbers_of_base(commit: str, cases: list[str]) -> dict[str, list[Line]]:
-    """The base's lines of each case; those that are not kept yet are trained first."""
+    """Return the base's lines of each case; those that are not kept yet are trained first."""
     kept = {case: _kept(commit, case) for case in cases}
     missing = [case for case in cases if not kept[case].exists()]
     if missing:
@@ -160,7 +162,8 @@ def numbers_of_base(commit: str, cases: list[str]) -> dict[str, list[Line]]:
 
 
 def _kept(commit: str, case: str) -> Path:
-    """Where the base's lines lie: rounding depends on the processor and on the libraries, and lines on the case."""
+    """Return the place of the base's lines: rounding depends on the processor and on the libraries, and lines on the
+    case."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model name", "flags"))]
     versions = [importlib.metadata.version(name) for name in ("torch", "numpy", "megatron-core", "transformers")]
     machine = _digest(platform.platform(), sys.version, *sorted(set(cpu)), *versions)
@@ -173,7 +176,7 @@ def _digest(*parts: str) -> str:
 
 
 def _trained(sources: Path, case: str, label: str) -> tuple[list[Line], float]:
-    """Lines of a case and the CPU-seconds it took."""
+    """Return the lines of a case and the CPU-seconds it took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory(prefix="golden") as folder:
         lines = train(sources, case, Path(folder))

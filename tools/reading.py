@@ -1,4 +1,4 @@
-"""How much of this project has to be read? `python tools/reading.py [--no-steps]`
+"""Measure how much of this project has to be read: `python tools/reading.py [--no-steps]`
 
     a GRPO step, an asynchronous step   a small run is traced: files of which step 2 calls a function, in any process of
                                         the run, their lines, and the lines of the functions that it calls
@@ -60,7 +60,7 @@ threading.setprofile(called)
 
 
 def calls_of_step(arguments: Iterable[str]) -> dict[Path, set[int]]:
-    """Files that step 2 of a run calls functions of, with the first lines of these functions."""
+    """Return the files that step 2 of a run calls functions of, with the first lines of these functions."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "out").mkdir()
@@ -84,12 +84,12 @@ def calls_of_step(arguments: Iterable[str]) -> dict[Path, set[int]]:
 
 
 def lines_of(path: Path) -> int:
-    """Lines of a file."""
+    """Return the lines of a file."""
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def function_lines(path: Path, firsts: set[int]) -> int:
-    """Lines of those functions of a file that begin in one of the lines `firsts`; nested ones count once."""
+    """Return the lines of those functions of a file that begin in one of the lines `firsts`; nested ones count once."""
     inside: set[int] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -100,7 +100,7 @@ def function_lines(path: Path, firsts: set[int]) -> int:
 
 
 def imports_between(folder: Path) -> dict[str, set[str]]:
-    """File of a folder -> the other files of it that it imports, wherever in it the import stands."""
+    """Map each file of a folder to the other files of it that it imports, wherever in it the import stands."""
     package = ".".join(folder.relative_to(ROOT).parts)
     names = {path.stem for path in folder.glob("*.py")}
     found: dict[str, set[str]] = {}
@@ -115,7 +115,7 @@ def imports_between(folder: Path) -> dict[str, set[str]]:
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
-    """Groups of more than one file in which each imports each other one, directly or not."""
+    """Return the groups of more than one file in which each imports each other one, directly or not."""
 
     def reached(start: str) -> set[str]:
         found, left = set(), [start]

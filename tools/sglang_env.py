@@ -35,7 +35,7 @@ IMPORTS = "sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.
 
 
 def pins() -> dict[str, str]:
-    """Package to `package==version`, for every line of constraints-sglang.txt."""
+    """Map each package to `package==version`, for every line of constraints-sglang.txt."""
     lines = [line.strip() for line in PINS.read_text().splitlines()]
     return {line.partition("==")[0]: line for line in lines if line and not line.startswith("#")}
 

@@ -30,13 +30,13 @@ CHECKS = {
 
 
 def pins(name: str) -> dict[str, str]:
-    """Package to `package==version`, for every line of constraints-NAME.txt."""
+    """Map each package to `package==version`, for every line of constraints-NAME.txt."""
     lines = [line.strip() for line in (ROOT / f"constraints-{name}.txt").read_text().splitlines()]
     return {line.partition("==")[0]: line for line in lines if line and not line.startswith("#")}
 
 
 def folder_of(name: str) -> Path:
-    """Where the interpreter of this simulator lies."""
+    """Return the folder of this simulator's interpreter."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "megarl" / f"{name}-{pins(name)[PACKAGES[name]].partition('==')[2]}"
 

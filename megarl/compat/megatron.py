@@ -37,11 +37,11 @@ class Rewrite:
     cpu_only: bool = True
 
     def applies(self, module: str) -> bool:
-        """True when `module` (dotted name) is one this entry is meant for."""
+        """Tell whether this entry is meant for `module` (dotted name)."""
         return any(fnmatch.fnmatchcase(module, glob) for glob in self.modules)
 
     def sub(self, source: str) -> tuple[str, int]:
-        """Changed text and the number of places changed."""
+        """Return the changed text and the number of places changed."""
         return re.subn(self.pattern, self.replacement, source, flags=re.MULTILINE)
 
 
@@ -186,7 +186,7 @@ def _set_rng_state(state: torch.Tensor, *args: object, **kwargs: object) -> None
 
 
 class _CudaOnCpu:
-    """What `torch.cuda` is to a rewritten Megatron module. Names it lacks come from the real `torch.cuda`."""
+    """The stand-in for `torch.cuda` in a rewritten Megatron module. Names it lacks come from the real `torch.cuda`."""
 
     Stream = current_stream = default_stream = staticmethod(_stream)
     Event = _Event
@@ -223,7 +223,7 @@ def _no_jit_fuser(module: types.ModuleType) -> None:
 
 
 def _uneven_splits(module: types.ModuleType) -> None:
-    """Parts of different lengths travel one rank after the other, into and out of their places: nothing is padded."""
+    """Send parts of different lengths one rank after the other, into and out of their places: nothing is padded."""
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def gather_parts(
@@ -301,12 +301,12 @@ _QUIET_ON_CPU = ((r"When using async grad allreduce it is recommended to set .* 
 
 
 def rewrites_for(module: str, *, cuda: bool) -> list[Rewrite]:
-    """Entries of `REWRITES` that are meant for `module` on a machine with or without CUDA."""
+    """Return the entries of `REWRITES` that are meant for `module` on a machine with or without CUDA."""
     return [r for r in REWRITES if r.applies(module) and not (cuda and r.cpu_only)]
 
 
 def rewrite(module: str, source: str, *, cuda: bool) -> str:
-    """Source of `module` with every entry applied in order."""
+    """Return the source of `module` with every entry applied in order."""
     for entry in rewrites_for(module, cuda=cuda):
         changed, count = entry.sub(source)
         while count and changed != source:  # an entry consumes one match per line, so repeat until none is left

@@ -47,19 +47,20 @@ _TRAINER_PREFIXES = ("PYTHON", "TORCHELASTIC_", "MEGARL_")
 
 
 def environments_folder() -> Path:
-    """Where `make sglang-env` puts its environments."""
+    """Return the folder of environments that `make sglang-env` makes."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "megarl" / "sglang"
 
 
 def install_fix(cuda: bool | None = None) -> str:
-    """How to get an interpreter. `cuda`: for servers on GPUs, whatever this machine has; else for this machine."""
+    """Return the way to get an interpreter. `cuda`: for servers on GPUs, whatever this machine has; else for this
+    machine."""
     command = "make sglang-env SGLANG_KIND=cuda" if cuda else "make sglang-env"
     return f"run `{command}`, or name an interpreter that has sglang {TESTED}"
 
 
 def find_python(configured: str | None, *, cuda: bool | None) -> Path:
-    """The servers' interpreter: the configured one, or the newest environment for this kind of machine.
+    """Return the servers' interpreter: the configured one, or the newest environment for this kind of machine.
 
     Args:
         configured: `rollout.sglang.python`.
@@ -96,7 +97,7 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
 
 @functools.lru_cache
 def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
-    """Version of sglang in the servers' interpreter.
+    """Return the version of sglang in the servers' interpreter.
 
     Args:
         python: the interpreter.
@@ -129,17 +130,17 @@ def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
 
 
 def server_command(python: Path, arguments: Sequence[str]) -> list[str]:
-    """Command line of one server; `arguments` are those of `sglang.launch_server`, without the API key."""
+    """Return the command line of one server; `arguments` are those of `sglang.launch_server`, without the API key."""
     return [str(python), str(_FOLDER / "serve.py"), *arguments]
 
 
 def cpu_arguments() -> list[str]:
-    """What the server must be told on a CPU."""
+    """Return the arguments that a server needs on a CPU."""
     return ["--device", "cpu", "--sampling-backend", "pytorch", "--disable-overlap-schedule", "--sleep-on-idle"]
 
 
 def shared_memory(instance: str) -> list[Path]:
-    """Files through which the processes of a server talk to each other; SGLang itself never removes them.
+    """Return the files through which the processes of a server talk to each other; SGLang itself never removes them.
 
     Args:
         instance: what `server_environment` was given.
@@ -158,7 +159,7 @@ def server_environment(
     colocated: bool = False,
     temporary: Path | None = None,
 ) -> dict[str, str]:
-    """Environment of a server process that is started by this one.
+    """Return the environment of a server process that is started by this one.
 
     Args:
         base: environment to start from; what belongs to the trainer is taken out.
@@ -205,7 +206,7 @@ def server_environment(
 
 
 def nccl_wheel(*folders: str) -> tuple[str, str] | None:
-    """(package, version) of the NCCL wheel in these site-packages folders; None without one."""
+    """Return (package, version) of the NCCL wheel in these site-packages folders; None without one."""
     for found in importlib.metadata.distributions(path=list(folders)):
         name = (found.metadata["Name"] or "").lower().replace("_", "-")
         if name.startswith("nvidia-nccl-"):
@@ -214,7 +215,7 @@ def nccl_wheel(*folders: str) -> tuple[str, str] | None:
 
 
 def wheel_of(python: Path) -> tuple[str, str] | None:
-    """`nccl_wheel` of an interpreter in a virtual environment."""
+    """Return `nccl_wheel` of an interpreter in a virtual environment."""
     return nccl_wheel(*map(str, (python.parent.parent / "lib").glob("python3*/site-packages")))
 
 

@@ -1,4 +1,4 @@
-"""What a run needs and how fast it can be, from formulas: parameters, FLOPs. No torch.
+"""Formulas for the needs and the speed of a run: parameters, FLOPs, bytes, seconds. No torch.
 
 Each formula is derived in docs/planning.md.
 """

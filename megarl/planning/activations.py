@@ -25,7 +25,7 @@ _QUERY_BLOCK = 64
 
 @dataclass(frozen=True)
 class Passes:
-    """What goes through the model in one optimizer step, as one rank sees it.
+    """The passes through the model in one optimizer step, as one rank sees them.
 
     Attributes:
         tokens: of the largest micro-batch, this rank's.
@@ -89,7 +89,7 @@ class Activations:
 
     @property
     def attention(self) -> float:
-        """Of one layer's attention with its norm."""
+        """The bytes of one layer's attention with its norm."""
         facts, t, tp = self.facts, self.passes.tokens, self.parallel.tp
         heads, groups = facts.heads / tp, facts.kv_heads / tp
         q, k = heads * facts.head_dim, groups * facts.head_dim
@@ -103,7 +103,7 @@ class Activations:
         return size + self._scores(heads, k)
 
     def _scores(self, heads: float, k: float) -> float:
-        """What the attention function keeps in addition to its operands and its result."""
+        """Return the bytes that the attention function keeps in addition to its operands and its result."""
         t, longest, q = self.passes.tokens, self.passes.longest, heads * self.facts.head_dim
         sums = FULL * t * heads
         if self.parallel.cp > 1:
@@ -121,7 +121,7 @@ class Activations:
 
     @property
     def feed_forward(self) -> float:
-        """Of one layer's feed-forward part with its norm: the mean, where layers differ."""
+        """The bytes of one layer's feed-forward part with its norm: the mean, where layers differ."""
         facts, element, s = self.facts, self.element, self.held
         ends = 2 * element * s * facts.hidden + (FULL * s if self.gpu else 0)
         dense_width = facts.dense_ffn if facts.is_moe else facts.ffn
@@ -141,7 +141,7 @@ class Activations:
 
     @property
     def layer(self) -> float:
-        """Of one layer, without recomputation."""
+        """The bytes of one layer, without recomputation."""
         return self.attention + self.feed_forward
 
     @property
@@ -151,12 +151,12 @@ class Activations:
 
     @property
     def micro_batch(self) -> float:
-        """Of all layers of one stage, for one micro-batch."""
+        """The bytes of all layers of one stage, for one micro-batch."""
         each = self.stream if self.engine.recompute == "full" else self.layer
         return self.facts.layers / self.parallel.pp * each + self.stream
 
     def in_flight(self, *, last: bool) -> float:
-        """Micro-batches whose activations a stage holds at most: the first stage, or the last."""
+        """Return the micro-batches whose activations a stage holds at most: the first stage, or the last."""
         pp, vpp = self.parallel.pp, self.parallel.vpp or 1
         if pp == 1:
             return 1.0
@@ -209,7 +209,7 @@ class Activations:
     # -- together -------------------------------------------------------------------------------------------------
 
     def needed(self, *, last: bool) -> Needed:
-        """At the fullest moment of the passes, on a rank of the first or the last stage."""
+        """Return the bytes at the fullest moment of the passes, on a rank of the first or the last stage."""
         alone, flying = self.parallel.pp == 1, self.in_flight(last=last)
         moments = [Needed(flying * self.micro_batch, self.passing)]
         if last or alone:

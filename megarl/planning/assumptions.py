@@ -1,4 +1,4 @@
-"""What the formulas of `megarl plan` take for granted, by name; each can be set with `--assume NAME=VALUE`."""
+"""The assumptions of the formulas of `megarl plan`, by name; each can be set with `--assume NAME=VALUE`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_ZERO = {
 
 
 def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
-    """A dataclass of numbers with some of them replaced by name.
+    """Return a dataclass of numbers with some of them replaced by name.
 
     Args:
         base: that has them all.
@@ -163,7 +163,7 @@ class PlanAssumptions:
 
     @classmethod
     def of(cls, *, gpu: bool) -> PlanAssumptions:
-        """The defaults for a kind of device. Those of a CPU are fitted to measured steps: docs/planning.md."""
+        """Return the defaults for a kind of device. Those of a CPU are fitted to measured steps: docs/planning.md."""
         return cls() if gpu else CPU
 
 

@@ -1,4 +1,4 @@
-"""What `megarl plan --search` may choose: placements, layouts, and how the engine spends its memory.
+"""The choices of `megarl plan --search`: placements, layouts, and the engine's use of its memory.
 
     Spread      who has which devices, and what draws samples     one team | servers apart | a team that draws
     Choice      a spread, the actor's layout, micro-batches, recomputation, offloading
@@ -36,7 +36,7 @@ _EIGHTHS = 8
 
 @dataclass(frozen=True)
 class Spread:
-    """Who has which devices.
+    """The assignment of devices to teams and servers.
 
     Attributes:
         workers: of all teams.
@@ -55,11 +55,11 @@ class Spread:
     drawing: ParallelConfig | None = None
 
     def trainers(self) -> int:
-        """Workers of the actor's team."""
+        """Return the workers of the actor's team."""
         return next((devices for _, roles, devices in self.teams if Role.ACTOR.value in roles), self.workers)
 
     def describe(self) -> str:
-        """In a few words."""
+        """Describe it in a few words."""
         if self.teams:
             said = " + ".join(f"{name} {devices}" for name, _, devices in self.teams)
         else:
@@ -92,7 +92,7 @@ class Choice:
     memory_fraction: float | None = field(default=None, compare=False)
 
     def apply(self, config: RunConfig, hardware: Hardware, trains: Sequence[str]) -> RunConfig:
-        """The recipe with these choices. `trains`: roles that train."""
+        """Return the recipe with these choices. `trains`: roles that train."""
         spread = self.spread
         actor = _with(config.actor, parallel=self.parallel)
         rollout = config.rollout
@@ -127,7 +127,7 @@ class Choice:
         return self.apply_engine(_with(config, **placed, cluster=_with(config.cluster, **cluster)), trains)
 
     def apply_engine(self, config: RunConfig, trains: Sequence[str]) -> RunConfig:
-        """A recipe with this spread and layout already, with the rest of the choices."""
+        """Return a recipe with this spread and layout already, with the rest of the choices."""
         engine = {
             "micro_batch_tokens": self.micro_batch_tokens,
             "recompute": self.recompute,
@@ -170,7 +170,7 @@ class Space:
         return tuple(role.value for role in (Role.ACTOR, Role.CRITIC) if role in self.roles)
 
     def __iter__(self) -> Iterator[Choice]:
-        """Every one of them, whether or not it fits into memory."""
+        """Yield every choice, whether or not it fits into memory."""
         for spread in self.spreads():
             for parallel in self.layouts(spread):
                 for tokens, recompute, offload in self.engines(spread):
@@ -179,7 +179,7 @@ class Space:
     # -- spreads -------------------------------------------------------------------------------------------------
 
     def spreads(self) -> list[Spread]:
-        """Who may have which devices.
+        """Return the possible assignments of devices.
 
         Raises:
             ConfigError: none can be with this recipe.
@@ -197,7 +197,8 @@ class Space:
         return [spread for spread in found if spread.workers % hardware.nodes == 0]
 
     def _servers(self, *, ahead: bool) -> list[Spread]:
-        """Servers that the run starts: the same number on each machine, on its devices or on some of their own."""
+        """Return the servers that the run starts: the same number on each machine, on its devices or on some of their
+        own."""
         hardware, nodes, each = self.hardware, self.hardware.nodes, self.hardware.per_node
         sizes = [tp for tp in divisors(each) if self.facts.heads % tp == 0]
         if not ahead:
@@ -225,11 +226,11 @@ class Space:
         return found
 
     def _asking(self) -> int:
-        """Workers that ask servers."""
+        """Return the workers that ask servers."""
         return self.config.placement.asking or 1
 
     def _running(self) -> list[Spread]:
-        """Servers that run already keep their devices."""
+        """Return the assignments in which servers that run already keep their devices."""
         taken = server_devices(self.config)
         left = self.hardware.devices - taken
         if left < 1:
@@ -246,7 +247,7 @@ class Space:
         return [Spread(left)]
 
     def _drawing(self) -> list[Spread]:
-        """A team that draws with embedded engines, and one that trains."""
+        """Return a team that draws with embedded engines, and one that trains."""
         hardware, found = self.hardware, []
         for draws in self._drawers():
             for tp in tensor_sizes(self.facts):
@@ -256,7 +257,8 @@ class Space:
         return found
 
     def _drawers(self) -> list[int]:
-        """Devices of a team that draws: eighths of all, or as few as there are; whole machines; what the recipe has."""
+        """Return the devices of a team that draws: eighths of all, or as few as there are; whole machines; what the
+        recipe has."""
         hardware, given = self.hardware, self.config.placement.asking
         step, machines = max(1, hardware.devices // _EIGHTHS), max(1, hardware.nodes // (2 * _EIGHTHS))
         whole = range(machines * hardware.per_node, hardware.devices, machines * hardware.per_node)
@@ -264,7 +266,7 @@ class Space:
         return sorted(found)
 
     def _two_teams(self, trains: int, draws: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-        """With the names that the recipe has for them."""
+        """Return the two teams under the names that the recipe has for them."""
         teams = self.config.placement.teams
         names = {role: name for name, team in teams.items() for role in team.roles}
         rest = tuple(role.value for role in self.roles if role is not Role.ROLLOUT)
@@ -272,7 +274,7 @@ class Space:
         return ((train, rest, trains), (draw if draw != train else "draw", (Role.ROLLOUT.value,), draws))
 
     def _as_given(self) -> list[Spread]:
-        """The recipe's teams, which share the devices in whole eighths, or as few as there are."""
+        """Return the recipe's teams, which share the devices in whole eighths, or as few as there are."""
         teams = [(name, tuple(team.roles)) for name, team in self.config.placement.teams.items()]
         if len(teams) < 2 or self.config.rollout.engine != "embedded":
             return []
@@ -288,7 +290,7 @@ class Space:
     # -- layouts -------------------------------------------------------------------------------------------------
 
     def layouts(self, spread: Spread) -> list[ParallelConfig]:
-        """Layouts of the actor that divide the model, the workers and the batches."""
+        """Return the layouts of the actor that divide the model, the workers and the batches."""
         facts, devices = self.facts, spread.trainers()
         longest = self.config.data.max_prompt_tokens + self.config.response_tokens(self.config.rollout.sampling)
         contexts = [cp for cp in _powers(devices) if cp == 1 or longest // cp >= _CONTEXT]
@@ -310,11 +312,11 @@ class Space:
 
     @property
     def _splits(self) -> bool:
-        """Whether layouts say `sp`. Mixtures of experts split their sequences in any case: as the recipe has it."""
+        """True when layouts set `sp`. Mixtures of experts split their sequences in any case, as the recipe has it."""
         return not self.facts.is_moe or self.config.actor.parallel.sp
 
     def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
-        """How experts may be divided, over the ranks of a stage: by their number, or also by their width."""
+        """Return the ways to divide experts over the ranks of a stage: by their number, or also by their width."""
         if not self.facts.is_moe:
             return [{}]
         sizes = [ep for ep in _powers(ranks) if self.facts.experts % ep == 0]
@@ -322,13 +324,14 @@ class Space:
         return found + [{"ep": ep, "etp": tp} for ep in sizes if tp > 1 and ep > 1 and ranks % (ep * tp) == 0]
 
     def _shares_batches(self, replicas: int, spread: Spread) -> bool:
-        """Updates need equal shares, as the checks of a recipe have it."""
+        """Tell whether replicas get equal shares of the batches that updates need, as the checks of a recipe do."""
         roles = next((roles for _, roles, _ in spread.teams if Role.ACTOR.value in roles), None)
         held = self.roles if roles is None else [Role(role) for role in roles]
         return all(size % replicas == 0 for size in batch_sizes(self.config, held).values())
 
     def _fits_others(self, parallel: ParallelConfig, spread: Spread) -> bool:
-        """Teams without the actor that have its layout are whole replicas of it, and share their own batches."""
+        """Tell whether teams without the actor that have its layout are whole replicas of it, and share their own
+        batches."""
         for _, roles, devices in spread.teams:
             held = [Role(role) for role in roles]
             if Role.ACTOR in held:
@@ -347,11 +350,11 @@ class Space:
     # -- engines -------------------------------------------------------------------------------------------------
 
     def engines(self, spread: Spread) -> list[tuple[int, str, bool]]:
-        """Tokens of a micro-batch, recomputation, offloading."""
+        """Return the tokens of a micro-batch, recomputation, offloading."""
         return [(tokens, recompute, offload) for tokens, offload in self.budgets(spread) for recompute in RECOMPUTE]
 
     def budgets(self, spread: Spread) -> list[tuple[int, bool]]:
-        """Tokens of a micro-batch, offloading."""
+        """Return the tokens of a micro-batch, offloading."""
         given = self.config.actor.engine
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
         # Nothing takes turns with an actor that has its team for itself; a CPU has nowhere else to put anything.
@@ -363,12 +366,12 @@ class Space:
 
 
 def _powers(most: int) -> list[int]:
-    """Powers of two up to `most`."""
+    """Return the powers of two up to `most`."""
     return [1 << place for place in range(most.bit_length()) if 1 << place <= most]
 
 
 def _shares(devices: int, teams: int, step: int) -> Iterator[tuple[int, ...]]:
-    """All ways to share out devices in multiples of `step`, at least one each."""
+    """Yield all ways to share out devices in multiples of `step`, at least one each."""
     if teams == 1:
         if devices >= step:
             yield (devices,)

@@ -78,7 +78,7 @@ class Decoder:
         return self._holders if self.etp and self.ep > 1 else 1
 
     def step(self, running: float, context: float) -> tuple[float, float]:
-        """(seconds until each of `running` samples has one token more, bytes read by a rank). [G2]
+        """Return (seconds until each of `running` samples has one token more, bytes read by a rank). [G2]
 
         Args:
             running: samples side by side.
@@ -103,7 +103,7 @@ class Decoder:
         return seconds + self._fixed(running) + self._meeting(running), weights + caches
 
     def _expert_products(self, running: float) -> float:
-        """Seconds of the products of experts, on a rank."""
+        """Return seconds of the products of experts, on a rank."""
         if not self._expert_flops:
             return 0.0
         facts, given, all_rows = self.facts, self.given, running * self._gathered
@@ -112,7 +112,7 @@ class Decoder:
         return all_rows * self._expert_flops / self._holders / (self.hardware.peak(self.dtype) * share)
 
     def _fixed(self, running: float) -> float:
-        """What no byte and no FLOP explains."""
+        """Return the seconds that no byte and no FLOP explains."""
         facts, given = self.facts, self.given
         experts = self._mixed * facts.experts / self.ep if facts.is_moe else 0
         layers = facts.layers * given.decode_layer_ms + experts * given.decode_expert_ms
@@ -124,7 +124,8 @@ class Decoder:
         return self.facts.layers - self.facts.dense_layers if self.facts.is_moe else 0
 
     def _meeting(self, rows: float) -> float:
-        """What the ranks of a layer, of its experts, and the stages send each other, for so many rows."""
+        """Return the seconds of messages between the ranks of a layer, of its experts, and of stages, for so many
+        rows."""
         facts, links, mixed, group = self.facts, self._links, self._mixed, self._gathered
         whole = rows * facts.hidden * BYTES[self.dtype]
 
@@ -143,7 +144,7 @@ class Decoder:
         return seconds
 
     def prefill(self, prompts: float, tokens: float) -> float:
-        """Seconds for so many prompts of so many tokens each. [G1]"""
+        """Return seconds for so many prompts of so many tokens each. [G1]"""
         if not prompts:
             return 0.0
         flops = prompts * self._counter.forward([tokens], head_tokens=1)
@@ -154,7 +155,7 @@ class Decoder:
         return flops / (ranks * self.hardware.peak(self.dtype) * share * filled)
 
     def generate(self, work: Workload, engines: int, slots: float, *, flows: bool = False) -> list[Cost]:
-        """What a step takes, where so many engines share its samples evenly. [G3]
+        """Return the costs of a step's generation, where so many engines share its samples evenly. [G3]
 
         Of N samples of an engine at most S run side by side. Until the last S of them have begun, S run all the time:
         (N - S) / S x mean tokens steps. Then they end one by one: after t steps N x P(length > t) are left. While all
@@ -188,6 +189,6 @@ class Decoder:
 
 
 def steps_of(last: float) -> list[tuple[float, float]]:
-    """Intervals that cover the steps from 0 to `last`."""
+    """Return the intervals that cover the steps from 0 to `last`."""
     width = last / _POINTS
     return [(at * width, (at + 1) * width) for at in range(_POINTS)]

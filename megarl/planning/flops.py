@@ -39,7 +39,7 @@ class Work:
 
 
 def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, Work]:
-    """FLOPs of one token in all layers, by component, those without any left out.
+    """Return the FLOPs of one token in all layers, by component, those without any left out.
 
     Args:
         pairs: keys that its query sees, itself included, where no window hides some; 0: without attention over them.
@@ -50,7 +50,8 @@ def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, Work]:
 
 
 def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
-    """Forward FLOPs of one (query, key) pair, over all layers of each sliding window; None: layers without one.
+    """Return the forward FLOPs of one (query, key) pair, over all layers of each sliding window; None: layers without
+    one.
 
     The score is a product of two heads, and so is what the value adds: 2 x 2 FLOPs for each element of all heads.
     """
@@ -74,13 +75,13 @@ class FlopCounter:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> FlopCounter:
-        """Counter of a model."""
+        """Return the counter of a model."""
         work = {name: part.forward for name, part in token_flops(facts).items()}
         head = work.pop("head")
         return cls(sum(work.values()), pair_flops(facts), head)
 
     def forward(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
-        """One forward pass over whole sequences.
+        """Return one forward pass over whole sequences.
 
         Args:
             lengths: tokens of each sequence.
@@ -92,7 +93,8 @@ class FlopCounter:
         return tokens * self.per_token + scores + head * self.per_head_token
 
     def unevenness(self, length: float, variance: float) -> float:
-        """FLOPs that a sequence takes above those of the mean length, on average: E[n^2] is mean^2 and the variance.
+        """Return the FLOPs that a sequence takes above those of the mean length, on average: E[n^2] is mean^2 and the
+        variance.
 
         Only pairs grow with the square, and those of a window that is shorter than the mean do not.
         """
@@ -100,11 +102,11 @@ class FlopCounter:
         return variance / 2 * grows
 
     def train(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
-        """Forward and backward over whole sequences: three forward passes."""
+        """Return the forward and backward over whole sequences: three forward passes."""
         return (1 + BACKWARD) * self.forward(lengths, head_tokens)
 
     def generate(self, prompt_lengths: Sequence[float], response_lengths: Sequence[Sequence[float]]) -> float:
-        """Prefill of each prompt once, and decoding of its samples with a KV cache.
+        """Return the prefill of each prompt once, and decoding of its samples with a KV cache.
 
         Args:
             prompt_lengths: tokens of each prompt.
@@ -119,12 +121,13 @@ class FlopCounter:
         return total
 
     def _scores(self, start: float, end: float) -> float:
-        """FLOPs of attention for the queries at positions start..end-1."""
+        """Return the FLOPs of attention for the queries at positions start..end-1."""
         return sum(each * pairs_between(start, end, window) for window, each in self.per_pair.items())
 
 
 def pairs_between(start: float, end: float, window: int | None = None) -> float:
-    """(query, key) pairs of the queries at positions start..end-1; a query sees itself and all keys before it.
+    """Count the (query, key) pairs of the queries at positions start..end-1; a query sees itself and all keys before
+    it.
 
     Args:
         window: keys that a query sees at most; None: all.

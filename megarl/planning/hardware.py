@@ -65,7 +65,7 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """Of all machines."""
+        """The devices of all machines."""
         return self.per_node * self.nodes
 
     @property
@@ -74,11 +74,12 @@ class Hardware:
         return self.domain or self.per_node
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of a device for products in fp32 or bf16."""
+        """Return the FLOP/s of a device for products in fp32 or bf16."""
         return (self.fp32_tflops if dtype == "fp32" else self.bf16_tflops) * 1e12
 
     def while_others_wait(self, stages: int) -> Hardware:
-        """The same where one of so many stages works at a time: on cores that processes share, it has more of them."""
+        """Return the hardware when one of so many stages works at a time: on cores that processes share, it has more of
+        them."""
         more = min(1.0, self.cores * stages) / self.pace
         if more == 1.0:
             return self
@@ -86,7 +87,7 @@ class Hardware:
         return replace(self, **rates)
 
     def describe(self) -> str:
-        """As it is asked for."""
+        """Return the hardware as `--hardware` names it."""
         return f"{self.name}x{self.per_node}x{self.nodes}"
 
 
@@ -177,7 +178,7 @@ KINDS: Mapping[str, Hardware] = {
 
 
 def with_memory(gigabytes: float) -> Hardware:
-    """An H100, or the one kind that has this memory, or an H100 of this memory, which its name says then."""
+    """Return an H100, or the one kind that has this memory, or an H100 of this memory, which its name says then."""
     h100 = KINDS["h100"]
     if gigabytes == h100.memory_gb:
         return h100
@@ -186,7 +187,7 @@ def with_memory(gigabytes: float) -> Hardware:
 
 
 def read_hardware(text: str) -> tuple[Hardware, bool]:
-    """(what `--hardware` names, whether it says how many there are).
+    """Return (the hardware that `--hardware` names, whether it says how many there are).
 
     Raises:
         ConfigError: no such kind or file, or a file with other keys or values than `Hardware` has.
@@ -224,7 +225,7 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
 
 
 def _read_file(file: Path) -> Hardware:
-    """A kind from a file; every key and value is checked.
+    """Return a kind from a file; every key and value is checked.
 
     Raises:
         ConfigError: says which key.
@@ -262,7 +263,7 @@ def _read_file(file: Path) -> Hardware:
 def this_cpu(
     processes: int, threads: int | None = None, rates: Sequence[float] | None = None, cores: int | None = None
 ) -> Hardware:
-    """This machine as so many devices.
+    """Return this machine as so many devices.
 
     Args:
         processes: that share its cores.
@@ -302,7 +303,8 @@ _COPIED = 1 << 26  # bytes: more than caches hold
 
 
 def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
-    """FLOP/s of the best of the square matrix products done in `seconds` on this process's device and threads."""
+    """Return the FLOP/s of the best of the square matrix products done in `seconds` on this process's device and
+    threads."""
     import torch
 
     if dtype not in device.DTYPES:
@@ -320,7 +322,8 @@ def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
 
 
 def measure_memory(seconds: float = _MEASURE_S) -> float:
-    """Bytes per second, read and written, of the best of the copies done in `seconds` with this process's threads."""
+    """Return the bytes per second, read and written, of the best of the copies done in `seconds` with this process's
+    threads."""
     import torch
 
     source = torch.zeros(_COPIED, dtype=torch.uint8)
@@ -333,7 +336,7 @@ def measure_memory(seconds: float = _MEASURE_S) -> float:
 
 
 def measure_cores() -> tuple[float, float, float]:
-    """(FLOP/s in bf16, in fp32, bytes copied per second, read and written) of one core.
+    """Measure (FLOP/s in bf16, in fp32, bytes copied per second, read and written) of one core.
 
     One thread: threads that wait for each other are many times slower where other programs want the cores, too.
     """

@@ -1,4 +1,4 @@
-"""How many tokens samples have: log-normal, as responses of language models roughly are."""
+"""The distribution of sample lengths in tokens: log-normal, as responses of language models roughly are."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Lengths:
     longest: int
 
     def draw(self, seed: tuple[int, ...], groups: int, samples: int) -> list[list[int]]:
-        """Tokens of the samples of so many groups, which follow from the seed."""
+        """Return the tokens of the samples of so many groups, which follow from the seed."""
         found = np.random.default_rng(seed).lognormal(self._mu, self.sigma, (groups, samples))
         return np.clip(np.rint(found), 1, self.longest).astype(int).tolist()
 
     @classmethod
     def of(cls, mean: float, longest_seen: float, samples: int, longest: int) -> Lengths:
-        """The lengths with this mean, and this mean of the longest of `samples`.
+        """Return the lengths with this mean, and this mean of the longest of `samples`.
 
         The largest of n log-normal values lies about where the distribution has e^-gamma / n above it.
         """
@@ -86,13 +86,14 @@ class Lengths:
         return 1.0 if tokens <= 0 else 1 - _NORMAL.cdf((math.log(tokens) - self._mu) / self.sigma)
 
     def longest_of(self, samples: float) -> float:
-        """About the mean of the longest of so many responses."""
+        """Return the approximate mean of the longest of so many responses."""
         if samples < 2:
             return self.expected
         return min(self.longest, math.exp(self._mu + self.sigma * _largest_of(samples)))
 
     def _moment(self, power: int) -> float:
-        """E[min(X, longest)^power]: below the cut E[X^p; X < L] = e^(p mu + p^2 s^2 / 2) Phi(z - p s), above it L^p."""
+        """Return E[min(X, longest)^power]: below the cut E[X^p; X < L] = e^(p mu + p^2 s^2 / 2) Phi(z - p s), above it
+        L^p."""
         if not self.sigma:
             return min(self.mean, self.longest) ** power
         z = (math.log(self.longest) - self._mu) / self.sigma
@@ -101,5 +102,5 @@ class Lengths:
 
 
 def _largest_of(samples: float) -> float:
-    """Where a standard normal distribution has e^-gamma / n above it."""
+    """Return the point that a standard normal number exceeds with probability e^-gamma / n."""
     return _NORMAL.inv_cdf(1 - math.exp(-_EULER) / max(samples, 2))

@@ -19,22 +19,22 @@ class Links:
     given: PlanAssumptions
 
     def inside(self, size: int, stride: int = 1) -> bool:
-        """Whether all ranks of a group are joined by fast links."""
+        """Tell whether all ranks of a group are joined by fast links."""
         return size * stride <= self.hardware.joined
 
     def rate(self, *, inside: bool) -> float:
-        """Bytes per second of a device."""
+        """Return the bytes per second of a device."""
         hardware, given = self.hardware, self.given
         if inside:
             return hardware.node_gb_s * 1e9 * given.node_share
         return hardware.net_gbit / 8 * 1e9 * given.link_share
 
     def hop(self, *, inside: bool) -> float:
-        """Seconds until a message begins to arrive."""
+        """Return seconds until a message begins to arrive."""
         return (self.given.node_hop_us if inside else self.given.hop_us) / 1e6 / self.hardware.pace
 
     def ring(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0, sums: bool = False) -> float:
-        """Seconds of collectives in which a rank sends `sent` bytes in all. [L1]
+        """Return seconds of collectives in which a rank sends `sent` bytes in all. [L1]
 
         Args:
             sent: bytes of a rank, over all of these collectives.
@@ -49,7 +49,7 @@ class Links:
         return sent / (self.rate(inside=inside) * share) + steps * (size - 1) * self.hop(inside=inside)
 
     def exchange(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0) -> float:
-        """Seconds of all-to-alls in which a rank sends `sent` bytes to the others together. [L2]
+        """Return seconds of all-to-alls in which a rank sends `sent` bytes to the others together. [L2]
 
         What goes to ranks of the same domain goes over its links, at the same time as the rest.
         """

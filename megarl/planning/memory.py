@@ -1,4 +1,4 @@
-"""What one rank of a team needs on its device, estimated from sizes.
+"""The memory that one rank of a team needs on its device, estimated from sizes.
 
 An estimate is a list of moments (the actor's update, generation, ...), and each moment a list of terms, so that a
 refusal can name what takes the most and the key that changes it. A term is rough when its size depends on how the
@@ -72,13 +72,13 @@ class Term:
 
 
 def term(what: str, size: float, keys: str, *, rough: bool = False) -> Term:
-    """A term of `size` bytes."""
+    """Return a term of `size` bytes."""
     return Term(what, size, keys, size / ROUGH if rough else size)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is held at the same time."""
+    """The memory that is held at the same time."""
 
     name: str
     terms: tuple[Term, ...]
@@ -90,11 +90,11 @@ class Moment:
 
     @property
     def least(self) -> float:
-        """What the moment takes for certain."""
+        """The bytes that the moment certainly takes."""
         return sum(term.least for term in self.terms)
 
     def largest(self, count: int = 3) -> list[Term]:
-        """The terms that weigh most in `least`."""
+        """Return the terms that weigh most in `least`."""
         return sorted(self.terms, key=lambda term: -term.least)[:count]
 
 
@@ -134,14 +134,14 @@ class Memory:
         return max(self.moments, key=lambda moment: moment.least)
 
     def terms(self) -> list[Term]:
-        """Every term once, in order."""
+        """Return every term once, in order."""
         return list(dict.fromkeys(term for moment in self.moments for term in moment.terms))
 
 
 def update_passes(
     config: RunConfig, facts: ModelFacts, role: str, parallel: ParallelConfig, dp: int, job: str
 ) -> Passes:
-    """What one optimizer step of a role sends through its model on a rank, if every sample is as long as it may be.
+    """Return one optimizer step's passes of a role through its model on a rank, if every sample has the maximum length.
 
     As many micro-batches as the budget needs get equally many of a rank's sequences; a longer one is one by itself.
     In `megarl sft` the responses are the examples', whose lengths are not known here.
@@ -170,7 +170,8 @@ def update_passes(
 def update_needs(
     config: RunConfig, facts: ModelFacts, role: str, parallel: ParallelConfig, dp: int, *, gpu: bool, job: str = "train"
 ) -> Needed:
-    """Bytes that the passes of an update take in addition to the model's state, on the stage that needs most."""
+    """Return the bytes that the passes of an update take in addition to the model's state, on the stage that needs
+    most."""
     formulas = Activations(
         facts,
         parallel,
@@ -186,7 +187,8 @@ def update_needs(
 def cache_bytes(
     config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, dp: int, job: str = "train"
 ) -> tuple[float, float]:
-    """Bytes of keys and values of one sequence of full length, and of all that `rollout.max_running` lets run."""
+    """Return the bytes of keys and values of one sequence of full length, and of all that `rollout.max_running` lets
+    run."""
     if job == "train":
         sampling, rows = config.rollout.sampling, config.data.batch_size
     else:
@@ -199,12 +201,12 @@ def cache_bytes(
 
 
 def _held_out(config: RunConfig) -> int | None:
-    """Most held-out prompts that are answered at once; None: all there are, which is not known here."""
+    """Return the most held-out prompts that are answered at once; None: all there are, which is not known here."""
     return min((n for n in (config.data.val_batch_size, config.data.max_val_samples) if n is not None), default=None)
 
 
 def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, SamplingConfig]]:
-    """(key of the number of prompts, samples of one call on a rank, those that are certain, sampling) of `job`.
+    """Return (key of the number of prompts, samples of one call on a rank, those that are certain, sampling) of `job`.
 
     Of held-out prompts one is certain: how many their files hold is not known here.
     """
@@ -220,7 +222,8 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
 
 
 def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
-    """Tokens and log-probs of the samples that one call generates: buffers of full length, and then the responses."""
+    """Return the tokens and log-probs of the samples that one call generates: buffers of full length, and then the
+    responses."""
     if config.robot is not None:
         return []
     certain = _TOKEN_CERTAIN if config.rollout.engine == "embedded" else 0.0
@@ -237,14 +240,14 @@ def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
 
 
 def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of weights on every GPU of a server, without its cache."""
+    """Return the bytes of weights on every GPU of a server, without its cache."""
     servers = config.rollout.sglang
     split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
     return parameter_bytes(facts, split, config.rollout_dtype)
 
 
 def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
-    """What a rank of a server that this run starts holds on a GPU, without its cache."""
+    """Return the terms of a rank of a server that this run starts, on a GPU, without its cache."""
     servers = config.rollout.sglang
     if config.rollout.engine != "sglang" or servers.urls:
         return []
@@ -256,7 +259,7 @@ def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
 
 
 def _server_cache(config: RunConfig, sizes: Sizes, share: float, free: float) -> Term:
-    """Keys and values of a server that takes its share of what is free on its GPU when it starts."""
+    """Return the keys and values of a server that takes its share of what is free on its GPU when it starts."""
     servers, facts = config.rollout.sglang, _known(sizes, Role.ROLLOUT)
     size = max(0.0, (servers.memory_fraction or share) * free - server_bytes(config, facts))
     if servers.max_total_tokens is not None:
@@ -267,12 +270,12 @@ def _server_cache(config: RunConfig, sizes: Sizes, share: float, free: float) ->
 
 
 def beside_servers(moment: Moment) -> float:
-    """Bytes of a moment that are no server's, where what adapts to the room there is has its least."""
+    """Return the bytes of a moment that are no server's, where what adapts to the room there is has its least."""
     return held(term for term in moment.terms if term.what not in (_SERVER_WEIGHTS, SERVER_CACHE))
 
 
 def held(terms: Iterable[Term]) -> float:
-    """Bytes of terms, where what adapts to the room there is has its least."""
+    """Return the bytes of terms, where what adapts to the room there is has its least."""
     return sum(part.least if part.shrinks else part.bytes for part in terms)
 
 
@@ -321,7 +324,7 @@ def device_memory(
 
 
 def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
-    """What generation needs in addition to weights."""
+    """Return the terms of generation in addition to weights."""
     if config.robot is not None:
         return []  # a policy call is one pass
     responses = response_terms(config, team.replicas, job)
@@ -335,7 +338,7 @@ def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: 
 
 
 def _encoder_terms(config: RunConfig, team: TeamPlan, *, gpu: bool) -> list[Term]:
-    """Parameters of an encoder of videos, which stay where episodes are played, and its clips."""
+    """Return the parameters of an encoder of videos, which stay where episodes are played, and its clips."""
     held, passing = encoder_bytes(config, gpu=gpu)
     if not held or Role.ROLLOUT not in team.roles:
         return []
@@ -347,7 +350,7 @@ def _encoder_terms(config: RunConfig, team: TeamPlan, *, gpu: bool) -> list[Term
 
 
 def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
-    """Copies of the weights that the embedded engine decodes with: in another dtype, or in the order that a CPU's
+    """Copy of the weights that the embedded engine decodes with: in another dtype, or in the order that a CPU's
     products read."""
     size = parameter_bytes(facts, team.parallel, config.rollout_dtype)
     sampling = config.rollout.sampling if job == "train" else config.validation_sampling
@@ -359,7 +362,7 @@ def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job:
 
 
 def _known(sizes: Sizes, role: Role) -> ModelFacts:
-    """Sizes of a model, or the policy's where its own are not known."""
+    """Return the sizes of a model, or the policy's where its own are not known."""
     facts = sizes.get(role) or sizes[Role.ACTOR]
     assert facts is not None, "the policy's sizes are known where memory is estimated"
     return facts
@@ -405,7 +408,8 @@ class _Models:
         ]
 
     def when_servers_start(self, job: str) -> float:
-        """Bytes on the device at this time; what stays there all the time has no Adam moments before the first step."""
+        """Return the bytes on the device at this time; what stays there all the time has no Adam moments before the
+        first step."""
         if job in ("eval", "generate"):
             return self.state[ACTOR][PARAMETERS].bytes
         learners = [role for role in (ACTOR, CRITIC) if role in self.state and not self._offloads[role]]
@@ -416,7 +420,7 @@ class _Models:
 def learned_parts(
     role: str, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dtype: str, dp: int, layout: str
 ) -> dict[str, Term]:
-    """Parameters, gradients and optimizer state of a model that learns. `layout`: the key of its layout."""
+    """Return the parameters, gradients and optimizer state of a model that learns. `layout`: the key of its layout."""
     state = state_bytes(facts, parallel, engine, dtype, dp, value_head=role == CRITIC)
     return {name: term(f"{role} {name}", size, f"the model's size, {layout}") for name, size in state.items()}
 
@@ -424,7 +428,7 @@ def learned_parts(
 def _learning_terms(
     role: str, config: RunConfig, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str = "train"
 ) -> list[Term]:
-    """What the update of a role needs in addition to its state."""
+    """Return the terms of the update of a role in addition to its state."""
     parallel, dp, engine = team.parallel, team.replicas, getattr(config, role).engine
     longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
     keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"

@@ -1,4 +1,4 @@
-"""What a plan of a step says."""
+"""The result of planning a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlannedPhase:
 
     @property
     def seconds(self) -> float:
-        """Of the slowest rank."""
+        """The seconds of the slowest rank."""
         return total(self.parts)
 
 
@@ -65,13 +65,13 @@ class ServerRoom:
 
     @property
     def fits(self) -> bool:
-        """Whether the longest sample does."""
+        """True when the longest sample fits."""
         return self.tokens >= self.longest
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step of a recipe is expected to take.
+    """The expected costs of a recipe's step.
 
     Attributes:
         hardware: it runs on.
@@ -110,7 +110,7 @@ class StepPlan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each phase, by its name."""
+        """The seconds of each phase, by its name."""
         return {phase.name: phase.seconds for phase in self.phases}
 
     @property
@@ -148,5 +148,5 @@ class Filled:
 
     @property
     def bytes(self) -> float:
-        """Of them, where what adapts to the room there is has its least."""
+        """The bytes of all terms, where flexible ones have their least."""
         return held(self.moment.terms)

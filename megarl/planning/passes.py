@@ -43,24 +43,24 @@ class Cost:
     bytes: float = 0.0
 
     def times(self, number: float) -> Cost:
-        """So many of them."""
+        """Return the cost of so many of them."""
         return Cost(self.formula, self.what, self.seconds * number, self.bytes * number)
 
 
 @lru_cache(maxsize=4096)
 def _stage_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head: bool) -> tuple[float, float]:
-    """Remembered, since a search asks for the same layouts with many engines."""
+    """Return `stage_parameters`, cached, since a search asks for the same layouts with many engines."""
     return stage_parameters(facts, parallel, value_head=value_head)
 
 
 @lru_cache(maxsize=4096)
 def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, value_head: bool) -> float:
-    """As `_stage_parameters`. `engine`: only its `distributed_optimizer` counts."""
+    """Do as `_stage_parameters`. `engine`: only its `distributed_optimizer` counts."""
     return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
 
 
 def total(parts: Sequence[Cost]) -> float:
-    """Seconds of them all."""
+    """Return the seconds of all costs."""
     return sum(part.seconds for part in parts)
 
 
@@ -121,7 +121,8 @@ class ModelPass:
         return BYTES[self.dtype]
 
     def micro_batches(self, share: Share) -> int:
-        """How many a replica makes of its samples: whole samples up to the budget of tokens, at least one. [T8]"""
+        """Return the micro-batches of a replica's samples: whole samples up to the budget of tokens, at least one.
+        [T8]"""
         each = max(1.0, self.engine.micro_batch_tokens // share.length)
         count = max(1, math.ceil(share.samples / each))
         if self.parallel.vpp:
@@ -129,11 +130,11 @@ class ModelPass:
         return count
 
     def forward(self, share: Share) -> list[Cost]:
-        """One forward pass over samples, with their log-probs or values."""
+        """Return one forward pass over samples, with their log-probs or values."""
         return self._passes(share, train=False)
 
     def update(self, share: Share, epochs: int, updates: int) -> list[Cost]:
-        """All updates of a step.
+        """Return all updates of a step.
 
         Args:
             share: of one update.
@@ -159,7 +160,7 @@ class ModelPass:
         return found
 
     def _micro_batch(self, share: Share, *, train: bool) -> list[Cost]:
-        """Of the fullest stage, which is the last one: its layers and the head."""
+        """Return the costs of the fullest stage, which is the last one: its layers and the head."""
         again = train and self.engine.recompute == "full"
         passes = 3 + again if train else 1
         return [
@@ -194,7 +195,8 @@ class ModelPass:
         return found
 
     def _scores(self, share: Share) -> float:
-        """FLOPs of attention over the context, in all layers; with context parallelism of all pairs, masked."""
+        """Return the FLOPs of attention over the context, in all layers; with context parallelism of all pairs,
+        masked."""
         whole = self._counter.forward([share.length], head_tokens=0)
         whole += self._counter.unevenness(share.length, share.variance)
         return share.samples * (whole - share.length * self._counter.per_token) * self._pairs
@@ -227,7 +229,7 @@ class ModelPass:
         return layers * (self.given.layer_ms + experts * self.given.expert_ms) / 1e3 / self.hardware.pace
 
     def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Megatron's two all-reduces of a layer in each direction, or as many gathers and scatters with sp."""
+        """Return Megatron's two all-reduces of a layer in each direction, or as many gathers and scatters with sp."""
         facts, parallel = self.facts, self.parallel
         tp = parallel.tp
         whole = share.tokens / parallel.cp * facts.hidden * self._element
@@ -240,7 +242,8 @@ class ModelPass:
         return Cost("T4", "tensor and sequence parallel", seconds, sent)
 
     def _context(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Keys and values of a layer are gathered, and their gradients scattered; recomputing gathers them again."""
+        """Return the cost of gathering the keys and values of a layer and scattering their gradients; recomputing
+        gathers again."""
         facts, parallel = self.facts, self.parallel
         cp, times = parallel.cp, passes - 1 if train else 1
         keys = share.tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * self._element
@@ -249,7 +252,8 @@ class ModelPass:
         return Cost("T5", "context parallel", seconds, sent)
 
     def _experts(self, share: Share, forwards: int, *, train: bool) -> list[Cost]:
-        """Tokens go to their experts and back; with etp the ranks of an expert gather them and scatter their sums.
+        """Return the costs of sending tokens to their experts and back; with etp the ranks of an expert gather them and
+        scatter their sums.
 
         Before them go how many there are, and with them the router's weights, which have their gradient.
         """
@@ -266,7 +270,7 @@ class ModelPass:
         return [Cost("T6", "experts: all-to-all", seconds, sent + gathered)]
 
     def _pipeline(self, share: Share, *, train: bool) -> Cost:
-        """What a stage sends to the next one, and its gradient to the one before."""
+        """Return the cost of a stage's messages to the next one, and of the gradient to the one before."""
         parallel = self.parallel
         if parallel.pp == 1:
             return Cost("T7", "between stages", 0.0)
@@ -283,7 +287,8 @@ class ModelPass:
         return _stage_parameters(self.facts, self.parallel, self.value_head)
 
     def _reduce(self, share: Share) -> list[Cost]:
-        """Gradients of one update, scattered in fp32, and parameters gathered; without sharding both in fp32."""
+        """Return the gradients of one update, scattered in fp32, and parameters gathered; without sharding both in
+        fp32."""
         parallel, engine = self.parallel, self.engine
         dense, expert = self._held
         each = GRADIENT + (self._element if engine.distributed_optimizer else GRADIENT)
@@ -308,7 +313,8 @@ class ModelPass:
         return [Cost("T9", what, seconds, sent)] if seconds else []
 
     def _optimizer(self) -> Cost:
-        """AdamW reads gradient, master, moments, and writes master, moments, parameter; in fp32 it is the master."""
+        """Return the cost of AdamW, which reads gradient, master, moments, and writes master, moments, parameter; in
+        fp32 the parameter is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
         read = self._element if self.dtype == "fp32" else 0

@@ -1,4 +1,5 @@
-"""What a robot's run holds beside its language model: towers at work, an encoder of videos, pictures of episodes."""
+"""The memory of a robot's run besides its language model: towers at work, an encoder of videos, pictures of
+episodes."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ class _Encoder:
 
 
 def call_columns(robot: RobotConfig, vision: VisionShape) -> int:
-    """Columns of a policy call in the language model, with an instruction of usual length."""
+    """Return the columns of a policy call in the language model, with an instruction of usual length."""
     actions = robot.chunk * robot.dim + (robot.family != "openvla")
     return PROMPT + vision.patches * len(robot.cameras) + bool(vision.state) + actions
 
 
 def tower_bytes(vision: VisionShape, element: int) -> float:
-    """Bytes that towers keep of one picture until its gradients are there.
+    """Return the bytes that towers keep of one picture until its gradients are there.
 
     Of a block: inputs of both norms and of the four maps, queries, keys and values, what a scale multiplies, and the
     wide layer before and after its activation.
@@ -55,7 +56,8 @@ def tower_bytes(vision: VisionShape, element: int) -> float:
 
 
 def encoder_bytes(config: RunConfig, *, gpu: bool) -> tuple[float, float]:
-    """Bytes of the parameters of an encoder of videos, and of clips on their way through it; zeros without one."""
+    """Return the bytes of the parameters of an encoder of videos, and of clips on their way through it; zeros without
+    one."""
     wanted = _embedding(config)
     if wanted is None or wanted.name != "vjepa2":
         return 0.0, 0.0
@@ -66,7 +68,8 @@ def encoder_bytes(config: RunConfig, *, gpu: bool) -> tuple[float, float]:
 
 
 def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]:
-    """Bytes of the pictures of an episode of full length, and of its shortest, of one policy call; with its clip."""
+    """Return the bytes of the pictures of an episode of full length, and of its shortest, of one policy call; with its
+    clip."""
     robot = config.robot
     assert robot is not None, "a recipe with the section `robot`"
     picture = len(robot.cameras) * vision.towers[0].image ** 2 * 3
@@ -75,12 +78,12 @@ def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]
 
 
 def recorder_bytes(config: RunConfig) -> float:
-    """Bytes of frames that one simulator's process holds for a clip, at most."""
+    """Return the bytes of frames that one simulator's process holds for a clip, at most."""
     return _HELD_CLIPS * _clip_bytes(config)
 
 
 def _clip_bytes(config: RunConfig) -> float:
-    """Of the clip of an episode, as the simulator renders it."""
+    """Return the bytes of the clip of an episode, as the simulator renders it."""
     wanted, robot = _embedding(config), config.robot
     if wanted is None or robot is None or not wanted.by_steps:
         return 0.0
@@ -98,7 +101,7 @@ def _embedding(config: RunConfig) -> EmbeddingSettings | None:
 
 
 def _encoder(path: str | None) -> _Encoder:
-    """Sizes of a checkpoint on this machine; else those of the largest published one."""
+    """Return the sizes of a checkpoint on this machine; else those of the largest published one."""
     folder = None if path is None else local_folder(path)
     try:
         raw: dict[str, Any] = {} if folder is None else json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -116,7 +119,7 @@ def _encoder(path: str | None) -> _Encoder:
 
 
 def _own_setting(robot: RobotConfig, key: str, default: int) -> int:
-    """A number among the simulator's own keys, or its default; `default` where neither says one."""
+    """Return a number among the simulator's own keys, or its default; `default` where neither says one."""
     own, name = robot.simulator.get(key), robot.simulator.get("name")
     if own is None and name in SIMULATORS:
         own = simulator_class(str(name)).settings.get(key)

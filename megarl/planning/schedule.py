@@ -1,4 +1,4 @@
-"""When the nodes of a step begin and end, given their seconds."""
+"""The begin and end of the nodes of a step, given their seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.dag.stage import Role
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who works on what, and what waits for what.
+    """The assignment of nodes to workers, and their dependencies.
 
     Attributes:
         nodes: of each node in the graph's order: id, team, and those that it waits for.
@@ -29,7 +29,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: RunConfig, graph: TaskGraph, placement: Placement) -> Schedule:
-        """That of a recipe."""
+        """Return the schedule of a recipe."""
         home = {id: team.name for team in placement.teams for id in team.nodes}
         actor, draws = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
         assert actor is not None, "every run trains an actor"
@@ -38,7 +38,7 @@ class Schedule:
         return cls(nodes, actor.name, draws.name, config.async_.max_staleness > 0)
 
     def run(self, seconds: Mapping[str, float], between: float, pause: float) -> tuple[dict[str, float], float]:
-        """(when each node begins, seconds of a step). [S1]
+        """Return (the begin of each node, seconds of a step). [S1]
 
         A team works on one node at a time, in the graph's order, and a node begins when those that it waits for have
         ended; then comes what lies between steps. Where generation runs ahead, the team that is busy longest sets the

@@ -52,7 +52,7 @@ class FoundPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         best: fastest first.
@@ -100,7 +100,7 @@ class Search:
         self._only_samples = False  # that servers have no room for is what some choice lacks, and nothing else
 
     def run(self, top: int = 10) -> SearchResult:
-        """The fastest choices that fit, at most one of each placement and layout.
+        """Return the fastest choices that fit, at most one of each placement and layout.
 
         Raises:
             ConfigError: none divides the recipe, or none fits into memory.
@@ -128,7 +128,7 @@ class Search:
         return SearchResult(made, compared, without_room)
 
     def floor(self, spread: Spread) -> float:
-        """Seconds that no layout of a placement is below. [S4]
+        """Return seconds that no layout of a placement is below. [S4]
 
         Products of training at their peak, and what servers take that have all the room they can use.
         """
@@ -145,13 +145,14 @@ class Search:
 
     @cached_property
     def _training_flops(self) -> float:
-        """Of the actor's updates of a step, without the head."""
+        """The FLOPs of the actor's updates of a step, without the head."""
         work, config = Workload.of(self._config, self._given), self._config
         once = FlopCounter.of(self._facts).forward([work.prompt + work.lengths.expected], head_tokens=0)
         return 3 * config.actor.ppo_epochs * work.number * once
 
     def _fastest(self, spread: Spread, parallel: ParallelConfig, bound: float) -> _Timed | None:
-        """The fastest choice of a placement and layout that fits; one that is no faster than `bound` need not fit.
+        """Return the fastest choice of a placement and layout that fits; one that is no faster than `bound` need not
+        fit.
 
         Recomputing more takes longer, so that it is looked at only where less of it does not fit.
         """
@@ -172,12 +173,13 @@ class Search:
         return None
 
     def _retimed(self, choice: Choice, formulas: StepFormulas) -> _Timed:
-        """A choice of the same placement and layout as `formulas`."""
+        """Return a choice of the same placement and layout as `formulas`."""
         other = formulas.again(choice.apply_engine(formulas.config, self.space.trains))
         return _Timed(other.step_seconds(), choice, other)
 
     def _state_fits(self, spread: Spread, parallel: ParallelConfig) -> bool:
-        """Parameters, gradients and optimizer state of the actor are on the device together whatever is chosen."""
+        """Tell whether the actor's parameters, gradients and optimizer state fit: they are on the device together
+        whatever is chosen."""
         replicas = spread.trainers() // parallel.model_parallel_size
         engine, dtype = self._config.actor.engine, self._config.model.dtype
         size = sum(state_bytes(self._facts, parallel, engine, dtype, replicas).values())
@@ -189,7 +191,7 @@ class Search:
         return False
 
     def _timed(self, spread: Spread, parallel: ParallelConfig) -> Iterator[_Timed]:
-        """Every choice of a placement and layout without recomputation, with what its step takes."""
+        """Yield every choice of a placement and layout without recomputation, with what its step takes."""
         first: StepFormulas | None = None
         fractions: dict[bool, float | None] = {}
         for tokens, offload in self.space.budgets(spread):
@@ -222,7 +224,8 @@ class Search:
         return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, *known)
 
     def _fraction(self, formulas: StepFormulas) -> float | None:
-        """`memory_fraction` of servers on the trainer's devices, of what other parts leave while samples are drawn.
+        """Return `memory_fraction` of servers on the trainer's devices, of what other parts leave while samples are
+        drawn.
 
         None: servers do not share devices. 0: nothing is left for weights and a cache of one sample.
         """
@@ -238,7 +241,7 @@ class Search:
         return fraction if fraction * free >= formulas.server_weights + self._sample(formulas) else 0.0
 
     def _sample(self, formulas: StepFormulas) -> float:
-        """Bytes of keys and values of the longest sample on a rank of a server."""
+        """Return the bytes of keys and values of the longest sample on a rank of a server."""
         config, decoder = formulas.config, formulas.decoder
         longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
         return decoder.key_bytes * longest
@@ -303,7 +306,7 @@ class Search:
 
 
 def describe_layout(parallel: ParallelConfig, devices: int) -> str:
-    """A layout in a few words, without what is 1."""
+    """Return a layout in a few words, without what is 1."""
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp, "ep": parallel.ep}
     sizes |= {"etp": parallel.etp, "dp": devices // parallel.model_parallel_size}
     said = " ".join(f"{name}{size}" for name, size in sizes.items() if size not in (None, 1) or name == "dp")

@@ -1,4 +1,4 @@
-"""What one rank holds of a model: parameters, gradients and optimizer state, exactly as a layout divides them."""
+"""One rank's share of a model: parameters, gradients and optimizer state, exactly as a layout divides them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Sizes = Mapping[Role, ModelFacts | None]
 
 
 def layout_key(config: RunConfig, role: Role) -> str:
-    """Where the layout of a role's model is said."""
+    """Return the key of the layout of a role's model."""
     return f"{'actor' if getattr(config, role.value).parallel is None else role.value}.parallel"
 
 
 def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head: bool = False) -> tuple[float, float]:
-    """(dense, expert) parameters that the fullest rank holds.
+    """Return the (dense, expert) parameters that the fullest rank holds.
 
     Tensor parallelism divides every matrix but the router, and biases; norms and routers are on all of its ranks, and
     so is what a robot policy sees with. The vocabulary is padded to equal rows. Pipeline stages have the same number of
@@ -61,14 +61,15 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head:
 
 
 def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:
-    """Keys and values of one token on a rank, in all layers: a head is never divided, but copied."""
+    """Return the keys and values of one token on a rank, in all layers: a head is never divided, but copied."""
     heads = facts.kv_heads / min(tp, facts.kv_heads)
     return 2 * facts.layers * heads * facts.head_dim * BYTES[dtype]
 
 
 @lru_cache(maxsize=4096)
 def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
-    """Elements of each part of the model that a rank holds: of one layer, and of one expert. A search asks often."""
+    """Return the elements of each part of the model that a rank holds: of one layer, and of one expert. A search asks
+    often."""
     size = facts.dimensions
     found: dict[Part, int] = dict.fromkeys(("embedding", "layer", "dense", "moe", "expert", "final"), 0)
     for rule in ARCHITECTURES[facts.model_type].tensors:
@@ -85,14 +86,15 @@ def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
 
 
 def parameter_bytes(facts: ModelFacts, parallel: ParallelConfig, dtype: str) -> float:
-    """Bytes of a model's parameters on the fullest rank."""
+    """Return the bytes of a model's parameters on the fullest rank."""
     return sum(stage_parameters(facts, parallel)) * BYTES[dtype]
 
 
 def owned_parameters(
     facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, *, value_head: bool = False
 ) -> float:
-    """Parameters whose optimizer state the fullest rank holds: with the distributed optimizer a share of its own.
+    """Return the parameters whose optimizer state the fullest rank holds: with the distributed optimizer a share of its
+    own.
 
     Dense parameters are shared among the ranks that have the same ones, which are dp * cp; experts among fewer.
     """
@@ -113,7 +115,7 @@ def state_bytes(
     *,
     value_head: bool = False,
 ) -> dict[str, float]:
-    """Bytes of parameters, gradients (fp32) and optimizer state (fp32 moments, and masters below bf16)."""
+    """Return the bytes of parameters, gradients (fp32) and optimizer state (fp32 moments, and masters below bf16)."""
     held = sum(stage_parameters(facts, parallel, value_head=value_head))
     return {
         "parameters": held * BYTES[dtype],
@@ -123,5 +125,5 @@ def state_bytes(
 
 
 def checkpoint_bytes(facts: ModelFacts, dtype: str) -> float:
-    """Bytes of a checkpoint of a model that learns: parameters and optimizer state, each once."""
+    """Return the bytes of a checkpoint of a model that learns: parameters and optimizer state, each once."""
     return facts.parameters * (BYTES[dtype] + STEP_BYTES[dtype])

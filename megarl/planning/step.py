@@ -42,7 +42,7 @@ _FIELD_BYTES = 8.0
 
 
 def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | None]:
-    """Sizes of the models that a graph works with; None: not known here.
+    """Return the sizes of the models that a graph works with; None: not known here.
 
     Raises:
         ConfigError: nothing here describes the policy.
@@ -57,14 +57,15 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
 
 
 def server_devices(config: RunConfig) -> int:
-    """Devices of servers that are not the trainer's, those that run already included."""
+    """Return the devices of servers that are not the trainer's, those that run already included."""
     servers = config.rollout.sglang
     own = config.rollout.engine == "sglang" and not servers.colocated
     return servers.count * servers.ranks if own else 0
 
 
 def occupied(config: RunConfig, placement: Placement) -> int:
-    """Devices that a run occupies: workers and servers of their own, to which workers that only ask lend theirs."""
+    """Return the devices that a run occupies: workers and servers of their own, to which workers that only ask lend
+    theirs."""
     workers, rollout = sum(team.devices for team in placement.teams), config.rollout
     asking = placement.asking if rollout.engine == "sglang" else 0
     return workers - asking + max(0 if rollout.sglang.urls else asking, server_devices(config))
@@ -95,7 +96,7 @@ class StepFormulas:
     caches: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def again(self, config: RunConfig) -> StepFormulas:
-        """The formulas for a recipe that differs only in how engines and servers spend memory."""
+        """Return the formulas for a recipe that differs only in how engines and servers spend memory."""
         other = replace(self, config=config)
         other.__dict__.update({name: self.__dict__[name] for name in _KEPT if name in self.__dict__})
         return other
@@ -118,7 +119,7 @@ class StepFormulas:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Who works on what, and what waits for what."""
+        """The assignment of nodes to workers, and their dependencies."""
         return Schedule.of(self.config, self.graph, self.placement)
 
     @cached_property
@@ -131,7 +132,7 @@ class StepFormulas:
         return team
 
     def model(self, role: Role) -> ModelPass:
-        """Passes of a role's model."""
+        """Pass of a role's model."""
         team, engine = self._team(role), self._section(role).engine
         facts = self.sizes.get(role) or self.policy
         return ModelPass(
@@ -149,7 +150,7 @@ class StepFormulas:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """What draws samples."""
+        """The engine that samples responses."""
         config, facts = self.config, self.policy
         if config.rollout.engine == "sglang":
             servers = config.rollout.sglang
@@ -176,13 +177,13 @@ class StepFormulas:
 
     @cached_property
     def _spread(self) -> tuple[object, ...]:
-        """What tells teams and servers from others."""
+        """The values that distinguish one assignment of teams and servers from another."""
         servers = self.config.rollout.sglang
         teams = ((team.name, repr(team.parallel), team.devices) for team in self.placement.teams)
         return (servers.tp_size, servers.ep_size, servers.colocated, *teams)
 
     def _cache_of_servers(self) -> float:
-        """Bytes for keys and values of a device of a server, which do not depend on what an update takes."""
+        """Return the bytes for keys and values of a device of a server, which do not depend on what an update takes."""
         offloads = (self.config.actor.engine.offload, self.config.critic.engine.offload)
         key = (*self._spread, *offloads, self.config.rollout.sglang.memory_fraction)
         if key not in self.caches:
@@ -190,7 +191,7 @@ class StepFormulas:
         return self.caches[key]
 
     def _find_cache(self) -> float:
-        """What a run's own servers take, or those that run already, which are on devices of their own."""
+        """Return the cache bytes of a run's own servers, or of those that run already on devices of their own."""
         moments = [one for team in self.placement.teams for one in self.memory[team.name].moments]
         found = [part.bytes for moment in moments for part in moment.terms if part.what == SERVER_CACHE]
         share = self.config.rollout.sglang.memory_fraction or self.given.server_memory
@@ -207,7 +208,8 @@ class StepFormulas:
         return server_bytes(self.config, self.policy)
 
     def _own_room(self, token: float) -> ServerRoom:
-        """Of embedded engines, whose rows are as long as samples may be. `token`: bytes of a token on a rank."""
+        """Return the cache of embedded engines, whose rows have the maximum length. `token`: bytes of a token on a
+        rank."""
         config, decoder, team = self.config, self.decoder, self._team(Role.ROLLOUT)
         engines = team.replicas * team.parallel.cp
         row = self._longest * token
@@ -222,7 +224,7 @@ class StepFormulas:
         return ServerRoom(engines, ranks, weights, slots * row, tokens, float(slots), self._longest)
 
     def rounds(self) -> float:
-        """Times that as many samples are drawn as a step trains on. [G4]"""
+        """Return how many times the samples of a step are generated, since some are filtered out. [G4]"""
         filters = any(node.declared.refills for node in self.graph)
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
@@ -242,7 +244,7 @@ class StepFormulas:
 
     @cached_property
     def keys(self) -> dict[str, tuple[object, ...]]:
-        """Of each node that makes passes of a model: what tells them from those of other layouts."""
+        """The values that distinguish the layout of each node that makes passes of a model from other layouts."""
         found: dict[str, tuple[object, ...]] = {}
         for node in self.graph:
             kind = node.declared.kind
@@ -252,7 +254,7 @@ class StepFormulas:
         return found
 
     def node(self, id: str) -> list[Cost]:
-        """Seconds of a node; none: it makes no pass of a model."""
+        """Return seconds of a node; none: it makes no pass of a model."""
         node = self.graph[id]
         kind, role = node.declared.kind, node.role
         if kind is Kind.MODEL_INFERENCE and role is Role.ROLLOUT:
@@ -272,7 +274,7 @@ class StepFormulas:
         return self.memo[key]
 
     def _section(self, role: Role) -> ActorConfig | CriticConfig:
-        """Settings of a role's passes; frozen models have the actor's."""
+        """Return the settings of a role's passes; frozen models have the actor's."""
         return self.config.critic if role is Role.CRITIC else self.config.actor
 
     @cached_property
@@ -294,7 +296,7 @@ class StepFormulas:
         ]
 
     def moves(self) -> list[Cost]:
-        """What leaves the device while others work, and comes back. [T11]"""
+        """Return the costs of what leaves the device while others work, and comes back. [T11]"""
         rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
         return [
             Cost("T11", f"{role.value} to host memory and back", size / rate, size)
@@ -320,7 +322,7 @@ class StepFormulas:
 
     @cached_property
     def handed(self) -> dict[str, list[Cost]]:
-        """What the team of each node has to fetch of other teams before it begins. [H1]"""
+        """The costs of fetching from other teams, for the team of each node, before it begins. [H1]"""
         rate = self._links.rate(inside=self.hardware.nodes == 1)
         found: dict[str, list[Cost]] = {id: [] for id in self.graph.order()}
         for id in found if self.placement.separate else ():
@@ -339,12 +341,12 @@ class StepFormulas:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def between(self) -> dict[str, list[Cost]]:
-        """What lies between steps, by the name of its phase."""
+        """Return the costs between steps, by the name of their phase."""
         other = [Cost("S1", "metrics, files, Python", self.given.step_s)]
         return {"moves": self.moves(), "weights": self.weights, "other": other}
 
     def phases(self) -> tuple[list[PlannedPhase], float]:
-        """(all phases, seconds of a step). [S1]"""
+        """Return (all phases, seconds of a step). [S1]"""
         parts = {id: [*self.handed[id], *self.node(id)] for id in self.graph.order()}
         between = self.between()
         seconds = {id: total(one) for id, one in parts.items()}
@@ -359,14 +361,14 @@ class StepFormulas:
         return found, step
 
     def step_seconds(self) -> float:
-        """Seconds of a step, without all the rest."""
+        """Return seconds of a step, without all the rest."""
         between = self.between()
         seconds = {id: total(self.handed[id]) + total(self.node(id)) for id in self.graph.order()}
         tail = sum(map(total, between.values()))
         return self.schedule.run(seconds, tail, total(between["weights"]))[1]
 
     def flops(self) -> float:
-        """Of a step as `perf/flops` counts them: policy, critic and reference, not a teacher. [F2]"""
+        """Return the FLOPs of a step as `perf/flops` counts them: policy, critic and reference, not a teacher. [F2]"""
         counter, work = FlopCounter.of(self.policy), self.work
         mean = work.lengths.expected
         uneven = counter.unevenness(work.prompt + mean, work.lengths.variance)
@@ -386,7 +388,7 @@ class StepFormulas:
         return draw + work.number * sum(times * each[head] for head, times in passes.items())
 
     def sft(self) -> list[Cost]:
-        """One step of the cold start; none: the recipe has none."""
+        """Return the costs of one step of the cold start; none: the recipe has none."""
         if not self.config.sft.steps:
             return []
         model, work = self.model(Role.ACTOR), self.work
@@ -396,7 +398,7 @@ class StepFormulas:
         return model.update(share, 1, 1)
 
     def checkpoint(self) -> tuple[float, float, float]:
-        """(bytes, seconds of writing, seconds that training stands still). [C1]"""
+        """Return (bytes, seconds of writing, seconds that training stands still). [C1]"""
         config = self.config
         size = still = 0.0
         writers: dict[str, int] = {}
@@ -412,18 +414,18 @@ class StepFormulas:
 
     @cached_property
     def memory(self) -> dict[str, Memory]:
-        """Of the fullest rank of each team. [M1]"""
+        """The memory of the fullest rank of each team. [M1]"""
         gpu, room = self.hardware.gpu, GpuRoom(self.hardware.memory_gb * 1e9, self.given.server_memory)
         return {
             team.name: device_memory(self.config, self.sizes, team, gpu=gpu, room=room) for team in self.placement.teams
         }
 
     def filled(self) -> list[Filled]:
-        """The fullest device of each team in each of its moments. [M1]"""
+        """Return the fullest device of each team in each of its moments. [M1]"""
         return [Filled(team.name, one) for team in self.placement.teams for one in self.memory[team.name].moments]
 
     def plan(self) -> StepPlan:
-        """All of it."""
+        """Return the whole plan."""
         phases, step = self.phases()
         work = self.work
         return StepPlan(
@@ -451,7 +453,7 @@ def plan_step(
     hardware: Hardware,
     given: PlanAssumptions | None = None,
 ) -> StepPlan:
-    """What a step of a recipe takes on some hardware.
+    """Plan a step of a recipe on some hardware.
 
     Args:
         config: the recipe.
@@ -473,7 +475,7 @@ def plan_step(
 
 
 def robot_problem() -> ConfigError:
-    """Why a robot's recipe is not planned."""
+    """Return the error that says why a robot's recipe is not planned."""
     return ConfigError(
         "formulas know language models, and most of a robot's step is its simulators' and its vision tower's",
         where="robot",

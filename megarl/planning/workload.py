@@ -1,4 +1,4 @@
-"""What a step of a recipe computes: samples, their tokens, and what one replica gets of them."""
+"""The work of a recipe's step: samples, their tokens, and the share of one replica."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Share:
 
     @property
     def tokens(self) -> float:
-        """Of all samples."""
+        """The tokens of all samples."""
         return self.samples * self.length
 
 
@@ -57,7 +57,8 @@ class Workload:
 
     @classmethod
     def of(cls, config: RunConfig, given: PlanAssumptions) -> Workload:
-        """Of a step of `megarl train`. An episode of several turns counts as one response of all its tokens.
+        """Return the work of a step of `megarl train`. An episode of several turns counts as one response of all its
+        tokens.
 
         Raises:
             ConfigError: responses are assumed to be longer than they may be.
@@ -79,11 +80,11 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Prompt and response tokens of a step."""
+        """The prompt and response tokens of a step."""
         return self.number * (self.prompt + self.lengths.expected)
 
     def share(self, replicas: int, groups: int | None = None) -> Share:
-        """What the fullest of `replicas` gets of `groups` prompts (None: all of a step).
+        """Return the share of the fullest of `replicas` of `groups` prompts (None: all of a step).
 
         The tokens of n samples vary by v / sqrt(n) of their mean, and the largest of R such sums lies about
         sqrt(2 ln R) standard deviations above it.

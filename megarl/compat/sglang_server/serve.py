@@ -95,7 +95,7 @@ def extend_path() -> None:
 
 
 def succeeded_everywhere(success: bool) -> bool:
-    """Whether an update succeeded on all ranks of this server. Each calls this once per update."""
+    """Tell whether an update succeeded on all ranks of this server. Each calls this once per update."""
     import torch
     from sglang.srt.runtime_context import get_parallel
 

@@ -41,7 +41,8 @@ class CopyTarget:
     target: Tensor
 
     def write(self, positions: Tensor, values: Tensor) -> None:
-        """Elements `positions` of the tensor, int64 [n], rising, become `values` [n], where they lie in this part."""
+        """Set the elements `positions` of the tensor, int64 [n], rising, to `values` [n], where they lie in this
+        part."""
         word = _WORDS[self.target.itemsize]  # not every dtype can be written by index
         values, target = values.to(self.target.dtype).view(word), self.target.view(word)
         if self.target.is_contiguous() and self.target.stride() == self.strides:  # one run of elements on both sides
@@ -61,14 +62,14 @@ class CopyTarget:
 
 
 class ProbeTensor(Tensor):
-    """Has the shape of a tensor and no bytes; notes where it, or a slice of it, is copied to."""
+    """A tensor with a shape and no bytes, which notes where it, or a slice of it, is copied to."""
 
     meta: Tensor
     places: list[CopyTarget]
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
-        """meta: on the meta device; its strides and offset tell which part of the whole tensor this is."""
+        """Make a probe of `meta`, a meta tensor whose strides and offset tell which part of the whole tensor it is."""
         made = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,

@@ -29,13 +29,14 @@ def _rotl(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(state: Tensor, block: Tensor) -> Tensor:
-    """One round of MurmurHash3 (x86, 32 bit) over a 4-byte block; all values are int64 in [0, 2**32)."""
+    """Return one round of MurmurHash3 (x86, 32 bit) over a 4-byte block; all values are int64 in [0, 2**32)."""
     block = _rotl(block * 0xCC9E2D51 & _MASK, 15) * 0x1B873593 & _MASK
     return (_rotl(state ^ block, 13) * 5 + 0xE6546B64) & _MASK
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """int64 [n, m] in [0, 2**32): hash of (seed [n], position [n], column [m]), 16 bytes each, low word first."""
+    """Return int64 [n, m] in [0, 2**32): hash of (seed [n], position [n], column [m]), 16 bytes each, low word
+    first."""
     seed = seed.view(torch.int64)
     state = _mix(torch.zeros_like(seed), seed & _MASK)
     state = _mix(state, (seed >> 32) & _MASK)
