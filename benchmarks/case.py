@@ -64,9 +64,9 @@ def _make_model(config: RunConfig, folder: Path) -> None:
 def export_model(config: RunConfig, run_dir: Path) -> None:
     """Write the random model of a configuration to RUN_DIR/hf. Runs in a worker."""
     from megarl.models.weights import export_weights
-    from megarl.runtime.setup import build_controller
+    from megarl.runtime.setup import build_rank_state
 
-    c = build_controller(config, run_dir, trainable=False, scored=())
+    c = build_rank_state(config, run_dir, trainable=False, scored=())
     export_weights(c.actor.chunks, run_dir / "hf", c.hf_config, c.tokenizer, world=c.layout.world)
 
 

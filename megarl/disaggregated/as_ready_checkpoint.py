@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.data.trajectory import Trajectory
     from megarl.disaggregated.buffer.channel import Ready
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.training.parallel import Layout
 
 _NUMBER = "group_number"
 
 
 def files_of_flow(
-    c: Controller,
+    c: RankState,
     version: int,
     under_way: Mapping[int, int],
     drafts: Mapping[int, Sequence[Trajectory]],

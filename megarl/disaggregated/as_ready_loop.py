@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from megarl.disaggregated.buffer.channel import PoolCrossing, Ready
     from megarl.disaggregated.checkpoint_part import CheckpointPart
     from megarl.rollout.groups import Groups
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
 OPEN, WANTED, GATE, OPENED = "open", "wanted", "gate", "flow_opened"
@@ -58,7 +58,7 @@ PLACE = "flow_place"  # of the loader, when prompts begin to be handed out
 _LOOK_S = 0.1  # between two looks for whether the weights are wanted
 
 
-def flows(c: Controller) -> bool:
+def flows(c: RankState) -> bool:
     """Samples go to training as they get ready."""
     return c.config.async_.order == "as_ready"
 
@@ -72,7 +72,7 @@ def find_flow(source: Path) -> HeldFlow | None:
     return None if saved is None else read_flow(source, saved["parts"])
 
 
-def tell_place(c: Controller) -> None:
+def tell_place(c: RankState) -> None:
     """Where prompts stand, for the checkpoint of the step that the context has; nobody begins anything meanwhile."""
     assert c.loader is not None, "checks refuse a training run without data"
     c.loader.go_to(store_of(c).flow_state()["next"])
@@ -101,7 +101,7 @@ class FlowSteps:
     """What a rollout's team does until the last weights have come. All ranks of a replica make the same calls.
 
     Attributes:
-        c: this rank's controller.
+        c: this rank's state.
         executor: walks this team's nodes after the one that draws, as far as they do not wait for rewards.
         scored: walks those after them.
         crossing: of the executor.
@@ -110,7 +110,7 @@ class FlowSteps:
         held: what a checkpoint has of groups that were begun; None: nothing, or it has been taken up.
     """
 
-    c: Controller
+    c: RankState
     executor: Executor
     scored: Executor
     crossing: PoolCrossing

@@ -19,7 +19,7 @@ from megarl.tracing import phase
 from megarl.training.saving import UnderWay
 
 if TYPE_CHECKING:
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
 
 
 class CheckpointPart:
@@ -29,7 +29,7 @@ class CheckpointPart:
         c: of a team that is not the actor's.
     """
 
-    def __init__(self, c: Controller) -> None:
+    def __init__(self, c: RankState) -> None:
         self._c, self._world = c, c.layout.world
         self._teams = teams_of(c)
         self._under_way = UnderWay()

@@ -49,7 +49,7 @@ from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
 
 
 def join_run(config: RunConfig, graph: TaskGraph) -> OwnTeam:
@@ -109,7 +109,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         c.close()
 
 
-def resume(c: Controller, checkpoints: SavedRun, source: Path, *, begun: bool) -> None:
+def resume(c: RankState, checkpoints: SavedRun, source: Path, *, begun: bool) -> None:
     """Restore what this team has in the checkpoint at `source`; unless `begun`, the actor of a cold start is there."""
     with phase("resume"):
         if begun:
@@ -117,7 +117,7 @@ def resume(c: Controller, checkpoints: SavedRun, source: Path, *, begun: bool) -
         resume_loader(c, source)
 
 
-def _steps(c: Controller, graph: TaskGraph, recorder: TeamRecorder, checkpoints: SavedRun) -> None:
+def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: SavedRun) -> None:
     """All steps of a team that does not generate for another one."""
     config, team = c.config, c.team
     recorder.channel = channel = _open_channel(c, graph)
@@ -152,7 +152,7 @@ def _steps(c: Controller, graph: TaskGraph, recorder: TeamRecorder, checkpoints:
             break
 
 
-def _open_channel(c: Controller, graph: TaskGraph) -> TeamCrossing:
+def _open_channel(c: RankState, graph: TaskGraph) -> TeamCrossing:
     """Open this rank's way to other teams around the nodes that it walks."""
     keeps = draws_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
@@ -162,7 +162,7 @@ def _open_channel(c: Controller, graph: TaskGraph) -> TeamCrossing:
 
 
 def _generate_apart(
-    c: Controller, graph: TaskGraph, recorder: TeamRecorder, checkpoints: CheckpointPart, start: RunStart
+    c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: CheckpointPart, start: RunStart
 ) -> None:
     """Generate in a team of its own until the weights of the last step have come."""
     source, team = None if start.source is None else Path(start.source), c.team

@@ -14,10 +14,10 @@ from megarl.rollout.sglang.engine import SglangEngine
 from megarl.runtime import generation
 
 if TYPE_CHECKING:
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
 
 
-def open_rollout(c: Controller) -> None:
+def open_rollout(c: RankState) -> None:
     """Prepare what generates samples. Every team calls; collective over the ranks of each.
 
     An engine in another team than the actor's holds no usable weights before the first `publish`.
@@ -41,7 +41,7 @@ def open_rollout(c: Controller) -> None:
         c.sync = rollout_team.connect_engines(c)
 
 
-def publish(c: Controller, version: int) -> None:
+def publish(c: RankState, version: int) -> None:
     """Generate with the actor's weights as they are now from here on, as `version`.
 
     Every team calls; collective over the ranks of each. The rollout's team waits for the weights.
@@ -55,7 +55,7 @@ def publish(c: Controller, version: int) -> None:
         _send(c, version)
 
 
-def _send(c: Controller, version: int) -> None:
+def _send(c: RankState, version: int) -> None:
     """Send the actor's weights to the rollout's team."""
     if c.fleet is None:
         generation.account_update(c, rollout_team.push_weights(c, version))
@@ -67,7 +67,7 @@ def _send(c: Controller, version: int) -> None:
     rollout_servers.announce_servers(c.fleet, version, c.layout.world, c.mail)
 
 
-def _follow(c: Controller, version: int) -> None:
+def _follow(c: RankState, version: int) -> None:
     """Generate with `version` of the weights, which the actor's team sends."""
     trainer = c.team.of(Role.ACTOR)
     if c.fleet is not None:

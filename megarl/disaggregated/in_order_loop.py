@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from megarl.disaggregated.buffer.channel import TeamCrossing
     from megarl.disaggregated.buffer.client import StoreClient
     from megarl.disaggregated.checkpoint_part import CheckpointPart
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
 
 DRAWN = "drawn"  # mail: all replicas have drawn this step
 
 
-def draws_apart(c: Controller) -> bool:
+def draws_apart(c: RankState) -> bool:
     """This team draws samples, and another one trains on them."""
     return c.team.holds(Role.ROLLOUT) and not c.team.leads
 
@@ -57,7 +57,7 @@ def is_drawn_with(config: RunConfig, version: int) -> bool:
     return version == steps or version + lag < steps or validates(config, version)
 
 
-def store_of(c: Controller) -> StoreClient:
+def store_of(c: RankState) -> StoreClient:
     """Holds what this team and the others exchange."""
     assert c.team.store is not None, "checks want the rollout in a team of its own"
     return c.team.store
@@ -68,7 +68,7 @@ class RolloutSteps:
     """The steps of a rollout's team. All methods are collective over it.
 
     Attributes:
-        c: this rank's controller.
+        c: this rank's state.
         executor: walks this team's nodes.
         crossing: of the executor.
         recorder: of this rank.
@@ -76,7 +76,7 @@ class RolloutSteps:
         held: what a checkpoint has for the first steps.
     """
 
-    c: Controller
+    c: RankState
     executor: Executor
     crossing: TeamCrossing
     recorder: Recorder
@@ -149,7 +149,7 @@ class RolloutSteps:
         self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
 
 
-def find_drawn(c: Controller, source: Path, step: int) -> list[Drawn]:
+def find_drawn(c: RankState, source: Path, step: int) -> list[Drawn]:
     """What the checkpoint of `step` has for the steps after it, this replica's share, in a team that draws ahead."""
     from megarl.disaggregated.in_order_checkpoint import read_drawn
     from megarl.runtime.resume_compatibility import steps_held

@@ -23,7 +23,7 @@ from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.disaggregated.buffer.channel import PoolCrossing, TeamCrossing
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.runtime.team import OwnTeam
     from megarl.tracing import PhaseEvent
     from megarl.tracking.tracker import Part
@@ -132,7 +132,7 @@ class TeamRecorder(Recorder):
     """
 
     def __init__(
-        self, c: Controller, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
+        self, c: RankState, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
     ) -> None:
         super().__init__(c, stage, total_steps, resume_step, part)
         self.channel: TeamCrossing | PoolCrossing | None = None

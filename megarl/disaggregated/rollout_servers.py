@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.rollout.sglang.engine import SglangEngine
     from megarl.rollout.sglang.fleet import Fleet
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.training.multi_team_commit import Mail
 
 SERVERS, RUN = "servers", "run"
@@ -46,7 +46,7 @@ def servers_key(config: RunConfig, run_dir: Path) -> str | None:
 # -- the pump's end ---------------------------------------------------------------------------------------------------
 
 
-def pump_engine(c: Controller, fleet: Fleet) -> SglangEngine:
+def pump_engine(c: RankState, fleet: Fleet) -> SglangEngine:
     """What draws on the servers of `fleet`, which the actor's team fills. Collective over the rollout's team.
 
     Every replica of the layout sends its own requests.
@@ -85,7 +85,7 @@ def follow_servers(
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 
 
-def connect_servers(c: Controller) -> Fleet:
+def connect_servers(c: RankState) -> Fleet:
     """The servers that the rollout's team looks after. Collective over the actor's team.
 
     Raises:

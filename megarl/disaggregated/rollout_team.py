@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.rollout.embedded.pushed import PushedWeights
     from megarl.runtime.context import StepContext
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
     from megarl.sync.updater import SyncReport, WeightSync
     from megarl.training.multi_team_commit import Mail
@@ -44,7 +44,7 @@ _KEY = "weights of engines"
 # -- weights: the engine's end ----------------------------------------------------------------------------------------
 
 
-def open_engine(c: Controller) -> PushedWeights:
+def open_engine(c: RankState) -> PushedWeights:
     """Take weights for this team's engine from the actor's team, and tell it where. Collective over the rollout's team.
 
     Each replica is a receiver of its own; replicas that share experts are one.
@@ -94,7 +94,7 @@ def follow_weights(pushed: PushedWeights, version: int, mail: Mail, trainer: str
 # -- weights: the trainer's end ---------------------------------------------------------------------------------------
 
 
-def connect_engines(c: Controller) -> WeightSync:
+def connect_engines(c: RankState) -> WeightSync:
     """What pushes the actor's weights to the engines of the rollout's team. Collective over the actor's team.
 
     Raises:
@@ -122,7 +122,7 @@ def connect_engines(c: Controller) -> WeightSync:
         return WeightSync(c.actor.chunks, receivers, c.config.sync, c.run_dir, c.layout.world)
 
 
-def push_weights(c: Controller, version: int) -> SyncReport:
+def push_weights(c: RankState, version: int) -> SyncReport:
     """Push the actor's weights to the engines, and tell the rollout's team. Collective over the actor's team.
 
     Raises:
@@ -177,7 +177,7 @@ class LoaderElsewhere:
         refuse_other_data(self._state, state)
 
 
-def share_loader(c: Controller) -> None:
+def share_loader(c: RankState) -> None:
     """Before a checkpoint is looked for: the actor's team learns what the rollout's loader draws from.
 
     Every team calls; where one holds both roles there is nothing to tell.
@@ -192,13 +192,13 @@ def share_loader(c: Controller) -> None:
             c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, c.team.of(Role.ROLLOUT), lag, steps)
 
 
-def tell_loader(c: Controller) -> None:
+def tell_loader(c: RankState) -> None:
     """After the walk of a step: where the rollout's loader stands, for a checkpoint. Its team calls."""
     if c.layout.rank == 0:
         c.mail.post(f"{LOADER}/{c.context.step}", _state_of(c))
 
 
-def resume_loader(c: Controller, checkpoint: Path) -> None:
+def resume_loader(c: RankState, checkpoint: Path) -> None:
     """Go on where the loader stood at `checkpoint`, in a rollout's team of its own; in others nothing is to be done."""
     from megarl.training.checkpoint import read_state
 
@@ -207,7 +207,7 @@ def resume_loader(c: Controller, checkpoint: Path) -> None:
         c.loader.load_state_dict(read_state(checkpoint)["loader"])
 
 
-def _state_of(c: Controller) -> dict[str, Any]:
+def _state_of(c: RankState) -> dict[str, Any]:
     assert c.loader is not None, "checks refuse a training run without data"
     return c.loader.state_dict()
 
@@ -230,7 +230,7 @@ def read_validation(step: int, mail: Mail, drawer: str) -> tuple[float, Metrics,
     return said["accuracy"], Metrics.from_json(said["metrics"]), said["rows"]
 
 
-def evaluate_teams(c: Controller, recorder: Recorder, step: int) -> float | None:
+def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
     """Evaluate in the team that generates, and tell the actor's team. Every team calls at a validation step.
 
     Returns:

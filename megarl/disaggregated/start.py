@@ -20,17 +20,17 @@ from megarl.runtime.frozen_models import RunStart
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
 
 _START, _READY = "start", "ready"
 
 
-def announce_start(c: Controller, start: RunStart) -> None:
+def announce_start(c: RankState, start: RunStart) -> None:
     """Tell the other teams where the run begins. Collective over the actor's team."""
     c.team.post(c.layout, _START, dataclasses.asdict(start))
 
 
-def follow_start(c: Controller) -> RunStart:
+def follow_start(c: RankState) -> RunStart:
     """What the actor's team has announced."""
     with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
         start = RunStart(**c.team.read(_START))
@@ -38,7 +38,7 @@ def follow_start(c: Controller) -> RunStart:
     return start
 
 
-def all_ready(c: Controller) -> None:
+def all_ready(c: RankState) -> None:
     """Every team has its models: the actor's waits for that, the others say it, with the checksums of those that do not
     learn. Collective over a team."""
     c.layout.world.barrier()

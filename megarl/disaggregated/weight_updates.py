@@ -17,7 +17,7 @@ from megarl.tracing import phase
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
 
 
 class InOrderUpdates:
@@ -27,10 +27,10 @@ class InOrderUpdates:
     and a copy of the new one waits in host memory until its turn has come; there are k copies at most.
 
     Args:
-        c: this rank's controller.
+        c: this rank's state.
     """
 
-    def __init__(self, c: Controller) -> None:
+    def __init__(self, c: RankState) -> None:
         self._c, self._lag = c, c.config.async_.max_staleness
         self._waiting: deque[tuple[int, list[Tensor]]] = deque()
 
@@ -87,10 +87,10 @@ class AsReadyUpdates:
     """The actor's end of the gates (see `as_ready_loop`) at which a rollout's team takes weights. Collective.
 
     Args:
-        c: this rank's controller.
+        c: this rank's state.
     """
 
-    def __init__(self, c: Controller) -> None:
+    def __init__(self, c: RankState) -> None:
         self._c, self._gate, self._version = c, 1, c.context.step
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run draws samples"

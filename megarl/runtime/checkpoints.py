@@ -32,14 +32,14 @@ from megarl.training.saving import UnderWay
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.context import StepContext
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.training.multi_team_commit import Teams
 
 
 FOLDER = "checkpoints"
 
 
-def teams_of(c: Controller) -> Teams | None:
+def teams_of(c: RankState) -> Teams | None:
     """The teams that write checkpoints, as one of them sees them; None: there are no others."""
     team = c.team
     if team.store is None:
@@ -79,7 +79,7 @@ class SavedRun(Protocol):
 
 
 class Checkpoints:
-    """Saves and restores a controller. All methods are collective over its team, which is that of the actor.
+    """Saves and restores the state of a rank. All methods are collective over its team, which is that of the actor.
 
     Other teams have a `CheckpointPart` (megarl/disaggregated/checkpoint_part.py).
 
@@ -95,7 +95,7 @@ class Checkpoints:
         ends: the step that was saved last is the last one of this job, whose limit is near (`trainer.save_by_s`).
     """
 
-    def __init__(self, c: Controller, roles: Collection[Role] = ()) -> None:
+    def __init__(self, c: RankState, roles: Collection[Role] = ()) -> None:
         self._c, self._world, self.best = c, c.layout.world, -math.inf
         self._samples_again = Role.DYNAMIC_SAMPLING in roles
         self._teams = teams_of(c)

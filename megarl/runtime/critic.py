@@ -12,10 +12,10 @@ from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
 
 
-def make_critic(c: Controller, start: str | None) -> CriticRole:
+def make_critic(c: RankState, start: str | None) -> CriticRole:
     """The critic of this run. Collective over its team.
 
     It starts from `critic.path`, else from the actor as it is where RL starts: from the one beside it, or in another
@@ -51,7 +51,7 @@ def make_critic(c: Controller, start: str | None) -> CriticRole:
         return CriticRole(engine, c.context, offloads=config.engine.offload)
 
 
-def _begin(c: Controller, chunks: list[PolicyModel], source: str | None) -> None:
+def _begin(c: RankState, chunks: list[PolicyModel], source: str | None) -> None:
     from megarl.models.weights import init_random, load_weights
 
     if source is not None:

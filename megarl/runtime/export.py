@@ -14,13 +14,13 @@ from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.runtime.roles import ModelRole
 
 CRITIC = "hf_critic"
 
 
-def export(c: Controller, checkpoints: Path) -> None:
+def export(c: RankState, checkpoints: Path) -> None:
     """Write the actor of the last step to RUN_DIR/hf, a critic to hf_critic, and the best actor to hf_best, where the
     best checkpoint by `trainer.best_metric` is of another step. Nothing without `trainer.export_hf`. Collective over a
     team, which writes what it holds.
@@ -28,7 +28,7 @@ def export(c: Controller, checkpoints: Path) -> None:
     The actor may hold the best weights afterwards: nothing is trained or saved after this.
 
     Args:
-        c: this rank's controller, after its last step.
+        c: this rank's state, after its last step.
         checkpoints: the run's folder of checkpoints.
     """
     if not c.config.trainer.export_hf:
@@ -43,7 +43,7 @@ def export(c: Controller, checkpoints: Path) -> None:
             _write_best(c, checkpoints)
 
 
-def _write_best(c: Controller, checkpoints: Path) -> None:
+def _write_best(c: RankState, checkpoints: Path) -> None:
     """Write the best actor where it is not the last, and what there is."""
     from megarl.training.checkpoint import best
 
@@ -62,7 +62,7 @@ def _write_best(c: Controller, checkpoints: Path) -> None:
         shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # of an earlier end of this run
 
 
-def _load_best(c: Controller, source: Path) -> int | None:
+def _load_best(c: RankState, source: Path) -> int | None:
     """Load the actor of the best checkpoint. Returns its step; None: it is damaged, which costs no finished run."""
     from megarl.training.checkpoint import load
     from megarl.training.shards import CheckpointError
@@ -76,7 +76,7 @@ def _load_best(c: Controller, source: Path) -> int | None:
         return None
 
 
-def show_export(c: Controller) -> None:
+def show_export(c: RankState) -> None:
     """Say which models were exported and where they are, and the command that tries the best of them."""
     if c.config.trainer.export_hf and c.layout.rank == 0:
         for model in exported(c.run_dir):
@@ -93,7 +93,7 @@ def trial_command(config: RunConfig, run_dir: Path) -> str:
     return f"{shlex.join(['megarl', 'generate', str(run_dir)])} --prompt TEXT"
 
 
-def _write(c: Controller, model: ModelRole, name: str) -> None:
+def _write(c: RankState, model: ModelRole, name: str) -> None:
     from megarl.models.weights import export_weights
 
     with c.offload.phase("export", model.name):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megarl.comm import WorkerGroup
     from megarl.config.model import ModelConfig
     from megarl.config.run import RunConfig
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
 
 
 FOLDER = "reference"
@@ -54,7 +54,7 @@ class ReferencePlace(NamedTuple):
     key: str
 
 
-def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> ReferencePlace:
+def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> ReferencePlace:
     """Find the weights of the reference, and keep them for later resumes. Collective over the actor's team.
 
     They are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a resumed
@@ -63,7 +63,7 @@ def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> 
     `take_up_reference`: the start may still be refused.
 
     Args:
-        c: the controller.
+        c: this rank's state.
         resumed_from: RUN_DIR/checkpoints/step_N; None: no resume.
         begun: it is of a step of RL; the actor of step 0 is where RL starts.
 
@@ -86,14 +86,14 @@ def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> 
     return ReferencePlace(origin, _INITIAL)
 
 
-def _note_origin(c: Controller, origin: str) -> None:
+def _note_origin(c: RankState, origin: str) -> None:
     if c.layout.rank == 0:
         folder = c.run_dir / start.REFERENCE
         folder.mkdir()
         write_atomically(folder / _ORIGIN, json.dumps({"path": origin}))
 
 
-def _kept(c: Controller, checkpoint: Path) -> ReferencePlace:
+def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
     """The reference of the run that wrote `checkpoint`, kept for this one, too; errors as in `keep_reference`."""
     recorded = frozen_in(checkpoint).get("reference")
     if recorded is not None and recorded.key == _INITIAL:  # the checkpoint tells all that the folder does
@@ -117,7 +117,7 @@ def _kept(c: Controller, checkpoint: Path) -> ReferencePlace:
     return ReferencePlace(str(kept), "") if origin is None else ReferencePlace(origin, _INITIAL)
 
 
-def _made_again(c: Controller, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
+def _made_again(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
     """The reference again in place of the damaged one in `folder`: the actor, which a resumed run has not trained yet.
 
     Collective over the actor's team.
@@ -150,7 +150,7 @@ def _made_again(c: Controller, checkpoint: Path, folder: Path, recorded: Frozen,
     )
 
 
-def keep_start(c: Controller) -> str:
+def keep_start(c: RankState) -> str:
     """Write what RL starts from, for a model of another team that begins with it. Collective over the actor's team."""
     folder = c.run_dir / start.REFERENCE
     # One rank looks for all: on a shared file system two ranks may see different folders.
@@ -161,7 +161,7 @@ def keep_start(c: Controller) -> str:
     return str(folder)
 
 
-def _export_actor(c: Controller, folder: Path) -> None:
+def _export_actor(c: RankState, folder: Path) -> None:
     from megarl.models.weights import export_weights
 
     with phase("keep_reference"), c.offload.phase("load"):
@@ -175,7 +175,7 @@ def now_at(run_dir: Path, source: str) -> str:
     return str(run_dir / FOLDER) if taken_up else source
 
 
-def make_reference(c: Controller, begin: RunStart) -> ReferenceRole:
+def make_reference(c: RankState, begin: RunStart) -> ReferenceRole:
     """The reference of this run, with the weights that `keep_reference` found. Collective over its team.
 
     Raises:
@@ -203,7 +203,7 @@ def make_reference(c: Controller, begin: RunStart) -> ReferenceRole:
         return ReferenceRole(engine, c.context, offloads=c.config.actor.engine.offload)
 
 
-def drop_refused_start(c: Controller) -> None:
+def drop_refused_start(c: RankState) -> None:
     """Forget what a start that was refused has made. Not collective: of a start that fails, some ranks may be gone.
 
     Rank 0 does it, as it also takes it up: no rank removes what another one has accepted.
@@ -309,11 +309,11 @@ class RunStart:
         return -1 if self.resumed_at == 0 else self.resumed_at
 
 
-def keep_run_start(c: Controller, resumed_at: int | None, source: Path | None) -> RunStart:
+def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) -> RunStart:
     """Keep what RL starts from for the models that begin with it. Collective over the actor's team.
 
     Args:
-        c: this rank's controller, whose actor is where RL starts, unless the run resumes later.
+        c: this rank's state, whose actor is where RL starts, unless the run resumes later.
         resumed_at: step of the checkpoint that it resumes from.
         source: that checkpoint.
 
@@ -355,8 +355,8 @@ def frozen_in(checkpoint: Path | str | None) -> dict[str, Frozen]:
     return {name: Frozen(**model) for name, model in told.items()}
 
 
-def record_frozen(c: Controller, name: str, key: str, source: str, checkpoint: str | None) -> None:
-    """Note the files of a frozen model for the run's checkpoints (`Controller.frozen`). Collective over its team.
+def record_frozen(c: RankState, name: str, key: str, source: str, checkpoint: str | None) -> None:
+    """Note the files of a frozen model for the run's checkpoints (`RankState.frozen`). Collective over its team.
 
     Args:
         c: of its team.
@@ -427,7 +427,7 @@ def _other_files(where: str, folder: Path, lines: list[str]) -> ConfigError:
     )
 
 
-def make_teacher(c: Controller, start: RunStart) -> TeacherRole:
+def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
     """The teacher of this run. Collective over its team.
 
     Raises:

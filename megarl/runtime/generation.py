@@ -20,13 +20,13 @@ from megarl.tracing import keep_beating, phase
 
 if TYPE_CHECKING:
     from megarl.rollout.sglang.fleet import Fleet
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.sync.updater import SyncReport, WeightSync
 
 MODEL_FOLDER = "servers/model"
 
 
-def open_rollout(c: Controller) -> None:
+def open_rollout(c: RankState) -> None:
     """Prepare what generates samples, as the recipe says. Collective over the ranks of the team.
 
     Servers hold no usable weights before the first `publish`.
@@ -45,7 +45,7 @@ def open_rollout(c: Controller) -> None:
     show_servers(c, fleet, sync)
 
 
-def start_servers(c: Controller, key: str | None = None, host: str | None = None) -> Fleet:
+def start_servers(c: RankState, key: str | None = None, host: str | None = None) -> Fleet:
     """Start the servers of the run, and wait until they answer. Collective.
 
     Args:
@@ -83,7 +83,7 @@ def start_servers(c: Controller, key: str | None = None, host: str | None = None
         )
 
 
-def send_weights_to(c: Controller, fleet: Fleet) -> WeightSync:
+def send_weights_to(c: RankState, fleet: Fleet) -> WeightSync:
     """Make what sends the actor's weights to these servers. Collective over the actor's team."""
     from megarl.device import has_cuda
     from megarl.rollout.sglang.layout import ServerLayout
@@ -100,14 +100,14 @@ def send_weights_to(c: Controller, fleet: Fleet) -> WeightSync:
     return sync
 
 
-def show_servers(c: Controller, fleet: Fleet, sync: WeightSync) -> None:
+def show_servers(c: RankState, fleet: Fleet, sync: WeightSync) -> None:
     """Print where the run generates."""
     if c.layout.rank == 0:
         where = ", ".join(server.api.url for server in fleet.servers)
         print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
 
 
-def on_shared_devices(c: Controller, name: str) -> contextlib.AbstractContextManager[None]:
+def on_shared_devices(c: RankState, name: str) -> contextlib.AbstractContextManager[None]:
     """Enter a phase of the offload schedule if the servers share the trainer's devices; else nothing has to leave."""
     return c.offload.phase(name) if c.config.rollout.colocated else contextlib.nullcontext()
 
@@ -133,7 +133,7 @@ def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
         ) from error
 
 
-def publish(c: Controller, version: int) -> None:
+def publish(c: RankState, version: int) -> None:
     """Generate with the weights as they are now from here on, as `version`. Collective over the ranks of the team."""
     if c.fleet is not None:
         _look_after_servers(c)
@@ -143,7 +143,7 @@ def publish(c: Controller, version: int) -> None:
     c.rollout.engine.weight_version = version
 
 
-def _look_after_servers(c: Controller) -> None:
+def _look_after_servers(c: RankState) -> None:
     """Restart failed servers; those that came back since the last time get the weights with the others. Collective.
 
     A colocated one starts while the actor's gradients and optimizer state are away: it takes its share of the memory
@@ -158,7 +158,7 @@ def _look_after_servers(c: Controller) -> None:
     c.context.metrics.max("rollout/servers_replaced", c.fleet.replaced)
 
 
-def _write_model_config(c: Controller) -> Path:
+def _write_model_config(c: RankState) -> Path:
     """Folder with the model's configuration and no weights, readable on every machine."""
     from megarl.device import DTYPES
     from megarl.models.weights.metadata import write_metadata
@@ -171,7 +171,7 @@ def _write_model_config(c: Controller) -> Path:
     return folder
 
 
-def account_update(c: Controller, report: SyncReport) -> None:
+def account_update(c: RankState, report: SyncReport) -> None:
     """Compare what servers compute with the trainer where `sync.verify` wants it, and keep the numbers. Collective."""
     _record(c, report)
     if c.fleet is None or not report.to_probe:
@@ -198,7 +198,7 @@ def account_update(c: Controller, report: SyncReport) -> None:
     c.context.metrics.max("sync/probe_gap", probe_gap(probes, [row.tolist() for row in ours.unbind()]))
 
 
-def _record(c: Controller, report: SyncReport) -> None:
+def _record(c: RankState, report: SyncReport) -> None:
     """Metrics of a synchronisation; the report is the same on every rank."""
     if not report.updated and not report.failed:
         return

@@ -13,13 +13,13 @@ from megarl.data.loader import rounds
 from megarl.offload_schedule import ACTOR
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.setup import build_controller
+from megarl.runtime.setup import build_rank_state
 from megarl.runtime.stages.rollout import generate as draw
 from megarl.runtime.validate import evaluate as evaluate_controller
 from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
 
 RESPONSES = "responses.jsonl"
 _ROUND = 1024  # prompts whose responses are in memory at the same time
@@ -27,7 +27,7 @@ _ROUND = 1024  # prompts whose responses are in memory at the same time
 
 def evaluate(config: RunConfig, run_dir: Path) -> None:
     """Score `data.val_files` with `validation.sampling`; metrics go where a training run's go, as stage `eval`."""
-    c = build_controller(config, run_dir, trainable=False)
+    c = build_rank_state(config, run_dir, trainable=False)
     try:
         _restore(c)
         with Recorder(c, "eval", total_steps=c.context.step) as recorder:
@@ -41,7 +41,7 @@ def evaluate(config: RunConfig, run_dir: Path) -> None:
 
 def generate(config: RunConfig, run_dir: Path) -> None:
     """Write RUN_DIR/responses.jsonl: one line per response to `data.val_files`, drawn with `validation.sampling`."""
-    c = build_controller(config, run_dir, trainable=False, scored=())
+    c = build_rank_state(config, run_dir, trainable=False, scored=())
     try:
         _restore(c)
         _write_responses(c)
@@ -49,7 +49,7 @@ def generate(config: RunConfig, run_dir: Path) -> None:
         c.close()
 
 
-def _write_responses(c: Controller) -> None:
+def _write_responses(c: RankState) -> None:
     assert c.val_data is not None, "checks refuse the job without data.val_files"
     refuse_if_taken(c.run_dir)
     config, target = c.config, c.run_dir / RESPONSES
@@ -70,7 +70,7 @@ def _write_responses(c: Controller) -> None:
         print(f"responses: {target}\n{config.name}: generate finished", flush=True)
 
 
-def _restore(c: Controller) -> None:
+def _restore(c: RankState) -> None:
     """Take weights and step from `trainer.resume` when it names a checkpoint; else keep `model.path`, step 0."""
     from megarl.training.checkpoint import load
 

@@ -37,14 +37,14 @@ from megarl.runtime.frozen_models import (
 )
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.setup import build_controller
+from megarl.runtime.setup import build_rank_state
 from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import evaluate, validates
 from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.runtime.roles import ModelRole
     from megarl.tracking.tracker import Part
 
@@ -83,7 +83,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         c.close()
 
 
-def _steps(c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: Checkpoints) -> None:
+def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Checkpoints) -> None:
     config, executor = c.config, Executor(graph, c.roles, exchange=token_exchange(c, graph))
     assert c.loader is not None, "checks refuse a training run without data"
     for step in range(c.context.step + 1, config.trainer.steps + 1):
@@ -104,7 +104,7 @@ def _steps(c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: Che
             break
 
 
-def token_exchange(c: Controller, graph: TaskGraph) -> TokenExchange | None:
+def token_exchange(c: RankState, graph: TaskGraph) -> TokenExchange | None:
     """Shares samples out by tokens among the replicas of the team; None: every replica keeps its own."""
     return TokenExchange(graph, c.team.plan.nodes) if c.context.cuts is not None else None
 
@@ -112,9 +112,9 @@ def token_exchange(c: Controller, graph: TaskGraph) -> TokenExchange | None:
 # -- the begin and the end of a run, of one team and of several --------------------------------------------------------
 
 
-def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: OwnTeam) -> Controller:
+def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: OwnTeam) -> RankState:
     """Build this rank's part of a team that trains. Collective over the team."""
-    c = build_controller(config, run_dir, team)
+    c = build_rank_state(config, run_dir, team)
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
     if team.leads and c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
@@ -123,7 +123,7 @@ def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: OwnTeam
     return c
 
 
-def find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> RunStart:
+def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunStart:
     """Bring the actor to where RL begins, by a cold start or from the checkpoint that one left, and say where that is.
 
     That checkpoint is written before anything else can fail. What is made after it (reference, critic) is made from the
@@ -146,7 +146,7 @@ def find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> Run
     return keep_run_start(c, resumed_at, checkpoints.source)
 
 
-def make_models(c: Controller, start: RunStart) -> None:
+def make_models(c: RankState, start: RunStart) -> None:
     """Make this team's models that follow from where RL starts."""
     makers: dict[Role, Callable[[], ModelRole]] = {
         Role.REFERENCE: lambda: make_reference(c, start),
@@ -160,7 +160,7 @@ def make_models(c: Controller, start: RunStart) -> None:
         record_frozen(c, "encoder", *encoder, start.source)
 
 
-def accept_start(c: Controller, graph: TaskGraph, checkpoints: SavedRun) -> None:
+def accept_start(c: RankState, graph: TaskGraph, checkpoints: SavedRun) -> None:
     """Make the run folder that of this start: before a record is opened, and after all that may refuse the start."""
     checkpoints.begin()
     if c.team.leads and c.layout.rank == 0:
@@ -186,7 +186,7 @@ def validate_first(recorder: Recorder, evaluate_start: Callable[[], float | None
     return recorder.end_step(0)
 
 
-def end_run(c: Controller, recorder: Recorder, checkpoints: SavedRun) -> None:
+def end_run(c: RankState, recorder: Recorder, checkpoints: SavedRun) -> None:
     """Export the model; a run that saved because its job ends is stopped, and exports nothing."""
     if checkpoints.ends:
         recorder.status = "stopped"

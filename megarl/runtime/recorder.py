@@ -26,7 +26,7 @@ from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
 if TYPE_CHECKING:
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.tracing import PhaseEvent
     from megarl.tracking.tracker import Part, Status, Tracker
 
@@ -36,10 +36,10 @@ _AFTER_FAILURE_S = 5.0  # the other ranks hang until this one ends; its launcher
 
 
 class Recorder:
-    """Turns a controller's metrics into logged numbers. Only worker 0 has a tracker.
+    """Turns a rank's metrics into logged numbers. Only worker 0 has a tracker.
 
     Args:
-        c: this rank's controller.
+        c: this rank's state.
         stage: `train` or `sft`, see `megarl.tracking.tracker.Tracker`.
         total_steps: steps of the stage.
         resume_step: the step that a resumed run continues after.
@@ -47,7 +47,7 @@ class Recorder:
     """
 
     def __init__(
-        self, c: Controller, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
+        self, c: RankState, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
     ) -> None:
         self._c = c
         self._tracker: Tracker | None = None

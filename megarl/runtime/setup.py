@@ -1,4 +1,4 @@
-"""Build a controller: process groups, tokenizer, models, generation, rewards, data. The same code on every rank."""
+"""Build the state of a rank: process groups, tokenizer, models, generation, rewards, data."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import UnopenedEngine
 from megarl.runtime.context import StepContext
-from megarl.runtime.controller import Controller
 from megarl.runtime.episodes import build_episodes
+from megarl.runtime.rank_state import RankState
 from megarl.runtime.robots import open_robots, vla_layout
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 from megarl.runtime.team import OwnTeam
@@ -75,9 +75,9 @@ def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -
         return init_parallel(parallel, world)
 
 
-def build_controller(
+def build_rank_state(
     config: RunConfig, run_dir: Path, team: OwnTeam | None = None, *, trainable: bool = True, scored: Scored = SCORED
-) -> Controller:
+) -> RankState:
     """What a rank needs of `team` (None: of one that holds an actor, and where it draws), with weights loaded.
 
     The models that follow from where RL starts come later: critic, reference, teacher. Without `trainable` there is no
@@ -124,7 +124,7 @@ def build_controller(
             chunks = []
         if source is not None:
             held |= source.roles(config, tokenizer, layout, chunks)
-    return Controller(
+    return RankState(
         team,
         context,
         run_dir,

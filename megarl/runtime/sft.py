@@ -20,7 +20,7 @@ from megarl.errors import ConfigError
 from megarl.models.vla.cloning import CloningExamples
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.setup import build_controller, warn_if_repeated
+from megarl.runtime.setup import build_rank_state, warn_if_repeated
 from megarl.runtime.validate import due, evaluate
 from megarl.tracing import keep_beating, phase, set_step
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from megarl.data.batch import Batch
     from megarl.runtime.checkpoints import Checkpoints
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.runtime.robots import Robots
 
 
-def cold_start(c: Controller, examples: PromptLoader) -> None:
+def cold_start(c: RankState, examples: PromptLoader) -> None:
     """Train on the rows' answers (`load_examples`) before RL.
 
     An interrupted cold start begins again; `megarl sft` has checkpoints.
@@ -53,7 +53,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
     from megarl.runtime.checkpoints import FOLDER, Checkpoints
     from megarl.runtime.export import export, show_export
 
-    c = build_controller(config, run_dir, scored=("val",))
+    c = build_rank_state(config, run_dir, scored=("val",))
     try:
         c.loader = load_examples(c)
         checkpoints = Checkpoints(c)
@@ -75,7 +75,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
         c.close()
 
 
-def load_examples(c: Controller) -> PromptLoader:
+def load_examples(c: RankState) -> PromptLoader:
     """The rows with answers that fine-tuning trains on.
 
     Raises:
@@ -101,7 +101,7 @@ def load_examples(c: Controller) -> PromptLoader:
     )
 
 
-def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints: Checkpoints | None) -> None:
+def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: Checkpoints | None) -> None:
     """`sft.steps` optimizer steps, or fewer when `sft.stop_at_accuracy` is reached."""
     settings = c.config.sft
     goal = settings.stop_at_accuracy
@@ -135,7 +135,7 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
             break
 
 
-def sft_step(c: Controller, batch: Batch) -> None:
+def sft_step(c: RankState, batch: Batch) -> None:
     """One optimizer step on the mean of -logp over the response tokens of the global batch."""
     import torch
 
@@ -153,7 +153,7 @@ def sft_step(c: Controller, batch: Batch) -> None:
 DEMONSTRATIONS = "demonstrations"  # folder
 
 
-def load_calls(c: Controller, robots: Robots) -> PromptLoader:
+def load_calls(c: RankState, robots: Robots) -> PromptLoader:
     """Policy calls of the demonstrations that `sft.train_files` names. Collective over the ranks of a team.
 
     What experts show is written to RUN_DIR/demonstrations by one rank, and read by all.
@@ -188,7 +188,7 @@ def load_calls(c: Controller, robots: Robots) -> PromptLoader:
     )
 
 
-def _show(c: Controller, robots: Robots, folder: Path) -> int:
+def _show(c: RankState, robots: Robots, folder: Path) -> int:
     """Let experts play start states that are trained on, and write what they did; the first rank does it."""
     robot, seed, counts = c.config.robot, c.config.trainer.seed, ExpertCounts()
     assert robot is not None

@@ -16,7 +16,7 @@ from megarl.tracing import phase
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
 
@@ -32,7 +32,7 @@ class Validation:
     unplayed: str = ""
 
 
-def validate(c: Controller, films_of: int | None = None) -> Validation | None:
+def validate(c: RankState, films_of: int | None = None) -> Validation | None:
     """Evaluate on the held-out prompts; None when the recipe has none.
 
     Args:
@@ -85,7 +85,7 @@ def _report_rows(samples: Batch, results: list[dict[str, Any]]) -> list[dict[str
     ]
 
 
-def evaluate(c: Controller, recorder: Recorder, step: int, *, films: bool = False) -> float | None:
+def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False) -> float | None:
     """Evaluate and hand everything to the step's record. Returns the accuracy over all ranks, None without prompts.
 
     Collective over the ranks of a team that draws samples, also those of a cold start.
@@ -97,7 +97,7 @@ def evaluate(c: Controller, recorder: Recorder, step: int, *, films: bool = Fals
     return _take_up(c, result)
 
 
-def _take_up(c: Controller, result: Validation) -> float:
+def _take_up(c: RankState, result: Validation) -> float:
     """Count metrics with those of the step; the accuracy over all ranks."""
     numbers = c.layout.dp_group.reduce_metrics(result.metrics).result()
     if "val/acc" not in numbers:

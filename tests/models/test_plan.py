@@ -116,5 +116,5 @@ def test_workers_refuse_what_transformers_does_in_training_only(monkeypatch, tmp
     hf_config = tiny_dict("mixtral", vocab_size=16, router_jitter_noise=0.1)
     recipe = RunConfig(name="tiny", model=ModelConfig(hf_config=hf_config, tokenizer="chars:0123456789+="))
     with pytest.raises(ConfigError, match="router_jitter_noise: transformers obeys this key when it trains"):
-        setup.build_controller(recipe, tmp_path)
+        setup.build_rank_state(recipe, tmp_path)
     check_trainable(config("qwen3_moe", router_jitter_noise=0.1), "model.path")  # this class does not read it

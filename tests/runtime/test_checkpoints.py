@@ -164,7 +164,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     c.offload, c.held = OffloadSchedule(), {}
     c.context, c.team, c.hf_config = SimpleNamespace(), OwnTeam(placement.teams[0], placement), None
     c.close = lambda: None
-    monkeypatch.setattr(loop, "build_controller", lambda *_: c)
+    monkeypatch.setattr(loop, "build_rank_state", lambda *_: c)
     monkeypatch.setattr(loop, "place", lambda *_: placement)
     monkeypatch.setattr(frozen_models, "keep_reference", keep_reference)
     monkeypatch.setattr(loop, "make_reference", lambda *_: None)

@@ -55,7 +55,7 @@ def alone():
 @pytest.fixture(scope="module")
 def controller(tmp_path_factory):
     """A real controller of one process, which the presets share."""
-    from megarl.runtime.setup import build_controller
+    from megarl.runtime.setup import build_rank_state
 
     layout = join_alone()
     folder = tmp_path_factory.mktemp("run")
@@ -65,7 +65,7 @@ def controller(tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.runtime.setup.init_processes", lambda *_: layout)
-        c = build_controller(config, folder)
+        c = build_rank_state(config, folder)
     yield c
     c.close()
 

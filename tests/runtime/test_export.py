@@ -21,11 +21,11 @@ def trainer_logprobs(run_dir: str) -> torch.Tensor:
     from megarl.artifacts.trained import steps_in
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch, Jagged
-    from megarl.runtime.setup import build_controller
+    from megarl.runtime.setup import build_rank_state
     from megarl.training.checkpoint import load
 
     config = RunConfig.model_validate(yaml.safe_load((Path(run_dir) / "config.yaml").read_text()))
-    c = build_controller(config, Path(run_dir))
+    c = build_rank_state(config, Path(run_dir))
     checkpoints = Path(run_dir) / "checkpoints"
     load(checkpoints / f"step_{steps_in(checkpoints)[-1]}", {"actor": c.actor.engine})
     encode = c.tokenizer.encode

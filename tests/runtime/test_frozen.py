@@ -45,13 +45,13 @@ def _once(work: Callable[[], object]) -> None:
 
 def _train(recipe: str, run_dir: Path, overrides: Sequence[str]) -> None:
     """A run in processes that run others, too; each of them writes to a file of its own."""
-    made, build = [], loop.build_controller
+    made, build = [], loop.build_rank_state
     with (
         pytest.MonkeyPatch.context() as patch,
         Path(f"{run_dir}.{dist.get_rank()}.txt").open("w") as said,
         contextlib.redirect_stdout(said),
     ):
-        patch.setattr(loop, "build_controller", lambda *args: made.append(build(*args)) or made[0])
+        patch.setattr(loop, "build_rank_state", lambda *args: made.append(build(*args)) or made[0])
         try:
             harness.work_of_rank(recipe, str(run_dir), list(overrides), [])
         finally:

@@ -50,6 +50,6 @@ def test_experts_of_a_model_that_came_from_the_hub_are_not_drawn_as_they_get_rea
     ]
     team = OwnTeam(plans[0], Placement(tuple(plans)))
     with pytest.raises(ConfigError if refused else Accepted) as caught:
-        setup.build_controller(config, Path(), team)
+        setup.build_rank_state(config, Path(), team)
     if refused:
         assert caught.value.where == "async.order"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.run import RunConfig
-from megarl.runtime.controller import Controller
+from megarl.runtime.rank_state import RankState
 from megarl.runtime.roles import RolloutRole, ScorerRole
 from megarl.runtime.team import OwnTeam
 
@@ -23,7 +23,7 @@ def test_what_only_a_cold_start_draws_with_ends_with_it():
     rollout = RolloutRole(SimpleNamespace(), SimpleNamespace(), [2], closing("episodes", closed))
     held = {"rollout": rollout, "scorer": scorer}
     team, sync = OwnTeam.of_all(RunConfig(name="run")), closing("sync", closed)
-    c = Controller(team, SimpleNamespace(), Path(), SimpleNamespace(), held, sync, None, SimpleNamespace())
+    c = RankState(team, SimpleNamespace(), Path(), SimpleNamespace(), held, sync, None, SimpleNamespace())
     assert c.rollout is rollout
     c.end_drawing()
     assert sorted(closed) == ["episodes", "runner"]

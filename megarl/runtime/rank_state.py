@@ -1,4 +1,4 @@
-"""One controller per device: it holds this rank's models, data shard and step state, and walks the graph by itself.
+"""The state of a rank: its models, data shard and step. Every rank walks the graph by itself.
 
 With all roles in one team:
 
@@ -9,8 +9,8 @@ With all roles in one team:
             embedded engine      reference, critic            actor engine
                   '------------ same parameters ---------------------'
 
-No controller sees another rank's samples; what crosses ranks are gradients, counts, statistics and metrics.
-Stages do not see the controller: they are given its `StepContext`, and the roles that they name.
+No rank sees another one's samples; what crosses ranks are gradients, counts, statistics and metrics.
+Stages do not see this state: they are given its `StepContext`, and the roles that they name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TRAINED = ("actor", "critic")
 
 
 @dataclass
-class Controller:
+class RankState:
     """Everything that a rank works with.
 
     Attributes:
