@@ -29,12 +29,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megarl.artifacts import resolved, start
-from megarl.artifacts.batch import SAVE
 from megarl.artifacts.lock import ATTEMPT, FolderLock
 from megarl.artifacts.records import read_run
-from megarl.artifacts.repair import repair
-from megarl.artifacts.run_folder import RunFolder
+from megarl.artifacts.run_folder import (
+    CONFIG,
+    SAVE_REQUEST,
+    RunFolder,
+    drop_start,
+    propose_config,
+    repair,
+    restore_config,
+    take_up_config,
+    withdraw_config,
+)
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
 from megarl.launchers.output import OutputLog
@@ -141,8 +148,8 @@ class Job:
 
     @property
     def config_path(self) -> Path:
-        """The resolved configuration that every worker reads, see `megarl.artifacts.resolved`."""
-        return self.run_dir / resolved.NAME
+        """The resolved configuration that every worker reads, see `megarl.artifacts.run_folder`."""
+        return self.run_dir / CONFIG
 
     @property
     def log_dir(self) -> Path:
@@ -302,13 +309,13 @@ def _leave_folder(job: Job, ended: Status, started: bool) -> None:
     from megarl.config.load import dump_config
 
     if ended == "finished":
-        resolved.take_up(job.run_dir)
+        take_up_config(job.run_dir)
     clear(job.run_dir)
     if started and ended != "finished":
         close_run(job.run_dir, ended)
     if started and job.separate:
         complete_trace(job.run_dir)
-    resolved.make_again(job.run_dir, dump_config(job.config))
+    restore_config(job.run_dir, dump_config(job.config))
 
 
 def prepare(job: Job) -> Job:
@@ -322,7 +329,7 @@ def prepare(job: Job) -> Job:
     if job.machine:
         return job
     attempt = "" if job.lock is None else job.lock.begin_attempt()
-    resolved.propose(job.run_dir, dump_config(job.config))
+    propose_config(job.run_dir, dump_config(job.config))
     write_token(job.run_dir)
     return dataclasses.replace(job, attempt=attempt)
 
@@ -330,9 +337,9 @@ def prepare(job: Job) -> Job:
 def clear(run_dir: Path) -> None:
     """Remove the files of a start whose workers have ended, except those that the run has accepted."""
     forget_token(run_dir)
-    (run_dir / SAVE).unlink(missing_ok=True)
-    resolved.withdraw(run_dir)
-    start.drop(run_dir)
+    (run_dir / SAVE_REQUEST).unlink(missing_ok=True)
+    withdraw_config(run_dir)
+    drop_start(run_dir)
 
 
 def process_of(run_dir: Path) -> object:

@@ -11,7 +11,7 @@ import math
 import signal
 import time
 
-from megarl.artifacts.batch import SAVE
+from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.artifacts.trained import steps_in
 from megarl.errors import WorkerError, count
 from megarl.launchers.common import Job, Workers
@@ -46,7 +46,7 @@ def save_first(workers: Workers, job: Job, number: int) -> None:
     limit = f", within {grace_s:g} s (cluster.grace_s)" if limited else ""
     lost = f"what it learnt in {count(unsaved, 'step')} is lost"
     again = "Ctrl-C again" if number == signal.SIGINT else "A second signal"
-    request = job.run_dir / SAVE
+    request = job.run_dir / SAVE_REQUEST
     request.touch()
     job.log.say(
         f"megarl: {name}: the step under way is finished and saved first{limit}. {again} ends the run at once: "
@@ -62,7 +62,7 @@ def save_first(workers: Workers, job: Job, number: int) -> None:
 
 def _why_unsaved(workers: Workers, job: Job, limit_s: float) -> str | None:
     """Wait until the run has saved; return None, or the reason why it has not."""
-    cluster, ranks, request = job.config.cluster, workers.ranks(), job.run_dir / SAVE
+    cluster, ranks, request = job.config.cluster, workers.ranks(), job.run_dir / SAVE_REQUEST
     watch = Watch(job.run_dir, ranks, cluster.timeout_s, cluster.start_timeout_s, job.names)
     end = time.monotonic() + limit_s
     while request.exists():

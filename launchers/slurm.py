@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.artifacts import batch
+from megarl.artifacts.run_folder import LAUNCH_FOLDER
 from megarl.config.launch import NO_LIMIT, SlurmConfig, SlurmTeamConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, count
@@ -101,7 +101,7 @@ class Submission:
     @property
     def folder(self) -> Path:
         """Folder of the scripts."""
-        return self.run_dir / batch.FOLDER
+        return self.run_dir / LAUNCH_FOLDER
 
 
 def job_script(job: Submission) -> str:
@@ -124,7 +124,7 @@ def job_script(job: Submission) -> str:
         lines += [*_modules(slurm), *_own_lines(slurm)]
     lines += [
         "unset PYTHONSAFEPATH",
-        f'cd "$run_dir/{batch.FOLDER}"',
+        f'cd "$run_dir/{LAUNCH_FOLDER}"',
         f'exec {shlex.quote(python)} -m {DRIVER} "$run_dir"',
         "",
     ]

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from megarl.config.launch import SlurmConfig, option_parts
 from megarl.config.run import RunConfig
 from megarl.credentials import CREDENTIAL
-from megarl.dag.machines import USUAL_GPUS
+from megarl.dag.shares import USUAL_GPUS
 from megarl.errors import ConfigError, count
 from megarl.launchers.bundles import MEETING
 from megarl.launchers.slurm import (

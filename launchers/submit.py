@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.artifacts.batch import FOLDER
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.records import read_record
+from megarl.artifacts.run_folder import LAUNCH_FOLDER
 from megarl.config.load import dump_config
 from megarl.errors import ConfigError, UnavailableError, UserError, close_matches
 from megarl.launchers import slurm_job
@@ -149,18 +149,19 @@ def submit(job: Submission) -> str:
 
 def excluded(run_dir: Path) -> dict[str, str]:
     """Return the nodes that the jobs of a run exclude, with reasons."""
-    lines = read_jsonl(run_dir / FOLDER / EXCLUDED, needs={"node": str, "reason": str})
+    lines = read_jsonl(run_dir / LAUNCH_FOLDER / EXCLUDED, needs={"node": str, "reason": str})
     return {line["node"]: line["reason"] for line in lines}
 
 
 def notes_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the events in the jobs of a run: time, job, kind and text of each, in order."""
-    return read_jsonl(run_dir / FOLDER / EVENTS, needs={"time": (int, float), "job": str, "kind": str, "text": str})
+    path = run_dir / LAUNCH_FOLDER / EVENTS
+    return read_jsonl(path, needs={"time": (int, float), "job": str, "kind": str, "text": str})
 
 
 def latest_tests(run_dir: Path) -> dict[str, str]:
     """Return the results of the last pre-flight, one line per node."""
-    folders = [file.parent for file in (run_dir / FOLDER / TESTS).glob("*/failed.json")]
+    folders = [file.parent for file in (run_dir / LAUNCH_FOLDER / TESTS).glob("*/failed.json")]
     if not folders:
         return {}
     folder = max(folders, key=lambda path: (path / "failed.json").stat().st_mtime)
@@ -181,7 +182,7 @@ def _leaving_out(job: Submission, script: str) -> str:
 
 def jobs_of(run_dir: Path) -> list[SubmittedJob]:
     """Return the jobs submitted for a run folder, in order."""
-    file = run_dir / FOLDER / JOBS
+    file = run_dir / LAUNCH_FOLDER / JOBS
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
     told = (line.strip("\0").split("\t") for line in lines)
     return [

@@ -1,16 +1,44 @@
-"""Check that a run still has its folder: a user may delete or move it while the run goes on."""
+"""The folder of a run: whether it is still there, its damaged files, and what a start writes into it.
+
+    launcher -> config.next.yaml -> every rank reads it -> accepted: config.yaml (rank 0, with the run's record)
+                                                        -> refused:  removed, config.yaml still fits the checkpoints
+    actor's team -> reference.next, start.next -> other teams make their models -> accepted: reference/
+                                                                               -> refused:  removed
+
+A new run folder has config.yaml from the beginning. A worker that waits when another one refuses the start is ended, so
+whoever ended it removes what was written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.artifacts.records import RUN, Needs, parse_object, set_aside
 from megarl.errors import UserError
+from megarl.processes import write_atomically
+
+CONFIG, NEXT_CONFIG = "config.yaml", "config.next.yaml"
+NEXT_REFERENCE = "reference.next"  # the reference of a start that may still be refused
+START_WEIGHTS = "start.next"  # the weights that RL starts from, until all teams have their models
+LAUNCH_FOLDER = "launch"
+#: A request for a checkpoint: written by the job into RUN_DIR/launch when its time limit is near, or into RUN_DIR by an
+#: interrupted launcher; the run removes it once it has written a checkpoint.
+SAVE_REQUEST = "save"
 
 _LOOK_S = 1.0
+_FOLDERS = ("checkpoints", "errors", "heartbeats", "launch", "logs", "servers", "sync", "trace", "videos")
+_OF_FILES = (".", "checkpoints", "errors", "heartbeats", "logs", "trace")
+_SUFFIXES = frozenset({".html", ".json", ".jsonl", ".svg", ".txt", ".yaml"})
+_RECORDS: dict[str, Needs] = {
+    RUN: {},
+    "checkpoints/best.json": {"step": int},
+    "mlflow.*.json": {"uri": str, "run_id": str, "status": str},
+}
 
 
 class RunFolder:
@@ -85,3 +113,60 @@ def folder_gone(run_dir: Path) -> UserError:
         fix="of a folder that was moved: move it back, and start the same command with this --run-dir, which goes on "
         "from the newest checkpoint; else start the run again",
     )
+
+
+def drop_start(run_dir: Path) -> None:
+    """Remove the weights of a refused start. One process calls this, when no other one uses them any more."""
+    for name in (NEXT_REFERENCE, START_WEIGHTS):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+
+
+def propose_config(run_dir: Path, text: str) -> None:
+    """Write the configuration of a start; the previous one stays until `take_up_config`."""
+    withdraw_config(run_dir)
+    path = run_dir / CONFIG
+    write_atomically(run_dir / NEXT_CONFIG if path.is_file() and path.read_bytes() != text.encode() else path, text)
+
+
+def proposed_config(run_dir: Path) -> Path:
+    """Return the configuration that the ranks of this start read."""
+    return path if (path := run_dir / NEXT_CONFIG).is_file() else run_dir / CONFIG
+
+
+def take_up_config(run_dir: Path) -> None:
+    """Accept the start: its configuration becomes the run's. One process calls this."""
+    if (run_dir / NEXT_CONFIG).is_file():
+        (run_dir / NEXT_CONFIG).replace(run_dir / CONFIG)
+
+
+def restore_config(run_dir: Path, text: str) -> None:
+    """Write the configuration of a run that has ended, if it was deleted meanwhile."""
+    if not (run_dir / CONFIG).is_file():
+        write_atomically(run_dir / CONFIG, text)
+
+
+def withdraw_config(run_dir: Path) -> None:
+    """Remove a configuration that was never accepted."""
+    (run_dir / NEXT_CONFIG).unlink(missing_ok=True)
+
+
+def repair(run_dir: Path) -> None:
+    """Set aside damaged files, with a log line for each. Intact and unknown files stay as they are.
+
+    Files of lines are repaired by their writers (`megarl.artifacts.jsonl`); checkpoints have checksums and their own
+    recovery. Only the holder of the folder's lock calls this.
+    """
+    for name in _FOLDERS:
+        if (run_dir / name).is_file():
+            set_aside(run_dir / name, "a file where a folder belongs")
+    for name in _OF_FILES:
+        for path in (run_dir / name).glob("*"):
+            named_as_file = path.suffix in _SUFFIXES or name == "heartbeats"
+            if named_as_file and path.is_dir() and not path.is_symlink():
+                set_aside(path, "a folder where a file belongs")
+    for pattern, needs in _RECORDS.items():
+        for path in run_dir.glob(pattern):
+            try:
+                parse_object(path.read_bytes(), needs)
+            except ValueError as error:
+                set_aside(path, str(error))

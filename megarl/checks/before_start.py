@@ -1,4 +1,4 @@
-"""Looks before a start: the steps that `trainer.epochs` are, and servers that do not answer."""
+"""Checks before a start: the number of steps in `trainer.epochs`, and servers that do not answer."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from megarl.algorithms.needs import estimator_fields
 from megarl.architectures.known_keys import ignored_keys, unknown_keys
 from megarl.architectures.values import training_problems
 from megarl.artifacts.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, local_folder, model_facts
-from megarl.artifacts.generation_config import FILE, end_token_ids
-from megarl.artifacts.tokenizer_files import check_tokenizer_files
+from megarl.artifacts.model_files import GENERATION_CONFIG, check_tokenizer_files, end_token_ids
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
@@ -462,7 +461,7 @@ def check_chat_template(config: RunConfig, checks: Checklist) -> None:
 def check_end_tokens(config: RunConfig, checks: Checklist) -> None:
     """Check that the model's end tokens can be read; without a tokenizer of transformers they are only numbers."""
     folder = None if config.model.path is None else local_folder(config.model.path)
-    if folder is None or not (folder / FILE).is_file():
+    if folder is None or not (folder / GENERATION_CONFIG).is_file():
         return
     try:
         ids = end_token_ids(folder)
@@ -470,4 +469,4 @@ def check_end_tokens(config: RunConfig, checks: Checklist) -> None:
         checks.from_error("end tokens", error)
         return
     names = ", ".join(map(str, ids)) or "none"
-    checks.ok("end tokens", f"{names} of {FILE}, the tokenizer's, and that of the chat template")
+    checks.ok("end tokens", f"{names} of {GENERATION_CONFIG}, the tokenizer's, and that of the chat template")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megarl.checks.checklist import Checklist
 from megarl.checks.layout import devices_key
 from megarl.config.run import RunConfig
-from megarl.dag.machines import USUAL_GPUS
 from megarl.dag.placement import Placement
+from megarl.dag.shares import USUAL_GPUS
 from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.planning.step import occupied

@@ -17,8 +17,8 @@ from megarl.artifacts.layout import (
 from megarl.checks.checklist import Checklist
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.dag.machines import USUAL_GPUS, settings_of_workers
 from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.shares import USUAL_GPUS, settings_of_workers
 from megarl.errors import count
 from megarl.planning.shards import Sizes, layout_key
 

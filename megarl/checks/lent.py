@@ -8,8 +8,8 @@ from megarl.checks.checklist import Checklist
 from megarl.checks.layout import devices_key
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.dag.machines import settings_of_workers
 from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.shares import settings_of_workers
 from megarl.errors import count
 from megarl.launchers.bundles import lends, whole
 from megarl.launchers.seats import seats

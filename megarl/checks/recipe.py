@@ -12,6 +12,7 @@ from megarl.checks.checklist import Check, Checklist, Roles
 from megarl.checks.correction import check_correction
 from megarl.checks.descriptors import check_descriptors
 from megarl.checks.disk import check_disk
+from megarl.checks.environment import check_packages, check_secrets
 from megarl.checks.files import (
     check_chat_template,
     check_data,
@@ -26,10 +27,8 @@ from megarl.checks.gpus import check_machine_gpus
 from megarl.checks.graph import build, check_graph
 from megarl.checks.layout import check_cluster, check_deadlines, check_layouts
 from megarl.checks.machine import check_machine
-from megarl.checks.packages import check_packages
 from megarl.checks.placement import check_placement
 from megarl.checks.robot import check_robot
-from megarl.checks.secrets import check_secrets
 from megarl.checks.settings import (
     check_batches,
     check_best_metric,

@@ -20,9 +20,8 @@ from megarl.config.placement import TeamConfig
 from megarl.config.run import RunConfig
 from megarl.dag.ahead import refuse_ahead
 from megarl.dag.graph import TaskGraph
-from megarl.dag.machines import settings_of_workers, workers_of_machine
 from megarl.dag.node import Node, team_of
-from megarl.dag.shares import share_out
+from megarl.dag.shares import settings_of_workers, share_out, workers_of_machine
 from megarl.dag.stage import ROLES, Role
 from megarl.errors import ConfigError, count
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.facts import is_hub_name, local_folder
-from megarl.artifacts.generation_config import FILE, end_token_ids
+from megarl.artifacts.model_files import GENERATION_CONFIG, end_token_ids
 from megarl.config.data import DataConfig
 from megarl.config.model import ModelConfig
 from megarl.data.render import uses_chat
@@ -62,10 +62,10 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: Dat
     own = model.tokenizer in (None, model.path)
     for number in _of_generation_config(model.path):
         if number < len(tokenizer) and (own or _is_special(tokenizer, number)):
-            found.sources.setdefault(number, []).append(FILE)
+            found.sources.setdefault(number, []).append(GENERATION_CONFIG)
         else:
             what = "is no special token of model.tokenizer" if number < len(tokenizer) else "is none of the tokenizer's"
-            notes.append(f"{FILE} ends a response at token {number}, which {what}: it is not used")
+            notes.append(f"{GENERATION_CONFIG} ends a response at token {number}, which {what}: it is not used")
     if uses_chat(data, bool(tokenizer.chat_template)):
         turn, text = turn_end(tokenizer, data)
         if turn is not None:
@@ -105,13 +105,13 @@ def _of_generation_config(path: str | None) -> list[int]:
     if path is None:
         return []
     folder = local_folder(path)
-    if folder is not None and (folder / FILE).is_file():
+    if folder is not None and (folder / GENERATION_CONFIG).is_file():
         return end_token_ids(folder)
     if not is_hub_name(path) or (folder is not None and any(folder.glob("*.safetensors"))):
         return []  # what comes with the weights brings this file, too, where the model has one
     from huggingface_hub import hf_hub_download
 
     try:
-        return end_token_ids(Path(hf_hub_download(path, FILE)).parent)
+        return end_token_ids(Path(hf_hub_download(path, GENERATION_CONFIG)).parent)
     except OSError:  # errors of the hub are of this kind, too: the model has none, or it is out of reach
         return []

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.artifacts.tokenizer_files import check_tokenizer_files
+from megarl.artifacts.model_files import check_tokenizer_files
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 

@@ -123,3 +123,13 @@ class Environment:
     def step(self, action: Action) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
         """Answer one turn of the policy."""
         raise NotImplementedError
+
+
+class SingleTurn(Environment):
+    """An environment that ends after the first turn. Its responses are generated all together, without the driver."""
+
+    scores: ClassVar[bool] = False
+
+    def step(self, action: Action) -> Step:
+        """End the episode."""
+        return Step(done=True)

@@ -17,7 +17,7 @@ from megarl.imports import import_file, import_module
 
 #: The included environments.
 ENVIRONMENTS = {
-    "single_turn": "megarl.envs.single_turn:SingleTurn",
+    "single_turn": "megarl.envs.protocol:SingleTurn",
     "tools": "megarl.envs.tools:Tools",
 }
 _FORMS = ("file.py:Class", "pkg.mod:Class")

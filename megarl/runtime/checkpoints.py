@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.artifacts import batch
 from megarl.artifacts.lock import refuse_if_taken
+from megarl.artifacts.run_folder import LAUNCH_FOLDER, SAVE_REQUEST
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
 from megarl.processes import JOB_BEGAN
@@ -109,7 +109,7 @@ class Checkpoints:
         self._save_by = SaveBy(c.config.trainer.save_by_s)
         self._looked: tuple[int, bool] = (-1, False)
         # A batch job asks for a checkpoint before its time limit (megarl/launchers/slurm.py), a user by Ctrl-C.
-        self._requests = [c.run_dir / batch.FOLDER / batch.SAVE, c.run_dir / batch.SAVE]
+        self._requests = [c.run_dir / LAUNCH_FOLDER / SAVE_REQUEST, c.run_dir / SAVE_REQUEST]
 
     def find(self, key: str, steps: int) -> int | None:
         """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.artifacts import start
 from megarl.artifacts.checkpoint_files import INDEX, read_config, weight_files
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file
+from megarl.artifacts.run_folder import NEXT_REFERENCE, START_WEIGHTS, drop_start
 from megarl.artifacts.trained import steps_in
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
@@ -79,7 +79,7 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
         return _kept(c, resumed_from)
     origin = unchanged_model(c.config) if resumed_from is None else None
     if origin is None:
-        following = c.run_dir / start.REFERENCE
+        following = c.run_dir / NEXT_REFERENCE
         _export_actor(c, following)
         return ReferencePlace(str(following), "")
     _note_origin(c, origin)
@@ -88,7 +88,7 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
 
 def _note_origin(c: RankState, origin: str) -> None:
     if c.layout.rank == 0:
-        folder = c.run_dir / start.REFERENCE
+        folder = c.run_dir / NEXT_REFERENCE
         folder.mkdir()
         write_atomically(folder / _ORIGIN, json.dumps({"path": origin}))
 
@@ -112,7 +112,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
     # A run that goes on has it in its place.
     if checkpoint.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
         with phase("keep_reference"), keep_beating():
-            shutil.copytree(kept, c.run_dir / start.REFERENCE)
+            shutil.copytree(kept, c.run_dir / NEXT_REFERENCE)
     origin = _origin(kept)
     return ReferencePlace(str(kept), "") if origin is None else ReferencePlace(origin, _INITIAL)
 
@@ -125,7 +125,7 @@ def _made_again(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, 
     Raises:
         ConfigError: RL began with other weights: after a cold start, or the recipe names another model now.
     """
-    following, why = c.run_dir / start.REFERENCE, "RL began after a cold start"
+    following, why = c.run_dir / NEXT_REFERENCE, "RL began after a cold start"
     if not c.config.sft.steps:
         if c.layout.rank == 0:
             print(
@@ -152,11 +152,11 @@ def _made_again(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, 
 
 def keep_start(c: RankState) -> str:
     """Write what RL starts from, for a model of another team that begins with it. Collective over the actor's team."""
-    folder = c.run_dir / start.REFERENCE
+    folder = c.run_dir / NEXT_REFERENCE
     # One rank looks for all: on a shared file system two ranks may see different folders.
     there = (folder / "config.json").is_file() if c.layout.rank == 0 else None
     if not c.layout.world.broadcast_json(there):  # else the reference is the same model
-        folder = c.run_dir / start.PASSING
+        folder = c.run_dir / START_WEIGHTS
         _export_actor(c, folder)
     return str(folder)
 
@@ -171,7 +171,7 @@ def _export_actor(c: RankState, folder: Path) -> None:
 
 def now_at(run_dir: Path, source: str) -> str:
     """Where the weights at `source` (`keep_reference`) are by now: a start that was accepted has taken them up."""
-    taken_up = Path(source) == run_dir / start.REFERENCE and not _is_model(Path(source))
+    taken_up = Path(source) == run_dir / NEXT_REFERENCE and not _is_model(Path(source))
     return str(run_dir / FOLDER) if taken_up else source
 
 
@@ -209,15 +209,15 @@ def drop_refused_start(c: RankState) -> None:
     Rank 0 does it, as it also takes it up: no rank removes what another one has accepted.
     """
     if c.layout.rank == 0 and c.team.leads:
-        start.drop(c.run_dir)
+        drop_start(c.run_dir)
 
 
 def take_up_reference(run_dir: Path) -> None:
     """The start is accepted: the reference that it has made is that of the run from now on. One rank calls this."""
-    shutil.rmtree(run_dir / start.PASSING, ignore_errors=True)
-    if _is_model(run_dir / start.REFERENCE):
+    shutil.rmtree(run_dir / START_WEIGHTS, ignore_errors=True)
+    if _is_model(run_dir / NEXT_REFERENCE):
         shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
-        (run_dir / start.REFERENCE).rename(run_dir / FOLDER)
+        (run_dir / NEXT_REFERENCE).rename(run_dir / FOLDER)
 
 
 def unchanged_model(config: RunConfig) -> str | None:

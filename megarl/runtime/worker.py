@@ -22,10 +22,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from megarl.artifacts.batch import SAVE
 from megarl.artifacts.lock import ATTEMPT, FolderLock, FolderTaken, join_attempt, refuse_if_taken
-from megarl.artifacts.resolved import proposed, withdraw
-from megarl.artifacts.run_folder import held
+from megarl.artifacts.run_folder import SAVE_REQUEST, held, proposed_config, withdraw_config
 from megarl.errors import UserError
 from megarl.imports import import_callable
 from megarl.processes import die_with_parents, own_worker_name, raise_descriptor_limit, worker_number
@@ -63,8 +61,8 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
             from megarl.config.load import hide_credentials, load_config
 
             if WATCHED not in os.environ and worker == 0:
-                withdraw(run_dir)  # of a launcher that was killed: the record of this start is not to take it up
-            path = proposed(run_dir) if WATCHED in os.environ else config_path
+                withdraw_config(run_dir)  # of a launcher that was killed: the record of this start is not to take it up
+            path = proposed_config(run_dir) if WATCHED in os.environ else config_path
             config = hide_credentials(load_config(path))
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
@@ -135,7 +133,7 @@ def leave_to_launcher(run_dir: Path) -> None:
     def ask(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # the launcher asks, too, if it got the signal
-            (run_dir / SAVE).touch()
+            (run_dir / SAVE_REQUEST).touch()
             os.write(2, f"{own_worker_name()}: {name}: asks for a checkpoint; its launcher ends the run\n".encode())
 
     for number in _LEFT:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.artifacts.generation_config import end_token_ids
+from megarl.artifacts.model_files import end_token_ids
 from megarl.config.data import DataConfig
 from megarl.config.model import ModelConfig
 from megarl.data.end_tokens import end_tokens, turn_end

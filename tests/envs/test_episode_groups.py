@@ -14,8 +14,8 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, EnvSettings, Step
 from megarl.envs.host import Host
+from megarl.envs.protocol import SingleTurn
 from megarl.envs.registry import load_environment
-from megarl.envs.single_turn import SingleTurn
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.groups import EpisodeError, Group
 from megarl.rollout.rounds import Rounds

@@ -20,7 +20,7 @@ BY_NAME = {
     "benchmarks/sync/receiver.py": "the loaders that servers have on their path, from their file",
     "launchers/relative_paths.py": "is a module of the user installed? nothing is imported",
     "megarl/algorithms/registry.py": "a function of the user",
-    "megarl/checks/packages.py": "is an optional package installed?",
+    "megarl/checks/environment.py": "is an optional package installed?",
     "megarl/checks/references.py": "where is the source of a function of the user?",
     "megarl/compat/megatron.py": "changes megatron-core while it loads",
     "megarl/compat/sglang_server/serve.py": "runs in the interpreter of a server, without this package",

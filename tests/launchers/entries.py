@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.artifacts.batch import SAVE
+from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.config.run import RunConfig
 from megarl.disaggregated.buffer.client import StoreClient
 from megarl.errors import UserError
@@ -265,12 +265,12 @@ def train(config: RunConfig, run_dir: Path) -> None:
         set_step(step)
         with phase("step"):
             time.sleep(0.05)
-        if os.environ["RANK"] == "0" and (run_dir / SAVE).exists():
+        if os.environ["RANK"] == "0" and (run_dir / SAVE_REQUEST).exists():
             with phase("checkpoint"):
                 folder = run_dir / "checkpoints" / f"step_{step}"
                 folder.mkdir(parents=True)
                 (folder / "meta.json").touch()
-                (run_dir / SAVE).unlink()
+                (run_dir / SAVE_REQUEST).unlink()
         if step == 3:
             (run_dir / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
 

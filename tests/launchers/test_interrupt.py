@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.artifacts.batch import SAVE
+from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import WorkerError
 from megarl.launchers import interrupt
@@ -61,9 +61,9 @@ def test_the_run_is_asked_to_save_and_waited_for(interrupted, tmp_path: Path) ->
     looks = []
 
     def saves_at_the_third_look() -> dict[int, int]:
-        looks.append((tmp_path / SAVE).exists())
+        looks.append((tmp_path / SAVE_REQUEST).exists())
         if len(looks) == 3:
-            (tmp_path / SAVE).unlink()
+            (tmp_path / SAVE_REQUEST).unlink()
         return {}
 
     for number in (signal.SIGINT, signal.SIGUSR1):  # who sends these has said no limit
@@ -93,7 +93,7 @@ def test_it_is_not_waited_for_when_it_will_not_come(interrupted, tmp_path: Path,
         return {0: 1} if ends == "a worker ends" else {}
 
     said = interrupted("train", "step/rollout", 5, look, number)
-    assert not (tmp_path / SAVE).exists()
+    assert not (tmp_path / SAVE_REQUEST).exists()
     lost = "what it learnt in 2 steps is lost, and the run goes on from the checkpoint of step 2"
     assert (f"megarl: {lost}: {why}" in said) is bool(why)
 
@@ -118,7 +118,7 @@ def test_steps_that_wait_to_be_recorded_are_saved(interrupted, tmp_path: Path) -
 
 def test_fine_tuning_saves_too(interrupted, tmp_path: Path) -> None:
     def save() -> dict[int, int]:
-        (tmp_path / SAVE).unlink()
+        (tmp_path / SAVE_REQUEST).unlink()
         return {}
 
     assert "1 step is lost" in interrupted("sft", "sft/train", 4, save)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.artifacts.batch import SAVE
+from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import ConfigError
 from megarl.launchers.common import run_workers
@@ -222,7 +222,7 @@ def test_a_signal_to_all_processes_of_a_job_leaves_time_to_save(launcher: str, n
     assert f"megarl: stopped by {signal.Signals(number).name}" in said.decode()
     saved = list(tmp_path.glob("checkpoints/step_*"))
     assert len(saved) == 1, said
-    assert not (tmp_path / SAVE).exists()
+    assert not (tmp_path / SAVE_REQUEST).exists()
     assert alive(pids) == []
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.artifacts import resolved
-from megarl.artifacts.run_folder import RunFolder
+from megarl.artifacts.run_folder import RunFolder, restore_config
 from megarl.errors import UserError
 from tests.launchers.test_launchers import DEADLINE_S, command, environment
 
@@ -74,6 +73,6 @@ def test_a_folder_that_is_moved_and_comes_back_is_the_runs(tmp_path: Path) -> No
 
 
 def test_a_configuration_that_was_deleted_is_written_again(tmp_path: Path) -> None:
-    resolved.make_again(tmp_path, "name: run")
-    resolved.make_again(tmp_path, "name: of-another-start")
+    restore_config(tmp_path, "name: run")
+    restore_config(tmp_path, "name: of-another-start")
     assert (tmp_path / "config.yaml").read_text() == "name: run"

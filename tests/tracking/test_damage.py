@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.artifacts import records
-from megarl.artifacts.repair import repair
+from megarl.artifacts.run_folder import repair
 from megarl.artifacts.timings import read_timings
 from megarl.artifacts.trained import best_step, better_before, exported
 from megarl.commands.cluster import last_step

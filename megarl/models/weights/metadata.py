@@ -20,8 +20,8 @@ from megarl.architectures import ARCHITECTURES
 from megarl.architectures.values import read_keys
 from megarl.artifacts.action_statistics import FILE, write_statistics
 from megarl.artifacts.facts import hub_snapshot, is_hub_name
+from megarl.artifacts.model_files import TOKENIZER_FILES
 from megarl.artifacts.robot_policy import PREPROCESSOR
-from megarl.artifacts.tokenizer_files import TOKENIZER_FILES
 from megarl.models.hf import value_bias
 
 if TYPE_CHECKING:
