@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import re
 import shutil
@@ -24,9 +23,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megarl.artifacts.lock import ATTEMPT, FolderLock
@@ -47,7 +45,7 @@ from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, n
 from megarl.launchers.output import OutputLog
 from megarl.leftovers import remove_leftovers
 from megarl.machine import available_cores
-from megarl.processes import JOB_BEGAN, has_nvidia_device, worker_name
+from megarl.processes import JOB_BEGAN, Stopped, has_nvidia_device, signals_raise, worker_name
 from megarl.rendezvous import forget_token, ranks_text, write_token
 from megarl.runtime.health import Old, RankFailure, read_beat, read_errors
 from megarl.runtime.worker import WATCHED
@@ -64,11 +62,6 @@ Launcher = Literal["local", "torchrun", "ray"]
 LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
 #: Number of processes from which on gloo connects lazily, at first use.
 LAZY_FROM = 128
-#: Signals that stop a run; one that would lose steps saves first (`megarl.launchers.interrupt`).
-CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: More signals within this time are the same request: `timeout` signals a process, and then its group; systemd sends
-#: SIGTERM and SIGHUP.
-_REPEATED_S = 1.0
 #: Code of `Workers.poll` for a rank that exited with 0 before its work was done; no system has such a code.
 ENDED_EARLY = 256
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -257,7 +250,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         job = Job(entry, config, run_dir, log, placement, folder=folder, machine=lock.machine, lock=lock)
         attempts = Attempts(starts[launcher], job)
         ended: Status = "failed"
-        with _signals_raise() as ignore_signals:
+        with signals_raise() as ignore_signals:
             try:
                 code = attempts.run()
                 ended = "failed" if code else "finished"
@@ -375,43 +368,6 @@ def _lock(launcher: str, config: RunConfig, run_dir: Path) -> FolderLock:
     together = launcher == "torchrun" and machines > 1
     meets = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if together else ""
     return FolderLock(run_dir, machine_number(launcher, machines), machines, meets)
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal asked this launcher to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[_Ignore]:
-    """Turn the signals of `CAUGHT` into `Stopped`, until the yielded function is called to ignore them."""
-    came = [-math.inf]
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now - came[0] > _REPEATED_S:
-            came[0] = now
-            raise Stopped(number)
-
-    def ignore() -> None:
-        for number in CAUGHT:
-            signal.signal(number, signal.SIG_IGN)
-
-    # A signal of a terminal that hangs up stays ignored where it was (nohup): the run outlives the terminal.
-    caught = [one for one in CAUGHT if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in caught}
-    try:
-        yield ignore
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Ignore(Protocol):
-    def __call__(self) -> None: ...
 
 
 def layout_environment(layout: ParallelConfig) -> dict[str, str]:

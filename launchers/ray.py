@@ -30,14 +30,14 @@ from megarl.disaggregated.buffer.flow import FlowSettings
 from megarl.disaggregated.buffer.size import LEAST, object_store_bytes, refuse_too_large
 from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
-from megarl.launchers.common import CAUGHT, Job, layout_environment, own_environment, process_environment
+from megarl.launchers.common import Job, layout_environment, own_environment, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, within
 from megarl.launchers.seats import Place, ranks_of, seats_apart
 from megarl.launchers.supervise import signal_rank
 from megarl.leftovers import ray_folder
 from megarl.machine import available_cores
-from megarl.processes import FINISHED, JOB_BEGAN, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
+from megarl.processes import CAUGHT, FINISHED, JOB_BEGAN, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
 from megarl.simulators.parents import PARENTS, end_with_parents
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from types import FrameType
 
 from megarl.errors import ConfigError
 from megarl.launchers.common import (
-    CAUGHT,
     ENDED_EARLY,
     Job,
     code_of,
@@ -31,7 +30,7 @@ from megarl.launchers.common import (
     warn_of_few_cores,
 )
 from megarl.launchers.output import Follower
-from megarl.processes import JOB_BEGAN, LOOPBACK, die_with_parents, raise_descriptor_limit, write_atomically
+from megarl.processes import CAUGHT, JOB_BEGAN, LOOPBACK, die_with_parents, raise_descriptor_limit, write_atomically
 from megarl.rendezvous import LISTENER, given_listener, is_loopback, listen
 from megarl.runtime.health import read_beat
 from megarl.simulators.parents import PARENTS, as_parent

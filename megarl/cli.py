@@ -24,6 +24,7 @@ from megarl.commands import simulate as simulation
 from megarl.commands.parser import Parser
 from megarl.credentials import mask
 from megarl.errors import ConfigError, MegarlError, UserError
+from megarl.processes import Stopped, signals_raise
 from megarl.unread import nobody_reads, run_quietly
 
 if TYPE_CHECKING:
@@ -413,7 +414,7 @@ def _parity(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (failed), 2 (the user can fix it), 130 (interrupted).
+    """Run one command and return its exit code: 0, 1 (failed), 2 (the user can fix it), 128 + the number of a signal.
 
     141: it has ended because nobody reads its output.
     """
@@ -448,13 +449,14 @@ def _refuse(unknown: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
 
 def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     try:
-        return run(arguments)
+        with signals_raise():  # as the first process of a container, too, which the default of a signal does not end
+            return run(arguments)
     except MegarlError as error:
         print(f"megarl: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("megarl: interrupted", file=sys.stderr)
-        return 130
+    except Stopped as stopped:
+        print(f"megarl: stopped by {stopped}", file=sys.stderr)
+        return 128 + stopped.number
     except Exception as error:
         if isinstance(error, BrokenPipeError) and nobody_reads():
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import random
 import resource
@@ -13,8 +14,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from megarl.simulators.parents import end_with_parents
@@ -27,6 +30,11 @@ TEAM, WORKER, STORE = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_STORE"
 RESTARTS, FINISHED = "MEGARL_RESTARTS", "MEGARL_FINISHED"
 #: Unix time at which this process's job began, for all attempts of a launcher, and of a batch job.
 JOB_BEGAN = "MEGARL_JOB_BEGAN"
+#: Signals that stop a command; a run that would lose steps saves first (`megarl.launchers.interrupt`).
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+#: More signals within this time are the same request: `timeout` tells a process, and then its group; systemd sends
+#: SIGTERM and SIGHUP.
+_REPEATED_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _MOST_DESCRIPTORS = 1 << 20  # some programs iterate over all numbers up to the limit at their start
 _CLOCK_S = 2.0  # the start of a process is relative to that of the machine, which moves with its clock
@@ -242,3 +250,36 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this command to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[Callable[[], None]]:
+    """Turn the signals of `CAUGHT` into `Stopped`, until the yielded function is called to ignore them."""
+    came = [-math.inf]
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - came[0] > _REPEATED_S:
+            came[0] = now
+            raise Stopped(number)
+
+    def ignore() -> None:
+        for number in CAUGHT:
+            signal.signal(number, signal.SIG_IGN)
+
+    # A signal of a terminal that hangs up stays ignored where it was (nohup): the run outlives the terminal.
+    caught = [one for one in CAUGHT if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in caught}
+    try:
+        yield ignore
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

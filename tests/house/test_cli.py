@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from megarl import cli
 from megarl.errors import DataError, UserError, WorkerError
+from megarl.processes import Stopped
 
 HEAVY = ("ray", "sglang", "megatron", "mlflow", "torch", "transformers")
 
@@ -108,7 +110,7 @@ def test_a_misspelt_choice_is_told_the_near_one(
     [
         (DataError("broken JSON", where="train.jsonl:3"), 2, "megarl: train.jsonl:3: broken JSON\n"),
         (WorkerError("rank 1 is gone"), 1, "megarl: rank 1 is gone\n"),
-        (KeyboardInterrupt(), 130, "megarl: interrupted\n"),
+        (Stopped(signal.SIGINT), 130, "megarl: stopped by SIGINT\n"),
         (ZeroDivisionError("division by zero"), 1, "megarl: ZeroDivisionError: division by zero\n  log: "),
     ],
 )

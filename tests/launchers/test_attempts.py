@@ -11,7 +11,8 @@ import pytest
 from megarl.config.run import ClusterConfig, RunConfig, TrainerConfig
 from megarl.errors import ConfigError, UnavailableError, WorkerError
 from megarl.launchers import attempts, supervise
-from megarl.launchers.common import Job, Stopped, run_workers
+from megarl.launchers.common import Job, run_workers
+from megarl.processes import Stopped
 from megarl.runtime.health import Heartbeat, RankFailure, read_beat, read_errors, write_error
 from megarl.tracking.restarts import read_restarts
 

@@ -18,8 +18,9 @@ from megarl.config.sglang import SGLangConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.errors import ConfigError
 from megarl.launchers import common, supervise
-from megarl.launchers.common import Job, Stopped, layout_environment, make_run_dir, process_environment, run_workers
+from megarl.launchers.common import Job, layout_environment, make_run_dir, process_environment, run_workers
 from megarl.launchers.output import OutputLog
+from megarl.processes import Stopped
 from megarl.runtime.health import RankFailure, write_error
 
 

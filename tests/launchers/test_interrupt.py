@@ -13,8 +13,9 @@ from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import WorkerError
 from megarl.launchers import interrupt
-from megarl.launchers.common import Job, Stopped
+from megarl.launchers.common import Job
 from megarl.launchers.output import OutputLog
+from megarl.processes import Stopped
 from megarl.runtime.health import Beat
 
 

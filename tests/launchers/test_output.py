@@ -10,9 +10,10 @@ import time
 
 import pytest
 
+from megarl import cli
 from megarl.launchers import output
-from megarl.launchers.common import Stopped, _signals_raise
 from megarl.launchers.output import OutputLog
+from megarl.processes import Stopped, signals_raise
 
 
 class Stream:
@@ -72,8 +73,24 @@ def test_a_full_disk_ends_neither_the_output_nor_the_launcher(log, monkeypatch, 
 def test_a_terminal_that_hangs_up_ends_no_run_that_nohup_started(ignored):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        with pytest.raises(Stopped) if not ignored else contextlib.nullcontext(), _signals_raise():
+        with pytest.raises(Stopped) if not ignored else contextlib.nullcontext(), signals_raise():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_before_there_are_workers_ends_the_command_with_a_word(number, monkeypatch, tmp_path, capsys):
+    """The default of the kernel would end it without one, and the first process of a container not at all."""
+
+    def lasts(config, job):
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    monkeypatch.setattr(cli, "_check_inputs", lasts)
+    before = signal.getsignal(number)
+    code = cli.main(["train", "grpo_quickstart", "--run-dir", str(tmp_path / "run")])
+    assert (code, capsys.readouterr().err) == (128 + number, f"megarl: stopped by {number.name}\n")
+    assert signal.getsignal(number) == before
+    assert not (tmp_path / "run").exists()
