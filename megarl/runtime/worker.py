@@ -113,14 +113,6 @@ def main(argv: list[str] | None = None) -> int:
     return run(arguments.entry, arguments.config.resolve())
 
 
-if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # At once: threads of communication libraries may wait for ranks that are gone, or abort when the interpreter goes.
-    os._exit(exit_code)
-
-
 _LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -146,3 +138,11 @@ def leave_to_launcher(run_dir: Path) -> None:
 def _as_always() -> None:
     for number in _LEFT:
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: threads of communication libraries may wait for ranks that are gone, or abort when the interpreter goes.
+    os._exit(exit_code)
