@@ -63,7 +63,7 @@ class Case:
 
 
 def _tokens(count: int) -> list[Tensor]:
-    """Float32 noise [ROWS, LENGTH]; made in place, so that no freed memory is left for the measured call."""
+    """Return float32 noise [ROWS, LENGTH]; made in place, so that no freed memory is left for the measured call."""
     import torch
 
     g = torch.Generator().manual_seed(0)
@@ -122,7 +122,7 @@ def _policy_loss(name: str, rows: int) -> Callable[[], Made]:
 
 
 def _train(loss_of: Callable[..., Tensor], inputs: list[Tensor], rows: int) -> None:
-    """Forward and backward over micro-batches of `rows` responses."""
+    """Run forward and backward over micro-batches of `rows` responses."""
     for parts in zip(*(x.split(rows) for x in inputs), strict=True):
         leaf = parts[0].detach().requires_grad_()
         loss = loss_of(leaf, *parts[1:])
@@ -130,7 +130,7 @@ def _train(loss_of: Callable[..., Tensor], inputs: list[Tensor], rows: int) -> N
 
 
 def _rollout_correction() -> Made:
-    """Token weights, sequence rejection and all metrics, of 1024 responses between half and full length."""
+    """Return the token weights, sequence rejection and all metrics, of 1024 responses between half and full length."""
     import torch
 
     from megarl.algorithms.correction import Rule, correct
@@ -211,7 +211,7 @@ def _cpu_seconds(call: Callable[[], Any]) -> float:
 
 
 def _status(key: str) -> float:
-    """Megabytes of a line of /proc/self/status."""
+    """Return the megabytes of a line of /proc/self/status."""
     text = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{key}:")) * 1024 / 1e6
 
@@ -227,7 +227,7 @@ def _peak() -> float:
 
 
 def judged(case: Case, found: dict[str, Any]) -> dict[str, Any]:
-    """The measured numbers with the target in words, and whether they meet it."""
+    """Return the measured numbers with the target in words, and whether they meet it."""
     words, met = [], True
     if case.seconds is not None:
         words.append(f"{case.seconds:g} s")
@@ -242,7 +242,7 @@ def judged(case: Case, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> Table:
-    """One line per case."""
+    """Return one line per case."""
     from rich.table import Table
 
     title = f"{ROWS} responses of {LENGTH} tokens, one thread, CPU-seconds"
@@ -256,7 +256,7 @@ def table(results: list[dict[str, Any]]) -> Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megarl bench algorithms`, added to those of `megarl bench`."""
+    """Add the arguments of `megarl bench algorithms` to those of `megarl bench`."""
     names = ", ".join(case.name for case in CASES)
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"bench algorithms: these of {names}")
 

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "cases"
 
 
 def case_file(case: str) -> Path:
-    """The recipe of a case of this folder (S, M, ...), a shipped recipe, or a recipe file of one's own."""
+    """Return the recipe of a case of this folder (S, M, ...), a shipped recipe, or a recipe file of one's own."""
     path = FOLDER / f"{case}.yaml" if case in case_names() else Path(case)
     if not path.is_file() and case in recipe_names():
         return find_recipe(case)
@@ -29,17 +29,17 @@ def case_file(case: str) -> Path:
 
 
 def case_names() -> list[str]:
-    """The cases that are shipped."""
+    """Return the cases that are shipped."""
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
 def cache_folder() -> Path:
-    """Where models and environments of benchmarks are kept between runs."""
+    """Return the folder that keeps models and environments of benchmarks between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
 
 
 def model_folder(case: str) -> Path:
-    """Hugging Face folder with the random weights (fp32) and tokenizer of a case that has `model.hf_config`.
+    """Return the Hugging Face folder with the random weights (fp32) and tokenizer of a case that has `model.hf_config`.
 
     It is made when it is not there yet.
     """

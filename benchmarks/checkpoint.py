@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure() -> dict[str, Any]:
-    """The least of several rounds, of the slowest or largest rank."""
+    """Return the least of several rounds, of the slowest or largest rank."""
     import torch
     import torch.distributed as dist
 
@@ -151,7 +151,7 @@ def _engine(layout: Layout) -> MegatronEngine:
 
 @contextlib.contextmanager
 def _seconds(row: dict[str, Any], world: WorkerGroup, name: str) -> Iterator[None]:
-    """Wall and CPU-seconds of the block, which all ranks begin together."""
+    """Measure wall and CPU-seconds of the block, which all ranks begin together."""
     world.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     yield
@@ -160,7 +160,7 @@ def _seconds(row: dict[str, Any], world: WorkerGroup, name: str) -> Iterator[Non
 
 @contextlib.contextmanager
 def _peak_memory(row: dict[str, Any], name: str) -> Iterator[None]:
-    """How far the block raises this process's anonymous memory, seen every 5 ms."""
+    """Measure how far the block raises this process's anonymous memory, sampled every 5 ms."""
     before, done = _anonymous(), threading.Event()
     peak = [before]
 
@@ -182,7 +182,7 @@ def _anonymous() -> int:
 
 
 def main() -> None:
-    """With the number of ranks: start them. As one of them: measure."""
+    """Start the ranks, given their number; measure, as one of them."""
     if "RANK" in os.environ:
         result = measure()
         if os.environ["RANK"] == "0":

@@ -20,7 +20,7 @@ STATE = ("parameters", "gradients", "optimizer")
 
 
 def real_cases() -> list[FakeCase]:
-    """8B as its recipe says; the others with layouts of 32 to 512 GPUs of 80 GB."""
+    """Return the cases: 8B as its recipe says, the others with layouts of 32 to 512 GPUs of 80 GB."""
     from megarl import artifacts
 
     known = json.loads((Path(artifacts.__file__).parent / "known_models.json").read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def real_cases() -> list[FakeCase]:
 
 
 def formulas(case: FakeCase) -> dict[str, float]:
-    """What the planner says of a case: the keys of `measure` that both have."""
+    """Return the planner's numbers for a case: the keys of `measure` that both have."""
     from megarl.artifacts.facts import facts_from_config
     from megarl.config.model import ParallelConfig
     from megarl.config.training import EngineConfig
@@ -60,7 +60,7 @@ def formulas(case: FakeCase) -> dict[str, float]:
 
 
 def total(numbers: dict[str, Any]) -> float:
-    """Bytes of the update's fullest moment."""
+    """Return the bytes of the update's fullest moment."""
     return sum(numbers[name] for name in (*STATE, "update"))
 
 

@@ -26,7 +26,7 @@ CHUNK, STEPS, WORKERS = 8, 500, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megarl bench envs`, added to those of `megarl bench`."""
+    """Add the arguments of `megarl bench envs` to those of `megarl bench`."""
     parser.add_argument("--simulator", metavar="NAME", help="envs: included, file.py:Class, or pkg.mod:Class")
     parser.add_argument("--workers", type=int, metavar="N", help=f"envs: processes (default: {WORKERS})")
     parser.add_argument("--record", type=int, metavar="FRAMES", help="envs: hold a clip of so many frames per episode")
@@ -117,7 +117,7 @@ def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dic
 
 
 def _answers(pool: SimulatorPool) -> dict[int, tuple[int, bool]]:
-    """Slots that answered: environment steps executed, and whether the episode is over."""
+    """Return the slots that answered: environment steps executed, and whether the episode is over."""
     from megarl.envs.robots import Failure
     from megarl.simulators.protocol import Outcome
 
@@ -131,7 +131,7 @@ def _answers(pool: SimulatorPool) -> dict[int, tuple[int, bool]]:
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The simulator's section, as the command line says it."""
+    """Return the simulator's section, as the command line says it."""
     import yaml
 
     if arguments.simulator is None:

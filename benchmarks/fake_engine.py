@@ -125,7 +125,7 @@ class Storages(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_world(case: FakeCase) -> Iterator[Any]:
-    """The `Layout` of one rank, of groups whose collectives return at once."""
+    """Make the `Layout` of one rank, with groups whose collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megarl.comm import WorkerGroup
@@ -154,7 +154,7 @@ def fake_world(case: FakeCase) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def seams(hidden_shape: list[int]) -> Iterator[None]:
-    """What this module's text says is told to the code."""
+    """Tell the code what this module's text says."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
@@ -203,7 +203,7 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What torch's fused RMSNorm on a GPU makes and keeps: its input, and a factor of each row in float32."""
+    """The memory of torch's fused RMSNorm on a GPU: its input, and a factor of each row in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def measure(case: FakeCase) -> dict[str, Any]:
-    """Bytes of one rank.
+    """Return the bytes of one rank.
 
     Returns:
         parameters, gradients, optimizer. In addition to these three: `saved`, alive after each forward pass of the

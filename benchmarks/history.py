@@ -44,7 +44,7 @@ _SAME = ("case", "dtype", "overrides", "layout", "host", "metric")
 
 
 def measure(sources: Path | None, shape: Sequence[str], limit_s: float = LIMIT_S) -> Mapping[str, Any]:
-    """One round in a process of its own.
+    """Run one round in a process of its own.
 
     Args:
         sources: folder of the package; None: the one that is installed.
@@ -113,7 +113,7 @@ def _found(
     history: Sequence[Entry],
     matrix: Matrix | None,
 ) -> list[tuple[Entry, dict[str, Judged]]]:
-    """A line of each cell that was measured, and how it compares; they are appended to the history.
+    """Return a line of each cell that was measured, and how it compares; they are appended to the history.
 
     One that failed in a later round keeps the rounds before it. Its line says so, and nothing is held against it.
     """
@@ -157,7 +157,7 @@ def _show(
 
 
 def _cells(arguments: argparse.Namespace, matrix: Matrix | None) -> list[Cell]:
-    """What to measure: a matrix, or cases by dtype."""
+    """Return the cells to measure: a matrix, or cases by dtype."""
     from megarl.benchmarks.throughput import CASES
 
     options = [text for option, value in _options(arguments, matrix) if value for text in (option, str(value))]
@@ -171,7 +171,7 @@ def _cells(arguments: argparse.Namespace, matrix: Matrix | None) -> list[Cell]:
 
 
 def _options(arguments: argparse.Namespace, matrix: Matrix | None) -> list[tuple[str, object]]:
-    """Arguments of every round; those that a matrix sets by its axes are refused beside one."""
+    """Return the arguments of every round; those that a matrix sets by its axes are refused beside one."""
     if matrix is not None:
         for name in ("case", "dtype", "nproc", "threads"):
             if getattr(arguments, name) is not None:
@@ -189,7 +189,7 @@ def _options(arguments: argparse.Namespace, matrix: Matrix | None) -> list[tuple
 
 @dataclass(frozen=True)
 class Measured:
-    """What rounds have found.
+    """The results of rounds.
 
     Attributes:
         results: of the present code and of the base's, by cell.
@@ -209,7 +209,7 @@ def _rounds(
     *,
     keep_going: bool,
 ) -> Measured:
-    """All cells in every round; who is first, this code or the base, changes from round to round.
+    """Return all cells in every round; who is first, this code or the base, changes from round to round.
 
     Args:
         writer: keeps every round as soon as it is over, so that nothing is lost with a session that is stopped.
@@ -240,7 +240,7 @@ def _rounds(
 
 
 def entry(results: Sequence[Mapping[str, Any]], *, baseline: bool) -> Entry:
-    """A line of the history from the rounds of one case."""
+    """Return a line of the history from the rounds of one case."""
     first = results[0]
     machine = first["machine"]
     commit, changed = commit_now()
@@ -274,12 +274,12 @@ def _seconds(made: Entry) -> list[float]:
 
 
 def alike(made: Entry, history: Sequence[Entry]) -> list[Entry]:
-    """Lines that measured the same to its end on the same kind of machine, oldest first."""
+    """Return the lines that measured the same to its end on the same kind of machine, oldest first."""
     return [one for one in history if "failed" not in one and all(one.get(name) == made[name] for name in _SAME)]
 
 
 def beside(made: Entry, history: Sequence[Entry]) -> dict[str, Judged]:
-    """How it compares with the last line of its kind, and with the newest baseline."""
+    """Compare it with the last line of its kind, and with the newest baseline."""
     same = alike(made, history)
     marked = [one for one in same if one["baseline"]]
     found = {"last": same[-1:], "baseline": marked[-1:]}
@@ -291,12 +291,13 @@ def beside(made: Entry, history: Sequence[Entry]) -> dict[str, Judged]:
 
 
 def _sessions(then: Entry, same: Sequence[Entry]) -> list[list[float]]:
-    """Rounds of all sessions with the other one's code; files that were changed are another code each time."""
+    """Return the rounds of all sessions with the other one's code; files that were changed are another code each
+    time."""
     return [_seconds(one) for one in same if one["commit"] == then["commit"] and not one["changed"]]
 
 
 def table(made: Entry, judged: Mapping[str, Judged]) -> Table:
-    """What it is compared with, the ratio, its interval, and what that means."""
+    """Return a table of the comparisons: the other line, the ratio, its interval, and the verdict."""
     from rich.table import Table
 
     seconds = _seconds(made)

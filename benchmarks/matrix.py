@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What a file says.
+    """The content of a matrix file.
 
     Attributes:
         name: of the file.
@@ -72,7 +72,7 @@ class Matrix:
     axes: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     def cells(self, overrides: Sequence[str] = (), options: Sequence[str] = (), *, starts: bool) -> list[Cell]:
-        """All combinations, the last axis fastest.
+        """Return all combinations, the last axis fastest.
 
         Args:
             overrides: `key.path=value` of all of them, over their own.
@@ -99,7 +99,7 @@ def _as_text(value: Any) -> str:
 
 
 def refusal(words: Mapping[str, Any], overrides: Sequence[str], *, starts: bool) -> str | None:
-    """Why a run with these settings is refused, in one line; None: it is not."""
+    """Return the reason why a run with these settings is refused, in one line; None: it is not."""
     from megarl.benchmarks.measure import settle
     from megarl.checks.recipe import check_config
     from megarl.machine import this_machine
@@ -119,7 +119,7 @@ def _one_line(error: UserError) -> str:
 
 
 def read_matrix(name: str) -> Matrix:
-    """A shipped matrix, or a file of one's own.
+    """Return a shipped matrix, or a file of one's own.
 
     Raises:
         UserError: there is none, or it is not made as one.
@@ -156,7 +156,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_together(path: Path, axes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-    """Every combination has a case, and no setting replaces that of another axis."""
+    """Check that every combination has a case, and that no setting replaces that of another axis."""
     keys = {axis: {key for settings in named.values() for key in settings} for axis, named in axes.items()}
     for one, other in itertools.combinations(axes, 2):
         for key, again in itertools.product(sorted(keys[one]), sorted(keys[other])):

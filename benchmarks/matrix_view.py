@@ -21,19 +21,19 @@ Found = Sequence[tuple[Mapping[str, Any], Mapping[str, Judged]]]
 
 
 def refusals(cells: Sequence[Cell]) -> list[str]:
-    """A line for each combination that cannot run."""
+    """Return a line for each combination that cannot run."""
     return [f"left out: {cell.name}: {cell.refused}" for cell in cells if cell.refused is not None]
 
 
 def listed(cells: Sequence[Cell]) -> str:
-    """The combinations that would run, a line each, with the command that measures one."""
+    """Return the combinations that would run, a line each, with the command that measures one."""
     taken = [cell for cell in cells if cell.refused is None]
     lines = [f"{cell.name}: megarl bench {shlex.join(cell.shape)}" for cell in taken]
     return "\n".join([*lines, f"{len(taken)} of {len(cells)} combinations; nothing was started"])
 
 
 def table(name: str, found: Found) -> Table:
-    """A row for each combination that was measured."""
+    """Return a row for each combination that was measured."""
     from rich.table import Table
 
     doubtful = max(made["others_share"] for made, _ in found) > QUIET
@@ -68,7 +68,7 @@ def _numbers(made: Mapping[str, Any]) -> dict[str, str]:
 
 
 def published(history: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> Iterator[Table]:
-    """The figures that stand beside these cases, if any do."""
+    """Yield the figures that stand beside these cases, if any do."""
     from rich.table import Table
 
     found = rows(history, cases)
@@ -85,7 +85,8 @@ def published(history: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> Ite
 
 
 def matrix_html(found: Found, cells: Sequence[Cell], failed: Mapping[str, str]) -> list[str]:
-    """The matrix of this session with a bar of tokens per second for each combination; nothing without a matrix."""
+    """Return the matrix of this session with a bar of tokens per second for each combination; nothing without a
+    matrix."""
     measured = [made for made, _ in found if "cell" in made]
     if not measured:
         return []
@@ -102,12 +103,12 @@ def matrix_html(found: Found, cells: Sequence[Cell], failed: Mapping[str, str]) 
 
 
 def _last_line(message: str) -> str:
-    """What a program said last: the first line of an error is its command."""
+    """Return the last line that a program wrote: the first line of an error is its command."""
     return next((line for line in reversed(message.splitlines()) if line.strip()), "it said nothing")
 
 
 def published_html(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """All published figures, ours beside them."""
+    """Return all published figures, ours beside them."""
     parts = [_row("th", COLUMNS), *(_row("td", row) for row in rows(history))]
     return _table(parts, "<h2>Published figures</h2>")
 

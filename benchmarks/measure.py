@@ -53,7 +53,7 @@ class Floor:
 
 
 def default_layout(config: RunConfig) -> tuple[int, int]:
-    """(processes, threads of each): one process per device or core as far as the prompts divide evenly.
+    """Return (processes, threads of each): one process per device or core as far as the prompts divide evenly.
 
     A recipe for GPUs (`cluster.device_memory_gb`) has its own layout.
     """
@@ -78,7 +78,7 @@ def settle(
     steps: int | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[RunConfig, list[str]]:
-    """The recipe that `run_case` runs with these arguments, and what it overrides; its model is not made yet.
+    """Return the recipe that `run_case` runs with these arguments, and what it overrides; its model is not made yet.
 
     Raises:
         UserError: there is no such case, or a setting that a recipe cannot have.
@@ -153,7 +153,7 @@ def run_case(
 
 
 def gpus_of(config: RunConfig) -> int:
-    """GPUs of a run: one per worker, and those of servers that share none with the workers.
+    """Return the GPUs of a run: one per worker, and those of servers that share none with the workers.
 
     Servers use the devices of the teams that only generate, if there are any, and need others for what is beyond them.
     Servers that run already are taken for such, with as many GPUs as `tp_size` and `dp_size` say: nothing else tells.
@@ -166,7 +166,7 @@ def gpus_of(config: RunConfig) -> int:
 
 
 def steps_of(lines: list[dict[str, Any]]) -> list[Step]:
-    """The counted steps among the lines of metrics.jsonl, which hold the warm-up first."""
+    """Return the counted steps among the lines of metrics.jsonl, which hold the warm-up first."""
     steps = []
     for before, line in zip(lines[WARM_UP - 1 :], lines[WARM_UP:], strict=False):
         wall = line["time"] - before["time"]
@@ -182,7 +182,7 @@ def steps_of(lines: list[dict[str, Any]]) -> list[Step]:
 
 
 def floor_of(config: RunConfig, line: dict[str, Any], gflops: float) -> Floor:
-    """The floor of a step with this line's mean lengths, at `gflops` GFLOP/s."""
+    """Return the floor of a step with this line's mean lengths, at `gflops` GFLOP/s."""
     from megarl.models.config import load_hf_config
     from megarl.models.hf import facts_of
     from megarl.planning.flops import FlopCounter
@@ -197,7 +197,8 @@ def floor_of(config: RunConfig, line: dict[str, Any], gflops: float) -> Floor:
 
 
 def machine_gflops(dtype: str, nproc: int, prefix: Sequence[str] = ()) -> float:
-    """GFLOP/s of large matrix products on `nproc` GPUs, or on all cores of this machine, in a process of its own."""
+    """Return the GFLOP/s of large matrix products on `nproc` GPUs, or on all cores of this machine, in a process of its
+    own."""
     devices = nproc if has_nvidia_device() else 1
     code = f"from megarl.planning.hardware import measure_peak; print({devices} * measure_peak({dtype!r}, seconds=2.0))"
     environment = os.environ | {"OMP_NUM_THREADS": str(available_cores())}

@@ -76,7 +76,7 @@ class Answer:
 
 
 def load(path: Path = ANSWERS) -> list[Answer]:
-    """The answers of a file."""
+    """Return the answers of a file."""
     found, kind = [], ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("[") and line.endswith("]") and "|||" not in line:
@@ -89,7 +89,7 @@ def load(path: Path = ANSWERS) -> list[Answer]:
 
 
 def mutants(reference: str) -> Iterator[str]:
-    """The reference with one character changed, each in turn, to two others of its class."""
+    """Yield the reference with one character changed, each in turn, to two others of its class."""
     for position, character in enumerate(reference):
         if character.isspace():
             continue
@@ -102,18 +102,18 @@ def mutants(reference: str) -> Iterator[str]:
 
 
 def wrong_mutants(answer: Answer) -> list[str]:
-    """Mutants of an answer that do not equal it."""
+    """Return the mutants of an answer that do not equal it."""
     equal = {_plain(form) for form in (answer.reference, *answer.forms, *answer.mutants)}
     return [mutant for mutant in mutants(answer.reference) if _plain(mutant) not in equal]
 
 
 def _plain(answer: str) -> str:
-    """Without white space, and with one separator of lists."""
+    """Remove white space, and use one separator of lists."""
     return "".join(answer.split()).replace(";", ",")
 
 
 def judge(answers: list[Answer]) -> dict[str, Any]:
-    """How many wrong and equal answers the reward accepts, and its CPU seconds."""
+    """Count the wrong and equal answers that the reward accepts, and its CPU seconds."""
     from megarl.rewards.math import math
 
     seconds: list[float] = []
@@ -154,13 +154,14 @@ def judge(answers: list[Answer]) -> dict[str, Any]:
 
 
 def growing(name: str, length: int) -> str:
-    """A box of about `length` characters."""
+    """Return a boxed answer of about `length` characters."""
     begin, unit, end = _GROWING[name]
     return begin + unit * (length // len(unit)) + end
 
 
 def pair_seconds(reference: str, answer: str, rounds: int = 3, least_s: float = 0.03) -> float:
-    """CPU seconds of one comparison, the least of some rounds of at least so many seconds (the clock may be coarse)."""
+    """Return the CPU seconds of one comparison, the least of some rounds of at least so many seconds (the clock may be
+    coarse)."""
     from megarl.rewards.math import math
 
     found = []
@@ -191,7 +192,7 @@ def growth() -> dict[str, Any]:
 
 
 def verdict(result: dict[str, Any]) -> dict[str, bool]:
-    """Which bars are met."""
+    """Tell which bars are met."""
     return {
         "wrong accepted": result["wrong_accepted"] <= MOST_WRONG,
         "equal forms accepted": result["equal_accepted"] >= LEAST_EQUAL,
@@ -202,7 +203,7 @@ def verdict(result: dict[str, Any]) -> dict[str, bool]:
 
 
 def describe(result: dict[str, Any], show: bool) -> str:
-    """The numbers as text."""
+    """Return the numbers as text."""
     totals, grown = result["totals"], result["growth"]
     lines = [f"{'kind':<18} answers mutants  paid forms refused"]
     for kind, counts in [*result["kinds"].items(), ("all", totals)]:

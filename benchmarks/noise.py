@@ -1,4 +1,4 @@
-"""Is it slower, or is that noise? Ratios of seconds, and how far chance may take them.
+"""Ratios of seconds, and how far chance may take them: is it slower, or is that noise?
 
     in turn     ratios now / then of rounds measured one after the other      the median of such pairs
     apart       seconds of two sessions                                       the ratio of their medians
@@ -24,7 +24,7 @@ _SESSIONS, _TIMES = 3, 3.0
 
 @dataclass(frozen=True)
 class Judged:
-    """How seconds compare.
+    """The comparison of two measurements of seconds.
 
     Attributes:
         ratio: now over then.
@@ -45,12 +45,12 @@ class Judged:
 
     @property
     def faster(self) -> bool:
-        """As clearly faster as a regression would be slower."""
+        """True when it is as clearly faster as a regression would be slower."""
         return self.high < 1 and self.ratio < 1 / self.limit
 
 
 def in_turn(now: Sequence[float], then: Sequence[float]) -> Judged:
-    """Rounds that were measured in turn: what else happens on the machine meets both of a pair.
+    """Return the rounds that were measured in turn: what else happens on the machine meets both of a pair.
 
     Args:
         now: seconds of the present code, one per round.
@@ -63,7 +63,7 @@ def in_turn(now: Sequence[float], then: Sequence[float]) -> Judged:
 
 
 def apart(now: Sequence[float], then: Sequence[float], sessions: Sequence[Sequence[float]] = ()) -> Judged:
-    """Two sessions.
+    """Compare two sessions.
 
     Args:
         now: seconds of rounds of the present one.

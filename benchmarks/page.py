@@ -27,7 +27,7 @@ def page(
     cells: Sequence[Cell] = (),
     failed: Mapping[str, str] | None = None,
 ) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         history: all lines, those of `found` at the end.
@@ -73,7 +73,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def _phases(made: Mapping[str, Any]) -> dict[str, float]:
-    """Median over rounds of the wall seconds of every phase, and of the step."""
+    """Return the median over rounds of the wall seconds of every phase, and of the step."""
     rounds = made["rounds"]
     names = rounds[0]["phases"]
     found = {name: statistics.median(one["phases"].get(name, 0.0) for one in rounds) for name in names}
@@ -81,7 +81,7 @@ def _phases(made: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _bars(made: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
-    """A bar per phase, the line before in grey below it, and the floor of the step as a line."""
+    """Draw a bar per phase, the line before in grey below it, and the floor of the step as a line."""
     now, then = _phases(made), {} if before is None else _phases(before)
     most = max([*now.values(), *then.values(), made["floor_s"]])
     scale = (_WIDTH - _LEFT - _RIGHT) / most
@@ -102,7 +102,7 @@ def _bars(made: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
 
 
 def _curve(points: Sequence[tuple[float, float, str]], unit: str, spread: Sequence[tuple[float, float]] = ()) -> str:
-    """Points from left to right with their labels below; `spread`: least and most of each."""
+    """Draw the points from left to right with their labels below; `spread`: least and most of each."""
     height, top, bottom = 220, 20, 40
     highest = max([y for _, y, _ in points] + [high for _, high in spread]) * 1.1
     first, last = points[0][0], points[-1][0]
@@ -128,13 +128,13 @@ def _curve(points: Sequence[tuple[float, float, str]], unit: str, spread: Sequen
 
 
 def _scaling(kind: Sequence[Mapping[str, Any]]) -> str:
-    """Tokens per second by processes, the newest line of each number."""
+    """Return the tokens per second by processes, the newest line of each number."""
     newest = {one["layout"]["nproc"]: one["tokens_per_s"] for one in kind}
     return _curve([(n, newest[n], f"{n} processes") for n in sorted(newest)], "tokens/s")
 
 
 def _history(same: Sequence[Mapping[str, Any]]) -> str:
-    """Median seconds of each session, and the least and most of its rounds."""
+    """Return the median seconds of each session, and the least and most of its rounds."""
     seconds = [[one[made["metric"]] for one in made["rounds"]] for made in same]
     days = [time.strftime("%Y-%m-%d", time.gmtime(made["time"])) for made in same]
     labels = [f"{made['commit'][:7]} {day}" for made, day in zip(same, days, strict=True)]

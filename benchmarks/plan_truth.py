@@ -59,14 +59,14 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megarl bench plan`, added to those of `megarl bench`."""
+    """Add the arguments of `megarl bench plan` to those of `megarl bench`."""
     parser.add_argument("--sizes", metavar="NAMES", help=f"plan: some of {','.join(SIZES)}")
     parser.add_argument("--layouts", metavar="NAMES", help=f"plan: some of {','.join(LAYOUTS)}")
     parser.add_argument("--kind", choices=KINDS, help="plan: one of the two (default: both)")
 
 
 def settings_of(size: str, layout: str) -> list[str]:
-    """`key=value` of a case; a mixture has four experts of half of the width, two for each token."""
+    """Return `key=value` of a case; a mixture has four experts of half of the width, two for each token."""
     hidden, layers, heads, width = SIZES[size]
     nproc, more = LAYOUTS[layout]
     model = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
@@ -81,14 +81,14 @@ def settings_of(size: str, layout: str) -> list[str]:
 
 
 def empty_of(nproc: int) -> list[str]:
-    """The same for processes whose model is next to nothing."""
+    """Return the same for processes whose model is next to nothing."""
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     small |= {"head_dim": 16, "intermediate_size": 32, "vocab_size": 20}
     return [*(f"model.hf_config.{name}={value}" for name, value in small.items()), f"cluster.nproc={nproc}"]
 
 
 def resident(settings: Sequence[str]) -> float:
-    """Bytes of the fullest process of a run of two steps.
+    """Return the bytes of the fullest process of a run of two steps.
 
     Raises:
         WorkerError: it failed.
@@ -99,7 +99,7 @@ def resident(settings: Sequence[str]) -> float:
 
 
 def timed(settings: Sequence[str]) -> dict[str, Any]:
-    """Seconds of the median step after the first.
+    """Return seconds of the median step after the first.
 
     Raises:
         WorkerError: the run failed.
@@ -117,7 +117,7 @@ def timed(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _train(settings: Sequence[str], environment: dict[str, str]) -> tuple[list[dict[str, Any]], float]:
-    """Lines of metrics of a run of `megarl train`, and others' share of the machine."""
+    """Return the lines of metrics of a run of `megarl train`, and others' share of the machine."""
     from megarl.artifacts.jsonl import read_jsonl
     from megarl.benchmarks.program import run_program
 
@@ -128,7 +128,7 @@ def _train(settings: Sequence[str], environment: dict[str, str]) -> tuple[list[d
 
 
 def planned(settings: Sequence[str], rates: Sequence[float], cores: int) -> dict[str, Any]:
-    """Seconds of a step and its phases by `megarl plan`, on so many cores of these rates."""
+    """Return seconds of a step and its phases by `megarl plan`, on so many cores of these rates."""
     from megarl.config.load import load_config
     from megarl.planning.hardware import this_cpu
     from megarl.planning.step import model_sizes, plan_step
@@ -142,7 +142,7 @@ def planned(settings: Sequence[str], rates: Sequence[float], cores: int) -> dict
 
 
 def fullest(config: RunConfig) -> tuple[str, float, dict[str, float]]:
-    """(moment, bytes, bytes by term) of the dry run's estimate for one rank."""
+    """Return (moment, bytes, bytes by term) of the dry run's estimate for one rank."""
     from megarl.dag.placement import place
     from megarl.planning.memory import device_memory
     from megarl.planning.step import model_sizes
@@ -201,7 +201,7 @@ def _fill(result: dict[str, Any], kind: str, size: str, layout: str) -> None:
 
 
 def _plan_again(result: dict[str, Any]) -> None:
-    """What the planner says now of each timed case, by the best rates of all."""
+    """Plan each timed case again, by the best rates of all."""
     from megarl.planning.hardware import measure_cores
 
     timed_cases = {name: case for name, case in result["cases"].items() if "timed" in case}
@@ -212,7 +212,7 @@ def _plan_again(result: dict[str, Any]) -> None:
 
 
 def _name_of(case: str) -> tuple[str, str]:
-    """(size, layout)."""
+    """Return (size, layout)."""
     size, _, layout = case.partition(" ")
     return size, layout
 
@@ -226,7 +226,7 @@ def _some(given: str | None, known: dict[str, Any], where: str) -> list[str]:
 
 
 def memory_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """(size, layout, bytes over those of an empty process, bytes by the estimate) of each case."""
+    """Return (size, layout, bytes over those of an empty process, bytes by the estimate) of each case."""
     found = []
     for name, case in result["cases"].items():
         if "resident" in case:
@@ -237,7 +237,7 @@ def memory_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float]]:
 
 
 def memory_table(result: dict[str, Any]) -> Table:
-    """Memory of the fullest process: measured, estimated, and their ratio."""
+    """Return the memory of the fullest process: measured, estimated, and their ratio."""
     from rich.table import Table
 
     every = memory_rows(result)
@@ -251,7 +251,8 @@ def memory_table(result: dict[str, Any]) -> Table:
 
 
 def seconds_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float, float, float]]:
-    """(size, layout, seconds of a step by the clock, by CPU-seconds, by the plan, others' share) of each case."""
+    """Return (size, layout, seconds of a step by the clock, by CPU-seconds, by the plan, others' share) of each
+    case."""
     found = []
     for name, case in result["cases"].items():
         if "timed" in case:
@@ -264,7 +265,7 @@ def seconds_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float, f
 
 
 def seconds_table(result: dict[str, Any]) -> Table:
-    """Seconds of a step: measured, planned, and their ratio."""
+    """Return seconds of a step: measured, planned, and their ratio."""
     from rich.table import Table
 
     every = seconds_rows(result)

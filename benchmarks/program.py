@@ -30,7 +30,8 @@ def run_program(
     limit_s: float = LIMIT_S,
     merged: bool = False,
 ) -> tuple[str, float]:
-    """Standard output of a program, and the share of the machine that others took meanwhile (see `OthersShare`).
+    """Return the standard output of a program, and the share of the machine that others took meanwhile (see
+    `OthersShare`).
 
     The program has a session of its own. A SIGTERM to this process ends the program as well: one that keeps running
     would spoil the next measurement. All of its process group is killed where it does not end within a grace.
@@ -52,7 +53,7 @@ def run_program(
 def _to_its_end(
     command: Sequence[str], environment: Mapping[str, str], limit_s: float, *, merged: bool
 ) -> tuple[int, str, str]:
-    """Exit code, output, and what an error repeats of it."""
+    """Return the exit code, output, and what an error repeats of it."""
     grace = float(os.environ.get(_GRACE, _GRACE_S))
     given = {**environment, _GRACE: str(max(_LEAST_S, grace - _LESS_S))}
     errors = subprocess.STDOUT if merged else subprocess.PIPE

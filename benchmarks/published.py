@@ -1,4 +1,4 @@
-"""What others have published, and ours beside it: the same work on the same number of GPUs of the same kind.
+"""Published figures of others and ours beside them: the same work on the same number of GPUs of the same kind.
 
 Tokens per second and GPU are those of whole steps: prompts and responses of all samples, over all seconds of a step and
 all GPUs, as NeMo-RL counts them. What was not measured has no number.
@@ -63,7 +63,7 @@ class Figure:
     case: str
 
     def ours(self, history: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The fastest line of the newest commit that has measured the same work on such GPUs."""
+        """Return the fastest line of the newest commit that has measured the same work on such GPUs."""
         same = [line for line in history if self._is_same(line)]
         newest = [line for line in same if line["commit"] == same[-1]["commit"]]
         return max(newest, key=per_gpu, default=None)
@@ -81,18 +81,19 @@ class Figure:
 
 
 def _is_how(override: str) -> bool:
-    """`key.path=value` changes only how the work is done; a section as a whole (`actor.parallel={...}`) may, too."""
+    """Tell whether `key.path=value` changes only how the work is done; a section as a whole (`actor.parallel={...}`)
+    may do so, too."""
     key = override.partition("=")[0]
     return any(key in (how, how.removesuffix(".")) or (how.endswith(".") and key.startswith(how)) for how in _HOW)
 
 
 def per_gpu(line: Mapping[str, Any]) -> float:
-    """Tokens per second and GPU of a line of the history; 0 without GPUs."""
+    """Return the tokens per second and GPU of a line of the history; 0 without GPUs."""
     return line["tokens_per_s"] / line["gpus"] if line.get("gpus") else 0.0
 
 
 def figures() -> list[Figure]:
-    """All published figures that we know."""
+    """Return all published figures that we know."""
     data = read_yaml(FILE).data
     made = []
     for given in data["figures"]:
@@ -106,7 +107,7 @@ COLUMNS = ("published by", "model", "policy", "GPUs", "tokens/s/GPU", "ours", "o
 
 
 def rows(history: Sequence[Mapping[str, Any]], cases: Sequence[str] | None = None) -> list[tuple[str, ...]]:
-    """A row for each figure, in the order of COLUMNS; `cases`: only of these cases of ours."""
+    """Return a row for each figure, in the order of COLUMNS; `cases`: only of these cases of ours."""
     made: list[tuple[str, ...]] = []
     for one in figures():
         if cases is not None and one.case not in cases:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def summary(result: dict[str, Any]) -> dict[str, float]:
-    """Medians over the counted steps of `megarl.benchmarks.measure.run_case`, and what follows from them.
+    """Return the medians over the counted steps of `megarl.benchmarks.measure.run_case`, and what follows from them.
 
     `times_floor` is wall seconds over the floor; `mfu`, its inverse, the share of the machine's matrix-product rate;
     `tokens_per_s` counts prompts and responses of all samples, and all seconds of a step.
@@ -32,17 +32,18 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
 
 
 def median(steps: list[dict[str, Any]], name: str) -> float:
-    """Median over steps of a number."""
+    """Return the median over steps of a number."""
     return statistics.median(step[name] for step in steps)
 
 
 def phase_medians(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Median seconds by phase, in the order of the step."""
+    """Return the median seconds by phase, in the order of the step."""
     return {name: statistics.median(step["phases"].get(name, 0.0) for step in steps) for name in steps[0]["phases"]}
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Seconds per phase beside the floor, and the totals of a step. Phases are those of the slowest rank each."""
+    """Return seconds per phase beside the floor, and the totals of a step. Phases are those of the slowest rank
+    each."""
     made = Table(title=headline(result), caption=caption(result), title_justify="left", caption_justify="left")
     for column in ("phase", "s", "share", "floor s", "x floor"):
         made.add_column(column, justify="left" if column == "phase" else "right")
@@ -60,14 +61,14 @@ def _cells(seconds: float, wall: float, floor: float | None) -> list[str]:
 
 
 def headline(result: dict[str, Any]) -> str:
-    """What was measured."""
+    """Return the headline of what was measured."""
     layout = result["layout"]
     made = f"{result['case']} {result['dtype']}, {layout['nproc']} processes x {layout['threads']} threads"
     return " ".join([made, *result["overrides"]])
 
 
 def caption(result: dict[str, Any]) -> str:
-    """Totals of a step in words."""
+    """Return the totals of a step in words."""
     numbers = summary(result)
     return (
         f"median of {len(result['steps'])} steps: {numbers['cpu_s']:.2f} CPU-s, "
@@ -79,7 +80,7 @@ def caption(result: dict[str, Any]) -> str:
 
 
 def host_class(machine: dict[str, Any]) -> str:
-    """A file name's worth of a machine: `8x-nvidia-h100`, `2x-amd-epyc-9b45`. Hosts of one kind share it."""
+    """Return a file name's worth of a machine: `8x-nvidia-h100`, `2x-amd-epyc-9b45`. Hosts of one kind share it."""
     name = (
         machine["gpus"][0]
         if machine["gpus"]

@@ -44,13 +44,14 @@ Score = Callable[[str], object]
 
 
 def hostile(name: str, length: int = LENGTH) -> str:
-    """A text of HOSTILE with about `length` characters."""
+    """Return a text of HOSTILE with about `length` characters."""
     begin, unit, end = HOSTILE[name]
     return begin + unit * (length // len(unit)) + end
 
 
 def scorers() -> dict[str, Score]:
-    """The included scorers but `math`, with the settings that read a response in different ways; the answer is 18."""
+    """Return the included scorers but `math`, with the settings that read a response in different ways; the answer is
+    18."""
     from megarl.rewards.exact_match import exact_match
     from megarl.rewards.format import format_reward
     from megarl.rewards.gsm8k import gsm8k
@@ -72,7 +73,7 @@ def scorers() -> dict[str, Score]:
 
 
 def score_all(length: int = LENGTH) -> None:
-    """Every scorer on every hostile text."""
+    """Run every scorer on every hostile text."""
     texts = [hostile(name, length) for name in HOSTILE]
     for score in scorers().values():
         for text in texts:
@@ -80,7 +81,8 @@ def score_all(length: int = LENGTH) -> None:
 
 
 def growth(length: int = LENGTH, repeats: int = 5) -> float:
-    """Largest over the scorers: CPU seconds for texts of twice the `length` over those for `length`; 2 is linear."""
+    """Return the largest over the scorers: CPU seconds for texts of twice the `length` over those for `length`; 2 is
+    linear."""
     short, long = ([hostile(name, n) for name in HOSTILE] for n in (length, 2 * length))
 
     def seconds(score: Score, texts: list[str]) -> float:

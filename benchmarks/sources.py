@@ -18,7 +18,7 @@ SOURCES = ("megarl", "benchmarks", "kernels", "launchers", "recipes")
 
 @contextlib.contextmanager
 def package_of(commit: str | None) -> Iterator[Path]:
-    """A folder in which `megarl` is the package of a commit, or of the present tree, whole as it is installed.
+    """Return a folder in which `megarl` is the package of a commit, or of the present tree, whole as it is installed.
 
     Raises:
         UserError: this is no checkout, or it does not know the commit.
@@ -52,7 +52,7 @@ def _known(commit: str) -> str:
 
 
 def commit_now() -> tuple[str, bool]:
-    """The present commit, and whether files differ from it; ("unknown", True) without a checkout."""
+    """Return the present commit, and whether files differ from it; ("unknown", True) without a checkout."""
     try:
         return _git("rev-parse", "--short=12", "HEAD").strip(), bool(_git("status", "--porcelain").strip())
     except (OSError, subprocess.CalledProcessError):

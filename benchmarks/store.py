@@ -45,7 +45,8 @@ ROUNDS = 8
 
 
 def make_batch() -> Any:
-    """About a gigabyte, as a rollout makes it: log-normal lengths around 5,000 tokens, of which 500 are the prompt."""
+    """Return about a gigabyte, as a rollout makes it: log-normal lengths around 5,000 tokens, of which 500 are the
+    prompt."""
     import torch
 
     from megarl.data.batch import Batch, Jagged
@@ -123,7 +124,7 @@ class Process:
 
 
 class Copy:
-    """From memory into shared memory that is mapped, and out of it into other memory."""
+    """The copy from memory into mapped shared memory, and out of it into other memory."""
 
     def __init__(self, size: int) -> None:
         from multiprocessing.shared_memory import SharedMemory
@@ -137,7 +138,7 @@ class Copy:
         self._view[:] = 0
 
     def seconds(self, new: bool = False) -> float:
-        """Of both; the second into `new` memory."""
+        """Return the seconds of both copies; the second is into `new` memory."""
         import numpy as np
 
         from megarl.data.buffer_pool import BufferPool
@@ -166,7 +167,8 @@ class Way(NamedTuple):
 
 
 def shares(ways: dict[str, list[Way]]) -> dict[str, float]:
-    """What the fastest of each kind took beside the fastest copy of the same; the first of each map the memory."""
+    """Return the seconds of the fastest of each kind over those of the fastest copy; the first of each maps the
+    memory."""
     result = {}
     for kind, rounds in ways.items():
         best = min(rounds[1:], key=lambda way: way.seconds / way.size)
@@ -180,7 +182,8 @@ def shares(ways: dict[str, list[Way]]) -> dict[str, float]:
 
 
 def measure_ray() -> dict[str, float]:
-    """Seconds of the way of bytes, of a batch, and of copying as much; the least of some rounds, taken in turn."""
+    """Return seconds of the way of bytes, of a batch, and of copying as much; the least of some rounds, taken in
+    turn."""
     import ray
 
     size = CHUNKS * CHUNK_BYTES
@@ -193,7 +196,7 @@ def measure_ray() -> dict[str, float]:
 
 
 def measure_nodes() -> dict[str, float]:
-    """The same from one Ray node to another one, and of a connection."""
+    """Return the same from one Ray node to another one, and of a connection."""
     import ray
     import torch
     from ray.cluster_utils import Cluster
@@ -213,7 +216,7 @@ def measure_nodes() -> dict[str, float]:
 
 
 def drive(copy_s: Callable[[bool], float], apart: bool = False) -> dict[str, list[Way]]:
-    """Every way some times, in turn.
+    """Take every way several times, in turn.
 
     Args:
         copy_s: seconds of copying all chunks, into new memory or not.

@@ -33,7 +33,7 @@ FIELDS = tuple(f"field_{i}" for i in range(9))
 
 
 def teams(workers: int) -> Placement:
-    """A team that draws and one that scores, of so many workers each."""
+    """Return a team that generates and one that scores, of so many workers each."""
     return Placement(
         (
             TeamPlan("train", (Role.ACTOR,), workers, 0, ParallelConfig(), ("rollout", "train")),
@@ -47,7 +47,7 @@ def teams(workers: int) -> Placement:
 
 
 def ready_teams(workers: int) -> Placement:
-    """A team that draws and one that trains on what is ready, of so many workers each."""
+    """Return a team that generates and one that trains on what is ready, of so many workers each."""
     return Placement(
         (
             TeamPlan("train", (Role.ACTOR,), workers, 0, ParallelConfig(), ("train",)),
@@ -58,12 +58,13 @@ def ready_teams(workers: int) -> Placement:
 
 
 def flow_settings() -> FlowSettings:
-    """Of a run that does not end while it is measured, and in which nobody waits for newer weights."""
+    """Return the settings of a run that does not end while it is measured, and in which nobody waits for newer
+    weights."""
     return FlowSettings(GROUPS, 3, 1_000_000)
 
 
 def places_of(replicas: int) -> tuple[int, int]:
-    """Of each of so many replicas: places, and groups that it may hold."""
+    """Return, for each of so many replicas, places, and groups that it may hold."""
     fair = max(1, 2 * GROUPS // replicas)
     return min(PLACES, fair), fair
 
@@ -77,7 +78,7 @@ class Callers:
         self.serials: Counter[tuple[str, int]] = Counter()
 
     def change(self, team: str, rank: int, method: str, *arguments: Any, refs: Sequence[Any] = ()) -> Any:
-        """A call that changes something, and the word that comes back; its answer."""
+        """Make a call that changes something, and the one that acknowledges it; return its answer."""
         self.serials[team, rank] += 1
         call = json.dumps([method, *arguments], separators=(",", ":"))
         answer, _ = self.store.change(team, rank, self.serials[team, rank], call, refs)
@@ -112,7 +113,7 @@ class ReadyWorkers(Callers):
         return numbers
 
     def drive(self, step: int, groups: list[GroupInfo]) -> None:
-        """All calls of all workers in one step; the groups of the next one are put before it is over."""
+        """Make all calls of all workers in one step; the groups of the next one are put before it is over."""
         key = ready_teams(1).handovers[0].key
         for step_drawn in (1, 2) if step == 1 else (step + 1,):
             named = [group._replace(uid=f"{step_drawn}/{group.uid}") for group in groups]
@@ -160,7 +161,7 @@ class Workers(Callers):
 
 
 def groups_of_step() -> list[GroupInfo]:
-    """Groups of unequal length."""
+    """Return the groups of unequal length."""
     return [
         GroupInfo(f"prompt-{k}", k, tuple(f"prompt-{k}#{i}" for i in range(SAMPLES)), 1000 + 37 * k % 900)
         for k in range(GROUPS)
@@ -168,7 +169,7 @@ def groups_of_step() -> list[GroupInfo]:
 
 
 def measure_core() -> dict[str, float]:
-    """CPU-seconds of a step, by how groups are shared, and objects that the core holds after many."""
+    """Return the CPU-seconds of a step, by how groups are shared, and objects that the core holds after many."""
     import tracemalloc
 
     groups = groups_of_step()
@@ -200,7 +201,8 @@ def measure_core() -> dict[str, float]:
 
 
 def measure_replay() -> dict[str, float]:
-    """Seconds of opening a store again whose journal holds so many calls, and the size of one that may be replaced."""
+    """Return seconds of opening a store again whose journal holds so many calls, and the size of one that may be
+    replaced."""
     groups, step = groups_of_step(), 0
     with tempfile.TemporaryDirectory() as folder:
         all_of_it = Path(folder) / "all"
@@ -224,7 +226,8 @@ def measure_replay() -> dict[str, float]:
 
 
 def wait_a_minute() -> float:
-    """CPU-seconds of a minute in which all workers tell where they are, and ask in every slice where the others are."""
+    """Return the CPU-seconds of a minute in which all workers tell where they are, and ask in every slice where the
+    others are."""
     start = time.process_time()
     roll = Roll(["train", "score"], 0.0)
     for now in range(0, 60, 5):
@@ -263,7 +266,7 @@ class Member:
         self._client.done(step)
 
     def draw_ready(self, step: int, groups: list[GroupInfo]) -> None:
-        """All calls of a minute, one after the other."""
+        """Make all calls of a minute, one after the other."""
 
         def swap(finished: list[Finished], most: int) -> list[int]:
             return self._client.swap(finished, {"rollout>train": self._payloads[: len(finished)]}, [], step - 1, most)[
@@ -282,18 +285,18 @@ class Member:
         self._client.done(step)
 
     def open_flow(self) -> None:
-        """Prompts may begin."""
+        """Let prompts begin."""
         self._client.open_flow(0, 0, {}, [])
 
     def look(self, times: int) -> None:
-        """As a replica does while it draws."""
+        """Look as a replica does while it generates."""
         for _ in range(times):
             self._client.has_come("wanted/1")
             time.sleep(60 / LOOKS_PER_MINUTE)
 
 
 def measure_clients() -> dict[str, float]:
-    """CPU-seconds of the store's process in a step of several processes, and seconds of the step."""
+    """Return the CPU-seconds of the store's process in a step of several processes, and seconds of the step."""
     import psutil
     import ray
 
@@ -344,6 +347,6 @@ def _step_of(drawers: Sequence[Any], takers: Sequence[Any], step: int, groups: l
 
 
 def _cpu_s(process: Any) -> float:
-    """CPU-seconds that a process has used."""
+    """Return the CPU-seconds that a process has used."""
     times = process.cpu_times()
     return float(times.user + times.system)

@@ -1,4 +1,4 @@
-"""Calls of a replica that draws for a minute, as `megarl.disaggregated.pace` makes them: `calls_of_minute`."""
+"""Calls of a replica that generates for a minute, as `megarl.disaggregated.pace` makes them: `calls_of_minute`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ Calls = list[tuple[int, int]]
 
 
 def prompts_at_first(places: int, limit: int) -> int:
-    """That a replica asks for in its first call; see `Pace`."""
+    """Return the prompts that a replica asks for in its first call; see `Pace`."""
     return places + Pace(places, limit).in_hand
 
 
 def calls_of_minute(groups: int, places: int, limit: int, seed: int) -> Calls:
-    """Between two gates, those before the second one included; the minute before was like this one.
+    """Return the calls between two weight update points, those before the second one included; the minute before was
+    like this one.
 
     Args:
         groups: that get finished; their times are log-normal.
-        places: groups that are drawn at a time.
+        places: groups that are sampled at a time.
         limit: of groups that the replica may hold.
         seed: of the times.
     """

@@ -35,12 +35,12 @@ MATRICES = Path(__file__).parent / "matrices"
 
 
 def matrix_names() -> list[str]:
-    """The matrices that are shipped."""
+    """Return the matrices that are shipped."""
     return sorted(file.stem for file in MATRICES.glob("*.yaml"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megarl bench`."""
+    """Add the arguments of `megarl bench`."""
     parser.add_argument(
         "--case",
         action="append",
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megarl bench --compare`, see megarl.benchmarks.history."""
+    """Add the arguments of `megarl bench --compare`, see megarl.benchmarks.history."""
     parser.add_argument("--compare", action="store_true", help="measure in rounds, and beside the history (see above)")
     matrices = f"combinations of settings: {', '.join(matrix_names())}, or a file"
     parser.add_argument("--matrix", metavar="MATRIX", help=matrices)

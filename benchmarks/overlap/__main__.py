@@ -1,4 +1,4 @@
-"""What running ahead of training brings: `python -m megarl.benchmarks.overlap`.
+"""The gain of running ahead of training: `python -m megarl.benchmarks.overlap`.
 
     python -m megarl.benchmarks.overlap                                # phases that take equally long
     python -m megarl.benchmarks.overlap --case tails --steps 60        # which steps wait is chance: take many
@@ -55,13 +55,13 @@ MODES: dict[str, tuple[str, Callable[[Work, int], list[float]]]] = {
 
 
 def steps_per_minute(ends: Sequence[float]) -> float:
-    """Of the counted steps of a run whose steps ended at these seconds."""
+    """Return the steps per minute of the counted steps of a run whose steps ended at these seconds."""
     counted = ends[FIRST - 1 : len(ends) - LAST]
     return 60 * (len(counted) - 1) / (counted[-1] - counted[0])
 
 
 def recipe(work: Work, settings: str, steps: int) -> RunConfig:
-    """The configuration of a run."""
+    """Return the configuration of a run."""
     from megarl.benchmarks.case import FOLDER
     from megarl.config.load import load_config
 
@@ -80,7 +80,7 @@ def recipe(work: Work, settings: str, steps: int) -> RunConfig:
 
 
 def run(work: Work, settings: str, steps: int, run_dir: Path) -> dict[str, Any]:
-    """A run in this new folder; when its steps ended, seconds of pushing weights, and CPU-seconds of a step.
+    """Run in this new folder; return when its steps ended, seconds of pushing weights, and CPU-seconds of a step.
 
     Raises:
         WorkerError: it failed; its output is on the console.
@@ -106,7 +106,8 @@ def run(work: Work, settings: str, steps: int, run_dir: Path) -> dict[str, Any]:
 
 
 def measure(case: str, steps: int, modes: Sequence[str], runs: Path | None = None) -> dict[str, dict[str, Any]]:
-    """These modes, each in a process of its own, beside their ideal pipelines; `runs`: where their folders are kept."""
+    """Measure these modes, each in a process of its own, beside their ideal pipelines; `runs`: the place of their
+    folders."""
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="megarl-overlap-") as folder:
         file = Path(folder) / "measured.json"
@@ -130,7 +131,7 @@ def measure(case: str, steps: int, modes: Sequence[str], runs: Path | None = Non
 
 
 def misses(case: str, modes: dict[str, dict[str, Any]]) -> list[str]:
-    """What is not as it should be."""
+    """List the results that are not as they should be."""
     off = [
         f"{name}: {row['share_of_ideal']:.2f} of the ideal pipeline's steps per minute, which is not within {OFF:.0%}"
         for name, row in modes.items()
@@ -145,7 +146,7 @@ def misses(case: str, modes: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def table(case: str, modes: dict[str, dict[str, Any]]) -> Table:
-    """Steps per minute, measured and ideal."""
+    """Return the steps per minute, measured and ideal."""
     from rich.table import Table
 
     others = max(row["others_share"] for row in modes.values())

@@ -1,4 +1,4 @@
-"""When the steps of a run end, in seconds from its start, if nothing but the sleeps took time.
+"""The ends of the steps of a run, in seconds from its start, if nothing but the sleeps took time.
 
     synchronous   draw t with the weights t - 1, train t                        every G(t) + T
     in order      draw up to k steps ahead of training                          k = 1: every max(G(t + 1), T)
@@ -20,7 +20,7 @@ from megarl.disaggregated.buffer.flow import Flow, FlowSettings
 
 
 def makespan(seconds: Iterable[float], slots: int) -> float:
-    """Of samples that are drawn in this order, each in the slot that is free first."""
+    """Return the seconds of samples that are generated in this order, each in the slot that is free first."""
     ends = [0.0] * slots
     for each in seconds:
         heapq.heapreplace(ends, ends[0] + each)
@@ -28,20 +28,21 @@ def makespan(seconds: Iterable[float], slots: int) -> float:
 
 
 def synchronous(work: Work, steps: int) -> list[float]:
-    """`async.max_staleness` 0."""
+    """Return the ends of steps under `async.max_staleness` 0."""
     return list(accumulate(_generation(work, step) + work.training_s for step in range(1, steps + 1)))
 
 
 def in_order(work: Work, steps: int, lag: int = 1) -> list[float]:
-    """`async.max_staleness` k from 1: step t is drawn with the weights t - 1 - k; see `weight_updates.InOrderUpdates`.
+    """Return the ends of steps under `async.max_staleness` k from 1: step t is generated with the weights t - 1 - k;
+    see `weight_updates.InOrderUpdates`.
 
-    Weights go between two steps of training: v, when step v + k is drawn, and at the latest before step v + k is
+    Weights go between two steps of training: v, when step v + k is sampled, and at the latest before step v + k is
     trained. With k = 1 training waits for that after every step.
     """
-    drawn: list[float] = []  # ends, by step; what is drawn waits only for weights that have gone
+    drawn: list[float] = []  # ends, by step; what is sampled waits only for weights that have gone
     pushed: list[float] = []  # the moments at which weights 1, 2, ... go
     ends: list[float] = []
-    now, last = 0.0, steps - lag  # nothing is drawn with weights from `last` on
+    now, last = 0.0, steps - lag  # nothing is sampled with weights from `last` on
     for step in range(1, steps + 1):
         while len(pushed) + 1 <= min(step - lag, last - 1):
             now = _push(work, lag, drawn, pushed, now)
@@ -55,14 +56,14 @@ def in_order(work: Work, steps: int, lag: int = 1) -> list[float]:
 
 
 def _draw(work: Work, lag: int, drawn: list[float], pushed: list[float]) -> None:
-    """The next step, as soon as the one before it is drawn and its weights are there."""
+    """Generate the next step, as soon as the one before it is generated and its weights are there."""
     step = len(drawn) + 1
     begin = max(drawn[-1] if drawn else 0.0, pushed[step - lag - 2] if step - lag >= 2 else 0.0)
     drawn.append(begin + _generation(work, step))
 
 
 def _is_drawn(work: Work, lag: int, drawn: list[float], pushed: list[float], now: float) -> bool:
-    """Whether the next weights would replace none that something is drawn with."""
+    """Tell whether the next weights would replace none that something is generated with."""
     while len(drawn) < len(pushed) + 1 + lag:
         _draw(work, lag, drawn, pushed)
     return drawn[len(pushed) + lag] <= now
@@ -76,7 +77,7 @@ def _push(work: Work, lag: int, drawn: list[float], pushed: list[float], now: fl
 
 
 def flowing(work: Work, steps: int, max_staleness: int, *, partial: bool) -> list[float]:
-    """`async.order` as_ready, with one replica that draws."""
+    """Return the ends of steps under `async.order` as_ready, with one replica that generates."""
     return _Flowing(work, steps, max_staleness, partial).run()
 
 
@@ -85,7 +86,7 @@ def _generation(work: Work, step: int) -> float:
 
 
 class _Flowing:
-    """One replica that draws, and a trainer; see megarl.disaggregated.as_ready_loop for what they do."""
+    """One replica that generates, and a trainer; see megarl.disaggregated.as_ready_loop for what they do."""
 
     def __init__(self, work: Work, steps: int, max_staleness: int, partial: bool) -> None:
         self._work, self._steps, self._lag, self._partial = work, steps, max_staleness, partial
@@ -94,7 +95,7 @@ class _Flowing:
         self._now = 0.0
         self._under_way: list[tuple[float, int]] = []  # a heap: end of a sample, its group
         self._left: dict[int, int] = {}  # samples of a group that are not over
-        self._version = 0  # of the weights that are drawn with
+        self._version = 0  # of the weights that are sampled with
         self._is_open = False  # the gate
         self._is_asked = False  # for the gate
         self._training: float | None = None  # when the step that is trained ends
@@ -102,7 +103,7 @@ class _Flowing:
         self._ends: list[float] = []  # of steps that are over, with what the trainer waits for after them
 
     def run(self) -> list[float]:
-        """The ends of all steps."""
+        """Return the ends of all steps."""
         while len(self._ends) < self._steps:
             while self._draw() or self._train():
                 pass
@@ -111,7 +112,7 @@ class _Flowing:
         return self._ends
 
     def _draw(self) -> bool:
-        """What the replica does now; true: it opened the gate, so that the trainer may have something to do."""
+        """Advance the replica; True: it was ready for new weights, so that the trainer may have something to do."""
         if self._is_open:
             return False
         if not self._is_asked:
@@ -124,7 +125,7 @@ class _Flowing:
         return self._is_open
 
     def _train(self) -> bool:
-        """What the trainer does now; true: the replica may have something to do."""
+        """Advance the trainer; True: the replica may have something to do."""
         if self._training is not None:
             return False
         if len(self._ends) < self._trained:
@@ -150,7 +151,7 @@ class _Flowing:
         self._version, self._is_open, self._is_asked = self._trained, False, False
 
     def _advance(self) -> None:
-        """To the next end of something; all that ends then is over."""
+        """Go on to the next end of something; all that ends then is over."""
         ends = [self._under_way[0][0]] if self._under_way else []
         self._now = min(ends if self._training is None else [*ends, self._training])
         while self._under_way and self._under_way[0][0] <= self._now:

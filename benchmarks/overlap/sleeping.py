@@ -1,4 +1,4 @@
-"""What the workers run: megarl's own `train`, with sleeps in the places of decoding and of an optimizer step."""
+"""The workers' program: megarl's own `train`, with sleeps in the places of decoding and of an optimizer step."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _LOOK_EVERY_S = 0.01
 
 @dataclass
 class Sample:
-    """A sample that is drawn.
+    """A sample that is sampled.
 
     Attributes:
         tokens: in all.
         drawn: of them, in earlier turns.
         slept: seconds of earlier turns; what is more than the drawn tokens take is part of the next one.
-        text: the prompt and what was drawn.
+        text: the prompt and what was sampled.
         began: the turn; None: it has no slot yet.
     """
 
@@ -48,12 +48,12 @@ class Sample:
 
     @property
     def token(self) -> int:
-        """What is drawn."""
+        """The token that is generated."""
         return DRAWN_TOKENS[self.tokens % 2]
 
     @property
     def end(self) -> float:
-        """When its last token is there."""
+        """The second at which its last token is there."""
         assert self.began is not None, "only of one that has a slot"
         return self.began + TOKEN_S * self.tokens - self.slept
 
@@ -132,7 +132,7 @@ class Sleeping:
         """See `Generation`."""
 
     def _pass_time(self) -> None:
-        """What is over by now; a slot goes on with the next turn when it becomes free."""
+        """End what is over by now; a slot goes on with the next turn when it becomes free."""
         now = time.monotonic()
         while running := [(s.end, number) for number, s in self._samples.items() if s.began is not None]:
             end, number = min(running)
@@ -210,7 +210,7 @@ class SleepingActor(ActorRole):
 
 
 def train(config: RunConfig, run_dir: Path) -> None:
-    """`megarl train`, of which the seconds are those of the work in the run folder. Runs in a worker."""
+    """Run `megarl train` with the seconds of the work in the run folder. Runs in a worker."""
     from megarl.recipes import entry
     from megarl.runtime import setup
 

@@ -1,4 +1,4 @@
-"""What a run has to do: seconds of its samples and of its steps."""
+"""The work of a run: seconds of its samples and of its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Work:
     Attributes:
         groups: of a step.
         samples: of a group.
-        slots: samples that are drawn side by side, at most.
+        slots: samples that are sampled side by side, at most.
         mean_s: of a sample, if none were cut off.
         sigma: standard deviation of the logarithm of a sample's seconds.
         longest: tokens of a sample, at most.
@@ -39,18 +39,19 @@ class Work:
     training_s: float
 
     def tokens(self, seed: int) -> int:
-        """Of the sample with this seed; each takes `TOKEN_S`."""
+        """Return the tokens of the sample with this seed; each takes `TOKEN_S`."""
         normal = NormalDist().inv_cdf(random.Random(seed).uniform(1e-9, 1 - 1e-9))
         seconds = self.mean_s * math.exp(self.sigma * normal - self.sigma**2 / 2)
         return max(1, min(self.longest, round(seconds / TOKEN_S)))
 
     def seconds(self, number: int) -> list[float]:
-        """Of the samples of prompt `number` of the run, which is the row with this number of its data."""
+        """Return the seconds of the samples of prompt `number` of the run, which is the row with this number of its
+        data."""
         seeds = [sample_seed(SEED, f"train-0-{number}", sample) for sample in range(self.samples)]
         return [TOKEN_S * self.tokens(seed) for seed in seeds]
 
     def step_seconds(self, step: int) -> list[float]:
-        """Of all samples of a step (from 1) that draws its own prompts, in order."""
+        """Return the seconds of all samples of a step (from 1) that generates its own prompts, in order."""
         return [s for number in range((step - 1) * self.groups, step * self.groups) for s in self.seconds(number)]
 
     def write(self, run_dir: Path) -> None:
@@ -59,13 +60,13 @@ class Work:
 
     @classmethod
     def read(cls, run_dir: Path) -> Work:
-        """What `write` left."""
+        """Read the work that `write` left."""
         return cls(**json.loads((run_dir / NAME).read_text()))
 
 
 #: `balanced`: training takes 3 s, and so do the samples of a step, side by side, on average. `tails`: training takes
 #: 2 s, and a sample 0.9 s on average; because of a few of them the samples of a step take 5 s. `drawing`: training
-#: takes 1.5 s and the samples of a step 2.7 s, so that training waits in order, however far ahead samples are drawn.
+#: takes 1.5 s and the samples of a step 2.7 s, so that training in order waits, however far ahead it runs.
 CASES = {
     "balanced": Work(groups=8, samples=4, slots=32, mean_s=1.0, sigma=0.6, longest=160, training_s=3.0),
     "tails": Work(groups=8, samples=4, slots=32, mean_s=0.9, sigma=1.0, longest=160, training_s=2.0),

@@ -43,7 +43,7 @@ Runs = dict[str, list[dict[str, Any]]]
 
 
 def trl_case(case: str, dtype: str, steps: int) -> dict[str, Any]:
-    """A case in the words of trl_grpo.py; `steps` are the counted ones."""
+    """Return a case in the words of trl_grpo.py; `steps` are the counted ones."""
     from megarl.config.model import ModelConfig
     from megarl.data.prompts import PromptDataset
     from megarl.data.tokenizer import load_tokenizer
@@ -69,7 +69,7 @@ def trl_case(case: str, dtype: str, steps: int) -> dict[str, Any]:
 
 
 def run_trl(python: Path, case: str, setting: str, steps: int, prefix: list[str]) -> dict[str, Any]:
-    """One run of TRL: `steps` (counted ones) and `memory_gb`."""
+    """Run TRL once; return `steps` (counted ones) and `memory_gb`."""
     dtype, _, malloc = setting.partition("+")
     environment = {name: value for name, value in os.environ.items() if name not in KEEP_FREED_MEMORY}
     environment |= {"OMP_NUM_THREADS": str(available_cores()), "TOKENIZERS_PARALLELISM": "false"}
@@ -103,13 +103,13 @@ def alternate(arguments: argparse.Namespace, runs: Runs, say: Console) -> None:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Wall and CPU seconds of one run."""
+    """Describe the wall and CPU seconds of one run."""
     wall, cpu = (statistics.median(step[name] for step in result["steps"]) for name in ("wall_s", "cpu_s"))
     return f"{wall:.3f} s, {cpu:.3f} CPU-s a step (others took {result['others_share']:.0%} of the machine)"
 
 
 def sides(runs: Runs) -> dict[str, dict[str, float]]:
-    """Medians over all counted steps of all runs of a side, with the least and the largest wall seconds."""
+    """Return the medians over all counted steps of all runs of a side, with the least and the largest wall seconds."""
     made = {}
     for side, results in runs.items():
         steps = [step for result in results for step in result["steps"]]
@@ -129,7 +129,7 @@ def sides(runs: Runs) -> dict[str, dict[str, float]]:
 
 
 def ratios(numbers: dict[str, dict[str, float]], default: str) -> dict[str, dict[str, Any]]:
-    """Ours over TRL's in its best setting (least wall, and least CPU, each for itself).
+    """Return our seconds over TRL's in its best setting (least wall, and least CPU, each for itself).
 
     Args:
         numbers: from `sides`.
@@ -152,7 +152,7 @@ def ratios(numbers: dict[str, dict[str, float]], default: str) -> dict[str, dict
 
 
 def show(case: str, numbers: dict[str, dict[str, float]], found: dict[str, dict[str, Any]], say: Console) -> None:
-    """Tables of sides and ratios."""
+    """Show tables of sides and ratios."""
     table = Table(title=f"case {case}, medians per step", title_justify="left")
     for column in ("program", "s", "least - most", "generation s", "CPU-s", "GB", "others", "steps"):
         table.add_column(column, justify="left" if column == "program" else "right")
@@ -169,7 +169,7 @@ def show(case: str, numbers: dict[str, dict[str, float]], found: dict[str, dict[
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m megarl.benchmarks.peers.compare",
         description=__doc__,

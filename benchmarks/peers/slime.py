@@ -40,14 +40,14 @@ _PERF = re.compile(r"\bperf \d+: (\{.*\})")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Where its checkout and the model are."""
+    """Add options for its checkout and the model."""
     parser.add_argument("--slime-root", type=Path, required=True, metavar="FOLDER", help="its checkout")
     converted = "the model as its tools/convert_hf_to_torch_dist.py writes it"
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="FOLDER", help=converted)
 
 
 def no_such(config: RunConfig) -> NoSuch:
-    """Settings that it has no arguments for."""
+    """Return the settings that it has no arguments for."""
     kl, actor, ends = config.algorithm.kl, config.actor, not config.rollout.sampling.ignore_eos
     return [
         ("algorithm.kl.estimator", kl.estimator, kl.use == "none" or kl.estimator in KL_TYPES, ", ".join(KL_TYPES)),
@@ -57,7 +57,7 @@ def no_such(config: RunConfig) -> NoSuch:
 
 
 def command(work: Work, arguments: argparse.Namespace) -> list[str]:
-    """A shell that reads the model's arguments from its checkout and runs its train.py."""
+    """Return a shell command that reads the model's arguments from its checkout and runs its train.py."""
     root: Path = arguments.slime_root
     path = work.config.model.path
     if path not in MODELS:
@@ -128,7 +128,7 @@ def _generation(work: Work) -> list[str]:
 
 
 def write(work: Work) -> None:
-    """Rows as JSON lines; a prompt that gets a chat template is a message."""
+    """Write rows as JSON lines; a prompt that gets a chat template is a message."""
     chat = work.config.data.chat_template
     with work.rows.open("w") as file:
         for prompt, answer in prompts(work):
@@ -137,7 +137,7 @@ def write(work: Work) -> None:
 
 
 def per_gpu(log: str, gpus: int) -> list[float]:
-    """Tokens per second and GPU of every step, from lines `perf 3: {'perf/step_time': ..., ...}` of its log.
+    """Return the tokens per second and GPU of every step, from lines `perf 3: {'perf/step_time': ..., ...}` of its log.
 
     `actor_train_tok_per_s` is the tokens of all sequences of a step over the seconds of its update.
     """

@@ -33,11 +33,11 @@ class Clock(TrainerCallback):
         self._start = (0.0, 0.0)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """The first step starts."""
+        """Note that the first step starts."""
         self._start = (time.perf_counter(), time.process_time())
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """A step ends and the next one starts."""
+        """Note that a step ends and the next one starts."""
         now = (time.perf_counter(), time.process_time())
         self.steps.append(
             {
@@ -71,7 +71,8 @@ def digit_share(completions: list[str], **_: Any) -> list[float]:
 
 
 def build_trainer(case: dict[str, Any], clock: Clock, folder: str) -> TimedTrainer:
-    """GRPO with the case's sampling and update, and TRL's defaults for the rest (its loss is the mean over tokens)."""
+    """Return the GRPO with the case's sampling and update, and TRL's defaults for the rest (its loss is the mean over
+    tokens)."""
     per_step = case["prompts_per_step"] * case["samples_per_prompt"]
     micro = min(case["micro_batch_sequences"], per_step)
     config = GRPOConfig(

@@ -24,7 +24,7 @@ _THROUGHPUT = re.compile(r"\bperf/throughput:([0-9.eE+-]+)")
 
 
 def no_such(config: RunConfig) -> NoSuch:
-    """Settings that it has no keys for."""
+    """Return the settings that it has no keys for."""
     kl, chat = config.algorithm.kl, config.data.chat_template
     dual = config.algorithm.loss.own.get("dual_clip", 3.0)
     return [
@@ -35,7 +35,7 @@ def no_such(config: RunConfig) -> NoSuch:
 
 
 def command(work: Work, arguments: argparse.Namespace) -> list[str]:
-    """Its command line."""
+    """Return its command line."""
     entry = [arguments.python, "-m", "verl.trainer.main_ppo", "--config-name=ppo_megatron_trainer"]
     settings = {**_data(work), **_training(work), **_layout(work), **_generation(work), **_run(work)}
     return [*entry, *(f"{key}={_text(value)}" for key, value in settings.items())]
@@ -138,7 +138,7 @@ def _text(value: object) -> str:
 
 
 def write(work: Work) -> None:
-    """Rows as parquet, prompts as chat messages."""
+    """Write rows as parquet, prompts as chat messages."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -157,7 +157,8 @@ def write(work: Work) -> None:
 
 
 def per_gpu(log: str, gpus: int) -> list[float]:
-    """Tokens per second and GPU of every step of its console log, `step:1 - ... - perf/throughput:1234.5 - ...`."""
+    """Return the tokens per second and GPU of every step of its console log, `step:1 - ... - perf/throughput:1234.5 -
+    ...`."""
     return [float(found) for found in _THROUGHPUT.findall(log)]
 
 

@@ -30,7 +30,7 @@ _IMPORT_S = 120.0  # for the import of a peer, whose packages may lie on a slow 
 
 @dataclass(frozen=True)
 class Work:
-    """What a peer is to do.
+    """The work of a peer.
 
     Attributes:
         config: of the case.
@@ -44,7 +44,7 @@ class Work:
 
     @property
     def gpus_per_node(self) -> int:
-        """Of each machine."""
+        """The GPUs of each machine."""
         return self.config.cluster.nproc // self.config.cluster.nnodes
 
     @property
@@ -58,7 +58,7 @@ class Work:
         return self.config.data.max_prompt_tokens + self.config.rollout.sampling.max_new_tokens
 
     def reward(self, known: dict[str, str], peer: str) -> str:
-        """The peer's word for the reward.
+        """Return the peer's word for the reward.
 
         Raises:
             UserError: it has none.
@@ -76,7 +76,7 @@ NoSuch: TypeAlias = Sequence[tuple[str, object, bool, str]]
 def work_of(
     case: str, peer: str, steps: int | None, rows: Path, no_such_of: Callable[[RunConfig], NoSuch] = lambda config: ()
 ) -> Work:
-    """The work of a case.
+    """Return the work of a case.
 
     Args:
         no_such_of: what this peer has no arguments for, of the settings that others have.
@@ -103,7 +103,7 @@ def work_of(
 
 
 def prompts(work: Work) -> list[tuple[str, Any]]:
-    """(prompt, answer) of as many rows as the run needs, in the order of the files, without a chat template."""
+    """Return (prompt, answer) of as many rows as the run needs, in the order of the files, without a chat template."""
     from megarl.data.render import render_prompts
     from megarl.data.sources import load_rows
 
@@ -140,7 +140,7 @@ class Peer:
 
 
 def main(peer: Peer, doc: str | None, argv: Sequence[str] | None = None) -> int:
-    """The command line of a peer; returns the exit code."""
+    """Return the command line of a peer; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"python -m megarl.benchmarks.peers.{peer.name}",
         description=doc,
@@ -179,7 +179,7 @@ def main(peer: Peer, doc: str | None, argv: Sequence[str] | None = None) -> int:
 
 
 def _print(work: Work, command: list[str], python: str) -> None:
-    """The command as text; that of an interpreter which nobody has named is the reader's own `python`."""
+    """Print the command as text; an interpreter that nobody has named is the reader's own `python`."""
     named = "python" if python == sys.executable else python
     print(shlex.join(named if part == sys.executable else part for part in command))
     if not work.rows.is_file():

@@ -33,7 +33,7 @@ def _mlp(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def deepseek_v3(pp: int, ep: int) -> tuple[dict[str, Held], list[TrainerRank]]:
-    """Every tensor with its holders under pp x ep ranks (tensor parallelism 1), and the ranks.
+    """Return every tensor with its holders under pp x ep ranks (tensor parallelism 1), and the ranks.
 
     Layers are spread evenly over the stages, experts in equal blocks over the `ep` ranks of a stage, which hold
     everything else of their stage each.

@@ -1,4 +1,4 @@
-"""What this machine can do at all: bytes to another process through shared memory, TCP and a gloo broadcast.
+"""The limits of this machine: bytes to another process through shared memory, TCP and a gloo broadcast.
 
 python -m megarl.benchmarks.sync.limits memory|tcp|gloo ...    the other process, started by the functions here
 """
@@ -25,7 +25,7 @@ def _child(*arguments: object) -> subprocess.Popen[bytes]:
 
 
 def _best(call: Callable[[], None]) -> float:
-    """Least seconds of several calls after one that is not counted."""
+    """Return the least seconds of several calls after one that is not counted."""
     call()
     times = []
     for _ in range(REPEATS):

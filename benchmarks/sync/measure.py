@@ -160,7 +160,7 @@ def _least(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> 
 
 
 def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Rows of one transport."""
+    """Return the rows of one transport."""
     import torch
 
     from megarl.comm import WorkerGroup
@@ -228,7 +228,7 @@ def _plan_seconds() -> dict[str, float]:
 
 
 def measure() -> dict[str, Any]:
-    """All numbers."""
+    """Return all numbers."""
     import torch
 
     from megarl.benchmarks.sync import limits
@@ -253,7 +253,7 @@ def measure() -> dict[str, Any]:
 
 
 def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Lines of the table: what, seconds, and the target with whether it is met."""
+    """Return the lines of the table: what, seconds, and the target with whether it is met."""
     by_name = {row["transport"]: row for row in found["rows"]}
     limits, lines = found["limits"], []
     for name, seconds in limits.items():
@@ -275,7 +275,7 @@ def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    """One line per measurement."""
+    """Return one line per measurement."""
     from rich.table import Table
 
     title = f"{found['bytes'] / 1e6:.0f} MB of bf16 to another process, wall seconds"
@@ -291,12 +291,12 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `megarl bench` takes for this benchmark."""
+    """Add the arguments of `megarl bench` for this benchmark."""
     parser.add_argument("--link-gbit", type=float, metavar="G", help="sync: limit the loopback interface to G Gbit/s")
 
 
 def _on_link(arguments: argparse.Namespace) -> int:
-    """The benchmark again, in a network namespace of its own whose loopback interface is slow."""
+    """Run the benchmark again, in a network namespace of its own whose loopback interface is slow."""
     from megarl.errors import UserError
 
     missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]

@@ -58,7 +58,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _rebuild_cuda(*arguments: Any) -> Tensor:
-    """The device comes as a UUID."""
+    """Rebuild a CUDA tensor whose device comes as a UUID."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     number = next(
@@ -129,20 +129,20 @@ class Receiver:
         self.version = new_version
 
     def do_model_info(self) -> dict[str, Any]:
-        """The version's name."""
+        """Return the version's name."""
         return {"weight_version": self.version}
 
     def do_server_info(self) -> dict[str, Any]:
-        """What it was started with."""
+        """Return the settings it was started with."""
         return {"custom_weight_loader": [LOADER, PATCH_LOADER]}
 
     def do_flush_cache(self) -> None:
-        """There is no cache."""
+        """Do nothing: there is no cache."""
 
     def do_update_weights_from_tensor(
         self, serialized_named_tensors: list[str], load_format: str, flush_cache: bool
     ) -> None:
-        """A bucket in shared memory."""
+        """Take a bucket in shared memory."""
         self._need_session()
         bucket = _Unpickler(io.BytesIO(base64.b64decode(serialized_named_tensors[0]))).load()
         if load_format in (LOADER, PATCH_LOADER):
@@ -182,7 +182,7 @@ class Receiver:
         load_format: str,
         flush_cache: bool,
     ) -> None:
-        """A bucket by broadcast."""
+        """Take a bucket by broadcast."""
         self._need_session()
         kinds = [getattr(torch, dtype) for dtype in dtypes]
         sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
@@ -192,7 +192,7 @@ class Receiver:
             self.keep(name, part.view(kind).view(shape))
 
     def do_update_weights_from_disk(self, model_path: str, load_format: str, flush_cache: bool) -> None:
-        """A folder of safetensors."""
+        """Read a folder of safetensors."""
         from safetensors import safe_open
 
         for file in sorted(Path(model_path).glob("*.safetensors")):
@@ -207,7 +207,7 @@ class Receiver:
         save_file({name: tensor.cpu() for name, tensor in self.tensors.items()}, path)
 
     def do_state(self) -> dict[str, Any]:
-        """What there is, and a checksum of it."""
+        """Return the tensors held, and a checksum of them."""
         digest = hashlib.sha256()
         for name in sorted(self.tensors):
             digest.update(name.encode())
@@ -235,7 +235,7 @@ class Receiver:
 
 @functools.cache
 def _loaders() -> ModuleType:
-    """The loaders that servers have on their path, which are none of megarl's modules."""
+    """Return the loaders that servers have on their path, which are none of megarl's modules."""
     module = PATCH_LOADER.partition(".")[0]
     found = importlib.util.spec_from_file_location(module, LOADERS / f"{module}.py")
     assert found is not None

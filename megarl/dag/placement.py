@@ -5,7 +5,7 @@
     handovers  rollout -> {prompt_ids, response_ids} -> reference,   ref_logp -> {ref_logp} -> train
 
 A node with a model belongs to the team of its role; so must the other models be that it works with. Rewards are made
-where samples are drawn; everything else that has no model is done where the actor is. A team walks its nodes in the
+where samples are generated; everything else that has no model is done where the actor is. A team walks its nodes in the
 graph's order. What one of them reads and another team wrote, that team hands over.
 """
 
@@ -64,7 +64,7 @@ class TeamPlan:
     def may_restart(self) -> bool:
         """It only scores samples: what it makes follows from them, so that it may lose its processes and begin again.
 
-        Other teams have what is in no message between teams: weights that are trained, and what they draw with.
+        Other teams have what is in no message between teams: weights that are trained, and what they generate with.
         """
         return bool(self.roles) and not _KEPT & {*self.roles}
 
@@ -142,7 +142,8 @@ class Placement:
 
 
 def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
-    """Return the models that a run of this graph holds. There always are an actor, and something that draws samples."""
+    """Return the models that a run of this graph holds. There always are an actor, and something that generates
+    samples."""
     there = graph.roles | {Role.ACTOR, Role.ROLLOUT}
     return tuple(role for role in MODEL_ROLES if role in there)
 

@@ -70,7 +70,7 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
 def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
     """Return the sizes that the number of replicas of a team with these roles has to divide, by key; none: any number.
 
-    Updates need equal shares; what only draws samples or scores them works on any.
+    Updates need equal shares; what only generates samples or scores them works on any.
     """
     trains = [role for role in (Role.ACTOR, Role.CRITIC) if role in roles]
     sizes = {"data.batch_size": config.data.batch_size} if trains else {}

@@ -4,7 +4,7 @@ Of a sample's tokens `prompt_ids` is the first observation and `response_ids` ev
 
     response_ids     turn 0 of the policy | what the environment said | turn 1 of the policy
     response_mask     1 1 1 1 1 1 1 1 1 1 | 0 0 0 0 0 0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1 1 1
-    rollout_logp      of each drawn token | 0                         | of each drawn token
+    rollout_logp      of each sampled token | 0                         | of each sampled token
     turn_starts          ^                                            ^
     turn_ends                                ^                                                 ^
 """
@@ -30,9 +30,9 @@ class Trajectory:
     it. A turn is sampled in segments: one, unless it is interrupted.
 
     Attributes:
-        token_ids, drawn, logprobs: one entry per token after the prompt: its id, whether the policy drew it, and its
+        token_ids, drawn, logprobs: one entry per token after the prompt: its id, whether the policy sampled it, and its
             log-prob (0 for the environment's).
-        versions: of the weights that drew these tokens, as runs; the environment's count to the turn before them.
+        versions: of the weights that sampled these tokens, as runs; the environment's count to the turn before them.
         turn_starts, turn_ends: where each turn of the policy begins and ends in `token_ids`; the last turn has no end
             while it is being sampled.
         turn_rewards: one per turn that the environment has answered.
@@ -92,7 +92,7 @@ class Trajectory:
         self.end("error")
 
     def end_unsaid(self, end_token: int, version: int) -> None:
-        """End, by the limit of seconds, before the policy drew a token of its turn: it ends with the turn before.
+        """End, by the limit of seconds, before the policy sampled a token of its turn: it ends with the turn before.
 
         An episode that has no such turn is one end token that is not trained on.
         """
@@ -184,11 +184,11 @@ def add_fields(samples: Batch, trajectories: Sequence[Trajectory], *, by_turn: b
 
 
 def policy_tokens(samples: Batch, *, by_turn: bool) -> Tensor:
-    """Return int64 [B]: response tokens that the policy drew, those of episodes that failed afterwards, too.
+    """Return int64 [B]: response tokens that the policy sampled, those of episodes that failed afterwards, too.
 
     Args:
         samples: with the fields of turns where `by_turn`.
-        by_turn: the samples are episodes; else the policy drew whole responses.
+        by_turn: the samples are episodes; else the policy sampled whole responses.
     """
     if not by_turn:
         return samples["response_ids"].lengths

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: [version, tokens] of each run, in the order of the tokens; plain JSON.
 VersionRuns: TypeAlias = list[list[int]]
-#: Jagged int64 fields with one entry per run: the version, and the tokens that it drew.
+#: Jagged int64 fields with one entry per run: the version, and the tokens that it sampled.
 VERSION_FIELDS = ("weight_versions", "version_tokens")
 
 
@@ -62,7 +62,7 @@ def set_versions(samples: Batch, rows: Sequence[VersionRuns]) -> None:
 
 
 def token_versions(samples: Batch) -> Jagged:
-    """Return int64, cut like the responses: the version of the weights that drew each token.
+    """Return int64, cut like the responses: the version of the weights that sampled each token.
 
     Tokens of an environment have that of the turn before them.
     """

@@ -1,4 +1,4 @@
-"""Noise by counters: a number follows from a seed, a token's number and a vocabulary id, whatever else is drawn.
+"""Noise by counters: a number follows from a seed, a token's number and a vocabulary id, whatever else is sampled.
 
 A token is the winner of an exponential race: with E_v ~ Exp(1) independent, argmax_v(z_v - log E_v) is distributed as
 softmax(z) (the Gumbel-max trick).

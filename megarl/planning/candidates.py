@@ -1,9 +1,9 @@
 """The choices of `megarl plan --search`: placements, layouts, and the engine's use of its memory.
 
-    Spread      who has which devices, and what draws samples     one team | servers apart | a team that draws
+    Spread      who has which devices, and what generates samples     one team | servers apart | a team that generates
     Choice      a spread, the actor's layout, micro-batches, recomputation, offloading
 
-Whatever else a recipe says stays as it is: the batch, the algorithm, the engine that draws, and how far it runs ahead.
+Whatever else a recipe says stays as it is: the batch, the algorithm, the engine, and how far it runs ahead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Spread:
         tp_size: ranks of each.
         colocated: on the trainer's devices.
         teams: devices of each team by name, with its roles; none: one team.
-        drawing: the layout of a team that only draws with an embedded engine.
+        drawing: the layout of a team that only generates with an embedded engine.
     """
 
     workers: int
@@ -247,7 +247,7 @@ class Space:
         return [Spread(left)]
 
     def _drawing(self) -> list[Spread]:
-        """Return a team that draws with embedded engines, and one that trains."""
+        """Return a team that generates with embedded engines, and one that trains."""
         hardware, found = self.hardware, []
         for draws in self._drawers():
             for tp in tensor_sizes(self.facts):
@@ -257,7 +257,7 @@ class Space:
         return found
 
     def _drawers(self) -> list[int]:
-        """Return the devices of a team that draws: eighths of all, or as few as there are; whole machines; what the
+        """Return the devices of a team that generates: eighths of all, or as few as there are; whole machines; what the
         recipe has."""
         hardware, given = self.hardware, self.config.placement.asking
         step, machines = max(1, hardware.devices // _EIGHTHS), max(1, hardware.nodes // (2 * _EIGHTHS))

@@ -84,7 +84,7 @@ class StepPlan:
         flops: of the policy in a step. [F2]
         dtype: of its products.
         filled: the fullest device of each team in each of its moments. [M1]
-        room: of what draws samples.
+        room: of what generates samples.
         checkpoint: bytes and seconds of the machines' disks, and seconds that training stands still. [C1]
         sft: one step of supervised fine-tuning, whose examples are taken to be as long as samples; none: there is none.
         given: what was assumed.

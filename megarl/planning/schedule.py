@@ -18,7 +18,7 @@ class Schedule:
     Attributes:
         nodes: of each node in the graph's order: id, team, and those that it waits for.
         actor: the team of the actor.
-        draws: the team that draws samples.
+        draws: the team that generates samples.
         ahead: generation runs ahead of training.
     """
 
@@ -47,7 +47,7 @@ class Schedule:
         Args:
             seconds: of the nodes that take any.
             between: seconds of the actor's team after the last node.
-            pause: of them, seconds that another team which draws waits, too.
+            pause: of them, seconds that another team which generates waits, too.
         """
         free: dict[str, float] = {}
         busy: dict[str, float] = {}

@@ -279,7 +279,7 @@ class StepFormulas:
 
     @cached_property
     def weights(self) -> list[Cost]:
-        """New weights for what draws samples elsewhere. [W1]"""
+        """New weights for what generates samples elsewhere. [W1]"""
         config, given, room = self.config, self.given, self.room
         actor, team = self._team(Role.ACTOR), self._team(Role.ROLLOUT)
         sglang = config.rollout.engine == "sglang"

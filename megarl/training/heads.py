@@ -123,7 +123,7 @@ class Draws:
     Attributes:
         temperature: divides the logits; 0: the likeliest token, with its log-prob at temperature 1.
         group: tensor-parallel ranks.
-        columns: first and one past the last token that may be drawn.
+        columns: first and one past the last token that may be sampled.
         seeds: int64 [B], of each row of the batch.
         slots: tokens of a row of the batch.
     """

@@ -32,8 +32,8 @@ class ActionTokens:
     """The mapping between action tokens and numbers: OpenVLA's rule, which OpenVLA-OFT's discrete policies share.
 
     `bins` edges from -1 to 1, both ends among them, part the range into `bins` - 1 intervals. Token
-    `vocab_size - 1 - i` is interval i: the lowest numbers have the last token. The first of the `bins` tokens is drawn
-    for 1 only, and read as the last interval.
+    `vocab_size - 1 - i` is interval i: the lowest numbers have the last token. The first of the `bins` tokens stands
+    for 1 only, and is read as the last interval.
 
     >>> tokens = ActionTokens(vocab_size=32000)
     >>> tokens.encode([-1.0, 0.0, 1.0])

@@ -7,7 +7,7 @@ The two kinds of policies differ in what a slot is given:
 
     openvla-oft     nothing (its embedding is zero); all slots are predicted in one pass, every column sees every other,
                     and the stop token stands at the end as it did in training
-    openvla         the token that was drawn; one after another, each column sees the earlier ones, and nothing follows
+    openvla         the sampled token; one after another, each column sees the earlier ones, and nothing follows
 """
 
 from __future__ import annotations
