@@ -19,8 +19,10 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 from megarl.artifacts.lock import ATTEMPT, FolderLock, FolderTaken, join_attempt, refuse_if_taken
 from megarl.artifacts.run_folder import SAVE_REQUEST, held, proposed_config, withdraw_config
@@ -28,7 +30,7 @@ from megarl.errors import UserError
 from megarl.imports import import_callable
 from megarl.processes import die_with_parents, own_worker_name, raise_descriptor_limit, worker_number
 from megarl.runtime.health import Heartbeat, report
-from megarl.tracing import phase
+from megarl.tracing import beat, phase
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -47,6 +49,7 @@ def run(entry: str, config_path: Path) -> int:
                 os.environ[ATTEMPT] = lock.begin_attempt()
                 until_the_end.callback(os.environ.pop, ATTEMPT)
             refuse_if_taken(run_dir)
+            until_the_end.enter_context(_imports_beat())
             return _run(entry, config_path, run_dir, worker)
     except (FolderTaken, UserError) as error:
         print(f"megarl: {error}", file=sys.stderr)
@@ -77,6 +80,23 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
         return failure.exit_code
     heartbeat.finish()
     return 0
+
+
+class _Beats(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Find nothing."""
+        beat()
+
+
+@contextlib.contextmanager
+def _imports_beat() -> Iterator[None]:
+    """Beat at every module that is imported: libraries take minutes from a slow file system."""
+    finder = _Beats()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def redirect_output(log_dir: Path) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from megarl import tracing
+from megarl.config.load import dump_config
+from megarl.config.run import RunConfig
 from megarl.errors import DataError, MegarlError
 from megarl.processes import oom_kills
-from megarl.runtime import health
+from megarl.runtime import health, worker
 from megarl.runtime.health import Heartbeat, RankFailure, Watch, failure_of, read_beat, read_errors, write_error
 
 
@@ -230,3 +232,21 @@ def test_ranks_that_start_again_have_their_time_to_report_in_again(tmp_path: Pat
     beats[1].beat("train")
     assert watch.check([0, 1]) is None
     assert (watch.stuck, read_errors(tmp_path), read_beat(tmp_path, 0)) == ([], {}, None)
+
+
+def test_every_module_that_is_imported_is_a_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may take minutes for a library, and a rank that makes no beats is ended as hung."""
+    (tmp_path / "slow_entry.py").write_text(
+        "from megarl.runtime.health import read_beat\n"
+        "def work(config, run_dir):\n"
+        "    before = read_beat(run_dir, 0).changes\n"
+        "    import slow_library\n"
+        "    assert read_beat(run_dir, 0).changes == before + 2\n"
+    )
+    (tmp_path / "slow_library.py").write_text("import slow_part")
+    (tmp_path / "slow_part.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(worker, "raise_descriptor_limit", lambda: None)
+    (tmp_path / "config.yaml").write_text(dump_config(RunConfig(name="x")))
+    assert worker.run("slow_entry:work", tmp_path / "config.yaml") == 0
