@@ -1,1 +1,1 @@
-"""What a run would do with its time on other devices, without them: discrete events over the same graph and teams."""
+"""A simulation of a run on other devices, without them: discrete events over the same graph and teams."""

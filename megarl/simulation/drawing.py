@@ -38,7 +38,7 @@ class ReplicaClock:
 
     @property
     def busy(self) -> bool:
-        """Something is drawn."""
+        """Something is sampled."""
         return bool(self._running)
 
     @property
@@ -59,17 +59,17 @@ class ReplicaClock:
         self._fill()
 
     def reread(self) -> None:
-        """New weights: what runs is read again, prompt and tokens."""
+        """Read all running samples again, prompt and tokens, with the new weights."""
         read = sum(self._prompt + tokens - (end - self._clock) for end, _, tokens in self._running)
         self._debt += self._seconds.prefill(round(read)) if self._running else 0.0
 
     def fail(self, restart_s: float) -> None:
-        """The engine dies: what ran begins again after `restart_s`."""
+        """Kill the engine: what ran begins again after `restart_s`."""
         self._running = sorted((self._clock + tokens, group, tokens) for _, group, tokens in self._running)
         self._debt += restart_s
 
     def until_event(self, wanted: int) -> float | None:
-        """Seconds until a group is over, or `wanted` slots are free; None: nothing runs."""
+        """Return seconds until a group is over, or `wanted` slots are free; None: nothing runs."""
         if not self._running:
             return None
         total, clock, running = self._debt, self._clock, len(self._running)

@@ -1,4 +1,4 @@
-"""What a simulated run did with its time."""
+"""The use of time in a simulated run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Simulated:
 
     @property
     def shares(self) -> Shares:
-        """Of the whole run."""
+        """The shares of the whole run."""
         whole = self.ends[-1]
         return Shares(*(self.spent.get(name, 0.0) / whole for name in Shares._fields))
 

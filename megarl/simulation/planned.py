@@ -33,7 +33,7 @@ _SAMPLE_BYTES = 8.0 * 6  # a token's fields between teams
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What formulas take for granted. Devices are those of an H100 with eight to a machine, unless said otherwise.
+    """The assumptions of the formulas. Devices are H100s with eight to a machine, unless said otherwise.
 
     Attributes:
         peak_tflops: dense bf16 of a device.
@@ -78,7 +78,7 @@ class Assumptions:
     train_restart_s: float = 300.0
 
     def having(self, values: Mapping[str, str], where: str = "--assume") -> Assumptions:
-        """These, with values by name. `where`: they were given, for messages.
+        """Return these assumptions with values replaced by name. `where`: they were given, for messages.
 
         Raises:
             ConfigError: there is no such name, or the value is no number from 0 on.
@@ -144,7 +144,7 @@ class Planned:
         return 3 * passes * flops / rate + updates * self.reduce(replicas)
 
     def reduce(self, replicas: int) -> float:
-        """Gradients of one update: scattered in fp32, parameters gathered in bf16, between replicas."""
+        """Return the gradients of one update: scattered in fp32, parameters gathered in bf16, between replicas."""
         if replicas == 1:
             return 0.0
         mine = self.facts.parameters / self.model_parallel
@@ -170,7 +170,7 @@ class Planned:
 
 
 def plan_seconds(config: RunConfig, graph: TaskGraph, system: System, lengths: Lengths, given: Assumptions) -> Planned:
-    """Formulas for a recipe.
+    """Return the formulas for a recipe.
 
     Raises:
         ConfigError: nothing here knows the model's sizes.

@@ -1,4 +1,4 @@
-"""Where the seconds of a simulated run come from: one small interface, and the two values that a phase depends on."""
+"""The source of the seconds of a simulated run: one small interface, and the two values that a phase depends on."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from typing import Protocol
 
 
 class Seconds(Protocol):
-    """How long the parts of a run take. Whoever knows better than formulas gives an object with these methods."""
+    """The durations of the parts of a run. Anyone with better numbers than formulas gives an object with these
+    methods."""
 
     def token(self, running: int) -> float:
-        """Seconds until every one of `running` samples of a replica has one token more."""
+        """Return seconds until every one of `running` samples of a replica has one token more."""
 
     def prefill(self, tokens: int) -> float:
-        """Seconds that a replica spends on reading a prompt or an interrupted sample of so many tokens."""
+        """Return seconds that a replica spends on reading a prompt or an interrupted sample of so many tokens."""
 
     def node(self, id: str, tokens: float, replicas: int) -> float:
-        """Seconds of a node of the graph (not of drawing) whose fullest replica, of `replicas`, has so many tokens."""
+        """Return seconds of a node of the graph (not of drawing) whose fullest replica, of `replicas`, has so many
+        tokens."""
 
     def push(self, replicas: int) -> float:
-        """Seconds until all replicas of the rollout have new weights."""
+        """Return seconds until all replicas of the rollout have new weights."""
 
     def handover(self, tokens: float) -> float:
-        """Seconds until a replica has fetched samples of so many tokens that another team wrote."""
+        """Return seconds until a replica has fetched samples of so many tokens that another team wrote."""
 
     def other(self, team: str) -> float:
-        """Seconds of a team and step that are in no node: metrics, files, Python."""
+        """Return seconds of a team and step that are in no node: metrics, files, Python."""
 
     def call(self) -> float:
-        """Seconds of the coordinator for one call."""
+        """Return seconds of the coordinator for one call."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Line:
     per_token: float = 0.0
 
     def at(self, tokens: float) -> float:
-        """Seconds of so many tokens."""
+        """Return seconds of so many tokens."""
         return self.fixed + self.per_token * tokens
 
 
@@ -67,7 +69,7 @@ class Table:
     call_s: float = 0.001
 
     def slower_links(self, times: float) -> Table:
-        """The same with links on which everything takes so many times as long."""
+        """Return the same table with links on which everything takes so many times as long."""
         line = self.handover_s
         slower = Line(line.fixed * times, line.per_token * times)
         return replace(self, push_s=self.push_s * times, handover_s=slower)

@@ -52,7 +52,7 @@ class StudyRow:
 
 @dataclass(frozen=True)
 class Study:
-    """What to simulate.
+    """The settings of a simulation.
 
     Attributes:
         recipe: name or file, or a run folder.
@@ -79,7 +79,7 @@ class Study:
     refuse: Callable[[RunConfig, TaskGraph], None] = lambda config, graph: None
 
     def rows(self) -> list[StudyRow]:
-        """All of them: the recipe first, on all numbers of devices.
+        """Return all rows: the recipe first, on all numbers of devices.
 
         Raises:
             UserError: a recipe, an override, an assumption, or a run folder that does not fit.
@@ -88,11 +88,11 @@ class Study:
 
     @cached_property
     def measured(self) -> Calibration | None:
-        """What the run tells; None: formulas are used."""
+        """The measurements of the run; None: formulas are used."""
         return None if self.run_dir is None else calibrate(self.run_dir)
 
     def other_model(self) -> str | None:
-        """Why the run's seconds may not be the recipe's; None: it is the same model."""
+        """Return the reason why the run's seconds may not be the recipe's; None: it is the same model."""
         if self.run_dir is None:
             return None
         here, there = (
@@ -103,7 +103,8 @@ class Study:
         return None if same else "the seconds are those of the run's model, which is not the recipe's"
 
     def as_measured(self) -> str | None:
-        """What takes as long on any number of devices, where that matters; None: all follows their number."""
+        """Return the parts that take as long on any number of devices, where that matters; None: all follow their
+        number."""
         if self.measured is None or len(self.devices) < 2:
             return None
         nodes, step = self.measured.seconds.nodes, self.measured.step_s
@@ -168,7 +169,7 @@ def _refuse_unused(given: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None) -> None:
-    """A run of another graph does not tell what the nodes of this one take."""
+    """Refuse a run of another graph, which says nothing about the nodes of this one."""
     draws = {id for id in graph.order() if graph[id].declared.resamples}
     missing = [id for id in graph.order() if id not in measured.seconds.nodes and id not in draws]
     if missing:
@@ -182,13 +183,14 @@ def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None)
 
 
 def _file(recipe: str) -> str:
-    """The configuration of a run folder, or the recipe itself."""
+    """Return the configuration of a run folder, or the recipe itself."""
     config = Path(recipe) / "config.yaml"
     return str(config) if config.is_file() else recipe
 
 
 def losses(first: StudyRow, row: StudyRow) -> dict[str, float]:
-    """Seconds of a step that `row` takes beyond what its devices would need if they were as good as those of `first`.
+    """Return seconds of a step that `row` takes beyond what its devices would need if they were as good as those of
+    `first`.
 
     By what takes them in the actor's team: its nodes, waiting for samples, new weights, and what is left.
     """
@@ -206,7 +208,7 @@ def _parts(row: StudyRow) -> dict[str, float]:
 
 
 def as_json(rows: Sequence[StudyRow]) -> list[dict[str, Any]]:
-    """Rows as plain data."""
+    """Return the rows as plain data."""
     return [
         {
             "what": row.what,

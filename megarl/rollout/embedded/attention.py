@@ -44,7 +44,7 @@ class HeadNorm:
     eps: float
 
     def split(self, qkv: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed and rotated q [t, G, q, D] and k [t, G, D], and v [t, G, D], from qkv [t, G, q + 2, D]."""
+        """Return the normed and rotated q [t, G, q, D] and k [t, G, D], and v [t, G, D], from qkv [t, G, q + 2, D]."""
         qk, size = qkv[:, :, :-1], qkv.shape[3]
         if self.weights is not None:  # with its weight in the same pass as in training, so that both round once
             parts = (qk[:, :, :-1], self.weights[0]), (qk[:, :, -1:], self.weights[1])
@@ -59,7 +59,7 @@ class Attend(Protocol):
     """Norms and rotates new heads, stores keys and values, and returns the context of the queries."""
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
-        """[t, G*q*D] from qkv [t, G, q + 2, D]; `layer` counts this process's layers."""
+        """Attend: qkv [t, G, q + 2, D] -> [t, G*q*D]; `layer` counts this process's layers."""
         ...
 
 
@@ -205,7 +205,7 @@ class ExtendAttention:
 
 
 def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[n, L]: 0 at the positions a row may read (itself included, `window` of them at most), -inf elsewhere."""
+    """Return [n, L]: 0 at the positions a row may read (itself included, `window` of them at most), -inf elsewhere."""
     at = torch.arange(length, device=positions.device)
     hidden = at > positions[:, None]
     if window is not None:
@@ -214,7 +214,7 @@ def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch
 
 
 def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """One query position per row against its cache, as two batched matmuls: 5 to 12 times faster than SDPA here.
+    """Attend with one query position per row to its cache, as two batched matmuls: 5 to 12 times faster than SDPA here.
 
     Args:
         q: [n*G, q, D].
@@ -229,7 +229,7 @@ def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
 
 
 def attend_gpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """The same as `attend_cpu` through SDPA, with the query heads of a group as its query positions.
+    """Do as `attend_cpu` through SDPA, with the query heads of a group as its query positions.
 
     Args:
         q: [n, G, q, D].
@@ -240,7 +240,7 @@ def attend_gpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
 
 
 def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float) -> Tensor:
-    """Causal attention over right-padded prompts.
+    """Return the causal attention over right-padded prompts.
 
     Args:
         q: [m, G, q, P, D].

@@ -21,7 +21,7 @@ _STEP = 32
 
 
 def _round_up(length: int) -> int:
-    """The next cache length: a multiple of 32, coarser for long samples so that re-layouts stay rare."""
+    """Return the next cache length: a multiple of 32, coarser for long samples so that re-layouts stay rare."""
     step = max(_STEP, 1 << max(0, length.bit_length() - 4))
     return -(-length // step) * step
 
@@ -60,20 +60,20 @@ class KVCache:
 
     @staticmethod
     def bytes_per_row(layers: int, max_length: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Memory of one row, spare buffer included."""
+        """Return the memory of one row, spare buffer included."""
         return (2 * layers + 1) * max_length * heads * head_dim * dtype.itemsize
 
     def _view(self, flat: Tensor, length: int) -> Tensor:
-        """[rows, G, length, D] over a flat buffer."""
+        """Return [rows, G, length, D] over a flat buffer."""
         row = self.heads * length * self.head_dim
         return flat[: flat.numel() // row * row].view(-1, self.heads, length, self.head_dim)
 
     def keys(self, layer: int) -> Tensor:
-        """[rows, G, L, D]; rows beyond the running ones hold anything."""
+        """Return [rows, G, L, D]; rows beyond the running ones hold anything."""
         return self._view(self._keys[layer], self.length)
 
     def values(self, layer: int) -> Tensor:
-        """[rows, G, L, D]; rows beyond the running ones hold anything."""
+        """Return [rows, G, L, D]; rows beyond the running ones hold anything."""
         return self._view(self._values[layer], self.length)
 
     def reserve(self, rows: int, needed: int) -> None:
@@ -111,7 +111,7 @@ class KVCache:
                 cache[targets] = cache[sources]
 
     def flat_index(self, positions: Tensor) -> Tensor:
-        """[n*G]: where position `positions[i]` of row i lies in a layer seen as [rows*G*L, D]."""
+        """Return [n*G]: the place of position `positions[i]` of row i in a layer seen as [rows*G*L, D]."""
         rows = torch.arange(len(positions), device=positions.device)
         return ((rows[:, None] * self.heads + self._head_index) * self.length + positions[:, None]).flatten()
 
@@ -122,7 +122,7 @@ class KVCache:
 
 
 def free_bytes(device: torch.device, sessions: int = 1) -> float:
-    """Memory one cache may take: its share of 0.8 of what is free now.
+    """Return the memory one cache may take: its share of 0.8 of what is free now.
 
     Args:
         device: where the cache lies. A GPU belongs to one process, host memory to all LOCAL_WORLD_SIZE of the machine
@@ -136,7 +136,8 @@ def free_bytes(device: torch.device, sessions: int = 1) -> float:
 
 
 def _free_on_gpu(device: torch.device) -> float:
-    """Bytes the driver has, and those of whole blocks that the allocator keeps: it gives these back when it needs more.
+    """Return the bytes the driver has, and those of whole blocks that the allocator keeps: it gives these back when it
+    needs more.
 
     The rest of a block that is partly in use (`inactive_split`) is no room for a cache.
     """

@@ -55,7 +55,7 @@ class EmbeddedEngine:
 
     @property
     def chunks(self) -> Sequence[PolicyModel]:
-        """What it decodes with."""
+        """The model chunks that decode."""
         return self._chunks
 
     def generate(
@@ -92,7 +92,7 @@ class EmbeddedEngine:
         return _Turns(TurnSession(stage, sampling, stop_ids, limits, sequences, longest), self.weight_version)
 
     def _any_replica(self, busy: bool) -> bool:
-        """Whether a replica that shares experts with this one is busy."""
+        """Tell whether a replica that shares experts with this one is busy."""
         if self._chunks[0].config.num_moe_experts is None:
             return busy
         return bool(self._mesh.expert.all_max(int(busy), next(self._chunks[0].parameters()).device))
@@ -100,7 +100,7 @@ class EmbeddedEngine:
     def _run(
         self, requests: list[Request], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
     ) -> list[Any]:
-        """Samples of this process's requests, in order."""
+        """Return the samples of this process's requests, in order."""
         running = max(1, self._config.max_running // self._mesh.cp.size)
         lanes = self._lanes(requests, running)
         running = max(1, running // lanes)
@@ -121,7 +121,8 @@ class EmbeddedEngine:
         return in_order(run_lanes(sessions), requests, shares)
 
     def _lanes(self, requests: Sequence[Request], running: int) -> int:
-        """How many sessions share the CPU threads of this process; 1 where collectives fix the order of steps."""
+        """Return the number of sessions that share the CPU threads of this process; 1 where collectives fix the order
+        of steps."""
         if not self._mesh.is_trivial or next(self._chunks[0].parameters()).is_cuda:
             return 1
         rows = min(running, sum(len(r.seeds) for r in requests))
@@ -165,7 +166,7 @@ class _Turns:
 
 
 def _ignore(samples: int) -> None:
-    """Nobody wants to know how far generation is."""
+    """Ignore progress: nobody asked for it."""
 
 
 def run_lanes(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -184,7 +185,8 @@ def run_lanes(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def share_out(requests: Sequence[Request], parts: int) -> list[list[int]]:
-    """Request numbers of each part: heaviest first to the lightest part, deterministic, order kept within a part."""
+    """Return the request numbers of each part: heaviest first to the lightest part, deterministic, order kept within a
+    part."""
     shares: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
     for number in sorted(range(len(requests)), key=lambda i: -len(requests[i].seeds)):
@@ -195,7 +197,7 @@ def share_out(requests: Sequence[Request], parts: int) -> list[list[int]]:
 
 
 def in_order(parts: Sequence[Sequence[Any]], requests: Sequence[Request], shares: Sequence[Sequence[int]]) -> list[Any]:
-    """Samples of all requests in request order, from the samples of each share."""
+    """Return the samples of all requests in request order, from the samples of each share."""
     groups: dict[int, list[Any]] = {}
     for part, share in zip(parts, shares, strict=True):
         samples = iter(part)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 def row_bucket(rows: int, slots: int) -> int:
-    """Smallest of 1, 2, 4, 8, then multiples of 8 up to 64 and of 32 above, that holds `rows`; at most `slots`."""
+    """Return the smallest of 1, 2, 4, 8, then multiples of 8 up to 64 and of 32 above, that holds `rows`; at most
+    `slots`."""
     if rows <= 8:
         size = 1 << (rows - 1).bit_length()
     else:
@@ -25,18 +26,18 @@ def row_bucket(rows: int, slots: int) -> int:
 
 
 def slots_below(fit: int) -> int:
-    """The largest row bucket of at most `fit` rows."""
+    """Return the largest row bucket of at most `fit` rows."""
     return next(rows for rows in range(fit, 0, -1) if row_bucket(rows, rows + 32) == rows)
 
 
 def cache_length(longest: int) -> int:
-    """Positions of a cache for sequences of up to `longest`: an eighth more at most (64 for short ones)."""
+    """Return the positions of a cache for sequences of up to `longest`: an eighth more at most (64 for short ones)."""
     step = max(64, 1 << max(0, (longest - 1).bit_length() - 4))
     return -(-longest // step) * step
 
 
 def length_bucket(needed: int, max_length: int) -> int:
-    """Smallest of 128, 256, 512, ... that holds `needed`; at most `max_length`."""
+    """Return the smallest of 128, 256, 512, ... that holds `needed`; at most `max_length`."""
     return min(max(128, 1 << (needed - 1).bit_length()), max_length)
 
 

@@ -73,7 +73,7 @@ class WeightInbox:
 
     @contextlib.contextmanager
     def generating(self, deadline_s: float, version: int | None = None) -> Iterator[int]:
-        """Nothing is written into the parameters inside the block. Collective over the engine.
+        """Allow no write to the parameters inside the block. Collective over the engine.
 
         Args:
             deadline_s: of the wait for weights.
@@ -120,7 +120,7 @@ class WeightInbox:
         self._listener.close()
 
     def _enter(self, deadline_s: float, version: int | None) -> tuple[bool, str | None]:
-        """Whether generation has begun here, and why not."""
+        """Tell whether generation has begun here, and why not."""
         with self._changed:
             settled = self._changed.wait_for(
                 lambda: not self._paused and (self._holds(version) or self._is_past(version)), max(deadline_s, 0.0)
@@ -136,12 +136,12 @@ class WeightInbox:
         return version is None or (self._whole and read_tag(self.version)[0] == version)
 
     def _is_past(self, version: int | None) -> bool:
-        """What is held is newer than `version`."""
+        """Tell whether newer weights than `version` are held."""
         return version is not None and self._whole and read_tag(self.version)[0] > version
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
-        """One trainer rank's connection."""
+        """Return one trainer rank's connection."""
         conversation = _Conversation(self)
         try:
             yield conversation.handle
@@ -151,7 +151,7 @@ class WeightInbox:
     # -- steps of an update; called by threads of connections ---------------------------------------------------------
 
     def layout(self) -> dict[str, Any]:
-        """Where this rank stands, and the dtype of its parameters."""
+        """Return the coordinates of this rank, and the dtype of its parameters."""
         return {"at": dataclasses.astuple(self._coordinate), "dtype": str(self._dtype).removeprefix("torch.")}
 
     def pause(self, deadline_s: float) -> None:
@@ -165,7 +165,7 @@ class WeightInbox:
                 raise Refused(f"it still generates after {deadline_s:g} s")
 
     def begin(self) -> None:
-        """Tensors come; what a dead trainer left open ends here, and what it left half written must come whole."""
+        """Begin an update: what a dead trainer left open ends here, and what it left half written must come whole."""
         self._need(self._paused, "it was not paused")
         with self._writing:
             if not self._whole:
@@ -173,22 +173,22 @@ class WeightInbox:
             self._update, self._open = self._update + 1, True
 
     def end(self) -> None:
-        """No more tensors."""
+        """End the update: no more tensors come."""
         self._need(self._open, "no update is open")
         self._open = False
 
     def set_version(self, version: str) -> None:
-        """All of this version has come."""
+        """Note that all of this version has come."""
         if self._missing:
             raise Refused(f"{len(self._missing)} tensors never came, for example {min(self._missing)}")
         self.version, self._whole = version, True
 
     def held_version(self) -> dict[str, str]:
-        """What the weights are called."""
+        """Return the tag of the weights."""
         return {"version": self.version}
 
     def resume(self) -> None:
-        """Generation may begin."""
+        """Let generation begin."""
         self._need(self._whole, "it holds no whole weights")
         with self._changed:
             self._paused = False
@@ -200,7 +200,7 @@ class WeightInbox:
         return self._update
 
     def take_flat(self, flat: Tensor, tensors: Sequence[Sequence[Any]], update: int) -> None:
-        """Whole tensors (name, shape, dtype, first byte, bytes) in a flat buffer, of this update."""
+        """Take whole tensors (name, shape, dtype, first byte, bytes) in a flat buffer, of this update."""
         with self._on_device():
             self._need_open(update)
             for name, shape, dtype, start, nbytes in tensors:
@@ -211,7 +211,7 @@ class WeightInbox:
                 self._missing.discard(name)
 
     def take_changes(self, flat: Tensor, header: Sequence[Sequence[Any]], update: int) -> None:
-        """Distances and values of changed elements, see `megarl.sync.delta`, of this update."""
+        """Take distances and values of changed elements, see `megarl.sync.delta`, of this update."""
         steps, values = flat, flat[sum(count for *_, count in header) :]
         with self._on_device():
             self._need_open(update)
@@ -223,7 +223,7 @@ class WeightInbox:
                 steps, values = steps[count:], values[count * kind.itemsize :]
 
     def read_folder(self, folder: str, update: int) -> None:
-        """A folder of safetensors, unless another update began while this one waited."""
+        """Read a folder of safetensors, unless another update began while this one waited."""
         with self._on_device():
             self._need(self._paused and update == self._update, "not paused for this update")
             self._whole = False
@@ -232,7 +232,7 @@ class WeightInbox:
             self._missing = set()
 
     def checksums(self) -> dict[str, Any]:
-        """Of every part that this rank holds."""
+        """Return the checksums of every part that this rank holds."""
         found = {}
         for name, part in self._writer.parts():
             made = HostChecksum()
@@ -241,12 +241,12 @@ class WeightInbox:
         return {"checksums": found}
 
     def empty(self, nbytes: int) -> Tensor:
-        """Memory on the engine's device."""
+        """Return the memory on the engine's device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @property
     def rank(self) -> int:
-        """Of this process in the engine."""
+        """The rank of this process in the engine."""
         return self._group.rank
 
     def _need(self, held: bool, why: str) -> None:
@@ -254,13 +254,13 @@ class WeightInbox:
             raise Refused(why)
 
     def _need_open(self, update: int) -> None:
-        """Called by who writes next: from here on the parameters are of two versions."""
+        """Note, for the next writer, that from here on the parameters are of two versions."""
         self._need(self._open and update == self._update, "tensors outside of an update")
         self._whole = False
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """One writer at a time; the sender's buffer is free when the block is over."""
+        """Admit one writer at a time; the sender's buffer is free when the block is over."""
         with self._writing:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # this thread begins on device 0
@@ -270,7 +270,7 @@ class WeightInbox:
 
 
 class _Conversation:
-    """What one rank of a trainer asks, and the process groups that it shares with it."""
+    """The requests of one rank of a trainer, and the process groups shared with it."""
 
     def __init__(self, inbox: WeightInbox) -> None:
         self._inbox = inbox
@@ -303,7 +303,7 @@ class _Conversation:
             raise Refused(f"{type(error).__name__}: {error}") from error
 
     def leave_groups(self) -> None:
-        """The trainer's rank is gone, or done."""
+        """Leave the groups of a trainer's rank that is gone, or done."""
         for group, _ in self._groups.values():
             leave(group)
         self._groups = {}

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights are read: the decoding dtype, and for how many rows they are packed (0: not at all)."""
+    """The way weights are read: the decoding dtype, and for how many rows they are packed (0: not at all)."""
 
     dtype: torch.dtype
     pack_rows: int = 0
 
     def cast(self, weight: Tensor) -> Tensor:
-        """The weight itself, or its copy in the decoding dtype."""
+        """Return the weight itself, or a copy in the decoding dtype."""
         return weight.detach().to(self.dtype)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """x [n, in] -> x W^T + b."""
+        """Make the function x [n, in] -> x W^T + b."""
         w, b = self.cast(weight), None if bias is None else self.cast(bias)
         if not self.pack_rows:
             return lambda x: F.linear(x, w, b)
@@ -52,7 +52,7 @@ class Recipe:
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
 
     def head(self, weight: Tensor) -> Linear:
-        """x [n, in] -> logits, as scoring computes them."""
+        """Make the function x [n, in] -> logits, as scoring computes them."""
         if self.pack_rows:
             return self.linear(weight)
         w = self.cast(weight)
@@ -92,7 +92,7 @@ class Layer:
             self._up, self._down = recipe.linear(mlp.linear_fc1.weight), recipe.linear(mlp.linear_fc2.weight)
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, rope: RopeTables, attend: Attend, lockstep: int) -> Tensor:
-        """Adds `delta` and the attention to `hidden` [n, h] in place; returns the MLP's output, to be added."""
+        """Add `delta` and the attention to `hidden` [n, h] in place; returns the MLP's output, to be added."""
         if not len(hidden):
             return hidden if self._moe is None else self._moe(hidden, lockstep)
         # Megatron keeps [q heads, k, v] of a group side by side, which is the grouping that decoding wants.
@@ -140,7 +140,7 @@ class DecoderStage:
             self._head = recipe.head(last.lm_head_weight)
 
     def _load_kernels(self) -> CpuKernels | None:
-        """The compiled CPU kernels, where they fit this model."""
+        """Return the compiled CPU kernels, where they fit this model."""
         config, tp = self._config, self.mesh.tp.size
         widths = config.hidden_size, config.ffn_hidden_size // tp
         fits = CpuKernels.supports(self.dtype, config.kv_channels, *widths)

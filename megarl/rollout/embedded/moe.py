@@ -69,7 +69,7 @@ class MoE:
         return total[axis.rank * lockstep :][:n]
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights float32 [n, k] and expert numbers int64 [n, k]."""
+        """Return the weights float32 [n, k] and expert numbers int64 [n, k]."""
         logits = F.linear(x.float(), self._router)
         scores = torch.softmax(logits, dim=-1) if self._pre_softmax else logits
         top, experts = torch.topk(scores, self._topk, dim=-1)
@@ -77,14 +77,14 @@ class MoE:
         return (weights * self._scale if self._scale else weights), experts
 
     def _run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """What the local experts contribute to each token."""
+        """Return the contribution of the local experts to each token."""
         local = experts - self._first
         if x.is_cuda and len(x) <= _EVERY_TOKEN:
             return self._run_all(x, weights, local)
         return self._run_chosen(x, weights, local)
 
     def _run_chosen(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
-        """Each expert computes the tokens that chose it; the host has to know how many."""
+        """Compute in each expert the tokens that chose it; the host has to know how many."""
         out, topk = torch.zeros_like(x), local.shape[1]
         order = local.flatten().argsort(stable=True)
         numbers = torch.arange(len(self._experts) + 1, device=x.device)
@@ -99,7 +99,8 @@ class MoE:
         return out
 
     def _run_all(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
-        """Each expert computes all tokens, and those that did not choose it get nothing: the host need not wait."""
+        """Compute all tokens in each expert, and add nothing to those that did not choose it: the host need not
+        wait."""
         out = torch.zeros_like(x)
         for number, (up, down) in enumerate(self._experts):
             chosen = local == number

@@ -24,7 +24,7 @@ class Axis:
 
     @classmethod
     def of(cls, group: WorkerGroup) -> Axis:
-        """The axis along which these ranks lie; a group of one gives the trivial axis."""
+        """Return the axis along which these ranks lie; a group of one gives the trivial axis."""
         return cls() if group.size == 1 else cls(group.size, group.rank, group)
 
     def all_sum(self, x: Tensor) -> Tensor:
@@ -34,13 +34,13 @@ class Axis:
         return x
 
     def all_max(self, value: int, device: torch.device) -> int:
-        """Largest of one integer per rank."""
+        """Return the largest of one integer per rank."""
         if self.group is None:
             return value
         return int(self.group.all_reduce(torch.tensor([value], device=device), "max"))
 
     def gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape], in rank order."""
+        """Gather [size, *x.shape], in rank order."""
         if self.group is None:
             return x[None]
         return torch.stack(self.group.all_gather(x.contiguous()))
@@ -59,7 +59,7 @@ class Mesh:
 
     @classmethod
     def of(cls, layout: Layout) -> Mesh:
-        """The axes of the layout that holds the model."""
+        """Return the axes of the layout that holds the model."""
         return cls(
             tp=Axis.of(layout.tp_group),
             pp=Axis.of(layout.pp_group),
@@ -96,6 +96,6 @@ class Mesh:
         self.pp.group.send(hidden.contiguous(), dst=(self.pp.rank + 1) % self.pp.size)
 
     def recv_prev(self, like: Tensor) -> Tensor:
-        """Hidden states of the previous stage, received into `like`."""
+        """Return the hidden states of the previous stage, received into `like`."""
         assert self.pp.group is not None, "there are other stages"
         return self.pp.group.receive(like, src=(self.pp.rank - 1) % self.pp.size)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PushedWeights:
-    """What an embedded engine draws with: one version, from one `follow` to the next.
+    """The weights that an embedded engine generates with: one version, from one `follow` to the next.
 
     Args:
         engine: draws.
@@ -39,7 +39,7 @@ class PushedWeights:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """The parameters are those of the version that is followed, as long as the block runs. Collective.
+        """Keep the parameters those of the followed version as long as the block runs. Collective.
 
         Raises:
             WorkerError: they are not.

@@ -57,17 +57,17 @@ class EngineLayout:
         return [held_boxes(self.hf, at) for at in self.coordinates]
 
     def needs(self, rank: int, tensor: str) -> bool:
-        """True when `rank` holds any part of this tensor."""
+        """Tell whether `rank` holds any part of this tensor."""
         return tensor in self._boxes[rank]
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """Each box that `rank` holds is a parameter of its own."""
+        """Yield each box that `rank` holds as a parameter of its own."""
         for number, box in enumerate(self._boxes[rank].get(name, ())):
             part = tensor[tuple(slice(*span) for span in box)].to(self.dtype)
             yield part_name(name, box, number), part, part.numel()
 
     def make_checksum(self, nbytes: int) -> Checksum:
-        """SHA-256, on every device."""
+        """Return SHA-256, on every device."""
         return HostChecksum()
 
 
@@ -89,33 +89,33 @@ class EngineReceiver:
         self._ranks = _Ranks(self.name, self.url, addresses, key)
 
     def pause(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Generation that runs ends first, whatever the mode: it reads the parameters that are written."""
+        """Wait for running generation to end, whatever the mode: it reads the parameters that are written."""
         waiting = {"op": "pause", "deadline_s": _SHARE * step.deadline_s}
         self._ranks.ask(waiting, step, range(1))
         self._ranks.ask(waiting, step, range(1, self.layout.ranks))
 
     def loading(self, version: str, step: UpdateStep) -> None:
-        """An engine whose trainer is gone stays paused."""
+        """Do nothing: an engine whose trainer is gone stays paused."""
 
     def begin(self, step: UpdateStep) -> None:
         """Open it for tensors."""
         self._ranks.ask({"op": "begin"}, step)
 
     def end(self, step: UpdateStep) -> None:
-        """Nothing is derived from the parameters before the next generation."""
+        """End the update; nothing is derived from the parameters before the next generation."""
         self._ranks.ask({"op": "end"}, step)
 
     def set_version(self, version: str, step: UpdateStep) -> None:
-        """Refused while a tensor has never come."""
+        """Set the version; refused while a tensor has never come."""
         self._ranks.ask({"op": "set_version", "version": version}, step)
 
     def held_version(self, step: UpdateStep) -> str:
-        """That of all ranks."""
+        """Return the version that all ranks hold."""
         found = {answer["version"] for answer in self._ranks.ask({"op": "held_version"}, step)}
         return str(found.pop()) if len(found) == 1 else _MIXED
 
     def flush(self, mode: PauseMode, step: UpdateStep) -> None:
-        """No cache outlives a generation."""
+        """Do nothing: no cache outlives a generation."""
 
     def resume(self, step: UpdateStep) -> None:
         """Generate again; the first rank is the last one told, since the others follow it."""
@@ -123,47 +123,47 @@ class EngineReceiver:
         self._ranks.ask({"op": "resume"}, step, range(1))
 
     def done(self, version: str, folder: Path | None) -> None:
-        """Nobody keeps account."""
+        """Do nothing: nobody keeps account."""
 
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
-        """Each rank maps the buffer and copies what it holds of it."""
+        """Make each rank map the buffer and copy its parts."""
         pairs = zip(handles, entries, strict=True)
         messages = [{"op": "shared", "handle": handle, "tensors": _placed(wanted)} for handle, wanted in pairs]
         self._ranks.ask_each(messages, step)
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """It can."""
+        """Return True."""
         return True
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
-        """Each rank writes the elements that it holds."""
+        """Make each rank write the elements that it holds."""
         self._ranks.ask_each([{"op": "changes", "handle": handle, "header": header} for handle in handles], step)
         return True
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
-        """All ranks join."""
+        """Make all ranks join."""
         meeting = {"name": group.name, "address": group.address, "port": group.port, "size": group.size}
         limit = {"backend": group.backend, "deadline_s": step.deadline_s}
         self._ranks.ask({"op": "join"} | meeting | limit, step)
 
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
-        """Every rank gets the whole bucket, and copies what it holds."""
+        """Broadcast the whole bucket to every rank, which copies its parts."""
         size = sum(entry.nbytes for entry in entries)
         bucket = {"tensors": _placed(entries), "nbytes": size, "deadline_s": _SHARE * step.deadline_s}
         self._ranks.ask({"op": "broadcast", "name": group} | bucket, step)
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
-        """Each rank reads its own parts."""
+        """Make each rank read its own parts."""
         self._ranks.ask({"op": "folder", "folder": str(folder)}, step)
 
     def checksums(self, step: UpdateStep) -> Checksums:
-        """One of every part that a rank holds."""
+        """Return a checksum of every part that a rank holds."""
         return [answer["checksums"] for answer in self._ranks.ask({"op": "checksums"}, step)]
 
     def forget(self) -> None:
-        """Connections to it are made again."""
+        """Close its connections, which are made again."""
         self._ranks.close()
 
 
@@ -210,22 +210,22 @@ class EngineReceivers:
         return cls(made, cannot_map)
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """An engine needs no process other than the trainer."""
+        """Do nothing: an engine needs no process other than the trainer."""
 
     def acknowledge(self, number: int, version: int) -> None:
-        """It holds this version."""
+        """Note that it holds this version."""
         self.all[number].version = version
 
     def mark_failed(self, number: int, why: str) -> None:
-        """It is left out until `retry`."""
+        """Leave it out until `retry`."""
         self.all[number].version, self.all[number].answers = None, False
 
     def retry(self, number: int) -> None:
-        """The engine can be reached again: the next update brings everything. Call on every rank."""
+        """Include the engine again: it can be reached, and the next update brings everything. Call on every rank."""
         self.all[number].answers = True
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         for receiver in self.all:
             receiver.forget()
 
@@ -238,16 +238,16 @@ class _Ranks:
         self._clients: dict[int, MessageClient] = {}
 
     def ask(self, message: dict[str, Any], step: UpdateStep, ranks: range | None = None) -> list[dict[str, Any]]:
-        """The same of these ranks, or of all."""
+        """Send the same message to these ranks, or to all, and return their answers."""
         wanted = range(len(self._addresses)) if ranks is None else ranks
         return self._ask(dict.fromkeys(wanted, message), step)
 
     def ask_each(self, messages: Sequence[dict[str, Any]], step: UpdateStep) -> list[dict[str, Any]]:
-        """One message for each rank."""
+        """Send one message to each rank and return the answers."""
         return self._ask(dict(enumerate(messages)), step)
 
     def close(self) -> None:
-        """Hang up; the next question makes another connection."""
+        """Close the connection; the next request makes another one."""
         for rank in list(self._clients):
             self._clients.pop(rank).close()
 

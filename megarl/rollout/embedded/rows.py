@@ -1,4 +1,4 @@
-"""Which sequence sits in which cache row while sequences come back for further turns. Without tensors.
+"""The assignment of sequences to cache rows while sequences come back for further turns. Without tensors.
 
     row   0 ... running-1 | running ... used-1 | used ... slots-1
           decoded         | kept: their turn   | free
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RowAssignment:
-    """What admitted sequences need: (source, target) rows to copy all at once, and who is in which row now.
+    """The moves for admitted sequences: (source, target) rows to copy all at once, and who is in which row now.
 
     Attributes:
         kept: (sequence, row) of those whose row was kept.
@@ -37,7 +37,7 @@ class CacheRows:
         self._origin: list[int | None] = []
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """The turns in these running rows are over; they become kept ones. Returns the moves."""
+        """End the turns in these running rows, which become kept ones. Returns the moves."""
         self._begin()
         gone, left = set(rows), self.running - len(rows)
         movers = [row for row in range(left, self.running) if row not in gone]
@@ -89,7 +89,7 @@ class CacheRows:
         self._origin[a], self._origin[b] = self._origin[b], self._origin[a]
 
     def _moves(self) -> list[tuple[int, int]]:
-        """Rows that changed place, without those that nobody needs any more."""
+        """Return the rows that changed place, without those that nobody needs any more."""
         return [
             (origin, row)
             for row, origin in enumerate(self._origin)

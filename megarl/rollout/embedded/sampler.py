@@ -17,14 +17,14 @@ from megarl.rollout.embedded.parallel import Axis
 
 
 def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:
-    """The k-th largest of every row over all shards, [n, 1]."""
+    """Return the k-th largest of every row over all shards, [n, 1]."""
     top = torch.topk(z, min(k, z.shape[-1]), dim=-1).values
     top = tp.gather(top).transpose(0, 1).flatten(1)
     return torch.topk(top, min(k, top.shape[-1]), dim=-1).values[:, -1:]
 
 
 def _nucleus_floor(z: Tensor, top_p: float, tp: Axis) -> Tensor:
-    """The smallest logit of the smallest set of likeliest tokens whose mass reaches top_p, [n, 1]."""
+    """Return the smallest logit of the smallest set of likeliest tokens whose mass reaches top_p, [n, 1]."""
     full = tp.gather(z).transpose(0, 1).flatten(1)
     ordered = torch.sort(full, dim=-1, descending=True).values
     probs = torch.softmax(ordered, dim=-1)
@@ -64,7 +64,8 @@ class Sampler:
         self._stops = torch.tensor(local, dtype=torch.int64, device=device) if sampling.min_new_tokens else None
 
     def __call__(self, logits: Tensor, seeds: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [n] and log-probs float32 [n] (`SamplingConfig.logprobs`), the same on every rank of the axis.
+        """Return the tokens int64 [n] and log-probs float32 [n] (`SamplingConfig.logprobs`), the same on every rank of
+        the axis.
 
         Args:
             logits: [n, V / tp] or narrower, any float dtype.
@@ -87,7 +88,7 @@ class Sampler:
         return self._join(best, self._ids[column], logit, total)
 
     def _filter(self, z: Tensor, index: Tensor) -> Tensor:
-        """`z` with the excluded tokens at -inf: stop tokens that come too early, then top-k, then top-p."""
+        """Return `z` with the excluded tokens at -inf: stop tokens that come too early, then top-k, then top-p."""
         if self._stops is not None and self._stops.numel():
             early = (index < self._cfg.min_new_tokens)[:, None]
             z = z.index_copy(1, self._stops, z[:, self._stops].masked_fill(early, -torch.inf))
@@ -98,7 +99,7 @@ class Sampler:
         return z
 
     def _join(self, best: Tensor, token: Tensor, logit: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """The overall winner from the shards' winners; float64 holds token ids exactly."""
+        """Return the overall winner from the shards' winners; float64 holds token ids exactly."""
         shards = self._tp.gather(torch.stack([best, token, logit, total], dim=-1).double())
         winner = shards[:, :, 0].argmax(dim=0)
         row = torch.arange(len(winner), device=winner.device)

@@ -33,7 +33,7 @@ class Prefill:
 
 @dataclass
 class Admission:
-    """What entering samples need: prefill passes, and (source row, row) copies of prompts that a row already holds."""
+    """The work that entering samples need: prefill passes, and (source row, row) copies of prompts that a row holds."""
 
     samples: list[QueuedSample] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
@@ -80,7 +80,8 @@ class Scheduler:
         return admission
 
     def _pack(self, fresh: dict[int, list[int]]) -> list[Prefill]:
-        """Prompts of similar length side by side, each pass within the budget (a longer prompt has its own)."""
+        """Return the prompts of similar length side by side, each pass within the budget (a longer prompt has its
+        own)."""
         passes: list[Prefill] = []
         length = {request: self.running[rows[0]].prompt_tokens - 1 for request, rows in fresh.items()}
         for request in sorted(fresh, key=lambda r: length[r]):

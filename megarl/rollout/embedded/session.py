@@ -33,7 +33,7 @@ _CHECK_EVERY_GPU = 8
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """How much runs at a time: rows, prompt tokens per prefill pass, and sessions that share this process's memory."""
+    """The limits of a session: rows, prompt tokens per prefill pass, and sessions that share this process's memory."""
 
     max_running: int
     max_prefill_tokens: int
@@ -128,7 +128,7 @@ class Session:
         return slots
 
     def _slots(self, wanted: int, length: int, sessions: int) -> int:
-        """Rows that fit into memory, the same number on all ranks of the replica."""
+        """Return the rows that fit into memory, the same number on all ranks of the replica."""
         if wanted == 0:
             return 0
         row = KVCache.bytes_per_row(
@@ -146,7 +146,7 @@ class Session:
 
     @torch.inference_mode()
     def run(self) -> list[tuple[list[int], list[float], FinishReason]]:
-        """Tokens, log-probs and finish reason of every sample, in the order of requests and seeds."""
+        """Return the tokens, log-probs and finish reason of every sample, in the order of requests and seeds."""
         steps = 0
         while True:
             beat()
@@ -201,7 +201,7 @@ class Session:
         self._read([self._requests[r].prompt_ids[:-1] for r in batch.requests], batch.rows, lockstep)
 
     def _read(self, prompts: Sequence[list[int]], rows: Sequence[Sequence[int]], lockstep: int) -> None:
-        """One pass over tokens from position 0 on; the keys and values of each prompt go to all of its rows."""
+        """Run one pass over tokens from position 0 on; the keys and values of each prompt go to all of its rows."""
         lengths = [len(p) for p in prompts]
         attend = PromptAttention(self._cache, lengths, rows, self._scale)
         device = self._stage.device
@@ -210,13 +210,13 @@ class Session:
         self._stage.forward(tokens, positions, attend, want_logits=False, lockstep=lockstep)
 
     def _serve_experts(self, lockstep: int) -> None:
-        """A pass without tokens of its own, so that other ranks reach this rank's experts."""
+        """Run a pass without tokens of its own, so that other ranks reach this rank's experts."""
         nothing = torch.zeros(0, dtype=torch.int64, device=self._stage.device)
         attend = DecodeAttention(self._cache, nothing, 0, self._scale)
         self._stage.forward(nothing, nothing, attend, want_logits=False, lockstep=lockstep)
 
     def _padded(self, rows: int) -> int:
-        """Rows that a decode step of `rows` samples computes."""
+        """Return the rows that a decode step of `rows` samples computes."""
         return row_bucket(rows, self._cache.slots) if rows and self._cache.fixed else rows
 
     def _decode(self, rows: int, lockstep: int) -> None:
@@ -232,7 +232,7 @@ class Session:
         self._reach += 1
 
     def _extent(self, rows: int) -> tuple[int, int]:
-        """Rows and positions that a decode step of `rows` samples needs the cache to hold."""
+        """Return the rows and positions that a decode step of `rows` samples needs the cache to hold."""
         return rows, self._reach + 1
 
     def _step(self, rows: int, length: int, lockstep: int) -> None:
@@ -276,7 +276,7 @@ class Session:
         self._reach = int(state.position[:left].max()) if left else 0
 
     def _results(self) -> list[tuple[list[int], list[float], FinishReason]]:
-        """Results cut at the first end token; what ran on between two checks falls away."""
+        """Return the results cut at the first end token; what ran on between two checks falls away."""
         self._mesh.from_last_stage(self._logprobs)
         most = self._sampling.max_new_tokens
         tokens, logprobs = self._tokens[:-1, :most].cpu(), self._logprobs[:-1, :most].cpu()
@@ -294,7 +294,7 @@ class Session:
 
 
 def _room(requests: Sequence[Request], most: int, device: torch.device) -> Tensor | None:
-    """int64 [samples + 1]: tokens of each sample, at most; None when that is `most` for all."""
+    """Return int64 [samples + 1]: tokens of each sample, at most; None when that is `most` for all."""
     if all(request.room is None or request.room >= most for request in requests):
         return None
     room = [min(most, request.room or most) for request in requests for _ in request.seeds]

@@ -34,7 +34,7 @@ class StaleWeights:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the block the engine's parameters and its version are the old ones; after it, the current ones again.
+        """Make the engine's parameters and version the old ones inside the block, and the current ones again after it.
 
         Raises:
             ConfigError: the run was resumed: what older versions were is not in a checkpoint.

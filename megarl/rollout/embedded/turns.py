@@ -58,12 +58,12 @@ class TurnSession(Session):
         self._queue.append(sequence)
 
     def forget(self, sequence: int) -> None:
-        """Nothing more is asked of `sequence`."""
+        """Forget `sequence`: nothing more is asked of it."""
         if self._cached.pop(sequence, None) is not None and sequence in self._rows.holders:
             self._rows.forget(sequence)
 
     def abort(self, sequence: int) -> None:
-        """End the turn of `sequence` with what was drawn so far; the next `wait` gives it."""
+        """End the turn of `sequence` with what was sampled so far; the next `wait` gives it."""
         self._aborted.add(sequence)
 
     @torch.inference_mode()
@@ -88,7 +88,7 @@ class TurnSession(Session):
                 return drawn
 
     def _cut_aborted(self) -> dict[int, Drawn]:
-        """Aborted turns: those in the queue have nothing, those that run what was drawn of them."""
+        """Return the aborted turns: those in the queue have nothing, those that run what was sampled of them."""
         drawn: dict[int, Drawn] = {sequence: ([], [], "abort") for sequence in self._queue if sequence in self._aborted}
         self._queue = [sequence for sequence in self._queue if sequence not in drawn]
         rows = [row for row, sequence in enumerate(self._rows.holders) if sequence in self._aborted - drawn.keys()]
@@ -175,7 +175,7 @@ class TurnSession(Session):
         return drawn
 
     def _turns(self, sequences: list[int]) -> list[Drawn]:
-        """What was drawn, cut at the first end token or where there is no more room."""
+        """Return the sampled tokens, cut at the first end token or where there is no more room."""
         place = torch.tensor(sequences, device=self._stage.device)
         most = self._sampling.max_new_tokens
         tokens, room = self._tokens[place, :most].cpu(), self._rooms[place].cpu()
@@ -199,7 +199,8 @@ class TurnSession(Session):
 
 
 def _passes(lengths: Sequence[int], budget: int) -> list[slice]:
-    """Places of rising `lengths` that are read side by side: within the budget when all are padded to the longest."""
+    """Return the places of rising `lengths` that are read side by side: within the budget when all are padded to the
+    longest."""
     cuts = [0]
     for place, length in enumerate(lengths):
         if place > cuts[-1] and (place + 1 - cuts[-1]) * length > budget:

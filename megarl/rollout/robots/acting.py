@@ -1,4 +1,4 @@
-"""What a policy that acts takes and gives."""
+"""The interface of a policy that acts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PolicyCall:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a policy does: K actions of D numbers, drawn as K * D tokens.
+    """The output of a policy call: K actions of D numbers, sampled as K * D tokens.
 
     Attributes:
         token_ids: action after action.
@@ -49,5 +49,5 @@ class ActingPolicy(Protocol):
     blank: Chunk
 
     def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
-        """One chunk for each of `calls`, in their order."""
+        """Return one chunk for each of `calls`, in their order."""
         ...

@@ -35,7 +35,7 @@ _TRIM_BYTES = 256 << 20
 
 @dataclass
 class Episode:
-    """What was seen and done. All lists have one entry per policy call.
+    """The observations and actions of an episode. All lists have one entry per policy call.
 
     Attributes:
         spec: of the task.
@@ -73,7 +73,8 @@ class Episode:
         return sum(self.executed)
 
     def fail(self, kind: str, why: str, blank: Chunk) -> None:
-        """Its simulator failed: nothing of it is trained on, or scored. Of no call at all `blank` takes the place."""
+        """Note that its simulator failed: nothing of it is trained on, or scored. `blank` replaces an episode without
+        any call."""
         self.failure, self.failure_kind, self.success, self.progress = why, kind, False, math.nan
         del self.seen[len(self.executed) :], self.chunks[len(self.executed) :]  # a call that was not answered
         frames = {name: np.zeros((*size, 3), np.uint8) for name, size in self.spec.cameras.items()}
@@ -84,7 +85,7 @@ class Episode:
             self.executed.append(0)
 
     def executed_tokens(self) -> NDArray[np.bool_]:
-        """bool [calls * K * D]: tokens of actions that were executed; none of an episode that failed."""
+        """Return bool [calls * K * D]: tokens of actions that were executed; none of an episode that failed."""
         made = [np.arange(len(chunk.token_ids)) < steps * self.spec.action_dim for chunk, steps in self._calls()]
         mask = np.concatenate(made)
         return mask & (not self.failure)
@@ -94,7 +95,7 @@ class Episode:
 
 
 def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> None:
-    """Write the fields of `episodes`, one per sample, into `samples`; all were drawn with `version` of the weights.
+    """Write the fields of `episodes`, one per sample, into `samples`; all were sampled with `version` of the weights.
 
     The episodes give up their pictures one after another, which would be in memory twice otherwise.
 
@@ -143,7 +144,7 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
 
 
 def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> torch.Tensor:
-    """A camera's pictures in one tensor uint8 [N, H, W, 3]; they are no longer in `seen`."""
+    """Return a camera's pictures in one tensor uint8 [N, H, W, 3]; they are no longer in `seen`."""
     found = np.empty((len(seen), *size, 3), np.uint8)
     trim = find_malloc_trim()
     every = max(1, _TRIM_BYTES // max(1, size[0] * size[1] * 3))

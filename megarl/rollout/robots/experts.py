@@ -29,7 +29,7 @@ _AHEAD = 16
 
 @dataclass
 class ExpertCounts:
-    """What `demonstrate` was.
+    """The counts of a call of `demonstrate`.
 
     Attributes:
         solved, unsolved: episodes, by task.
@@ -43,7 +43,7 @@ class ExpertCounts:
     steps: int = 0
 
     def describe(self) -> str:
-        """One line for the log.
+        """Return one line for the log.
 
         >>> ExpertCounts(Counter(push=2), Counter(push=1), Counter(crash=1), 31).describe()
         'experts solved 2 of 4 episodes in 31 environment steps; left out: 1 not solved (push 1), 1 failed (crash 1)'
@@ -86,7 +86,7 @@ def demonstrate(
     advance: Callable[[int], None] = lambda number: None,
     where: str = "sft.train_files",
 ) -> Iterator[Demonstration]:
-    """Demonstrations of the episodes that their expert solved, in the order of `episodes`.
+    """Yield the demonstrations of the episodes that their expert solved, in the order of `episodes`.
 
     Nothing is played before the first one is asked for. While the last ones wait for one that takes long, up to 16
     episodes a slot are held.
@@ -199,7 +199,8 @@ class _Stage:
 
 
 def noises(seed: int, task: str, trial: int, steps: int, dim: int) -> Numbers:
-    """Standard normal numbers [steps, dim] of an episode, by a counter-based generator: a function of the arguments.
+    """Return the standard normal numbers [steps, dim] of an episode, by a counter-based generator: a function of the
+    arguments.
 
     The first k steps are the same whatever `steps` is.
     """

@@ -43,7 +43,7 @@ class PlayError(MegarlError):
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """How an episode begins.
+    """The start of an episode.
 
     Attributes:
         sample_id: names it in messages.
@@ -61,7 +61,7 @@ class EpisodeStart:
 
 @dataclass
 class PlayCounts:
-    """What a call of `play` was.
+    """The counts of a call of `play`.
 
     Attributes:
         wait_s: the policy had nothing to do, and waited for physics and pictures.
@@ -117,7 +117,7 @@ class Player:
         advance: Callable[[int], None] = lambda count: None,
         record: Recording | None = None,
     ) -> tuple[list[Episode], PlayCounts]:
-        """One episode per start, in their order. `advance(k)` is called when k more are over.
+        """Return one episode per start, in their order. `advance(k)` is called when k more are over.
 
         With `record` each has a clip of what the simulator showed (`Episode.clip`).
 
@@ -151,7 +151,7 @@ class _Game:
         self._come: dict[int, Answer] = {}  # on the first rank: answers that nobody has looked at
 
     def play(self) -> None:
-        """Until all episodes are over."""
+        """Play until all episodes are over."""
         for slot in sorted(slot for half in self._p.halves for slot in half):
             self._begin(slot)
         while self._playing:
@@ -181,7 +181,8 @@ class _Game:
                 self._p.pool.act(slot, chunk.actions)
 
     def _begin(self, slot: int) -> None:
-        """The next episode: of a task that the slot has a simulator of, if there is one left, else the first one."""
+        """Begin the next episode: of a task that the slot has a simulator of, if there is one left, else the first
+        one."""
         if not self._waiting:
             return
         kept = self._kept.setdefault(slot, set())
@@ -194,7 +195,7 @@ class _Game:
             self._p.pool.begin(slot, start.task, start.trial, self._record)
 
     def _take(self, slot: int, answer: Answer) -> bool:
-        """What an answer means for the slot's episode; whether it goes on."""
+        """Apply an answer to the slot's episode; tell whether it goes on."""
         number = self._playing[slot]
         episode, over = self.episodes[number], True
         if isinstance(answer, Failure):
@@ -238,7 +239,7 @@ class _Game:
         episode.clip = {camera: np.zeros((0, *cameras[camera], 3), np.uint8) for camera in recorded}
 
     def _answers(self, slots: list[int]) -> Mapping[int, Answer]:
-        """What these slots answer, on every rank."""
+        """Return the answers of these slots, on every rank."""
         began = time.monotonic()
         pool = self._p.pool
         if pool is not None:
@@ -295,7 +296,7 @@ def _unpacked(data: bytes) -> dict[int, Answer]:
 
 
 def _beginning(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """Arrays whose names go on after `prefix`, by what follows it."""
+    """Return the arrays whose names go on after `prefix`, by what follows it."""
     return {
         name.removeprefix(prefix): one for name, one in arrays.items() if name.startswith(prefix) and name != prefix
     }

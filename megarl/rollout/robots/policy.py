@@ -19,12 +19,12 @@ class Draw(Protocol):
     """Draws the tokens of policy calls; see `MegatronEngine.draw`."""
 
     def __call__(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
-        """Tokens and their log-probs."""
+        """Return the tokens and their log-probs."""
         ...
 
 
 class DrawingPolicy:
-    """An `ActingPolicy`: every call is a row of a batch, whose tokens are drawn.
+    """An `ActingPolicy`: every call is a row of a batch, whose tokens are generated.
 
     Args:
         draw: draws all tokens of rows, given those that stand there now.
@@ -34,7 +34,7 @@ class DrawingPolicy:
         parallel: all tokens of a call are predicted at once; else one after another, each from the earlier ones.
 
     Attributes:
-        temperature: of what is drawn next; 0: the likeliest.
+        temperature: of what is sampled next; 0: the likeliest.
     """
 
     def __init__(self, draw: Draw, codec: ActionCodec, cameras: Sequence[str], chunk: int, *, parallel: bool) -> None:

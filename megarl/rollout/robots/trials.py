@@ -49,14 +49,14 @@ class Trials:
         return len(self.pairs)
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         tasks = dict.fromkeys(task for task, _ in self.pairs)
         named = Counter(self.sets[pair] for pair in self.pairs if pair in self.sets)
         parts = "".join(f", {number} of them {name}" for name, number in named.items())
         return f"{self.split}: {count(len(self), 'start state')} of {count(len(tasks), 'task')}{parts}"
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Those at `indices`, as rows of prompts; `row` has `task` and `trial`."""
+        """Return the trials at `indices`, as rows of prompts; `row` has `task` and `trial`."""
         pairs = [self.pairs[index] for index in indices]
         return Batch(
             {"prompt_ids": Jagged.from_list([list(self.prompts[task]) for task, _ in pairs], dtype=torch.int64)},
@@ -80,7 +80,7 @@ def part_trials(
     val_trained: int = 0,
     val_evaluation: int | None = None,
 ) -> dict[Split, list[tuple[str, int]]]:
-    """Which start states of each task are trained on, and which are measured; the same whatever other tasks there are.
+    """Return the start states of each task for training and for measuring; the same whatever other tasks there are.
 
     Args:
         tasks: what is played.
@@ -117,7 +117,7 @@ def part_trials(
 def val_sets(
     tasks: Iterable[TaskSpec], parted: Mapping[Split, Sequence[tuple[str, int]]]
 ) -> dict[tuple[str, int], str]:
-    """Of the start states that validation measures, the sets of those that bear more than the task's name."""
+    """Return the sets of those start states of validation whose set has more than the task's name."""
     first = {task.name: task.trials - task.evaluation for task in tasks}
     trained = set(parted["train"])
     named = {pair: "eval_ood" if pair[1] >= first[pair[0]] else "train_iid" for pair in parted["val"]}
@@ -137,7 +137,8 @@ def _too_few(task: TaskSpec, key: str, found: object, most: int) -> ConfigError:
 def limited(
     pairs: Sequence[tuple[str, int]], limit: int | None, sets: Mapping[tuple[str, int], str] | None = None
 ) -> list[tuple[str, int]]:
-    """At most `limit` of `pairs` in their order, as many of each task and set as of others (`data.max_val_samples`).
+    """Return at most `limit` of `pairs` in their order, as many of each task and set as of others
+    (`data.max_val_samples`).
 
     >>> limited([("a", 1), ("a", 5), ("a", 7), ("b", 2)], 3)
     [('a', 1), ('a', 5), ('b', 2)]

@@ -1,4 +1,5 @@
-"""What a policy sees of what a simulator shows: pictures of some cameras at its own size, and its state in -1 to 1."""
+"""The policy's view of a simulator's observation: pictures of some cameras at its own size, and its state in -1 to
+1."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ class View:
     states: ActionStatistics | None = None
 
     def __call__(self, seen: Observation) -> Observation:
-        """What the policy sees of `seen`."""
+        """Return the policy's view of `seen`."""
         frames = {name: self.pictures(torch.from_numpy(seen.frames[name])).numpy() for name in self.cameras}
         state = seen.state if self.states is None else self.states.normalise(seen.state)
         return replace(seen, frames=frames, state=state)
 
     def of_answer(self, answer: Answer) -> Answer:
-        """The same of what a simulator's process answered."""
+        """Return the policy's view of the answer of a simulator's process."""
         if isinstance(answer, Observation):
             return self(answer)
         if isinstance(answer, Outcome):
@@ -46,11 +47,12 @@ class View:
         return answer
 
     def upright(self, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Frames [..., H, W, 3] of a simulator that renders upside down, turned; nothing else is done to them."""
+        """Return the frames [..., H, W, 3] of a simulator that renders upside down, turned; nothing else is done to
+        them."""
         return np.ascontiguousarray(frames[..., ::-1, ::-1, :]) if self.pictures.rotate else frames
 
     def of_task(self, spec: TaskSpec) -> TaskSpec:
-        """The task as it is seen.
+        """Return the task as it is seen.
 
         Raises:
             ConfigError: it has no such camera, or a state of another size than the statistics are of.

@@ -21,13 +21,14 @@ _SHOWN = 500  # characters of a refusal that go into the message
 
 @functools.cache
 def tls_context() -> ssl.SSLContext:
-    """For `https://`: certificate and host name are checked, against the system's authorities or SSL_CERT_FILE."""
+    """Return the context for `https://`: certificate and host name are checked, against the system's authorities or
+    SSL_CERT_FILE."""
     return ssl.create_default_context()
 
 
 @dataclass(frozen=True)
 class ServerApi:
-    """How to reach one server.
+    """The HTTP interface of one server.
 
     Attributes:
         url: `http://host:port` or `https://host:port`, and a path in front of the server's own where a proxy wants one.
@@ -84,7 +85,7 @@ class ServerApi:
         return answer
 
     def _exchange(self, path: str, payload: dict[str, Any] | None, method: str, end: float) -> tuple[int, str]:
-        """Status and body of the answer."""
+        """Return the status and body of the answer."""
         body = None if payload is None else json.dumps(payload).encode()
         headers = self.headers | ({} if body is None else {"Content-Type": "application/json"})
         connection, prefix = self._connection(_left(end))
@@ -106,7 +107,7 @@ class ServerApi:
             connection.close()
 
     def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
-        """A connection that is not open yet, and the path of `url`, which every request begins with."""
+        """Return a connection that is not open yet, and the path of `url`, which every request begins with."""
         place = urlsplit(self.url)
         host, prefix = place.hostname or "", place.path.rstrip("/")
         if place.scheme == "https":

@@ -18,7 +18,7 @@ _POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
 
 
 def make_checksum(nbytes: int, *, on_gpu: bool) -> Checksum:
-    """The checksum that a server on that kind of device gives of a tensor of `nbytes` bytes."""
+    """Return the checksum that a server on that kind of device gives of a tensor of `nbytes` bytes."""
     return DeviceChecksum(nbytes) if on_gpu else HostChecksum()
 
 
@@ -40,7 +40,7 @@ class DeviceChecksum:
         self._rest = flat[whole:].clone()
 
     def hexdigest(self) -> str:
-        """16 digits."""
+        """Return the checksum as 16 digits."""
         if self._nbytes == 0:
             return f"{0:016x}"
         if self._rest is not None and self._rest.numel():
@@ -53,7 +53,7 @@ class DeviceChecksum:
         return f"{x:016x}"
 
     def _add(self, flat: Tensor) -> None:
-        """Tiles of a multiple of 4 bytes; only the last may be short."""
+        """Add tiles of a multiple of 4 bytes; only the last may be short."""
         words = flat.view(torch.int32).to(torch.int64) & _WORD
         at = torch.arange(self._words, self._words + words.numel(), device=words.device) & _WORD
         self._words += words.numel()
@@ -68,7 +68,7 @@ class DeviceChecksum:
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """The lower 32 bits of x * factor; x and factor below 2**32, whose product does not fit into 63 bits."""
+    """Return the lower 32 bits of x * factor; x and factor below 2**32, whose product does not fit into 63 bits."""
     return (((x >> 16) * factor & 0xFFFF) * 65536 + (x & 0xFFFF) * factor) & _WORD
 
 

@@ -52,7 +52,7 @@ class GenerationClient:
         self._failures: deque[LostServer] = deque()
 
     def failures(self) -> list[LostServer]:
-        """Servers that failed since the last call. From any thread."""
+        """Return the servers that failed since the last call. From any thread."""
         return taken(self._failures)
 
     def add(self, servers: Mapping[int, ServerApi]) -> None:
@@ -135,7 +135,7 @@ class Dispatch:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Servers can be asked inside; they are watched meanwhile."""
+        """Keep connections and watch the servers inside the block."""
         import aiohttp
 
         self._freed = asyncio.Condition()
@@ -161,7 +161,7 @@ class Dispatch:
             self._watches.append(asyncio.create_task(self._watch(number, server)))
 
     def forget(self, prompt: int) -> None:
-        """No more samples of `prompt` will come."""
+        """Forget `prompt`: no more samples of it will come."""
         self._router.forget(prompt)
 
     async def finish(self, samples: Sequence[ServedSample]) -> None:
@@ -327,7 +327,7 @@ def taken(failures: deque[LostServer]) -> list[LostServer]:
 
 
 def for_others(error: BaseException) -> dict[str, Any]:
-    """Fields of the ServerError that stands for `error` on other ranks."""
+    """Return the fields of the ServerError that stands for `error` on other ranks."""
     if isinstance(error, ServerError):
         return vars(error)
     return {"server": "the client", "url": "", "phase": "generation", "reason": f"{type(error).__name__}: {error}"}

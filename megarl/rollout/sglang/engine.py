@@ -72,7 +72,7 @@ class SglangEngine:
         fleet: the servers.
         replica: this rank's place.
         catch_up: brings the servers that are not current to the weights of `weight_version`; collective. None: nobody
-            can while samples are drawn.
+            can while samples are generated.
         run: this run's name in what servers call their weights (`version_tag`); an answer with others is refused.
 
     Attributes:
@@ -135,7 +135,7 @@ class SglangEngine:
         done: Callable[[ServedSample], None],
         failures: deque[LostServer],
     ) -> Dispatch:
-        """Requests to `servers` for the weights of now; see `Dispatch` for `done` and `failures`."""
+        """Return the requests to `servers` for the weights of now; see `Dispatch` for `done` and `failures`."""
         tag = version_tag(self.weight_version, self._run_name)
         return Dispatch(self._config, servers, sampling, stop_ids, tag, done, failures)
 
@@ -145,7 +145,7 @@ class SglangEngine:
         self._untold += failures
 
     def tell(self) -> list[dict[str, Any]]:
-        """Fields of `LostServer` of what was noted since the last call, for the other ranks' `replace`."""
+        """Return the fields of `LostServer` of what was noted since the last call, for the other ranks' `replace`."""
         told, self._untold = self._untold, []
         return [asdict(failure) for failure in told]
 
@@ -170,7 +170,7 @@ class SglangEngine:
             self._catch_up()
 
     def leave(self) -> None:
-        """Samples are drawn. Servers on the trainer's devices that are starting take their share before it goes on.
+        """End generation. Servers on the trainer's devices that are starting take their share before it goes on.
 
         Collective over all ranks of the run.
         """
@@ -200,7 +200,8 @@ class SglangEngine:
         self._catch_up()
 
     def servers(self) -> list[Server]:
-        """Servers this replica may ask now, all of which hold the current weights: its own share, or the others'."""
+        """Return the servers this replica may ask now, all of which hold the current weights: its own share, or the
+        others'."""
         index, count, total = self.replica.index, self.replica.count, len(self._fleet.servers)
         mine = {n for n in range(total) if n % count == index} or {index % total}
         current = self._fleet.current(self.weight_version)
@@ -240,7 +241,7 @@ class SglangEngine:
             self._client.add({server.number: server.api for server in self.servers()})
 
     def _share(self, requests: Sequence[Request], samples: list[ServedSample]) -> list[list[Completion]]:
-        """The first rank's completions on all ranks of the replica, grouped by request."""
+        """Return the first rank's completions on all ranks of the replica, grouped by request."""
         done: list[dict[str, Any]] = [asdict(sample.completion()) for sample in samples]
         done = self.replica.group.broadcast_json(done)
         parts = iter(Completion(**fields) for fields in done)
@@ -248,4 +249,4 @@ class SglangEngine:
 
 
 def _ignore(samples: int) -> None:
-    """Nobody wants to know how far generation is."""
+    """Ignore progress: nobody asked for it."""

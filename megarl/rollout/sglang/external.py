@@ -56,7 +56,7 @@ def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | No
 
 
 def differences(server: Server, *, config: SGLangConfig, dtype: str, longest: int) -> list[Problem]:
-    """What a server was started with that does not fit the recipe.
+    """List the settings of a running server that do not fit the recipe.
 
     A dtype of `auto` does not fit: the server does not tell what it stands for.
 
@@ -78,7 +78,7 @@ def differences(server: Server, *, config: SGLangConfig, dtype: str, longest: in
 
 
 def _unfit(examine: Callable[[Server], list[Problem]], server: Server) -> str | None:
-    """Why a server that answers cannot be used."""
+    """Return the reason why a server that answers cannot be used."""
     try:
         problems = examine(server)
     except ServerError as error:
@@ -87,7 +87,7 @@ def _unfit(examine: Callable[[Server], list[Problem]], server: Server) -> str | 
 
 
 def _unclear(server: Server, why: str) -> Problem:
-    """Arguments of ConfigError for a server that does not say how it was started."""
+    """Return the arguments of ConfigError for a server that does not say how it was started."""
     return {
         "what": f"{server.api.name} at {server.api.url} does not say how it was started: /server_info: {why}",
         "where": "rollout.sglang.urls",
@@ -100,7 +100,7 @@ def _unclear(server: Server, why: str) -> Problem:
 def _differences(
     server: Server, info: dict[str, Any], config: SGLangConfig, dtype: str, longest: int
 ) -> Iterator[Problem]:
-    """Arguments of ConfigError for everything that does not fit."""
+    """Yield the arguments of ConfigError for everything that does not fit."""
     for name, kind in _SAID.items():
         if not isinstance(info.get(name), kind):
             yield _unclear(server, f"{name} is {info[name]!r}" if name in info else f"no {name} in its answer")

@@ -103,7 +103,7 @@ class Fleet:
         return self._config.health_timeout_s
 
     def current(self, version: int) -> list[Server]:
-        """Servers that hold weight version `version` and may be asked."""
+        """Return the servers that hold weight version `version` and may be asked."""
         return [server for server in self.servers if server.state == "current" and server.version == version]
 
     def mark_failed(self, server: Server, why: str) -> None:
@@ -111,7 +111,8 @@ class Fleet:
         server.state, server.version, server.why = "failed", None, why
 
     def acknowledge(self, server: Server, version: int) -> None:
-        """`server` has confirmed that it holds `version` only and has dropped every cache of older weights."""
+        """Note that `server` has confirmed that it holds `version` only and has dropped every cache of older
+        weights."""
         if server.state in ("starting", "failed"):
             raise ValueError(f"{server.api.name} is {server.state} and cannot hold weights")
         server.state, server.version = "current", version
@@ -138,11 +139,11 @@ class Fleet:
 
     @property
     def replaced(self) -> int:
-        """How often servers were started again so far."""
+        """The number of times that servers were started again so far."""
         return 0 if self.external else sum(server.restarts for server in self.servers)
 
     def need_one(self) -> None:
-        """The run cannot go on without any server.
+        """Raise an error if no server is left: the run cannot go on.
 
         Raises:
             ServerError: every server has failed.
@@ -210,14 +211,14 @@ class Fleet:
         self.close()
 
     def _mine(self) -> list[Server]:
-        """Servers that this rank looks after."""
+        """Return the servers that this rank looks after."""
         return [self.servers[number] for number in (*self._owned, *self._watched)]
 
     def _starting(self) -> list[Server]:
         return [server for server in self._mine() if server.state == "starting"]
 
     def share_failures(self) -> None:
-        """Every rank learns which servers any of them has marked as failed. Collective."""
+        """Share with every rank which servers any of them has marked as failed. Collective."""
         failed = [[s.number, s.why] for s in self.servers if s.state == "failed"]
         for reports in self._world.all_gather_json(failed):
             for number, why in reports:
@@ -254,7 +255,7 @@ class Fleet:
                 self._start_end[number] = time.monotonic() + self._config.start_timeout_s
 
     def _check(self) -> None:
-        """Starting processes that ended have failed. From the main thread, as `_restart`."""
+        """Mark starting processes that ended as failed. From the main thread, as `_restart`."""
         for number, process in self._owned.items():
             server = self.servers[number]
             if server.state == "starting":
@@ -278,7 +279,7 @@ class Fleet:
                         self.mark_failed(server, why)
 
     def _ailing(self, server: Server, end: float) -> str | None:
-        """Why this server cannot be used."""
+        """Return the reason why this server cannot be used."""
         why = health(server.api, end)
         return self.examine(server) if why is None and self.examine is not None else why
 
@@ -294,18 +295,18 @@ class Fleet:
         self.mark_failed(server, why)
 
     def _agree(self) -> None:
-        """Every rank learns what those that look after servers know of them."""
+        """Share with every rank what the ranks that look after servers know of them."""
         for reports in self._world.all_gather_json([_report(server) for server in self._mine()]):
             for report in reports:
                 self._adopt(report)
         self.need_one()
 
     def reports(self) -> list[dict[str, Any]]:
-        """What this fleet knows of all servers; JSON."""
+        """Return the state of all servers as this fleet knows it; JSON."""
         return [_report(server) for server in self.servers]
 
     def adopt(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Know what another fleet knew, which looks after the same servers. Call on every rank."""
+        """Adopt the state of another fleet that looks after the same servers. Call on every rank."""
         for report in reports:
             self._adopt(report)
 
@@ -321,7 +322,7 @@ class Fleet:
 
 
 def _report(server: Server) -> dict[str, Any]:
-    """What its owner knows of a server."""
+    """Return the state of a server as its owner knows it."""
     return {
         "number": server.number,
         "url": server.api.url,

@@ -1,4 +1,4 @@
-"""Which GPUs of a machine a server sees.
+"""The GPUs of a machine that a server sees.
 
     machine    0  1  2  3  4  5  6  7
     trainer    =========== (workers, in the order of their ranks)
@@ -23,7 +23,7 @@ SERVER_GPUS = "MEGARL_SERVER_GPUS"
 
 
 def deal(servers: int, ranks: int, workers: Sequence[int]) -> list[range]:
-    """Numbers of the servers of every machine: equally many where machines are alike.
+    """Return the numbers of the servers of every machine: equally many where machines are alike.
 
     Args:
         servers: of the run.
@@ -43,7 +43,8 @@ def deal(servers: int, ranks: int, workers: Sequence[int]) -> list[range]:
 def server_gpus(
     config: SGLangConfig, servers: int, local: int, workers: int, environment: Mapping[str, str], present: int
 ) -> tuple[str, ...] | None:
-    """GPUs that server `local` of this machine's `servers` sees, its own first; None: all that this process sees.
+    """Return the GPUs that server `local` of this machine's `servers` sees, its own first; None: all that this process
+    sees.
 
     A colocated one also sees the rest of the trainer's: ranks on all of them hand it memory to map.
 
@@ -79,7 +80,7 @@ def server_gpus(
 
 
 def _split(workers: int, environment: Mapping[str, str], present: int) -> tuple[list[str], list[str]]:
-    """This machine's GPUs: the trainer's, and those for servers."""
+    """Return this machine's GPUs: the trainer's, and those for servers."""
     if TRAINER_GPUS in environment:
         trainer = _names(environment[TRAINER_GPUS])
         everything = [str(gpu) for gpu in range(present)]

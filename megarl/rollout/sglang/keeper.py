@@ -45,7 +45,7 @@ _END_S = 5.0
 
 @dataclass(frozen=True)
 class Weights:
-    """What a server can load by itself, and the version's name."""
+    """The weights that a server can load by itself, and the version's name."""
 
     path: str
     load_format: str
@@ -75,11 +75,11 @@ class Keeper:
             )
 
     def open(self, api: ServerApi) -> None:
-        """An update of this server begins."""
+        """Begin an update of this server."""
         self._tell({"event": "open", "url": api.url, "api_key": api.api_key, "name": api.name})
 
     def loading(self, api: ServerApi, version: str) -> None:
-        """From here on the server may hold tensors of the version it was on and of `version`.
+        """Note that from now on the server may hold tensors of both its old version and `version`.
 
         Raises:
             ServerError: it does not say which version it is on.
@@ -87,12 +87,12 @@ class Keeper:
         self._tell({"event": "loading", "url": api.url, "versions": [_version_of(api, self._deadline_s), version]})
 
     def done(self, api: ServerApi, version: str, folder: Path | None) -> None:
-        """The server serves `version`; `folder`: where it can read all of it again, if anywhere."""
+        """Note that the server serves `version`; `folder`: where it can read all of it again, if anywhere."""
         where = None if folder is None else str(folder)
         self._tell({"event": "done", "url": api.url, "version": version, "folder": where})
 
     def close(self) -> None:
-        """The trainer ends. Servers whose update was not done are brought back."""
+        """End with the trainer. Servers whose update was not done are brought back."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -178,7 +178,7 @@ class Recovery:
         self._claim = f"{RESTORING} {secrets.token_hex(4)}"
 
     def say(self, text: str) -> None:
-        """Into the log."""
+        """Write into the log."""
         _say(f"{self.api.name} at {self.api.url}: {text}")
 
     def name(self, version: str) -> None:
@@ -231,14 +231,14 @@ class Recovery:
         raise ServerError(self.api.name, self.api.url, _PHASE, why)
 
     def _started_with(self) -> list[Weights]:
-        """The weights on its command line; updates do not change what /server_info says of them."""
+        """Return the weights on its command line; updates do not change what /server_info says of them."""
         info = self._call("/server_info", None, "GET")
         if info.get("load_format") == "dummy":
             return []
         return [Weights(info["model_path"], info.get("load_format") or "auto", info.get("weight_version") or "default")]
 
     def _call(self, path: str, payload: dict[str, Any] | None, method: str = "POST") -> dict[str, Any]:
-        """One step, with its deadline."""
+        """Make one call, with its deadline."""
         return self.api.call(path, payload, deadline_s=self.deadline_s, phase=_PHASE, method=method)
 
 

@@ -22,7 +22,7 @@ from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where this rank is: `machine` of `machines`, and whether it is the first of the `workers` there."""
+    """The place of this rank: `machine` of `machines`, and whether it is the first of the `workers` there."""
 
     machine: int = 0
     machines: int = 1
@@ -31,7 +31,7 @@ class WorkerPlace:
 
     @classmethod
     def from_environment(cls, cluster: ClusterConfig) -> WorkerPlace:
-        """The place of a worker among those of its team, from what its launcher says: torchrun's variables."""
+        """Return the place of a worker among those of its team, from what its launcher says: torchrun's variables."""
         values = os.environ
         workers = int(values.get("LOCAL_WORLD_SIZE", cluster.nproc // cluster.nnodes))
         machine, machines = int(values.get("GROUP_RANK", "0")), int(values.get("GROUP_WORLD_SIZE", "1"))
@@ -52,7 +52,7 @@ def open_fleet(
     host: str | None = None,
     world: WorkerGroup,
 ) -> Fleet:
-    """The servers of the run, started if they are ours, all of them answering. Collective over `group`.
+    """Return the servers of the run, started if they are ours, all of them answering. Collective over `group`.
 
     Args:
         config: `rollout.sglang`.
@@ -66,7 +66,7 @@ def open_fleet(
         key: that requests to started servers must carry; None: a random one.
         host: address of this machine, as all who speak to its servers reach it, where the recipe names none; None: the
             ranks of `world` do, and find one.
-        world: the ranks that look after the servers, and draw samples on them.
+        world: the ranks that look after the servers, and generate samples on them.
 
     Raises:
         ConfigError: no interpreter, the variable of `api_key_env` is not set, experts spread over ranks of a CPU, or a
@@ -98,7 +98,7 @@ def _external(config: SGLangConfig, place: WorkerPlace, world: WorkerGroup) -> F
 
 
 def _watches(place: WorkerPlace) -> bool:
-    """One rank of all looks after external servers."""
+    """Tell whether this rank looks after external servers: one of all ranks does."""
     return place.is_first and place.machine == 0
 
 

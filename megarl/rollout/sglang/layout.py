@@ -1,4 +1,4 @@
-"""How an SGLang server fuses and splits the tensors it is sent, so that the trainer can say what it must hold."""
+"""The way an SGLang server fuses and splits the tensors it is sent, so that the trainer knows what it must hold."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ServerLayout:
 
     @classmethod
     def of(cls, hf: PretrainedConfig, tp: int = 1, ep: int = 1, *, on_gpu: bool = False) -> ServerLayout:
-        """How servers of `tp` ranks hold this model."""
+        """Return the layout of this model on servers of `tp` ranks."""
         return cls(tp, ep, _Sizes.of(hf), on_gpu)
 
     @property
@@ -75,7 +75,7 @@ class ServerLayout:
         return self.tp
 
     def needs(self, rank: int, tensor: str) -> bool:
-        """True when `rank` holds any part of this tensor.
+        """Tell whether `rank` holds any part of this tensor.
 
         Experts lie in equal consecutive blocks over the ranks, as the server places them unless it balances experts.
         """
@@ -85,16 +85,18 @@ class ServerLayout:
         return int(found[1]) // (self.sizes.experts // self.ep) == rank // (self.tp // self.ep)
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """(server parameter, the part of `tensor` that follows in it, elements of the whole parameter) on one rank."""
+        """Yield (server parameter, the part of `tensor` that follows in it, elements of the whole parameter) on one
+        rank."""
         return _parts(name, tensor, self.sizes, self.tp, self.ep, rank)
 
     def make_checksum(self, nbytes: int) -> Checksum:
-        """That of the servers' device."""
+        """Return the checksum of the servers' device."""
         return make_checksum(nbytes, on_gpu=self.on_gpu)
 
 
 def _parts(name: str, tensor: Tensor, sizes: _Sizes, tp: int, ep: int, rank: int) -> Iterator[tuple[str, Tensor, int]]:
-    """(server parameter, the part of `tensor` that follows in it, elements of the whole parameter) on one rank."""
+    """Return (server parameter, the part of `tensor` that follows in it, elements of the whole parameter) on one
+    rank."""
     if found := _EXPERT.fullmatch(name):
         yield from _expert_parts(found, tensor, sizes, tp, ep, rank)
         return

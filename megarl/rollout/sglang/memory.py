@@ -30,7 +30,7 @@ class ServerMemory:
         self._held: dict[tuple[int, int], set[str]] = {}  # by number and restarts: a fresh server has everything
 
     def hold(self, *parts: str) -> None:
-        """Have these parts on the devices and no others.
+        """Keep exactly these parts on the devices.
 
         A server that refuses, or hangs, is marked failed on every rank and killed, which frees its memory.
         """

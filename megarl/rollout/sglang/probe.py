@@ -38,7 +38,7 @@ def greedy_probe(api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s:
 def probe_servers(
     fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadline_s: float, tag: str, world: WorkerGroup
 ) -> list[Probe]:
-    """A greedy probe of each of these servers, the same on every rank.
+    """Return a greedy probe of each of these servers, the same on every rank.
 
     One that does not answer, or not with the weights that are called `tag`, is marked failed.
 
@@ -62,6 +62,6 @@ def probe_servers(
 
 
 def probe_gap(probes: Sequence[Probe], trainer: Sequence[Sequence[float]]) -> float:
-    """Largest difference of log-probs of the probes' tokens between servers and trainer."""
+    """Return the largest difference of log-probs of the probes' tokens between servers and trainer."""
     pairs = ((p.logprobs, ours) for p, ours in zip(probes, trainer, strict=True))
     return max(abs(a - b) for theirs, ours in pairs for a, b in zip(theirs, ours, strict=True))

@@ -52,17 +52,17 @@ class SglangReceiver:
 
     @property
     def number(self) -> int:
-        """Of the server."""
+        """The number of the server."""
         return self.server.number
 
     @property
     def name(self) -> str:
-        """Of the server."""
+        """The name of the server."""
         return self.server.api.name
 
     @property
     def url(self) -> str:
-        """Of the server."""
+        """The address of the server."""
         return self.server.api.url
 
     @property
@@ -111,7 +111,7 @@ class SglangReceiver:
         self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False}, step)
 
     def held_version(self, step: UpdateStep) -> str:
-        """What the server calls its weights."""
+        """Return the server's name of its weights."""
         return str(self._call("/model_info", None, step, "GET").get("weight_version"))
 
     def flush(self, mode: PauseMode, step: UpdateStep) -> None:
@@ -135,7 +135,7 @@ class SglangReceiver:
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
-        """A payload of handles for each rank."""
+        """Send a payload of handles for each rank."""
         if use is None or not self._has(LOADER, step):
             self._load([bucket_payload(h, es) for h, es in zip(handles, entries, strict=True)], WHOLE, step)
             return
@@ -147,11 +147,11 @@ class SglangReceiver:
         self._load(payloads, LOADER, step)
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """Whether it has the loader, which has not refused yet."""
+        """Tell whether it has the loader, which has not refused yet."""
         return self._has(PATCH_LOADER, step)
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
-        """Changed elements for the loader."""
+        """Return the changed elements for the loader."""
         try:
             self._load([loader_payload(handle, header) for handle in handles], PATCH_LOADER, step)
         except ServerError as error:
@@ -162,7 +162,7 @@ class SglangReceiver:
         return True
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
-        """The server's ranks join."""
+        """Make the server's ranks join."""
         payload = {
             "master_address": group.address,
             "master_port": group.port,
@@ -174,7 +174,7 @@ class SglangReceiver:
         self._call("/init_weights_update_group", payload, step)
 
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
-        """One flat buffer."""
+        """Broadcast one flat buffer."""
         payload = {
             "names": [entry.name for entry in entries],
             "dtypes": [entry.dtype for entry in entries],
@@ -186,12 +186,12 @@ class SglangReceiver:
         self._call("/update_weights_from_distributed", payload, step)
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
-        """In one call."""
+        """Read the folder in one call."""
         payload = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
         self._call("/update_weights_from_disk", payload, step)
 
     def checksums(self, step: UpdateStep) -> Checksums:
-        """What the server says about its own parameters, by tensor-parallel rank."""
+        """Return the server's checksums of its own parameters, by tensor-parallel rank."""
         answer = self._call("/weights_checker", {"action": "checksum"}, step)
         try:
             # One list per data-parallel engine; those are not used, so there is one.
@@ -203,7 +203,7 @@ class SglangReceiver:
             raise ServerError(self.name, self.url, step.phase, reason) from error
 
     def forget(self) -> None:
-        """Under this address there may be another server the next time."""
+        """Forget it: under this address there may be another server the next time."""
         self._loaders.pop(self.url, None)
 
     def _has(self, loader: str, step: UpdateStep) -> bool:
@@ -242,7 +242,7 @@ class SglangReceivers:
         return OWN_GPUS if self.fleet.on_other_gpus and self.all and self.all[0].layout.on_gpu else ""
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """Servers that outlive the trainer are given a keeper."""
+        """Give a keeper to servers that outlive the trainer."""
         if self.fleet.external:
             self.keeper = Keeper(folder, deadline_s)
             for receiver in self.all:
@@ -257,6 +257,6 @@ class SglangReceivers:
         self.fleet.mark_failed(self.fleet.servers[number], why)
 
     def close(self) -> None:
-        """The keeper brings back what is not done."""
+        """End; the keeper brings back what is not done."""
         if self.keeper is not None:
             self.keeper.close()

@@ -1,4 +1,5 @@
-"""Which server gets the next sample: bounded, sticky per prompt, else the least loaded. Pure bookkeeping, no I/O."""
+"""The choice of the server for the next sample: bounded, sticky per prompt, else the least loaded. Pure bookkeeping, no
+I/O."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Router(Generic[Name]):
         self._home: dict[Hashable, Name] = {}
 
     def take(self, prompt: Hashable) -> Name | None:
-        """A slot for a sample of `prompt`, or None when it has to wait for one.
+        """Return a slot for a sample of `prompt`, or None when it has to wait for one.
 
         Raises:
             NoServerError: none is left.
@@ -67,7 +68,7 @@ class Router(Generic[Name]):
         self._lanes[name] = _Lane()
 
     def forget(self, prompt: Hashable) -> None:
-        """All samples of `prompt` are done."""
+        """Forget `prompt`: all its samples are done."""
         name = self._home.pop(prompt, None)
         if name is not None:
             self._lanes[name].prompts.discard(prompt)

@@ -45,11 +45,11 @@ class ServedSample:
     cached: int = 0
 
     def _most(self, sampling: SamplingConfig) -> int:
-        """Tokens of this sample, at most."""
+        """Return the tokens of this sample, at most."""
         return min(self.room or sampling.max_new_tokens, sampling.max_new_tokens)
 
     def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """Body of the /generate request for the rest of this sample."""
+        """Return the body of the /generate request for the rest of this sample."""
         settings: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -99,13 +99,13 @@ class ServedSample:
             self.interruptions += 1
 
     def completion(self) -> Completion:
-        """The finished sample."""
+        """Return the finished sample."""
         assert self.finish_reason is not None
         return Completion(self.token_ids, self.logprobs, self.finish_reason, runs_of(self.versions), self.cached)
 
 
 def samples_of(requests: Sequence[Request]) -> list[ServedSample]:
-    """Every sample of `requests`, in order."""
+    """Return every sample of `requests`, in order."""
     return [
         ServedSample(number, list(request.prompt_ids), seed, room=request.room)
         for number, request in enumerate(requests)
@@ -129,7 +129,7 @@ def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:
 
 
 def _own_version(found: object, tag: str) -> int:
-    """The version in `found`, which must be of the run of `tag` and not newer."""
+    """Return the version in `found`, which must be of the run of `tag` and not newer."""
     (number, run), (newest, own) = read_tag(found), read_tag(tag)
     if run != own:
         raise ValueError(f"drawn with the weights {found!r} of another run; this run has sent {tag!r}")

@@ -40,7 +40,7 @@ _CLASHES = ("address already in use", "is already in use", "eaddrinuse")
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What one server is started with.
+    """The settings that one server is started with.
 
     Attributes:
         number: among all servers of the run.
@@ -67,7 +67,7 @@ class ServerSpec:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The server's name in messages."""
         return f"server {self.number}"
 
     @property
@@ -76,7 +76,7 @@ class ServerSpec:
         return self.log_dir / f"server_{self.number}.log"
 
     def arguments(self, port: int) -> list[str]:
-        """Arguments of `sglang.launch_server`."""
+        """Return the arguments of `sglang.launch_server`."""
         c = self.config
         values = {
             "--model-path": self.model,
@@ -209,7 +209,7 @@ class ServerProcess:
         raise ServerError(self.spec.name, self.api.url, "start", f"{reason}\n{tail}" if tail else reason)
 
     def _log_text(self) -> str:
-        """What the server wrote since its last start."""
+        """Return the server's log since its last start."""
         with contextlib.suppress(OSError), self.spec.log.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode("utf-8", "replace")
@@ -217,7 +217,8 @@ class ServerProcess:
 
 
 def health(api: ServerApi, end: float) -> str | None:
-    """None when the server answers, else why it does not; takes no longer than until `time.monotonic()` is `end`."""
+    """Return None when the server answers, else the reason why not; takes no longer than until `time.monotonic()` is
+    `end`."""
     try:
         left = max(end - time.monotonic(), POLL_S)
         api.call("/health", deadline_s=min(HEALTH_S, left), phase="health", method="GET")
@@ -227,7 +228,8 @@ def health(api: ServerApi, end: float) -> str | None:
 
 
 def _start_process(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """`command` as a child of this process that writes to `log`, in a group of its own, which is ended as a whole."""
+    """Return `command` as a child of this process that writes to `log`, in a group of its own, which is ended as a
+    whole."""
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )

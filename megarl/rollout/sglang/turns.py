@@ -67,7 +67,7 @@ class TurnClient:
         self._in_loop(self._connection.enter_async_context(self._call.connected())).result(_CLOSE_S)
 
     def failures(self) -> list[LostServer]:
-        """Servers that failed since the last call."""
+        """Return the servers that failed since the last call."""
         return taken(self._failures)
 
     def add(self, servers: Mapping[int, ServerApi]) -> None:
@@ -85,7 +85,7 @@ class TurnClient:
         self._in_loop(self._run(self._call.abort(sample), group=False))
 
     def forget(self, prompt: int) -> None:
-        """No more samples of `prompt` will come."""
+        """Forget `prompt`: no more samples of it will come."""
         self._loop.call_soon_threadsafe(self._call.forget, prompt)
 
     def pause(self, seconds: float, *, whole: bool = False) -> None:
@@ -136,7 +136,7 @@ class TurnClient:
 
 @dataclass
 class _Report:
-    """What a rank tells the others when they meet.
+    """The report of a rank to the others when they meet.
 
     Attributes:
         busy: its episodes are not all over.
@@ -272,7 +272,7 @@ class ServerTurns:
             self._client.send(group)
 
     def _meet(self) -> list[_Report]:
-        """What all ranks report, by rank, once none is stuck. Collective over all ranks of the run."""
+        """Return the reports of all ranks, by rank, once none is stuck. Collective over all ranks of the run."""
         while True:
             self._send()
             error = None if self._client is None else self._client.error
@@ -317,7 +317,7 @@ class ServerTurns:
         self._recoveries += 1
 
     def _take(self) -> dict[int, Completion]:
-        """Turns that are over, on all ranks of the replica."""
+        """Return the turns that are over, on all ranks of the replica."""
         over = {sequence: s for sequence, s in self._samples.items() if s.finish_reason is not None}
         self._samples = {sequence: s for sequence, s in self._samples.items() if sequence not in over}
         plain = [[sequence, asdict(sample.completion())] for sequence, sample in over.items()]

@@ -24,7 +24,7 @@ from megarl.sync.shared import Handle, cuda_arguments
 
 
 def bucket_payload(handle: Handle, entries: Iterable[Entry]) -> str:
-    """Base64 of the pickle that hands `entries` of a shared buffer to one server rank."""
+    """Return the base64 of the pickle that hands `entries` of a shared buffer to one server rank."""
     metadata = [
         types.SimpleNamespace(
             name=entry.name,
@@ -40,7 +40,8 @@ def bucket_payload(handle: Handle, entries: Iterable[Entry]) -> str:
 
 
 def loader_payload(handle: Handle, header: Any) -> str:
-    """Base64 of the pickle that hands a buffer to one of our loaders in the server, which reads `header` first."""
+    """Return the base64 of the pickle that hands a buffer to one of our loaders in the server, which reads `header`
+    first."""
     return _pickled([(json.dumps(header), _tensor(handle))])
 
 
@@ -51,7 +52,7 @@ def _pickled(found: Any) -> str:
 
 
 def _tensor(handle: Handle) -> _Call:
-    """Is unpickled as the flat tensor of the handle."""
+    """Make the call that is unpickled as the flat tensor of the handle."""
     if "device" in handle:  # the server also takes the device's UUID for its number
         return _Call(reductions.rebuild_cuda_tensor, cuda_arguments(handle))
     named = (torch.UntypedStorage, handle["manager"].encode(), handle["name"].encode(), handle["bytes"])
@@ -61,7 +62,7 @@ def _tensor(handle: Handle) -> _Call:
 
 
 class _Call:
-    """Is pickled as the call `function(*arguments)`."""
+    """An object that is pickled as the call `function(*arguments)`."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._call = function, arguments
