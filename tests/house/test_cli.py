@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.commands import job
 from megarl.errors import DataError, UserError, WorkerError
 from megarl.processes import Stopped
 
@@ -55,7 +56,7 @@ def test_help_takes_less_than_half_a_second() -> None:
 
 def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(cli, "_job", lambda arguments: seen.append(arguments) or 0)
+    monkeypatch.setattr(job, "run", lambda arguments: seen.append(arguments) or 0)
 
     assert cli.main(["train", "r.yaml", "a.b=1", "--launcher", "ray", "c=2"]) == 0
     assert seen[0].overrides == ["a.b=1", "c=2"]
@@ -207,12 +208,12 @@ def test_doctor_lists_versions_and_devices(capsys: pytest.CaptureFixture[str]) -
 def test_eval_does_not_write_over_a_training_run(stage: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(f'{{"stage": "{stage}"}}')
     with pytest.raises(UserError, match=r"holds a training run(?s:.*)takes the model of that run"):
-        cli._refuse_trained(tmp_path, "eval")
+        job.refuse_trained(tmp_path, "eval")
     (tmp_path / "run.json").write_text('{"stage": "eval"}')
-    cli._refuse_trained(tmp_path, "eval")
+    job.refuse_trained(tmp_path, "eval")
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError):
-        cli._refuse_trained(tmp_path, "eval")
+        job.refuse_trained(tmp_path, "eval")
 
 
 def test_a_crash_leaves_its_log_in_a_file_of_its_own_for_its_owner_only(
@@ -238,5 +239,5 @@ def test_a_crash_leaves_its_log_in_a_file_of_its_own_for_its_owner_only(
 
 def test_the_command_to_go_on_shows_no_password(tmp_path: Path) -> None:
     arguments = cli.build_parser().parse_args(["train", "r.yaml", "tracking.mlflow_uri=https://me:secret@host"])
-    shown = cli._command_to_go_on(arguments, tmp_path, "auto", begun=True)
+    shown = job.command_to_go_on(arguments, tmp_path, "auto", begun=True)
     assert "'tracking.mlflow_uri=https://***@host'" in shown

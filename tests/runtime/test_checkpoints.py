@@ -13,6 +13,7 @@ from megarl import cli
 from megarl.artifacts.trained import Exported, exported, write_exported
 from megarl.artifacts.trained import best_step as noted_best
 from megarl.comm import WorkerGroup
+from megarl.commands import job
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
@@ -539,6 +540,6 @@ def test_the_command_to_go_on_names_where_it_begins(tmp_path, resume, saved, beg
         (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
         (tmp_path / "checkpoints" / "step_3" / "meta.json").write_text("{}")
     arguments = argparse.Namespace(command="train", recipe="r.yaml", overrides=[], launcher=None)
-    text = cli._command_to_go_on(arguments, tmp_path, resume, begun=begun)
+    text = job.command_to_go_on(arguments, tmp_path, resume, begun=begun)
     assert advice in text
     assert ("trainer.resume=auto" in text) == (begun and (resume == "never" or (saved and resume != "auto")))

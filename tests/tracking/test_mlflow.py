@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from megarl.cli import _warn_of_mlflow
+from megarl.commands.job import warn_of_mlflow
 from megarl.config.load import load_config
 from megarl.errors import ConfigError
 from megarl.tracking import mlflow_log, mlflow_store
@@ -130,11 +130,11 @@ def test_the_command_says_it_before_workers_start(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"tracking: {{mlflow_uri: '{closed_port()}'}}\n")
     with pytest.warns(UserWarning, match=r"tracking.mlflow_uri: MLflow does not answer at .*Connection refused"):
-        _warn_of_mlflow(load_config(recipe, []))
+        warn_of_mlflow(load_config(recipe, []))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _warn_of_mlflow(load_config(recipe, ["tracking.mlflow=false"]))
-        _warn_of_mlflow(load_config(recipe, ["tracking.mlflow_uri=null"]))
+        warn_of_mlflow(load_config(recipe, ["tracking.mlflow=false"]))
+        warn_of_mlflow(load_config(recipe, ["tracking.mlflow_uri=null"]))
 
 
 def test_what_waited_arrives_when_the_server_comes_back(tmp_path, uri, monkeypatch, caplog):

@@ -1,0 +1,232 @@
+"""`megarl train`, `sft`, `eval` and `generate`: check the recipe, start the workers, and tell how to go on."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.artifacts.records import read_run
+from megarl.checks import before_start
+from megarl.credentials import mask
+from megarl.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+
+# Work of each command's workers: command -> (entry, help)
+JOBS = {
+    "train": ("megarl.recipes.entry:train", "train with reinforcement learning, after the recipe's cold start"),
+    "sft": ("megarl.recipes.entry:sft", "supervised fine-tuning only"),
+    "eval": ("megarl.recipes.entry:evaluate", "score the model on the held-out prompts"),
+    "generate": ("megarl.recipes.entry:generate", "write responses to the held-out prompts"),
+}
+LAUNCHERS = ("local", "torchrun", "ray")
+
+
+def add_job(parser: argparse.ArgumentParser, job: str) -> None:
+    """Add the arguments of the command `job`."""
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a recipe file or the name of a shipped one"
+        + (" or, for the model of a run, its run folder" if job in ("eval", "generate") else ""),
+    )
+    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
+    parser.add_argument("--launcher", choices=LAUNCHERS, help="how processes start (default: launch.launcher)")
+    more = "; one that holds a run is continued" if job in ("train", "sft") else ""
+    text = f"the run folder, made when there is none{more} (default: a new one below tracking.dir)"
+    parser.add_argument("--run-dir", type=Path, help=text)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print configuration, graph, layout and checks; stop there"
+    )
+    parser.set_defaults(run=run)
+
+
+def read_recipe(arguments: argparse.Namespace) -> RunConfig:
+    """Return the recipe with its overrides, or that of the run folder named in its place; without credentials."""
+    from megarl.components import COMPONENTS
+    from megarl.config.load import find_recipe, hide_credentials, load_config
+
+    takes_runs = hasattr(arguments, "weights")
+    of_run = takes_runs and Path(arguments.recipe).is_dir()
+    if of_run:
+        _use_run(arguments)
+    find_recipe(arguments.recipe, takes_runs=takes_runs)
+    try:
+        config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS)
+    except ConfigError as error:
+        if not of_run:
+            raise
+        # Ignore keys of loss and estimator, which this command does not use; raise other problems again.
+        config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS, check_own=False)
+        print(f"megarl: warning: not used by megarl {arguments.command}: {error}", file=sys.stderr)
+    config = hide_credentials(config)
+    if getattr(arguments, "prompt", None):
+        from megarl.data.sources import as_prompts
+
+        config = config.model_copy(update={"data": as_prompts(config.data, arguments.prompt)})
+    return config
+
+
+def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print the plan of the command, and raise the problems that prevent it."""
+    from megarl.checks.checklist import Checklist
+    from megarl.checks.dry_run import make_plan
+    from megarl.checks.hub import check_hub
+    from megarl.config.base import raise_problems
+
+    rows = Checklist()
+    try:
+        if _check_inputs(config, arguments.command):
+            rows.ok("rows", "columns and tokens, as far as they can be read here")
+        else:
+            rows.skip("rows", "these sources are read when the run starts")
+    except UserError as error:
+        rows.from_error("rows", error)
+    plan = make_plan(config, arguments.launcher or config.launch.launcher, arguments.command, rows.items)
+    print(plan.text, flush=True)
+    raise_problems(plan.problems)
+    check_hub(config, arguments.command, ask=False)
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command on the launcher's workers, or show its plan; return the exit code."""
+    config = read_recipe(arguments)
+    config = before_start.with_steps(config) if arguments.command == "train" else config
+    if arguments.dry_run:
+        return _dry_run(config, arguments)
+    from megarl.checks.hub import check_hub
+    from megarl.checks.recipe import validate
+    from megarl.dag.placement import settled
+    from megarl.launchers.common import make_run_dir, process_of, run_workers
+
+    launcher = arguments.launcher or config.launch.launcher
+    checked = validate(config, launcher=launcher, job=arguments.command, run_dir=arguments.run_dir)
+    if arguments.command == "train" and checked.placement is not None:
+        config = settled(config, checked.placement)
+    check_hub(config, arguments.command, ask=True)
+    _check_inputs(config, arguments.command)
+    if arguments.command in ("eval", "generate") and arguments.run_dir is not None:
+        refuse_trained(arguments.run_dir, arguments.command)
+    if arguments.command != "generate":
+        warn_of_mlflow(config)
+    if arguments.command != "sft":
+        _warn_of_servers(config)
+    run_dir = make_run_dir(config, arguments.run_dir, arguments.command)
+    print(f"run folder: {run_dir}", flush=True)
+    before = process_of(run_dir)
+    code = run_workers(launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
+    begun = process_of(run_dir) != before  # else the start was refused, and the folder's content is not its own
+    if (
+        arguments.command in ("train", "sft")
+        and (code or read_run(run_dir).get("status") == "stopped")
+        and (code != UserError.exit_code or (begun and _has_saved(run_dir)))
+    ):
+        first = "correct what is named above, then\n            " if code == UserError.exit_code else ""
+        command = command_to_go_on(arguments, run_dir, config.trainer.resume, begun=begun)
+        print(f"  to go on: {first}{command}", file=sys.stderr)
+    return code
+
+
+def _has_saved(run_dir: Path) -> bool:
+    from megarl.artifacts.trained import steps_in
+
+    return bool(steps_in(run_dir / "checkpoints"))
+
+
+def _check_inputs(config: RunConfig, job: str) -> bool:
+    """Read the run's inputs as far as that takes seconds: rows and their tokens, reward and environment.
+
+    Returns:
+        Whether there was a row that can be read here.
+    """
+    from megarl.checks.arguments import check_arguments
+    from megarl.checks.recipe import ConfigWarning
+    from megarl.checks.rows import check_rows
+    from megarl.envs.preflight import check_environment
+    from megarl.rewards.preflight import check_import
+    from megarl.tracking.mlflow_store import check_store
+
+    if job != "generate" and config.tracking.mlflow and config.tracking.mlflow_uri is not None:
+        check_store(config.tracking.mlflow_uri)
+    read = check_rows(config, job)
+    check_arguments(config)
+    if job != "generate":
+        check_import(config.reward)
+    ignored = check_environment(config)
+    if ignored is not None and job in ("train", "eval"):
+        warnings.warn(str(ignored), ConfigWarning, stacklevel=2)
+    return read
+
+
+def warn_of_mlflow(config: RunConfig) -> None:
+    """Warn at once that the MLflow server is down: the workers notice it only after loading their models."""
+    from megarl.checks.recipe import ConfigWarning
+    from megarl.tracking.mlflow_store import down_text, unreachable
+
+    uri = config.tracking.mlflow_uri
+    reason = unreachable(uri) if config.tracking.mlflow and uri is not None else None
+    if uri is not None and reason is not None:
+        warnings.warn(down_text(uri, reason), ConfigWarning, stacklevel=2)
+
+
+def _warn_of_servers(config: RunConfig) -> None:
+    """Warn at once that an address has no server: the workers notice it only after the cold start."""
+    from megarl.checks.before_start import silent_servers
+    from megarl.checks.recipe import ConfigWarning
+
+    silent = silent_servers(config)
+    if silent is not None:
+        warnings.warn(silent, ConfigWarning, stacklevel=2)
+
+
+def _use_run(arguments: argparse.Namespace) -> None:
+    """Let the command use configuration and model of the run folder that is named in place of a recipe."""
+    from megarl.artifacts.trained import better_before, use_model_of
+    from megarl.tracking.close import close_if_killed
+
+    run_dir = Path(arguments.recipe).resolve()
+    close_if_killed(run_dir)
+    overrides, what = use_model_of(run_dir, arguments.weights)
+    arguments.recipe, arguments.overrides = str(run_dir / "config.yaml"), [*overrides, *arguments.overrides]
+    print(f"model: {what}", flush=True)
+    better = better_before(run_dir) if arguments.weights == "best" else None
+    if better is not None:
+        print(f"megarl: warning: {better}", file=sys.stderr)
+
+
+def refuse_trained(run_dir: Path, command: str) -> None:
+    """Refuse to overwrite numbers and configuration of a training run."""
+    if read_run(run_dir).get("stage") in ("train", "sft") or (run_dir / "checkpoints").is_dir():
+        raise UserError(
+            "this folder holds a training run",
+            where="--run-dir",
+            found=str(run_dir),
+            allowed=f"a new folder, or one of an earlier megarl {command}",
+            fix=f"leave --run-dir out; megarl {command} {run_dir} takes the model of that run",
+        )
+
+
+def command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str, *, begun: bool) -> str:
+    """Return the same command with the run folder, and a description of its resume point.
+
+    Args:
+        arguments: of this command.
+        run_dir: the run folder.
+        resume: `trainer.resume`.
+        begun: the run has begun; else the checkpoints in the folder are of an earlier run.
+    """
+    from megarl.launchers.attempts import next_start
+
+    command = ["megarl", arguments.command, arguments.recipe, *map(mask, arguments.overrides)]
+    start, key = next_start(run_dir, resume, begun=begun)
+    if key != resume:
+        command.append(f"trainer.resume={key}")
+    if arguments.launcher is not None:
+        command += ["--launcher", arguments.launcher]
+    return f"{shlex.join([*command, '--run-dir', str(run_dir)])}\n            ({start})"
