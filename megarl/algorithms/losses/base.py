@@ -116,7 +116,7 @@ class Prologue:
         ratio, none = (self.ratio if ratio is None else ratio).detach(), torch.zeros_like(mask)
         numbers = [
             mask.sum(),
-            -self.log_ratio.sum(),
+            self.log_ratio.sum(),
             torch.where(mask, ratio, 0).sum(),
             torch.where(mask, ratio, torch.inf).min(),
             torch.where(mask, ratio, -torch.inf).max(),
@@ -124,9 +124,9 @@ class Prologue:
             (mask & (none if lower is None else lower)).sum(),
         ]
         # One transfer for all of them: each would stall a GPU separately.
-        count, kl, total, least, most, cut, stopped = torch.stack([x.double() for x in numbers]).tolist()
+        count, log_ratios, total, least, most, cut, stopped = torch.stack([x.double() for x in numbers]).tolist()
         if count:
-            metrics.mean("actor/ppo_kl", kl, count)
+            metrics.mean("actor/ppo_kl", 0.0 - log_ratios, count)  # a sum of zero stays positive
             metrics.min("actor/ratio_min", least)
             metrics.mean("actor/ratio_mean", total, count)
             metrics.max("actor/ratio_max", most)
