@@ -71,7 +71,7 @@ class FakeCase:
 
 
 class Storages(TorchDispatchMode):
-    """Bytes of all storages of fake tensors that are alive, and the most there have been.
+    """The bytes of all storages of fake tensors that are alive, and the most there have been.
 
     Operations on real tensors only (lengths, indices) are done for real, so that code can read them.
 

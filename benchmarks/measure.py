@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds that the model's matrix products need at this machine's rate, and nothing else."""
+    """The seconds that the model's matrix products need at this machine's rate, and nothing else."""
 
     gflops: float
     rollout_s: float

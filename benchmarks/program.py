@@ -103,7 +103,8 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 class OthersShare:
-    """Watches the machine while a block runs its programs as child processes that end before the block does.
+    """The share of the machine that others take while a block runs its programs as child processes that end before it
+    does.
 
     Attributes:
         share: after the block: CPU time that neither the children nor this process used, or that the hypervisor gave to

@@ -156,7 +156,7 @@ class Copy:
 
 
 class Way(NamedTuple):
-    """Bytes that went from a giver to a taker: seconds of all, of its parts, and of copying as many."""
+    """The bytes that went from a giver to a taker: seconds of all, of its parts, and of copying as many."""
 
     size: int
     seconds: float

@@ -70,7 +70,7 @@ def places_of(replicas: int) -> tuple[int, int]:
 
 
 class Callers:
-    """Workers that call a store in this process as their clients do; `store` is to be set."""
+    """The workers that call a store in this process as their clients do; `store` is to be set."""
 
     store: DurableCore
 

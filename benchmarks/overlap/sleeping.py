@@ -162,7 +162,7 @@ class Sleeping:
 
 
 class SleepingEngine(EmbeddedEngine):
-    """Holds the weights of an embedded engine, and does not use them."""
+    """An engine that holds the weights of an embedded engine and does not use them."""
 
     def __init__(self, work: Work, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -18,7 +18,7 @@ TOKEN_S = 0.05
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a run. Those of a sample are log-normal, in whole tokens, and follow from its seed.
+    """The seconds of a run. Those of a sample are log-normal, in whole tokens, and follow from its seed.
 
     Attributes:
         groups: of a step.

@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """Wall and CPU seconds from the end of a step to the end of the next one."""
+    """The wall and CPU seconds from the end of a step to the end of the next one."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -51,7 +51,7 @@ class Clock(TrainerCallback):
 
 
 class TimedTrainer(GRPOTrainer):
-    """Notes what of a step is generation."""
+    """A trainer that notes which part of a step is generation."""
 
     def __init__(self, clock: Clock, **settings: Any) -> None:
         super().__init__(callbacks=[clock], **settings)

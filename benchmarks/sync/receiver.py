@@ -83,7 +83,7 @@ class _Model:
 
 
 class Refused(Exception):
-    """Answered with `success: false`."""
+    """The error that is answered with `success: false`."""
 
 
 class Receiver:

@@ -316,7 +316,7 @@ def rewrite(module: str, source: str, *, cuda: bool) -> str:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module from changed source; an unchanged one keeps Python's own bytecode cache."""
+    """The loader of a module from changed source; an unchanged one keeps Python's own bytecode cache."""
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)

@@ -46,7 +46,7 @@ class Crossing(Protocol):
 
 
 class Exchange(Protocol):
-    """Shares samples out again among the replicas of a team; every rank of it calls this."""
+    """The redistribution of samples among the replicas of a team; every rank of it calls this."""
 
     def share(self, context: Any, node: Node, board: Batch) -> Batch:
         """Return `node` has made the samples on `board`: those that this replica goes on with."""
@@ -54,7 +54,7 @@ class Exchange(Protocol):
 
 
 class Executor:
-    """Runs a graph again and again; `statuses` and `seconds` tell about the nodes in the last walk.
+    """The object that runs a graph again and again; `statuses` and `seconds` tell about the nodes in the last walk.
 
     Args:
         graph: to walk.

@@ -11,7 +11,7 @@ from megarl.errors import UserError
 
 
 class TaskGraph:
-    """Nodes and the edges that follow from what they declare (`megarl.dag.edges`), without cycles.
+    """The nodes and the edges that follow from what they declare (`megarl.dag.edges`), without cycles.
 
     Args:
         id: name.

@@ -18,7 +18,7 @@ _SWEEPS = 24
 
 @dataclass
 class Drawing:
-    """Pixel coordinates.
+    """The pixel coordinates of a drawing.
 
     Attributes:
         width, height: of the whole drawing.
@@ -38,7 +38,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class _Lane:
-    """Stands for a long edge in a layer that it passes."""
+    """The place of a long edge in a layer that it passes."""
 
     source: str
     target: str

@@ -76,7 +76,7 @@ def begins_again(config: RunConfig, team: TeamPlan) -> bool:
 
 @dataclass(frozen=True)
 class Handover:
-    """Fields of one node that other teams read. All that a team is handed of a node comes in one or more of these.
+    """The fields of one node that other teams read. All that a team is handed of a node comes in one or more of these.
 
     Attributes:
         node: wrote them, and `giver` is its team.

@@ -26,7 +26,7 @@ class Kind(Enum):
 
 
 class Role(Enum):
-    """Whose work a stage is. Nodes of one role share a model, if the role has one."""
+    """The role that a stage belongs to. Nodes of one role share a model, if the role has one."""
 
     DEFAULT = "default"
     ACTOR = "actor"

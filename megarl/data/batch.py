@@ -22,8 +22,8 @@ torch_nested.install()
 
 
 class Batch:
-    """B samples. Fields are tensors [B, ...] or Jagged; columns are lists of B plain JSON values, or of handles of
-    work that this process waits for, which cannot be sent.
+    """A batch of B samples. Fields are tensors [B, ...] or Jagged; columns are lists of B plain JSON values, or of
+    handles of work that this process waits for, which cannot be sent.
 
     Tensors live in a TensorDict (jagged ones as torch nested tensors). Operations return new
     batches that may share memory with the old one; only `set` changes a batch in place.

@@ -30,7 +30,7 @@ Answer = Literal["there", "not there", "unknown"]
 
 @dataclass(frozen=True)
 class HubSource:
-    """Something of the hub. `key` is the recipe key that names it; `kind` is `models` or `datasets`."""
+    """A source on the hub. `key` is the recipe key that names it; `kind` is `models` or `datasets`."""
 
     key: str
     kind: str

@@ -24,7 +24,7 @@ class Indexed(Protocol):
 
 
 class PromptLoader:
-    """Iterator over this rank's share of each global batch.
+    """The iterator over this rank's share of each global batch.
 
     The epochs are laid end to end, each in its own order drawn from (seed, epoch), and cut into global batches of
     `batch_size`. So every sample is met exactly once per epoch, every batch is full, and nothing is dropped: where an

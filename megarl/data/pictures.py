@@ -105,7 +105,7 @@ PIPELINES = {
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Pictures -> pixels of one or more vision towers: (level / 255 - mean) / deviation, per channel.
+    """The step from pictures to pixels of one or more vision towers: (level / 255 - mean) / deviation, per channel.
 
     Attributes:
         means: of red, green and blue, for each tower.
@@ -194,7 +194,8 @@ def policy_normalisation(
 
 @dataclass(frozen=True)
 class VideoPipeline:
-    """Frames of an episode -> the clip that a video encoder reads. The defaults are V-JEPA 2's at 384 pixels.
+    """The step from frames of an episode to the clip that a video encoder reads. The defaults are V-JEPA 2's at 384
+    pixels.
 
     Attributes:
         frames: length of the clip.

@@ -34,7 +34,7 @@ _THINK = "<think>"
 
 
 class SFTDataset(PromptDataset):
-    """Prompts with the response to learn.
+    """The data set of prompts with the response to learn.
 
     Prompt and response are tokenised apart, as they are in RL, so that a model meets the same prompt tokens in both. A
     response may be messages: what others than the assistant say stands between its turns as in RL, and is not learnt.

@@ -33,7 +33,7 @@ def after_turn(render: Render) -> str | None:
 
 
 class Turns:
-    """Tokens of observations.
+    """The tokeniser of observations.
 
     Args:
         tokenizer: of the policy.

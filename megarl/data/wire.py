@@ -81,7 +81,7 @@ class Block:
 
 
 class Span(NamedTuple):
-    """Samples `start` to `stop` of a block."""
+    """The samples `start` to `stop` of a block."""
 
     block: Block
     start: int
@@ -118,7 +118,7 @@ class _Field(NamedTuple):
 
 
 class Packer:
-    """Writes blocks of the samples of a batch, which does not change meanwhile.
+    """The writer of blocks of the samples of a batch, which does not change meanwhile.
 
     Raises:
         ValueError: a column holds something that JSON would not give back unchanged, or a field has a dtype that the

@@ -33,7 +33,8 @@ _BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: below 1 - 0.85*
 
 
 class PackedAttention(MegatronModule):
-    """Attention of each sequence of a packed stream to itself; grouped queries, sliding window, context parallelism.
+    """The attention of each sequence of a packed stream to itself; grouped queries, sliding window, context
+    parallelism.
 
     Raises, when it is called:
         ValueError: a sliding window that is shorter than a sequence whose tokens see both ways.
@@ -152,7 +153,8 @@ def _torch_varlen(
 
 @dataclass(frozen=True)
 class AttentionBucket:
-    """Sequences attended in one call. Index tensors point into the query and key streams; None: the stream itself."""
+    """The sequences attended in one call. Index tensors point into the query and key streams; None: the stream
+    itself."""
 
     count: int
     q_length: int
@@ -260,7 +262,7 @@ def _zigzag_positions(place: torch.Tensor, local: torch.Tensor, cp: int, rank: i
 
 
 class _ToBucket(torch.autograd.Function):
-    """x[index], whose gradient at repeated (padding) rows is known to be zero or adds up."""
+    """The selection x[index], whose gradient at repeated (padding) rows is known to be zero or adds up."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ParameterCopies:
-    """Copies of the parameters that this process holds.
+    """The copies of the parameters that this process holds.
 
     Args:
         chunks: its parts of the model; their parameters stay the same tensors.

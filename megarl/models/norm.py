@@ -14,7 +14,7 @@ _BLOCK = 1 << 17  # elements of one block: half a megabyte in fp32, so that a bl
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / rms(x) * weight over the last dimension.
+    """The norm y = x / rms(x) * weight over the last dimension.
 
     Megatron's own wrapper of torch's norm refuses sequence parallelism; this one tags the weight, whose gradient
     Megatron then sums over the tensor-parallel ranks.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class ValueHead(MegatronModule):
-    """Linear map from hidden state to one value; weight [1, hidden] and the bias [1] that a checkpoint may bring are
-    the same on all tensor-parallel ranks."""
+    """The linear map from hidden state to one value; weight [1, hidden] and the bias [1] that a checkpoint may bring
+    are the same on all tensor-parallel ranks."""
 
     def __init__(self, config: PolicyConfig, where: torch.device, *, bias: bool) -> None:
         super().__init__(config=config)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Rope(torch.nn.Module):
-    """Frequencies of one model; the scaling kinds are transformers' own."""
+    """The frequencies of one model; the scaling kinds are transformers' own."""
 
     def __init__(self, hf: PretrainedConfig) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ _BLOCK = 1 << 19  # elements of one block of the input on a CPU: a megabyte in b
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up of `x` [..., 2 * width] = gate and up side by side -> [..., width].
+    """The function silu(gate) * up of `x` [..., 2 * width] = gate and up side by side -> [..., width].
 
     Megatron's unfused form adds an offset of zero, keeps two more activations and joins the halves' gradients by a
     copy; this one keeps its input only (Shazeer 2020, GLU Variants Improve Transformer).

@@ -42,7 +42,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes at the fullest moment of the passes, in addition to the model's state.
+    """The bytes at the fullest moment of the passes, in addition to the model's state.
 
     Attributes:
         kept: for the backward passes of the micro-batches in flight.
@@ -61,7 +61,7 @@ class Needed:
 
 
 class Activations:
-    """Formulas of one model under one layout.
+    """The formulas of one model under one layout.
 
     Args:
         element: bytes of a number of the model's dtype.

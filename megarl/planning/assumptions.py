@@ -95,7 +95,7 @@ def _number(name: str, text: str, where: str) -> float:
 
 @dataclass(frozen=True)
 class PlanAssumptions:
-    """Shares of the hardware's peak that are reached, fixed times, and what a recipe does not say. Defaults: a GPU.
+    """The shares of the hardware's peak that are reached, fixed times, and what a recipe does not say. Defaults: a GPU.
 
     Attributes:
         gemm_share: of the peak that large matrix products reach.

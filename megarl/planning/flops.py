@@ -23,7 +23,7 @@ SCORES = "scores"
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of a forward pass, and of the backward pass that follows it in training."""
+    """The FLOPs of a forward pass, and of the backward pass that follows it in training."""
 
     forward: float
 
@@ -61,7 +61,7 @@ def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
 
 @dataclass(frozen=True)
 class FlopCounter:
-    """FLOPs of one model.
+    """The FLOPs of one model.
 
     Attributes:
         per_token: forward FLOPs of all layers for one token, attention over the context and output head aside.

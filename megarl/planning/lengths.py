@@ -28,7 +28,7 @@ def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a response, log-normal and cut off.
+    """The distribution of a response's tokens, log-normal and cut off.
 
     Attributes:
         mean: tokens, if none were cut off.

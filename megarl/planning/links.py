@@ -10,7 +10,7 @@ from megarl.planning.hardware import Hardware
 
 @dataclass(frozen=True)
 class Links:
-    """Links of some hardware, as far as they are assumed to be reached.
+    """The links of some hardware, as far as they are assumed to be reached.
 
     A group of n ranks whose numbers are `stride` apart is inside a domain of fast links where n x stride fits into it.
     """

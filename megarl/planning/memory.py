@@ -369,7 +369,7 @@ def _known(sizes: Sizes, role: Role) -> ModelFacts:
 
 
 class _Models:
-    """Parts of a team's models, by role, and of servers on their devices.
+    """The parts of a team's models, by role, and of servers on their devices.
 
     Args:
         servers: weights on the team's devices, if any.

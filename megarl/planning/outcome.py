@@ -41,7 +41,7 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class ServerRoom:
-    """Room of an engine or a server for keys and values. [K1]
+    """The room of an engine or a server for keys and values. [K1]
 
     Attributes:
         engines: how many there are.

@@ -28,7 +28,7 @@ from megarl.planning.workload import Share
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a phase by one formula, of which docs/planning.md has the derivation.
+    """The seconds of a phase by one formula, of which docs/planning.md has the derivation.
 
     Attributes:
         formula: its tag there.

@@ -23,7 +23,7 @@ _HELD_CLIPS = 4  # frames that a simulator's process holds, per frame of a clip
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Sizes of V-JEPA 2: the defaults are those of its largest published one, at 384 pixels."""
+    """The sizes of V-JEPA 2: the defaults are those of its largest published one, at 384 pixels."""
 
     width: int = 1408
     layers: int = 40

@@ -75,7 +75,7 @@ class _Timed:
 
 
 class Search:
-    """Compares the choices of one recipe.
+    """The comparison of the choices of one recipe.
 
     Args:
         config: the recipe.

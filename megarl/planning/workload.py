@@ -12,7 +12,7 @@ from megarl.planning.lengths import Lengths, refuse_longer
 
 @dataclass(frozen=True)
 class Share:
-    """Samples of the fullest replica.
+    """The samples of the fullest replica.
 
     Attributes:
         samples: number of them.
@@ -39,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Workload:
-    """Samples of one step.
+    """The samples of one step.
 
     Attributes:
         groups: prompts.

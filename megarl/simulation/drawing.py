@@ -16,7 +16,8 @@ _Sample: TypeAlias = tuple[float, int, int]  # end on the clock of tokens, group
 
 
 class ReplicaClock:
-    """Time passes by `advance` only; between two ends of samples all that run go on at one speed.
+    """The clock of a replica: time passes by `advance` only; between two ends of samples all that run go on at one
+    speed.
 
     Args:
         seconds: of tokens and prompts.

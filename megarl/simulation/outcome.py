@@ -11,7 +11,7 @@ FIRST, LAST = 4, 2  # steps that are not counted: queues fill and run empty
 
 
 class Shares(NamedTuple):
-    """Parts of the counted time, each of 1.
+    """The parts of the counted time, which sum to 1.
 
     Attributes:
         training: the actor's team computes.

@@ -88,7 +88,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Planned:
-    """Seconds by formulas; see `megarl.simulation.seconds.Seconds`.
+    """The seconds by formulas; see `megarl.simulation.seconds.Seconds`.
 
     Attributes:
         facts: sizes of the model.

@@ -36,7 +36,7 @@ class Seconds(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds that grow with tokens: `fixed + per_token * tokens`."""
+    """The seconds that grow with tokens: `fixed + per_token * tokens`."""
 
     fixed: float
     per_token: float = 0.0
@@ -48,7 +48,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds from a table: of measurements, or of anybody's plan.
+    """The seconds from a table: of measurements, or of anybody's plan.
 
     Attributes:
         token_s: of a decoding step, by samples that run.

@@ -20,7 +20,7 @@ from megarl.sync.plan import Entry
 
 @dataclass(frozen=True)
 class Delta:
-    """Written elements of a bucket's tensors, one tensor after the other.
+    """The written elements of a bucket's tensors, one tensor after the other.
 
     Attributes:
         counts: int64 [tensors].

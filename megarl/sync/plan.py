@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel as one flat buffer, without gaps; larger items first, so that all are aligned."""
+    """The tensors that travel as one flat buffer, without gaps; larger items first, so that all are aligned."""
 
     entries: tuple[Entry, ...]
     nbytes: int
@@ -92,7 +92,7 @@ class Route:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Everything a synchronisation does, before it starts. `hosts`: of the receivers, by number."""
+    """The complete plan of a synchronisation, made before it starts. `hosts`: of the receivers, by number."""
 
     hosts: tuple[str, ...]
     routes: tuple[Route, ...]

@@ -34,7 +34,7 @@ class State(Enum):
 
 
 class ReceiverUpdate:
-    """Takes one receiver through one update. Each method is one step with one deadline.
+    """One update of one receiver. Each method is one step with one deadline.
 
     Args:
         version: what the receiver is to call it (`version_tag`).

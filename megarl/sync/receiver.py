@@ -25,7 +25,7 @@ from megarl.sync.shared import Handle
 
 
 class Checksum(Protocol):
-    """Takes the bytes of a tensor in order."""
+    """A checksum that takes the bytes of a tensor in order."""
 
     def update(self, part: Tensor) -> None:
         """Add the next bytes: those of `part`, row by row."""
@@ -37,7 +37,7 @@ class Checksum(Protocol):
 
 
 class HostChecksum:
-    """First 8 bytes of SHA-256."""
+    """The first 8 bytes of SHA-256."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()

@@ -49,7 +49,7 @@ class _Base:
 
 @dataclass
 class _Sender:
-    """Buckets by number, and the last delta in shared memory: its bytes, its bucket and version."""
+    """The buckets by number, and the last delta in shared memory: its bytes, its bucket and version."""
 
     bases: dict[int, _Base] = field(default_factory=dict)
     patch: Tensor = field(default_factory=lambda: shared_buffer(0, _HOST))

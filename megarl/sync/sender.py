@@ -43,7 +43,7 @@ class _Load:
 
 
 class BucketSender:
-    """Two buffers, and the thread that empties them. Buffers are made at the first use and kept."""
+    """Two buffers and the thread that empties them. Buffers are made at the first use and kept."""
 
     def __init__(self, source: Source, transport: Transport) -> None:
         self.source, self.transport = source, transport

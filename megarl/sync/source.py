@@ -48,7 +48,7 @@ def held_pieces(chunks: Sequence[PolicyModel]) -> Held:
 
 
 class Source:
-    """Fills this rank's buckets and hands its pieces to other senders. Every rank of the trainer has one.
+    """The reader of this rank's parameters: fills its buckets and hands pieces to other senders. Every rank has one.
 
     Args:
         held: this rank's pieces, views into the live parameters.

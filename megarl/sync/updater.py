@@ -83,7 +83,7 @@ class NullSync:
 
 
 class WeightSync:
-    """Keeps receivers on the trainer's weights.
+    """The synchronisation that keeps receivers on the trainer's weights.
 
     Args:
         chunks: this rank's part of the model; its live parameters are sent.

@@ -425,8 +425,9 @@ def _sum_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs
 
 
 class _AllTokens(torch.autograd.Function):
-    """Values [n] of this context-parallel rank's rows -> values [N] of all rows, on every rank. The backward pass takes
-    this rank's part: every rank has computed the same loss, so summing over ranks would count it cp times."""
+    """The gather of values [n] of this context-parallel rank's rows into values [N] of all rows, on every rank. The
+    backward pass takes this rank's part: every rank has computed the same loss, so summing over ranks would count it cp
+    times."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, tokens: int, group: WorkerGroup) -> Tensor:

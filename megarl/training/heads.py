@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.mappings import (  # noqa: E402  (after insta
 
 
 class Head(Protocol):
-    """`head(hidden [t, h], model, micro)` -> `outputs` tensors, float32 [n]."""
+    """The protocol of a head: `head(hidden [t, h], model, micro)` -> `outputs` tensors, float32 [n]."""
 
     @property
     def outputs(self) -> int:
@@ -101,7 +101,8 @@ def head_rows(
 
 @dataclass(frozen=True)
 class Values:
-    """Predicted return at each row, from the value head; computed in float32 whatever the model's dtype."""
+    """The head that predicts the return at each row, with the value head; computed in float32 whatever the model's
+    dtype."""
 
     outputs: ClassVar[int] = 1
 

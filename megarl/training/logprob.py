@@ -28,7 +28,7 @@ from megarl.models.head import head_logits, wide_product
 
 
 class _Shard(NamedTuple):
-    """Non-tensor arguments of a call."""
+    """The non-tensor arguments of a call."""
 
     start: int  # vocabulary index of this rank's first column
     inverse_temperature: float

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Mail(Protocol):
-    """JSON values by name, between the teams of a run."""
+    """The mailbox between the teams of a run: JSON values by name."""
 
     def post(self, name: str, value: Any) -> None:
         """Leave a value, once."""

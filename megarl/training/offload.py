@@ -28,8 +28,8 @@ class _Block:
 
 
 class Parked:
-    """Storages that are empty from here on; `restore` brings them back. All copies are complete before one is emptied,
-    so that an error on the way leaves the model whole."""
+    """The storages that are empty from here on; `restore` brings them back. All copies are complete before one is
+    emptied, so that an error on the way leaves the model whole."""
 
     def __init__(self, blocks: list[_Block]) -> None:
         self._blocks = blocks

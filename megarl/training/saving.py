@@ -34,11 +34,11 @@ _LOOK_S = 1.0  # between two looks at how much another team has written
 
 
 class _Stopped(Exception):
-    """Another rank failed."""
+    """The error of a write that ends because another rank failed."""
 
 
 class Saving:
-    """Starts to write this rank's part of a checkpoint; every rank makes one, and calls the same methods.
+    """The writing of this rank's part of a checkpoint; every rank makes one, and calls the same methods.
 
     Args:
         folder: exists; removed again when a rank fails.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows that were packed end to end: T columns, N response tokens.
+    """The rows that were packed end to end: T columns, N response tokens.
 
     Attributes:
         lengths: columns of each row.

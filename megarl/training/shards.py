@@ -52,7 +52,7 @@ class FormatError(CheckpointError):
 
 
 class Snapshot:
-    """Copies of slices in one block of host memory (pinned where there is a GPU), ready to be written.
+    """The copies of slices in one block of host memory (pinned where there is a GPU), ready to be written.
 
     Args:
         slices: the slices to copy. Their tensors may change as soon as this returns.

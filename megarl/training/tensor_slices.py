@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorSlice:
-    """Contiguous local `data` whose first element is element `offset` of the tensor `key` of shape `whole`.
+    """The contiguous local `data` whose first element is element `offset` of the tensor `key` of shape `whole`.
 
     Attributes:
         padded: the size of the whole tensor depends on the layout, and what another layout lacks is padding.

@@ -111,7 +111,7 @@ class SoftTargets:
 
 
 class _Shard(NamedTuple):
-    """Non-tensor arguments of a call."""
+    """The non-tensor arguments of a call."""
 
     start: int
     inverse_temperature: float

@@ -61,7 +61,8 @@ def calls_of(samples: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class VLALayout:
-    """Calls of a policy: rows with `prompt_ids`, `response_ids` (K * D), `frames/CAMERA` and, if it is asked, `states`.
+    """The layout of policy calls: rows with `prompt_ids`, `response_ids` (K * D), `frames/CAMERA` and, if it is asked,
+    `states`.
 
     Attributes:
         shape: what the policy sees with.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EpisodeEmbedder(Protocol):
-    """Makes one embedding of each episode."""
+    """The protocol of an embedder, which makes one embedding of each episode."""
 
     def embed(self, episodes: Batch) -> Tensor:
         """Return the embeddings float32 [B, E] on the CPU, in the order of the batch.

@@ -38,7 +38,7 @@ _AT_A_TIME = 256
 
 
 class PointEncoder(nn.Module):
-    """Pictures and state of one point in time as a unit vector.
+    """The encoder that maps pictures and state of one point in time to a unit vector.
 
     Args:
         cameras: number of pictures.

@@ -14,7 +14,7 @@ from megarl.data.jagged import Jagged
 
 
 class StateEmbedder:
-    """States along the episode, and the last one once more.
+    """The embedder that uses the states along the episode, and the last one once more.
 
     The squared distance of two episodes is the mean squared distance over their points plus `end_weight` times that of
     their ends, in the simulator's units.

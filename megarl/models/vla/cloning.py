@@ -57,7 +57,7 @@ def cloning_statistics(
 
 
 class CloningExamples:
-    """Policy calls to learn, of D numbers an action; what a `PromptLoader` draws from.
+    """The policy calls to learn, of D numbers an action; a data set for a `PromptLoader`.
 
     States, and tokens of actions, are in memory. Pictures are read and processed when an example is first met, and kept
     until they take `keep` bytes; those of further examples are processed each time.

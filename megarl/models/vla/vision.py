@@ -114,7 +114,7 @@ class _Block(nn.Module):
 
 
 class Vision(nn.Module):
-    """Towers and projectors.
+    """The towers and projectors.
 
     Args:
         shape: their sizes.

@@ -55,7 +55,7 @@ def resolve_folder(source: str | Path, where: str = "model.path", *, weights: bo
 
 
 class CheckpointReader:
-    """Tensors of a Hugging Face folder by name; only what is asked for is read.
+    """A reader of the tensors of a Hugging Face folder by name; it reads only what is asked for.
 
     The files are those that transformers reads (artifacts/checkpoint_files.py). Weights in block-wise fp8 are given as
     the numbers that they stand for. Tied embeddings that are stored as `lm_head.weight` only are found under both
@@ -187,7 +187,7 @@ class CheckpointReader:
 
 
 class _Loaded:
-    """Tensors in memory, asked for as an opened safetensors file is."""
+    """The tensors in memory behind the interface of an opened safetensors file."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -255,7 +255,7 @@ class SafetensorsWriter:
 
 
 class FolderWriter:
-    """Sharded safetensors in a folder that appears under its name only when it is complete."""
+    """The sharded safetensors in a folder that appears under its name only when it is complete."""
 
     def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> None:
         self.folder, self.temporary = folder, folder.with_name(f".{folder.name}.partial-{os.getpid()}")

@@ -23,7 +23,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Place of one process in the layout: sizes and its own rank of every kind."""
+    """The place of one process in the layout: sizes and its own rank of every kind."""
 
     tp: int = 1
     tp_rank: int = 0
@@ -38,7 +38,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Piece:
-    """hf[source][source_box] is local[target_box]."""
+    """One assignment: hf[source][source_box] is local[target_box]."""
 
     source: str
     source_box: Box

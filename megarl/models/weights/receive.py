@@ -40,7 +40,7 @@ def part_name(tensor: str, box: Box, number: int) -> str:
 
 
 class WeightWriter:
-    """This process's parameters by the tensors they are made of.
+    """The writer of this process's parameters by the tensors they are made of.
 
     Rows that no tensor fills (padding of the vocabulary) become zero.
 

@@ -22,7 +22,7 @@ from megarl.rollout.embedded.cache import KVCache
 
 
 class RopeTables:
-    """Rotary tables of t tokens: cos and sin, [t, D / 2] each."""
+    """The rotary tables of t tokens: cos and sin, [t, D / 2] each."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
@@ -38,7 +38,7 @@ class RopeTables:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm of query and key heads; `weights` [2, D] is None in models without."""
+    """The RMS norm of query and key heads; `weights` [2, D] is None in models without."""
 
     weights: Tensor | None
     eps: float
@@ -56,7 +56,8 @@ class HeadNorm:
 
 
 class Attend(Protocol):
-    """Norms and rotates new heads, stores keys and values, and returns the context of the queries."""
+    """The attention of a decode step: norms and rotates new heads, stores keys and values, returns the queries'
+    context."""
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """Attend: qkv [t, G, q + 2, D] -> [t, G*q*D]; `layer` counts this process's layers."""
@@ -113,7 +114,7 @@ class DecodeAttention:
 
 
 class PromptAttention:
-    """Packed prompts that start at position 0; each prompt's keys and values go to all of its rows.
+    """The attention of packed prompts that start at position 0; each prompt's keys and values go to all of its rows.
 
     Args:
         lengths: tokens of each prompt in the stream.
@@ -151,7 +152,7 @@ class PromptAttention:
 
 
 class ExtendAttention:
-    """Packed new tokens of sequences whose first positions are cached already.
+    """The attention of packed new tokens of sequences whose first positions are cached already.
 
     Args:
         lengths: new tokens of each sequence in the stream.

@@ -27,7 +27,7 @@ def _round_up(length: int) -> int:
 
 
 class KVCache:
-    """Cache of `slots` rows of up to `max_length` positions for the layers of this process.
+    """The cache of `slots` rows of up to `max_length` positions for the layers of this process.
 
     Args:
         heads: key/value heads of this rank.

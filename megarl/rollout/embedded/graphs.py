@@ -42,7 +42,7 @@ def length_bucket(needed: int, max_length: int) -> int:
 
 
 class DecodeGraphs:
-    """Captures steps on first use of a shape and replays them afterwards.
+    """The CUDA graphs of decode steps, captured on first use of a shape and replayed afterwards.
 
     It does not keep `step`, a method of its owner: the two would keep each other, and the owner's cache, alive until
     Python looks for cycles, which may be many calls of `generate` later.

@@ -23,7 +23,7 @@ _EVERY_TOKEN = 512
 
 
 class MoE:
-    """Router and local experts of one layer, read from a Megatron MoELayer.
+    """The router and local experts of one layer, read from a Megatron MoELayer.
 
     Args:
         module: the MoELayer.

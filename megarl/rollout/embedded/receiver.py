@@ -231,7 +231,7 @@ class EngineReceivers:
 
 
 class _Ranks:
-    """Connections to the inboxes of one engine."""
+    """The connections to the inboxes of one engine."""
 
     def __init__(self, name: str, url: str, addresses: Sequence[Address], key: str) -> None:
         self._name, self._url, self._addresses, self._key = name, url, list(addresses), key

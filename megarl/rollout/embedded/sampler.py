@@ -34,7 +34,7 @@ def _nucleus_floor(z: Tensor, top_p: float, tp: Axis) -> Tensor:
 
 
 class Sampler:
-    """Draws one token per row from vocabulary-sharded logits.
+    """The sampler of one token per row from vocabulary-sharded logits.
 
     Args:
         sampling: temperature, filters, min_new_tokens.

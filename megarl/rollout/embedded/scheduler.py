@@ -41,7 +41,7 @@ class Admission:
 
 
 class Scheduler:
-    """First come, first served over a fixed number of rows.
+    """The scheduler: first come, first served over a fixed number of rows.
 
     Args:
         requests: prompts with their seeds.

@@ -42,7 +42,7 @@ class SessionLimits:
 
 
 class _State:
-    """Per row: which sample, the token to feed, its position, tokens drawn so far, finished or not."""
+    """The state of each row: which sample, the token to feed, its position, tokens sampled so far, finished or not."""
 
     def __init__(self, slots: int, idle: int, device: torch.device) -> None:
         self.numbers = torch.zeros(4, slots, dtype=torch.int64, device=device)
@@ -52,7 +52,7 @@ class _State:
 
 
 class Session:
-    """Generates all samples of `requests`; every process of a replica runs one with the same arguments."""
+    """The generation of all samples of `requests`; every process of a replica runs one with the same arguments."""
 
     def __init__(
         self,

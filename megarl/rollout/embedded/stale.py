@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StaleWeights:
-    """Lets an embedded engine decode on the parameters of `lag` versions ago.
+    """The parameters of `lag` versions ago, on which an embedded engine can decode.
 
     Copies of the parameters are kept in host memory, one for each of the last `lag` versions; the first versions of a
     run are generated with the oldest there is. Copies are taken when generation begins, so every version that trains

@@ -26,7 +26,7 @@ _TOGETHER = 8  # answers come in groups of at least an eighth of what runs: read
 
 
 class TurnSession(Session):
-    """Turns of `sequences` sequences, numbered from 0, of up to `longest` tokens each."""
+    """The turns of `sequences` sequences, numbered from 0, of up to `longest` tokens each."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class Chunk:
 
 
 class ActingPolicy(Protocol):
-    """Every rank of a model replica calls `act` with the same arguments.
+    """A policy that acts. Every rank of a model replica calls `act` with the same arguments.
 
     Attributes:
         blank: a chunk that stands where a simulator failed before the first call; nobody trains on it.

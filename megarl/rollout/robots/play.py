@@ -79,7 +79,7 @@ class PlayCounts:
 
 
 class Player:
-    """Plays episodes on one rank of a replica. Collective over the replica.
+    """The player of episodes on one rank of a replica. Collective over the replica.
 
     Args:
         pool: the simulators; None on all ranks but the first of a replica.

@@ -16,7 +16,7 @@ from megarl.rollout.robots.acting import Chunk, PolicyCall
 
 
 class Draw(Protocol):
-    """Draws the tokens of policy calls; see `MegatronEngine.draw`."""
+    """The function that samples the tokens of policy calls; see `MegatronEngine.draw`."""
 
     def __call__(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
         """Return the tokens and their log-probs."""

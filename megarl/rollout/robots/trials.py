@@ -23,7 +23,7 @@ from megarl.simulators.protocol import TaskSpec
 
 @dataclass
 class Trials:
-    """(task, start state) pairs of a split, task after task; see `megarl.data.loader.Indexed`.
+    """The (task, start state) pairs of a split, task after task; see `megarl.data.loader.Indexed`.
 
     Attributes:
         split: `train` or `val`.

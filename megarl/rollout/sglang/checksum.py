@@ -23,7 +23,7 @@ def make_checksum(nbytes: int, *, on_gpu: bool) -> Checksum:
 
 
 class DeviceChecksum:
-    """Sum over tiles of 8192 words of two 32-bit hashes, mixed; runs on the device of the parts."""
+    """The sum over tiles of 8192 words of two 32-bit hashes, mixed; it runs on the device of the parts."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes, self._words, self._sum = nbytes, 0, 0

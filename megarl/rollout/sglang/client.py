@@ -39,7 +39,8 @@ _REFUSED = range(400, 500)  # a mistake in the request: no other server would ta
 
 
 class GenerationClient:
-    """Sends samples to servers. One event loop per call of `run`, which blocks until nothing more can be done.
+    """The client that sends samples to servers. One event loop per call of `run`, which blocks until nothing more can
+    be done.
 
     Args:
         config: concurrency and deadlines.
@@ -102,7 +103,7 @@ class GenerationClient:
 
 
 class Dispatch:
-    """Samples on their way to servers, inside one event loop.
+    """The samples on their way to servers, inside one event loop.
 
     Args:
         config: concurrency and deadlines.

@@ -171,7 +171,7 @@ class KeeperState:
 
 
 class Recovery:
-    """Brings one server back."""
+    """The recovery of one server."""
 
     def __init__(self, api: ServerApi, deadline_s: float) -> None:
         self.api, self.deadline_s = api, deadline_s

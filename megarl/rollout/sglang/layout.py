@@ -27,7 +27,7 @@ _FUSED["up_proj"] = "gate_up_proj"
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes that decide how a server splits the model."""
+    """The sizes that decide how a server splits the model."""
 
     head: int
     query_heads: int

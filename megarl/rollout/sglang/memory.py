@@ -16,7 +16,7 @@ from megarl.rollout.sglang.fleet import Fleet, Server
 
 
 class ServerMemory:
-    """Moves parts of the servers on and off their devices. Methods are collective over all ranks of the run.
+    """The memory of servers on shared devices. Methods are collective over all ranks of the run.
 
     Args:
         fleet: the servers.

@@ -19,11 +19,11 @@ class _Lane:
 
 
 class NoServerError(Exception):
-    """Every server was dropped."""
+    """The error when every server was dropped."""
 
 
 class Router(Generic[Name]):
-    """Routes the samples of one call.
+    """The router of the samples of one call.
 
     All samples of a prompt go to one server, whose prefix cache then holds the prompt. When that server is full, a
     sample waits for it rather than prefill the prompt somewhere else; prompts are spread by load in the first place.

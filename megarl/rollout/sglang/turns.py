@@ -42,7 +42,7 @@ _CLOSE_S = 30.0
 
 
 class TurnClient:
-    """Samples that are sent, finished and aborted one by one, in a thread with an event loop.
+    """The client for samples that are sent, finished and aborted one by one, in a thread with an event loop.
 
     Args:
         make: a Dispatch that calls its first argument with every sample that is finished, and puts servers that fail

@@ -46,7 +46,7 @@ class Target:
 
 
 class Transport(ABC):
-    """Hands filled buckets to receivers. One per trainer rank; `put` and `deliver` run in the sender's threads.
+    """The way of filled buckets to receivers. One per trainer rank; `put` and `deliver` run in the sender's threads.
 
     Attributes:
         session: buckets go to the receiver between begin and end of an update.

@@ -52,7 +52,7 @@ class _Put:
 
 
 class DeltaTransport(Transport):
-    """Needs a relay per host of receivers.
+    """The transport of changed elements; it needs a relay per host of receivers.
 
     Args:
         relays: address of the relay by host of a receiver; `start_relay` makes one on this host.

@@ -58,7 +58,7 @@ class _Link:
 
 
 class DistributedTransport(Transport):
-    """Buckets as one flat broadcast each.
+    """The transport that broadcasts each bucket as one flat buffer.
 
     Args:
         address: of this host, as receivers reach it; None: the one of the interface that reaches the receiver.

@@ -101,7 +101,7 @@ class ProbeTensor(Tensor):
 
 
 class _Map:
-    """Places of tensors, kept as long as the parameters stay where they are."""
+    """The places of tensors, kept as long as the parameters stay where they are."""
 
     def __init__(self) -> None:
         self.parameters: tuple[int, ...] = ()
