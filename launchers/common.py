@@ -168,7 +168,7 @@ class Workers(Protocol):
         """
 
     def ranks(self) -> list[int]:
-        """The ranks that this launcher started and watches."""
+        """Return the ranks that this launcher started and watches."""
 
     def cause(self, rank: int) -> str | None:
         """Return the launcher's knowledge about the end of a rank that recorded no error itself."""

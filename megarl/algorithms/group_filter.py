@@ -24,7 +24,7 @@ FILTERS = Registry("sample filter", "algorithm.filter.name", Spec, by_name=True)
 
 
 class BoundsSettings(Settings):
-    """Which groups and responses are kept."""
+    """The conditions on groups and responses that are kept."""
 
     low: float | None = Field(None, description="smallest mean score of a group that is kept; null: no bound")
     high: float | None = Field(None, description="largest mean score of a group that is kept; null: no bound")

@@ -105,21 +105,21 @@ class Objective:
         return POLICY_LOSSES.choose(self.algorithm.loss).spec.prepare is not None
 
     def measures(self, inputs: TokenInputs) -> bool:
-        """Whether the gap between rollout and trainer is measured here, as no earlier stage scored the samples."""
+        """Return whether the gap between rollout and trainer is measured here, as no earlier stage scored it."""
         return inputs.rollout_logp is not None and (self.correction.bypass or inputs.old_logp is None)
 
     def counts_late(self, inputs: TokenInputs) -> bool:
-        """Whether the trained tokens are known only after the last micro-batch."""
+        """Return whether the trained tokens are known only after the last micro-batch."""
         return self.correction.bypass and self.correction.rejects and inputs.rollout_logp is not None
 
     def normalises_late(self, inputs: TokenInputs) -> bool:
-        """Whether the mean importance weight is known only after the last micro-batch."""
+        """Return whether the mean importance weight is known only after the last micro-batch."""
         knobs = self.correction
         normalises = knobs.is_batch_normalize and knobs.is_level != "none"
         return knobs.bypass and normalises and inputs.rollout_logp is not None
 
     def divides_late(self, inputs: TokenInputs) -> bool:
-        """Whether the gradient has yet to be divided by `divisor`."""
+        """Return whether the gradient has yet to be divided by `divisor`."""
         counts = self.counts_late(inputs) and self.settings.aggregation != "token-sum"
         return counts or self.normalises_late(inputs)
 

@@ -41,7 +41,7 @@ _WEIGHTS = {"min_max": 0.6, "z_score": 0.8}
 
 
 class ProgressSettings(Settings):
-    """How failed episodes are scored by the successes of their task."""
+    """The settings of scores of failed episodes by the successes of their task."""
 
     radius: Literal["k_distance", "scaled", "fixed"] = Field(
         "k_distance",

@@ -27,7 +27,7 @@ RESAMPLING = Registry("resampling", "algorithm.resampling.name", Spec, by_name=T
 
 
 class PowerSettings(Settings):
-    """How strongly large scores are preferred."""
+    """The strength of the preference for large scores."""
 
     power: NonNegativeFloat = Field(2.0, description="exponent of abs(score)")
 

@@ -84,7 +84,7 @@ _HELD: dict[Path, RunFolder] = {}
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[RunFolder]:
-    """The folder of the run that this process works on: until the end `refuse_if_gone` looks whether it is there."""
+    """Hold the folder of the run that this process works on; `refuse_if_gone` checks it inside the block."""
     with contextlib.closing(RunFolder(path)) as folder:
         _HELD[path.absolute()] = folder
         try:
@@ -94,7 +94,7 @@ def held(path: Path) -> Iterator[RunFolder]:
 
 
 def refuse_if_gone(path: Path) -> None:
-    """Called before this process writes to a run folder: what it made again would look like a run.
+    """Raise if the run folder is gone; call this before a write, which would create a folder that looks like a run.
 
     Raises:
         UserError: it is the folder that this process holds, and that was deleted or moved.

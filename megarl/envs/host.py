@@ -80,11 +80,11 @@ class Host:
         self._looping.start()
 
     def session(self) -> HostSession:
-        """Episodes that know nothing of those of other sessions."""
+        """Return a session, whose episodes are independent of those of other sessions."""
         return HostSession(self)
 
     async def make(self) -> Environment:
-        """An environment for one episode."""
+        """Return a new environment for one episode."""
         environment: Environment = await self.call(self._kind, self._settings, self._shared)
         return environment
 
@@ -124,7 +124,7 @@ class Host:
         self._asked_at = None
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """What a method of an environment returns, which may be a coroutine."""
+        """Return the result of a method of an environment, which may be a coroutine."""
         if inspect.iscoroutinefunction(method):
             return await self._in_time(_settled(method(*arguments)))
         async with self._free:
@@ -167,7 +167,7 @@ class HostSession:
         self._answers[number] = self._host.start(self._step(number, action))
 
     def any_answer(self) -> bool:
-        """Whether an answer to what was begun is there.
+        """Return whether an answer to a started turn is ready.
 
         Raises:
             HostError: nothing can be answered any more.
@@ -177,7 +177,7 @@ class HostSession:
         return any(answer.done() for answer in self._answers.values())
 
     def answers(self, wait_s: float, to: Iterable[int] = ()) -> dict[int, Reply]:
-        """Answers that are there, after a wait of at most `wait_s` seconds for those `to` these; else for any.
+        """Return the ready answers, after waiting up to `wait_s` seconds for those `to` these episodes, else for any.
 
         Raises:
             HostError: as in `any_answer`.
@@ -189,7 +189,7 @@ class HostSession:
         return self._take({number for number, answer in self._answers.items() if answer.done()})
 
     def all_answers(self) -> dict[int, Reply]:
-        """Answers to all that was begun, in the order in which it was.
+        """Return the answers to all started turns, in the order of their starts.
 
         Raises:
             HostError: as in `any_answer`.

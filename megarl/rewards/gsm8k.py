@@ -17,7 +17,7 @@ _MARK = "####"
 
 
 class GSM8KSettings(Settings):
-    """Which number of a response counts."""
+    """The choice of the number of a response that counts."""
 
     method: Literal["strict", "flexible"] = Field(
         "strict", description="strict: the number after the last `####` that one follows; flexible: the last number"

@@ -30,7 +30,7 @@ class _TimeLimit(BaseException):
 
 
 class MathSettings(Settings):
-    """Which expression of a response counts, and how long it may be compared."""
+    """The choice of the expression of a response that counts, and the time limit of its comparison."""
 
     method: Literal["strict", "flexible"] = Field(
         "strict", description=r"strict: the last `\boxed{}`; flexible: without one, the last expression"

@@ -14,7 +14,7 @@ from megarl.rewards.registry import REWARDS
 
 
 class NumericSettings(Settings):
-    """Which number of a response counts, and how close it must be."""
+    """The choice of the number of a response that counts, and its tolerance."""
 
     tolerance: float = Field(1e-6, ge=0, description="largest error, times max(1, |answer|)")
     extract: Literal["whole", "first", "last"] = Field(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class GrpoSettings(NormSettings):
-    """How a sample without others to compare with is scored."""
+    """The score of a sample without others to compare with."""
 
     lone_score: bool = Field(
         False,

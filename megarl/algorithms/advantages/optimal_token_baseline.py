@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BaselineSettings(GroupSettings):
-    """Whether the baseline is that of samples corrected by importance weights."""
+    """The choice of a baseline for samples that are corrected by importance weights."""
 
     is_weighted: bool = Field(
         False, description="multiply the squared gradient norms by the squared weights of rollout_correction"
