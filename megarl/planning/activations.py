@@ -2,8 +2,8 @@
 while.
 
 Sizes are of one rank. `t`: tokens of a micro-batch on it (after context parallelism); `s`: those whose residual stream
-it holds (t / tp under sequence parallelism). docs/planning.md derives each formula; `megarl bench plan` and
-tests/planning/test_activations.py hold them against what is measured.
+it holds (t / tp under sequence parallelism). `megarl bench plan` and tests/planning/test_activations.py hold these
+against what is measured.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 An estimate is a list of moments (the actor's update, generation, ...), and each moment a list of terms, so that a
 refusal can name what takes the most and the key that changes it. A term is rough when its size depends on how the
 libraries work or on what samples turn out to be (their lengths, the experts that they meet): measured runs lay within a
-factor of 1.5 of it, and only what is left after that division is held against a machine. docs/planning.md derives the
-formulas and has the tables of what was measured.
+factor of 1.5 of it, and only what is left after that division is held against a machine. docs/planning.md has the
+tables of what was measured.
 """
 
 from __future__ import annotations
