@@ -2,14 +2,15 @@
 
     python -m megarl.benchmarks.overlap                                # phases that take equally long
     python -m megarl.benchmarks.overlap --case tails --steps 60        # which steps wait is chance: take many
+    python -m megarl.benchmarks.overlap --case environments            # episodes of a slow environment
     python -m megarl.benchmarks.overlap --json overlap.json
 
 Real runs of two teams, one worker each, whose samples and optimizer steps are sleeps, which cost no CPU: everything
 else is megarl's own (store, weights, metrics, files). Beside each stands the pipeline in which nothing else takes time
 (megarl.benchmarks.overlap.ideal), with the same seconds of every sample. The first and the last steps are not counted.
 
-Exit code 1: a mode is more than 10% off its ideal pipeline; or, in the case `balanced`, less than 1.5 times as fast as
-the synchronous one.
+Exit code 1: a mode is more than 10% off its ideal pipeline; or, in the cases `balanced` and `environments`, less than
+1.5 times as fast as the synchronous one.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def recipe(work: Work, settings: str, steps: int) -> RunConfig:
             f"rollout.max_running={work.slots}",
             f"trainer.steps={steps}",
             f"trainer.seed={SEED}",
+            *(["env.name=megarl.benchmarks.overlap.sleeping:Thinking"] if work.thinks else []),
         ],
     )
 
@@ -140,7 +142,7 @@ def misses(case: str, modes: dict[str, dict[str, Any]]) -> list[str]:
     slow = [
         f"{name}: {row['times_synchronous']:.2f} times the synchronous steps per minute, and {FASTER} are expected"
         for name, row in modes.items()
-        if case == "balanced" and name != SYNCHRONOUS and row["times_synchronous"] < FASTER
+        if case in ("balanced", "environments") and name != SYNCHRONOUS and row["times_synchronous"] < FASTER
     ]
     return off + slow
 

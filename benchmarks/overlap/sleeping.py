@@ -1,9 +1,10 @@
-"""The workers' program: megarl's own `train`, with sleeps in the places of decoding and of an optimizer step."""
+"""The program of the workers: `megarl train`, with sleeps for decoding, answers of an environment and optimizer steps."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-from megarl.benchmarks.overlap.work import TOKEN_S, Work
+from pydantic import Field
+
+from megarl.benchmarks.overlap.work import CASES, TOKEN_S, Work
+from megarl.envs import Action, Environment, EnvSettings, Step
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.engine import Completion, Generation, Request
 from megarl.runtime.roles import ActorRole
@@ -88,7 +92,8 @@ class Sleeping:
         self._pass_time()
         text = tuple(tokens)
         known = self.interrupted.get(text)
-        self._samples[sequence] = known.pop(0) if known else Sample(self.work.tokens(seed), text=text)
+        length = 1 if self.work.thinks else self.work.tokens(seed)
+        self._samples[sequence] = known.pop(0) if known else Sample(length, text=text)
         self._rooms[sequence] = room
         self._queue.append(sequence)
         self._fill(time.monotonic())
@@ -190,6 +195,34 @@ class SleepingEngine(EmbeddedEngine):
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
         """See `RolloutEngine`."""
         return Sleeping(self._work, self._work.slots, self.weight_version, eos_ids[0], self._interrupted)
+
+
+class ThinkingSettings(EnvSettings):
+    """Keys of the section `env`."""
+
+    case: str = Field("environments", description="of megarl.benchmarks.overlap")
+
+
+class Thinking(Environment):
+    """Ends an episode after its first turn, and takes its time for that."""
+
+    Settings = ThinkingSettings
+    scores: ClassVar[bool] = False
+
+    @classmethod
+    def open(cls, settings: ThinkingSettings) -> Counter[int]:
+        """How many samples of each seed have begun."""
+        return Counter()
+
+    async def reset(self, row: dict[str, Any], seed: int) -> None:
+        """The prompt stays as it is."""
+        self.answer_s = CASES[self.settings.case].answer_s(seed, self.shared[seed])
+        self.shared[seed] += 1
+
+    async def step(self, action: Action) -> Step:
+        """The episode is over."""
+        await asyncio.sleep(self.answer_s)
+        return Step(done=True)
 
 
 class SleepingActor(ActorRole):

@@ -18,10 +18,6 @@ from megarl.errors import UserError
 
 #: What ends an episode whose environment is not done, by how its last turn ended.
 _ENDED_BY = {"stop": "turns", "length": "tokens", "abort": "seconds"}
-_CHANGED = (
-    "played again, it does not say what it said before, although the environment has replayable = True; make it a "
-    "function of row, seed and actions, or set replayable = False"
-)
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,17 @@ class EpisodeRules:
 
 
 class Answer(NamedTuple):
-    """What an environment said, and its tokens; None: the prompt of the data, or nothing follows."""
+    """What an environment said.
+
+    Attributes:
+        reply: without the observation.
+        token_ids: of the observation; None: the prompt of the data, or nothing follows.
+        differs: turns that were played again were answered otherwise than before.
+    """
 
     reply: Reply
     token_ids: list[int] | None
+    differs: bool = False
 
 
 class Answers:
@@ -111,10 +114,10 @@ class Answers:
             there = self._session.all_answers() if wait_s is None else self._session.answers(wait_s, to)
             told = {number: self._read(number, reply) for number, reply in there.items()}
         plain = [
-            [number, asdict(Reply(None, reply.reward, reply.done, reply.info, reply.error)), ids]
-            for number, (reply, ids) in told.items()
+            [number, asdict(Reply(None, reply.reward, reply.done, reply.info, reply.error)), ids, differs]
+            for number, (reply, ids, differs) in told.items()
         ]
-        found = {number: Answer(Reply(**reply), ids) for number, reply, ids in self._rules.share(plain)}
+        found = {number: Answer(Reply(**reply), *rest) for number, reply, *rest in self._rules.share(plain)}
         for number in found:
             del self.awaited[number]
         self._begun -= found.keys()
@@ -151,7 +154,7 @@ class Answers:
             if not trajectory.segments:
                 return Answer(reply, ids)
             if not reply.error and not self._is_repeated(trajectory, ids, again):
-                reply.error = _CHANGED
+                return Answer(reply, None, differs=True)
         return Answer(reply, self._following(trajectory, reply) if trajectory.is_unanswered else None)
 
     def _is_repeated(self, trajectory: Trajectory, first: list[int] | None, again: Sequence[Reply]) -> bool:
@@ -194,7 +197,7 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
     Args:
         late: the time of the episode is over.
     """
-    reply, ids = answer
+    reply, ids = answer.reply, answer.token_ids
     if trajectory.is_unanswered:
         trajectory.turn_rewards.append(reply.reward)
         for name, value in reply.info.items():

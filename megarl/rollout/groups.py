@@ -474,6 +474,9 @@ class Groups:
         self._look_at_time()
         for slot, answer in answers.items():
             sample = self._samples[slot]
+            if answer.differs:
+                self._begin_again(slot)
+                continue
             if answer.reply.error:
                 self._fail(sample, answer)
             else:
@@ -485,6 +488,17 @@ class Groups:
             else:
                 self._submit(slot)
         return over
+
+    def _begin_again(self, slot: int) -> None:
+        """Forget what there is of an episode that cannot be played again."""
+        assert self._answers is not None, "there is an environment"
+        assert self._rules is not None, "there is an environment"
+        sample = self._samples[slot]
+        group, place = sample.under_way.group, sample.place
+        if self._rules.host is not None:
+            print(f"sample {group.uid}#{place} begins again: its environment now answers its recorded turns otherwise")
+        sample.under_way.trajectories[place] = fresh = Trajectory([*group.prompt_ids])
+        self._answers.begin(slot, group.row, group.env_seed, fresh)
 
     def _fail(self, sample: _Sample, answer: Answer) -> None:
         assert self._rules is not None, "there is an environment"

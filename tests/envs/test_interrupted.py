@@ -13,12 +13,13 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.rollout.groups import EpisodeError, Group, Groups
+from megarl.rollout.groups import Group, Groups
 from tests.envs.playing import EOS, rules_of
 from tests.rollout.scripted import ScriptedEngine, rule
 from tests.rollout.test_groups import after
@@ -253,20 +254,56 @@ def test_an_environment_that_cannot_be_played_again_begins_again(host):
     groups.close()
 
 
-@pytest.mark.parametrize("on_error", ["fail", "mark"])
-def test_an_environment_that_says_something_else_the_second_time_has_failed(host, on_error):
+def test_an_episode_whose_environment_says_something_else_the_second_time_begins_again(host, capsys):
+    """As where its settings changed before the run was resumed."""
     made, kept = begun(host)
-    groups = opened(made, host, on_error=on_error)
+    made.weight_version = 1
+    groups = opened(made, host)
     groups.add(replace(asked(1, 4), env_seed=4), kept)  # first(4) == first(1), and nothing after it is
-    if on_error == "fail":
-        with pytest.raises(EpisodeError, match=r"sample g1#\d failed at turn \d+: .*replayable = True"):
-            until_idle(groups)
-    else:
-        found = until_idle(groups)
-        bad = [now for was, now in zip(kept, found, strict=True) if was.turn_rewards and not was.ended_by]
-        assert bad
-        assert all("replayable" in one.error and not any(one.drawn) for one in bad)
+    found = until_idle(groups)
+    changed = [now for was, now in zip(kept, found, strict=True) if was.turn_rewards and not was.ended_by]
+    assert changed
+    assert all(one.versions == [[1, len(one.token_ids)]] and not one.error for one in changed)
+    assert capsys.readouterr().out.count("begins again: its environment now answers") == len(changed)
     groups.close()
+
+
+class Says(Environment):
+    """Two tokens, after a while."""
+
+    async def step(self, action: Action) -> Step:
+        await asyncio.sleep(0.002)
+        return Step([7, 8])
+
+
+def test_log_probs_of_interrupted_turns_are_those_of_a_full_pass():
+    """On the embedded engine, whose other sequences decode while an environment thinks."""
+    from tests.dist import single_process
+    from tests.rollout.cases import STOP, build, engine, full_forward, make_requests, sampled
+
+    single_process()
+    chunks, says = build("qwen3"), Host(Says, Says.Settings())
+    rules = rules_of(says, turns=3, tokens=70, prompt_tokens=40)
+    groups, asked_for = Groups(engine(chunks, max_running=8), sampled(), STOP, 9, 110, rules), make_requests(count=3)
+    groups.open()
+    for number, request in enumerate(asked_for):
+        seeds = [lambda k, seed=seed: seed + 100_000 * k for seed in request.seeds]
+        groups.add(Group(number, request.prompt_ids, seeds))
+    segments, turns = 0, 0
+    while groups.busy:
+        for number, samples in groups.wait(after(2)):
+            for one in samples:
+                segments, turns = segments + one.segments, turns + one.turns
+                for turn, (start, end) in enumerate(zip(one.turn_starts, one.turn_ends, strict=True)):
+                    before = [*asked_for[number].prompt_ids, *one.token_ids[:start]]
+                    expected = full_forward(chunks[0], before, one.turn(turn))
+                    found = torch.tensor(one.logprobs[start:end])
+                    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        groups.interrupt()
+        groups.open()
+    groups.close()
+    says.close()
+    assert segments > turns > sum(len(request.seeds) for request in asked_for)
 
 
 def test_time_counts_only_while_it_is_open(host, monkeypatch):

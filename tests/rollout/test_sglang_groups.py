@@ -7,11 +7,14 @@ from typing import Any
 
 from megarl.comm import team_world
 from megarl.data.trajectory import Trajectory
+from megarl.envs import Action, Environment, Step
+from megarl.envs.host import Host
 from megarl.rollout.groups import Group, Groups
 from megarl.rollout.sglang.engine import Replica
 from tests.dist import run_distributed
+from tests.envs.playing import rules_of
 from tests.rollout.fake_servers import FakeServer, servers, token
-from tests.rollout.test_sglang_turns import SAMPLING, alone, make_engine, started
+from tests.rollout.test_sglang_turns import HINT, SAMPLING, alone, make_engine, started
 
 HALF = 4  # of the 8 tokens of a sample: what a server has of one that is aborted
 
@@ -76,6 +79,37 @@ def test_numbers_of_sequences_are_used_again_and_prompts_are_given_up():
             assert [sample.token_ids for sample in samples] == [expected(number, i, 1) for i in range(2)]
         assert not stream._generation._prompts
         stream.close()
+
+
+class Hints(Environment):
+    """Answers two tokens, twice."""
+
+    async def step(self, action: Action) -> Step:
+        return Step(HINT, reward=1.0, done=action.turn == 1)
+
+
+def test_episodes_are_interrupted_inside_a_turn_and_keep_their_environment():
+    """The first segment ends only when it is aborted."""
+    host, first = Host(Hints, Hints.Settings()), expected(0, 0, 2)
+    second = [token([70, 71, *first, *HINT], 2, place) for place in range(8)]
+    stops = [first[-1], second[-1]]
+    with servers(waits_at_first) as made:
+        groups = Groups(alone(made), SAMPLING, stops, 2, 100, rules_of(host, turns=4, tokens=60))
+        groups.open()
+        add(groups, 0, 1)
+        while not made[0].payloads:
+            groups.wait()
+        groups.interrupt()
+        [[kept]] = groups.partial().values()
+        assert (kept.token_ids, kept.in_turn, kept.segments) == (first[:HALF], True, 1)
+        groups.open()
+        while not (found := groups.wait()):
+            pass
+        groups.close()
+    host.close()
+    [(_, [episode])] = found
+    assert episode.token_ids == [*first, *HINT, *second]
+    assert (episode.ended_by, episode.turn_rewards, episode.segments) == ("done", [1.0, 1.0], 3)
 
 
 def run_rank(urls: list[str], rank_replica: list[int]) -> Any:
