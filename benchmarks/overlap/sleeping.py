@@ -1,4 +1,4 @@
-"""The program of the workers: `megarl train`, with sleeps for decoding, answers of an environment and optimizer steps."""
+"""Runs `megarl train` with sleeps in the places of decoding, of environments' answers and of optimizer steps."""
 
 from __future__ import annotations
 
