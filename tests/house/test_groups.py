@@ -21,7 +21,6 @@ ALLOWED = {
         "a program of its own: each pair of nodes is a world for the length of a measurement",
     ),
     "benchmarks/checkpoint.py": ({"init_process_group"}, "a program of its own below torchrun"),
-    "benchmarks/fake_engine.py": (MAKERS | {"group.WORLD"}, "a world of one process, in which nothing is sent"),
     "benchmarks/sync/limits.py": (MAKERS | COLLECTIVES, "two bare processes: what torch itself can do"),
     "benchmarks/sync/receiver.py": ({"init_process_group"}, "it stands for a server, which is in no team of ours"),
 }

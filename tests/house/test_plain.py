@@ -33,7 +33,6 @@ ALLOWED = {
     "benchmarks/store_calls.py": "a measurement of Ray itself",
     "benchmarks/sync/limits.py": "a measurement of shared memory",
     "benchmarks/sync/receiver.py": "stands for a server of SGLang, with its list of admitted classes",
-    "benchmarks/fake_engine.py": "a world of one process, in which nothing is sent",
 }
 
 

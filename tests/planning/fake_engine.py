@@ -1,6 +1,6 @@
 """The real training engine at real size without its memory: parameters, gradients and activations that are only shapes.
 
-    python -m megarl.benchmarks.fake_engine CASE.json      # prints the bytes of each case as a JSON list
+    python tests/planning/fake_engine.py CASES.json      # prints the bytes of each case as a line of JSON
 
 One process stands for one rank of a world of any size. torch's `fake` backend answers every collective at once, and
 under FakeTensorMode a tensor has a shape, a dtype and a storage of so many bytes, but no numbers. `Storages` adds up
