@@ -44,7 +44,7 @@ class Spread:
         tp_size: ranks of each.
         colocated: on the trainer's devices.
         teams: devices of each team by name, with its roles; none: one team.
-        drawing: the layout of a team that only generates with an embedded engine.
+        rollout: the layout of a team that only generates with an embedded engine.
     """
 
     workers: int
@@ -52,7 +52,7 @@ class Spread:
     tp_size: int = 1
     colocated: bool = False
     teams: tuple[tuple[str, tuple[str, ...], int], ...] = ()
-    drawing: ParallelConfig | None = None
+    rollout: ParallelConfig | None = None
 
     def trainers(self) -> int:
         """Return the workers of the actor's team."""
@@ -64,8 +64,8 @@ class Spread:
             said = " + ".join(f"{name} {devices}" for name, _, devices in self.teams)
         else:
             said = f"{self.workers} together"
-        if self.drawing is not None and self.drawing.tp > 1:
-            said += f" tp{self.drawing.tp}"
+        if self.rollout is not None and self.rollout.tp > 1:
+            said += f" tp{self.rollout.tp}"
         if self.servers:
             said += f", {count(self.servers, 'server')} tp{self.tp_size}, {'shared' if self.colocated else 'apart'}"
         return said
@@ -107,8 +107,8 @@ class Choice:
                 gpus=None,
             )
             rollout = _with(rollout, sglang=servers)
-        if spread.drawing is not None:
-            rollout = _with(rollout, parallel=spread.drawing)
+        if spread.rollout is not None:
+            rollout = _with(rollout, parallel=spread.rollout)
         teams = {
             name: TeamConfig.model_validate({"roles": roles, "devices": devices})
             for name, roles, devices in spread.teams
@@ -189,7 +189,7 @@ class Space:
         if config.rollout.engine == "sglang":
             found = self._running() if config.rollout.sglang.urls else self._servers(ahead=ahead)
         elif ahead:
-            found = self._drawing()
+            found = self._rollout_teams()
         else:
             found = [Spread(hardware.devices)]
         if not ahead and config.placement.teams and config.launch.launcher != "torchrun":
@@ -212,10 +212,15 @@ class Space:
             return together + apart
         if nodes > 1:  # workers that ask lend their devices to servers
             return [
-                Spread(hardware.devices, draws // tp, tp, teams=self._two_teams(hardware.devices - draws, draws))
-                for draws in self._drawers()
+                Spread(
+                    hardware.devices,
+                    generates // tp,
+                    tp,
+                    teams=self._two_teams(hardware.devices - generates, generates),
+                )
+                for generates in self._rollout_devices()
                 for tp in sizes
-                if draws % tp == 0
+                if generates % tp == 0
             ]
         found = []
         for tp in sizes:
@@ -246,17 +251,17 @@ class Space:
             return [Spread(left + asks, teams=self._two_teams(left, asks))]
         return [Spread(left)]
 
-    def _drawing(self) -> list[Spread]:
+    def _rollout_teams(self) -> list[Spread]:
         """Return a team that generates with embedded engines, and one that trains."""
         hardware, found = self.hardware, []
-        for draws in self._drawers():
+        for generates in self._rollout_devices():
             for tp in tensor_sizes(self.facts):
-                if tp <= hardware.per_node and draws % tp == 0:
-                    teams = self._two_teams(hardware.devices - draws, draws)
-                    found.append(Spread(hardware.devices, teams=teams, drawing=ParallelConfig(tp=tp)))
+                if tp <= hardware.per_node and generates % tp == 0:
+                    teams = self._two_teams(hardware.devices - generates, generates)
+                    found.append(Spread(hardware.devices, teams=teams, rollout=ParallelConfig(tp=tp)))
         return found
 
-    def _drawers(self) -> list[int]:
+    def _rollout_devices(self) -> list[int]:
         """Return the devices of a team that generates: eighths of all, or as few as there are; whole machines; what the
         recipe has."""
         hardware, given = self.hardware, self.config.placement.asking
@@ -265,13 +270,13 @@ class Space:
         found = {*range(step, hardware.devices, step), *whole, *([given] if 0 < given < hardware.devices else [])}
         return sorted(found)
 
-    def _two_teams(self, trains: int, draws: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+    def _two_teams(self, trains: int, generates: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
         """Return the two teams under the names that the recipe has for them."""
         teams = self.config.placement.teams
         names = {role: name for name, team in teams.items() for role in team.roles}
         rest = tuple(role.value for role in self.roles if role is not Role.ROLLOUT)
         train, draw = names.get("actor", "train"), names.get("rollout", "draw")
-        return ((train, rest, trains), (draw if draw != train else "draw", (Role.ROLLOUT.value,), draws))
+        return ((train, rest, trains), (draw if draw != train else "draw", (Role.ROLLOUT.value,), generates))
 
     def _as_given(self) -> list[Spread]:
         """Return the recipe's teams, which share the devices in whole eighths, or as few as there are."""
@@ -336,7 +341,7 @@ class Space:
             held = [Role(role) for role in roles]
             if Role.ACTOR in held:
                 continue
-            own = spread.drawing if held == [Role.ROLLOUT] and spread.drawing else None
+            own = spread.rollout if held == [Role.ROLLOUT] and spread.rollout else None
             if held == [Role.ROLLOUT] and self.config.rollout.engine != "embedded":  # its workers hold no model
                 own = self.config.rollout.parallel or ParallelConfig()
             layout = own or getattr(self.config, roles[0]).parallel or parallel

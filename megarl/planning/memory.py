@@ -216,8 +216,8 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
         found.append(("data.batch_size", share, share, config.rollout.sampling))
     rows = _held_out(config) or (None if job == "train" else 1)
     if job != "sft" and config.data.val_files and rows:
-        drawn = config.validation_sampling
-        found.append(("data.val_batch_size", -(-rows * drawn.n // dp), -(-drawn.n // dp), drawn))
+        sampling = config.validation_sampling
+        found.append(("data.val_batch_size", -(-rows * sampling.n // dp), -(-sampling.n // dp), sampling))
     return found
 
 
@@ -296,10 +296,10 @@ def device_memory(
     free = 0.0 if known is None else max(0.0, known.bytes - (models.when_servers_start(job) if shared else 0.0))
     cache = [] if known is None else [_server_cache(config, sizes, known.server_share, free)]
     on_its_own = [Moment("a server", (*servers, *cache))] if servers and not shared else []
-    drawing = _drawing(config, sizes, team, job, gpu=gpu) + (cache if shared else [])
+    generation = _generation(config, sizes, team, job, gpu=gpu) + (cache if shared else [])
     if job in ("eval", "generate"):
         weights = models.state[ACTOR][PARAMETERS]
-        return Memory((Moment("generation", (weights, *shared, *drawing)), *on_its_own), free)
+        return Memory((Moment("generation", (weights, *shared, *generation)), *on_its_own), free)
     moments = []
     if Role.ACTOR in team.roles:
         learning = _learning_terms("actor", config, models.facts[ACTOR], team, gpu=gpu, job=job)
@@ -308,7 +308,7 @@ def device_memory(
         return Memory((replace(moments[0], name="the update"),))
     seen = _encoder_terms(config, team, gpu=gpu)
     if Role.ROLLOUT in team.roles:
-        moments += [Moment("generation", (*models.resident("generate"), *drawing)), *on_its_own]
+        moments += [Moment("generation", (*models.resident("generate"), *generation)), *on_its_own]
     if gpu and Role.ACTOR in team.roles:
         moments.append(Moment("a checkpoint", tuple(models.resident("checkpoint"))))
     for role, name in ((REFERENCE, "log-probs"), (TEACHER, "log-probs"), (CRITIC, "values")):
@@ -323,7 +323,7 @@ def device_memory(
     return Memory(tuple(moments), free)
 
 
-def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
+def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
     """Return the terms of generation in addition to weights."""
     if config.robot is not None:
         return []  # a policy call is one pass

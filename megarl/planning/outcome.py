@@ -80,7 +80,7 @@ class StepPlan:
         phases: in the order of the graph.
         step_s: seconds of a step. [S1]
         tokens: of a step, prompts and responses. [S2]
-        generated: of them, drawn.
+        generated: of them, generated tokens.
         flops: of the policy in a step. [F2]
         dtype: of its products.
         filled: the fullest device of each team in each of its moments. [M1]

@@ -18,24 +18,24 @@ class Schedule:
     Attributes:
         nodes: of each node in the graph's order: id, team, and those that it waits for.
         actor: the team of the actor.
-        draws: the team that generates samples.
+        rollout: the team that generates samples.
         ahead: generation runs ahead of training.
     """
 
     nodes: tuple[tuple[str, str, tuple[str, ...]], ...]
     actor: str
-    draws: str
+    rollout: str
     ahead: bool
 
     @classmethod
     def of(cls, config: RunConfig, graph: TaskGraph, placement: Placement) -> Schedule:
         """Return the schedule of a recipe."""
         home = {id: team.name for team in placement.teams for id in team.nodes}
-        actor, draws = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
+        actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
         assert actor is not None, "every run trains an actor"
-        assert draws is not None, "every run draws samples"
+        assert rollout is not None, "every run generates samples"
         nodes = tuple((id, home[id], tuple(graph.parents(id))) for id in graph.order())
-        return cls(nodes, actor.name, draws.name, config.async_.max_staleness > 0)
+        return cls(nodes, actor.name, rollout.name, config.async_.max_staleness > 0)
 
     def run(self, seconds: Mapping[str, float], between: float, pause: float) -> tuple[dict[str, float], float]:
         """Return (the begin of each node, seconds of a step). [S1]
@@ -47,7 +47,7 @@ class Schedule:
         Args:
             seconds: of the nodes that take any.
             between: seconds of the actor's team after the last node.
-            pause: of them, seconds that another team which generates waits, too.
+            pause: of them, seconds that another team which rollout waits, too.
         """
         free: dict[str, float] = {}
         busy: dict[str, float] = {}
@@ -63,6 +63,6 @@ class Schedule:
         if not self.ahead:
             return begins, max(free.values()) + between
         busy[self.actor] += between
-        if self.draws != self.actor:
-            busy[self.draws] += pause
+        if self.rollout != self.actor:
+            busy[self.rollout] += pause
         return begins, max(busy.values())

@@ -21,7 +21,7 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.candidates import RECOMPUTE, Choice, Space, Spread
-from megarl.planning.drawing import Decoder
+from megarl.planning.decoding import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
 from megarl.planning.memory import beside_servers
@@ -134,14 +134,14 @@ class Search:
         """
         given, config = self._given, self._config
         rate = self._hardware.peak(config.model.dtype) * max(given.gemm_share, given.expert_share)
-        trains, draws = self._training_flops / (rate * spread.trainers()), 0.0
+        trains, generates = self._training_flops / (rate * spread.trainers()), 0.0
         if spread.servers:
             servers, work = config.rollout.sglang, Workload.of(config, given)
             ep = math.gcd(servers.ep_size, spread.tp_size)
             decoder = Decoder(self._facts, config.rollout_dtype, spread.tp_size, 1, ep, self._hardware, given)
             flows = config.async_.order == "as_ready"
-            draws = total(decoder.generate(work, spread.servers, servers.max_concurrency, flows=flows))
-        return max(trains, draws) if config.async_.max_staleness else trains + draws
+            generates = total(decoder.generate(work, spread.servers, servers.max_concurrency, flows=flows))
+        return max(trains, generates) if config.async_.max_staleness else trains + generates
 
     @cached_property
     def _training_flops(self) -> float:
@@ -224,8 +224,8 @@ class Search:
         return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, *known)
 
     def _fraction(self, formulas: StepFormulas) -> float | None:
-        """Return `memory_fraction` of servers on the trainer's devices, of what other parts leave while samples are
-        drawn.
+        """Return `memory_fraction` of servers on the trainer's devices, of what other parts leave during
+        generation.
 
         None: servers do not share devices. 0: nothing is left for weights and a cache of one sample.
         """

@@ -21,7 +21,7 @@ from megarl.dag.placement import Placement, TeamPlan, place
 from megarl.dag.stage import Kind, Role
 from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions
-from megarl.planning.drawing import Decoder
+from megarl.planning.decoding import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
@@ -215,8 +215,8 @@ class StepFormulas:
         row = self._longest * token
         slots = min(config.rollout.max_running, math.ceil(self.work.number / engines))
         if self.hardware.gpu:
-            drawing = next(one for one in self.memory[team.name].moments if one.name == "generation")
-            left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(drawing.terms) - row)
+            generation = next(one for one in self.memory[team.name].moments if one.name == "generation")
+            left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(generation.terms) - row)
             slots = max(1, min(slots, int(left / row)))
         weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
         tokens = slots * self._longest
@@ -228,7 +228,7 @@ class StepFormulas:
         filters = any(node.declared.refills for node in self.graph)
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
-    def _drawing(self, node: Node) -> list[Cost]:
+    def _generation(self, node: Node) -> list[Cost]:
         room, all_of_them = self.room, node.declared.resamples  # else one greedy response to every prompt
         decoder = self.decoder
         layout = (decoder.tp, decoder.pp, decoder.ep, decoder.etp, decoder.vpp)
@@ -258,7 +258,7 @@ class StepFormulas:
         node = self.graph[id]
         kind, role = node.declared.kind, node.role
         if kind is Kind.MODEL_INFERENCE and role is Role.ROLLOUT:
-            return self._drawing(node)
+            return self._generation(node)
         if id not in self.keys:
             return []
         section = self._section(role)
@@ -372,8 +372,8 @@ class StepFormulas:
         counter, work = FlopCounter.of(self.policy), self.work
         mean = work.lengths.expected
         uneven = counter.unevenness(work.prompt + mean, work.lengths.variance)
-        draw = counter.generate([work.prompt], [[mean] * work.samples]) + work.samples * uneven
-        draw *= work.groups * self.rounds()
+        decoding = counter.generate([work.prompt], [[mean] * work.samples]) + work.samples * uneven
+        decoding *= work.groups * self.rounds()
         passes = {True: 0.0, False: 0.0}  # with a vocabulary or without
         for node in self.graph:
             if node.role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE):
@@ -385,7 +385,7 @@ class StepFormulas:
         each = {
             head: counter.forward([work.prompt + mean], head_tokens=mean if head else 0) + uneven for head in passes
         }
-        return draw + work.number * sum(times * each[head] for head, times in passes.items())
+        return decoding + work.number * sum(times * each[head] for head, times in passes.items())
 
     def sft(self) -> list[Cost]:
         """Return the costs of one step of the cold start; none: the recipe has none."""

@@ -1,6 +1,6 @@
 """Episodes of robots: what a run with the section `robot` has in the place of prompts, responses and rewards.
 
-simulators (processes)  --> View --> Player <-- DrawingPolicy <-- the actor's own parameters
+simulators (processes)  --> View --> Player <-- SamplingPolicy <-- the actor's own parameters
                                        |
                                     episodes --> samples
 """
@@ -34,7 +34,7 @@ from megarl.models.vla.cloning import cloning_statistics
 from megarl.models.weights.files import resolve_folder
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts, Player
-from megarl.rollout.robots.policy import Draw, DrawingPolicy
+from megarl.rollout.robots.policy import SampleTokens, SamplingPolicy
 from megarl.rollout.robots.trials import Trials, limited, part_trials, val_sets
 from megarl.rollout.robots.view import View
 from megarl.simulators.wire import plain_spec, spec_of
@@ -229,14 +229,14 @@ class Robots:
     trials: Mapping[Split, Trials]
     prompt_ids: Callable[[str], list[int]]
     player: Player | None = None
-    policy: DrawingPolicy | None = None
+    policy: SamplingPolicy | None = None
     counts: PlayCounts = field(default_factory=PlayCounts)
 
-    def take_policy(self, draw: Draw, config: RunConfig, layout: Layout) -> None:
-        """Play with what `draw` draws. Collective over a replica."""
+    def take_policy(self, sample: SampleTokens, config: RunConfig, layout: Layout) -> None:
+        """Play with the policy that `sample` samples from. Collective over a replica."""
         body, robot = self.body, config.robot
         assert robot is not None, "a recipe with the section `robot`"
-        self.policy = DrawingPolicy(draw, body.codec, robot.cameras, robot.chunk, parallel=body.family.parallel)
+        self.policy = SamplingPolicy(sample, body.codec, robot.cameras, robot.chunk, parallel=body.family.parallel)
         self.player = Player(
             self.pool,
             self.policy,

@@ -117,7 +117,7 @@ def build_rank_state(
             held["actor"] = ActorRole(engine, context, offloads=config.actor.engine.offload)
             chunks = engine.chunks
             if source is not None and source.robots is not None:
-                source.robots.take_policy(engine.draw, config, layout)
+                source.robots.take_policy(engine.sample, config, layout)
         elif source is not None and config.rollout.engine == "embedded":
             chunks = build_engine(config, hf_config, layout, _to_be_pushed, trainable=False, name="rollout").chunks
         else:

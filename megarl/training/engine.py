@@ -32,7 +32,7 @@ from megarl.offload_schedule import PARAMETERS, PARTS
 from megarl.tracing import beat, phase
 from megarl.training import microbatch, offload, optimizer
 from megarl.training.guard import check_finite
-from megarl.training.heads import Draws, Head, LogProbs, Values
+from megarl.training.heads import Head, LogProbs, SampledTokens, Values
 from megarl.training.microbatch import MicroBatch
 from megarl.training.parallel import Layout
 from megarl.training.sequence_layout import TEXT, SequenceLayout
@@ -149,8 +149,8 @@ class MegatronEngine:
         columns = torch.stack([row.values for row in found], 1)
         return found[0].like(torch.stack([columns[:, :k], columns[:, k:]], 2))
 
-    def draw(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
-        """Draw all tokens of rows whose sequence layout predicts them in one pass.
+    def sample(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
+        """Sample all tokens of rows whose sequence layout predicts them in one pass.
 
         Collective over the ranks of a replica; replicas may call it at different times.
 
@@ -162,9 +162,9 @@ class MegatronEngine:
         Returns:
             Tokens int64 and their log-probs float32, on every rank of the replica.
         """
-        assert self.sequences.columns is not None, "the sequence layout says which tokens may be drawn"
+        assert self.sequences.columns is not None, "the sequence layout says which tokens may be sampled"
         slots = int(batch["response_ids"].lengths[0]) if len(batch) else 1
-        head = Draws(temperature, self.layout.tp_group, self.sequences.columns, seeds, slots)
+        head = SampledTokens(temperature, self.layout.tp_group, self.sequences.columns, seeds, slots)
         tokens, logp = self._evaluate(batch, head, together=False)
         return tokens.like(tokens.values.long()), logp
 

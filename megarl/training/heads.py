@@ -118,8 +118,8 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """A token for each row, drawn over some columns of the vocabulary, and its log-prob.
+class SampledTokens:
+    """A token for each row, sampled over some columns of the vocabulary, and its log-prob.
 
     Attributes:
         temperature: divides the logits; 0: the likeliest token, with its log-prob at temperature 1.

@@ -193,7 +193,7 @@ def test_tokens_that_are_no_actions_are_refused(tmp_path, change, text) -> None:
 def _drawn(folder: str, split: dict[str, int]) -> dict[str, Any]:
     engine = engine_of(Path(folder), 90, split)
     calls = calls_of(episodes())
-    tokens, logp = engine.draw(calls, torch.arange(len(calls)) * 97, TEMPERATURE)
+    tokens, logp = engine.sample(calls, torch.arange(len(calls)) * 97, TEMPERATURE)
     return {"tokens": tokens.values, "logp": logp.values}
 
 
@@ -202,18 +202,18 @@ def test_what_is_drawn_has_its_log_prob_and_depends_on_its_own_seed_only(tmp_pat
     save_small(tmp_path)
     engine, calls = engine_of(tmp_path), calls_of(episodes())
     seeds = torch.arange(len(calls)) * 97
-    tokens, logp = engine.draw(calls, seeds, TEMPERATURE)
+    tokens, logp = engine.sample(calls, seeds, TEMPERATURE)
     assert int(tokens.values.min()) >= COLUMNS[0]
     assert int(tokens.values.max()) < COLUMNS[1]
     calls.set("response_ids", tokens)
     torch.testing.assert_close(engine.logprobs(calls, TEMPERATURE)[0].values, logp.values, atol=1e-6, rtol=0)
     places = [7, 2, 9]
-    again, _ = engine.draw(calls.select(places), seeds[places], TEMPERATURE)
+    again, _ = engine.sample(calls.select(places), seeds[places], TEMPERATURE)
     assert again.values.tolist() == tokens.select(places).values.tolist()
-    other, _ = engine.draw(calls, seeds + 1, TEMPERATURE)
+    other, _ = engine.sample(calls, seeds + 1, TEMPERATURE)
     assert other.values.tolist() != tokens.values.tolist()
-    best, _ = engine.draw(calls, seeds, 0.0)
-    assert best.values.tolist() == engine.draw(calls, seeds + 1, 0.0)[0].values.tolist()
+    best, _ = engine.sample(calls, seeds, 0.0)
+    assert best.values.tolist() == engine.sample(calls, seeds + 1, 0.0)[0].values.tolist()
     for split in ({"tp": 2}, {"pp": 2}):
         for found in run_distributed(_drawn, 2, 240.0, str(tmp_path), split):
             assert found["tokens"].tolist() == tokens.values.tolist()
@@ -228,7 +228,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(tmp_path) -> None:
     calls = calls_of(episodes()).select([0] * 500)
     counts = torch.zeros(COLUMNS[1] - COLUMNS[0])
     for part in range(8):
-        tokens, _ = engine.draw(calls, torch.arange(500) + 500 * part, TEMPERATURE)
+        tokens, _ = engine.sample(calls, torch.arange(500) + 500 * part, TEMPERATURE)
         counts += torch.bincount(tokens.values.view(-1, SLOTS)[:, 0] - COLUMNS[0], minlength=len(counts))
     for token in counts.topk(5).indices.tolist():
         ids = calls.select([0])["response_ids"].values.clone()

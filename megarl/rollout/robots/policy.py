@@ -15,19 +15,19 @@ from megarl.models.vla.actions import ActionCodec
 from megarl.rollout.robots.acting import Chunk, PolicyCall
 
 
-class Draw(Protocol):
-    """The function that samples the tokens of policy calls; see `MegatronEngine.draw`."""
+class SampleTokens(Protocol):
+    """The function that samples the tokens of policy calls; see `MegatronEngine.sample`."""
 
     def __call__(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
         """Return the tokens and their log-probs."""
         ...
 
 
-class DrawingPolicy:
+class SamplingPolicy:
     """An `ActingPolicy`: every call is a row of a batch, whose tokens are generated.
 
     Args:
-        draw: draws all tokens of rows, given those that stand there now.
+        sample: samples all tokens of rows, given those that stand there now.
         codec: tokens to actions.
         cameras: names, in the order in which the policy sees them.
         chunk: actions of a call, K.
@@ -37,8 +37,10 @@ class DrawingPolicy:
         temperature: of what is sampled next; 0: the likeliest.
     """
 
-    def __init__(self, draw: Draw, codec: ActionCodec, cameras: Sequence[str], chunk: int, *, parallel: bool) -> None:
-        self._draw, self._codec, self._cameras, self._parallel = draw, codec, cameras, parallel
+    def __init__(
+        self, sample: SampleTokens, codec: ActionCodec, cameras: Sequence[str], chunk: int, *, parallel: bool
+    ) -> None:
+        self._sample, self._codec, self._cameras, self._parallel = sample, codec, cameras, parallel
         self._slots = chunk * codec.dim
         self.temperature = 1.0
         first = np.full(self._slots, codec.tokens.start)
@@ -57,16 +59,16 @@ class DrawingPolicy:
             fields[FRAMES + camera] = torch.from_numpy(np.stack([call.observation.frames[camera] for call in calls]))
         rows = Batch(fields)
         seeds = torch.tensor([call.seed for call in calls], dtype=torch.int64)
-        tokens, logp = self._draw(rows, seeds, self.temperature)
+        tokens, logp = self._sample(rows, seeds, self.temperature)
         # One after another: a token is right as soon as all before it are, so that a pass makes one or more right.
         for _ in range(0 if self._parallel else self._slots):
             if torch.equal(tokens.values, rows["response_ids"].values):
                 break
             rows.set("response_ids", tokens)
-            tokens, logp = self._draw(rows, seeds, self.temperature)
-        drawn = tokens.values.view(count, self._slots).numpy()
-        actions = self._codec.to_actions(drawn)
+            tokens, logp = self._sample(rows, seeds, self.temperature)
+        sampled = tokens.values.view(count, self._slots).numpy()
+        actions = self._codec.to_actions(sampled)
         return [
             Chunk(ids.tolist(), values.tolist(), chunk)
-            for ids, values, chunk in zip(drawn, logp.values.view(count, self._slots), actions, strict=True)
+            for ids, values, chunk in zip(sampled, logp.values.view(count, self._slots), actions, strict=True)
         ]

@@ -14,7 +14,7 @@ from megarl.envs.robots import Failure
 from megarl.errors import ConfigError
 from megarl.models.vla.actions import ActionCodec, ActionTokens
 from megarl.rollout.robots.acting import PolicyCall
-from megarl.rollout.robots.policy import DrawingPolicy
+from megarl.rollout.robots.policy import SamplingPolicy
 from megarl.rollout.robots.trials import Trials, limited, part_trials, val_sets
 from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, TaskSpec
@@ -48,7 +48,7 @@ class Counting:
 def test_tokens_that_follow_from_earlier_ones_are_those_of_one_after_another(dim, chunk, parallel) -> None:
     codec = ActionCodec(ActionTokens(600), ActionStatistics.plain(dim))
     draw = Counting(codec.tokens.start)
-    policy = DrawingPolicy(draw, codec, ["top"], chunk, parallel=parallel)
+    policy = SamplingPolicy(draw, codec, ["top"], chunk, parallel=parallel)
     policy.temperature = 0.6
     chunks = policy.act([PolicyCall([5, 6], seen(n), seed) for n, seed in enumerate((3, 70))])
     slots = dim * chunk

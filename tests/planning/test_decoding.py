@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.planning.assumptions import PlanAssumptions
-from megarl.planning.drawing import Decoder
+from megarl.planning.decoding import Decoder
 from megarl.planning.lengths import Lengths
 from megarl.planning.passes import total
 from megarl.planning.workload import Workload
