@@ -192,7 +192,7 @@ class Measured:
     """The results of rounds.
 
     Attributes:
-        results: of the present code and of the base's, by cell.
+        results: results of the present code and of the base's, by cell.
         failed: messages of cells that did not come to their end, by name.
     """
 

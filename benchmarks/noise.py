@@ -54,7 +54,7 @@ def in_turn(now: Sequence[float], then: Sequence[float]) -> Judged:
 
     Args:
         now: seconds of the present code, one per round.
-        then: of the other one.
+        then: seconds of the other one.
     """
     ratios = [math.log(one / other) for one, other in zip(now, then, strict=True)]
     draw = random.Random(0)
@@ -67,7 +67,7 @@ def apart(now: Sequence[float], then: Sequence[float], sessions: Sequence[Sequen
 
     Args:
         now: seconds of rounds of the present one.
-        then: of the other one.
+        then: seconds of the other one.
         sessions: rounds of earlier sessions of one commit, which tell what differs between sessions of the same code.
     """
     one, other = ([math.log(seconds) for seconds in rounds] for rounds in (now, then))

@@ -32,7 +32,7 @@ def page(
     Args:
         history: all lines, those of `found` at the end.
         found: the lines of this session, and how they compare.
-        cells: of a matrix, also those that were left out.
+        cells: cells of a matrix, also those that were left out.
         failed: messages of those that failed, by name.
     """
     parts = ["<!doctype html><meta charset='utf-8'><title>megarl bench</title>", f"<style>{_STYLE}</style>"]

@@ -90,7 +90,7 @@ class ReadyWorkers(Callers):
     """All workers of a run whose samples come as they get ready.
 
     Args:
-        path: of the journal.
+        path: path of the journal.
         count: workers of each team.
     """
 
@@ -131,9 +131,9 @@ class Workers(Callers):
     """All workers of a run whose samples come step by step.
 
     Args:
-        path: of the journal.
-        share: how groups are shared.
-        room: of the journal.
+        path: path of the journal.
+        share: way of sharing groups.
+        room: room of the journal.
     """
 
     def __init__(self, path: Path, share: str = "dealt", room: int = ROOM) -> None:

@@ -31,8 +31,8 @@ def calls_of_minute(groups: int, places: int, limit: int, seed: int) -> Calls:
     Args:
         groups: that get finished; their times are log-normal.
         places: groups that are sampled at a time.
-        limit: of groups that the replica may hold.
-        seed: of the times.
+        limit: limit of groups that the replica may hold.
+        seed: seed of the times.
     """
     if not groups:
         return []

@@ -38,7 +38,7 @@ class Sample:
 
     Attributes:
         tokens: in all.
-        drawn: of them, in earlier turns.
+        drawn: those of them in earlier turns.
         slept: seconds of earlier turns; what is more than the drawn tokens take is part of the next one.
         text: the prompt and what was sampled.
         began: the turn; None: it has no slot yet.
@@ -69,7 +69,7 @@ class Sleeping:
     Attributes:
         work: says how long a sample is.
         slots: turns side by side, at most; the others begin in their order.
-        version: of the weights.
+        version: version of the weights.
         eos_id: last token of a sample that came to its end.
         interrupted: samples by their texts, of this generation and of earlier ones: a turn that goes on with one of
             them has the rest of its tokens.

@@ -21,13 +21,13 @@ class Work:
     """The seconds of a run. Those of a sample are log-normal, in whole tokens, and follow from its seed.
 
     Attributes:
-        groups: of a step.
-        samples: of a group.
+        groups: groups of a step.
+        samples: samples of a group.
         slots: samples that are sampled side by side, at most.
-        mean_s: of a sample, if none were cut off.
+        mean_s: mean seconds of a sample, if none were cut off.
         sigma: standard deviation of the logarithm of a sample's seconds.
         longest: tokens of a sample, at most.
-        training_s: of a step.
+        training_s: seconds of training of a step.
         thinks: an environment takes these seconds, to answer a turn of one token; else decoding does.
     """
 

@@ -33,8 +33,8 @@ class Work:
     """The work of a peer.
 
     Attributes:
-        config: of the case.
-        steps: of the run, the warm-up included.
+        config: config of the case.
+        steps: steps of the run, the warm-up included.
         rows: file with its prompts.
     """
 
@@ -121,8 +121,8 @@ class Peer:
     """A program to stand beside.
 
     Attributes:
-        name: of its package, which has to import.
-        suffix: of the file with rows.
+        name: name of its package, which has to import.
+        suffix: suffix of the file with rows.
         command: its arguments.
         write: rows into the file.
         per_gpu: tokens per second and GPU of every step, from its log and the number of GPUs.

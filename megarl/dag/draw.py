@@ -57,7 +57,7 @@ def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping
     With several teams each node has its team, and a second table says what goes from one to another.
 
     Args:
-        placement: of the graph; None: one team.
+        placement: placement of the graph; None: one team.
         sizes: bytes per step of each handover, by its key, as far as they are known.
     """
     placement = placement if placement is not None and placement.separate else None

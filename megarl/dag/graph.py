@@ -15,7 +15,7 @@ class TaskGraph:
 
     Args:
         id: name.
-        description: what it does, in a few words.
+        description: its purpose, in a few words.
         nodes: in reading order.
         entry: fields of the batch that enters the graph.
 

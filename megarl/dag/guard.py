@@ -125,7 +125,7 @@ def settle(node: Node, board: Batch, output: Any, before: Mapping[str, int]) -> 
     Args:
         node: the node that ran.
         board: the samples before it.
-        output: what it returned.
+        output: its return value.
         before: `writes_in_place` before it ran.
 
     Raises:

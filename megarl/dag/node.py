@@ -38,7 +38,7 @@ class Node:
             "pkg.mod:Class.method", "pkg.mod:fn" or "pkg.mod.fn".
         deps: ids of nodes that it comes after although no field says so.
         config: further keyword arguments of `func`.
-        contract: what it reads and writes; None: what the callable declares with `@stage`.
+        contract: its reads and writes; None: those that the callable declares with `@stage`.
         needs_roles: names of the roles that a resolved node's function needs.
         may_take: names of those that it takes if the run has them.
     """

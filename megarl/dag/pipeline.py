@@ -16,7 +16,7 @@ class Pipeline:
 
     Args:
         id: name.
-        description: what it does, in a few words.
+        description: its purpose, in a few words.
         config: the run's configuration, for stages whose fields depend on it.
 
     >>> from megarl.dag.stage import stage
@@ -48,7 +48,7 @@ class Pipeline:
             id: name of the node; None: the stage's own.
             deps: ids of nodes that it must come after although no field says so.
             config: further keyword arguments of the stage.
-            contract: what the stage reads and writes; None: what it declares with `@stage`.
+            contract: the stage's reads and writes; None: those that it declares with `@stage`.
 
         Raises:
             UserError: the id is empty, taken, or contains "/" (phases are named after nodes).

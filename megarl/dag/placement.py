@@ -43,7 +43,7 @@ class TeamPlan:
         devices: its workers.
         first: number of its first worker among those of all teams, which are counted team by team.
         parallel: layout of its models.
-        nodes: what it walks, in the graph's order.
+        nodes: the nodes that it walks, in the graph's order.
         cuts: where mini-batches of the models that it trains begin among the prompts of a step, but the first.
     """
 

@@ -154,7 +154,7 @@ def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) ->
     made up for in the next: the fullest share goes to the replica that has least so far.
 
     Args:
-        tokens: of each group of a step, in the order of the data.
+        tokens: tokens of each group of a step, in the order of the data.
         parts: number of replicas.
         cuts: where all mini-batches but the first begin, rising.
 
@@ -186,7 +186,7 @@ def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts
     So much longer do updates take, whose time goes by tokens, than if all replicas had equally many.
 
     Args:
-        tokens: of each group of a step, in the order of the data.
+        tokens: tokens of each group of a step, in the order of the data.
         owners: the replica that has it.
         parts: number of replicas.
         cuts: as in `share_groups`.

@@ -27,7 +27,7 @@ def find_demonstrations(
         sources: a folder that `write_demonstrations` made; a data set of LeRobot, by itself or as TASK=FOLDER; or
             TASK=FILE.hdf5, one of LIBERO's files.
         tasks: that a policy is to learn, by name.
-        cameras: of LeRobot's data sets: names there by those of the tasks, where they differ.
+        cameras: LeRobot's names of cameras by those of the tasks, where they differ.
         where: key of the recipe that has the sources, for messages.
 
     Raises:

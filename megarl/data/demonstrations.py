@@ -147,7 +147,7 @@ def open_libero(
     Args:
         path: an HDF5 file with data/demo_0, data/demo_1, ...
         task: name of the task whose file it is; a file does not know it.
-        cameras: of `agentview` and `wrist`.
+        cameras: one or both of `agentview` and `wrist`.
         drop_still: leave no-ops out.
 
     Raises:
@@ -231,7 +231,7 @@ def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
     """Demonstrations of a folder that `write_demonstrations` made, in order; frames are read when they are asked for.
 
     Args:
-        folder: where they are.
+        folder: their folder.
         tasks: only those of these tasks; files of others are not read.
 
     Raises:

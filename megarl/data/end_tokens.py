@@ -31,7 +31,7 @@ class EndTokens:
 
     Attributes:
         sources: token id -> who names it; the tokenizer's own comes first.
-        notes: what else a user should know, a line each.
+        notes: further messages for the user, a line each.
     """
 
     sources: dict[int, list[str]]

@@ -29,8 +29,8 @@ class Field:
     Attributes:
         dtype, shape: see the module.
         writer: the stages that write it, or what else does.
-        meaning: what its values say.
-        example: of one sample.
+        meaning: the meaning of its values.
+        example: example of one sample.
     """
 
     dtype: str

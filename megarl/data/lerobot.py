@@ -47,8 +47,8 @@ class _Episode:
     """The place of an episode in the files.
 
     Attributes:
-        number: of the episode.
-        row: what the table of episodes says of it.
+        number: number of the episode.
+        row: its row in the table of episodes.
     """
 
     number: int

@@ -67,7 +67,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool) -> list[M
     """Return the messages that the policy is shown.
 
     Args:
-        value: what the prompt's column holds.
+        value: value of the prompt's column.
         whole: the column holds conversations with the responses to learn; the prompt is what comes before them.
 
     Raises:
@@ -120,7 +120,7 @@ def response_messages(value: Any, key: str, row: Row, prompt: list[Message] | No
     """Return a response to learn: text, an integer, or messages that begin and end with the assistant's.
 
     Args:
-        value: of the column `key`.
+        value: value of the column `key`.
         key: the column, for messages.
         row: the row, likewise.
         prompt: messages of the row's prompt. A response that repeats them at its start is what comes after them, up to

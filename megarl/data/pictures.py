@@ -108,7 +108,7 @@ class Normalisation:
     """The step from pictures to pixels of one or more vision towers: (level / 255 - mean) / deviation, per channel.
 
     Attributes:
-        means: of red, green and blue, for each tower.
+        means: means of red, green and blue, for each tower.
         deviations: likewise.
     """
 
@@ -170,7 +170,7 @@ def policy_normalisation(
     Args:
         preprocessor: content of its preprocessor_config.json; None: it has none, and gets the usual numbers.
         towers: that it sees with.
-        side: of their pictures, in pixels.
+        side: side of their pictures, in pixels.
         where: the file, for messages.
 
     Raises:
@@ -200,8 +200,8 @@ class VideoPipeline:
     Attributes:
         frames: length of the clip.
         size: height and width; frames are resized until their shorter side is 256/224 of it, and cropped.
-        filter: of the resize. V-JEPA 2's own transforms, its class in transformers and SRPO's reference are bilinear.
-        normalisation: of the pixels.
+        filter: filter of resizing. V-JEPA 2's own transforms, its class in transformers and SRPO's are bilinear.
+        normalisation: normalisation of the pixels.
     """
 
     frames: int = 64

@@ -26,8 +26,8 @@ class PromptDataset:
 
     Attributes:
         rows: the rows kept; `rows[i].where` says where prompt i came from.
-        texts: what the tokenizer saw, after templates.
-        given: what the chat template was given, messages; the text where none is in use.
+        texts: the tokenizer's input, after templates.
+        given: the chat template's input, messages; the text where none is in use.
         prompt_ids: Jagged int64, one sequence per prompt.
         overlong: prompts dropped because they exceed data.max_prompt_tokens.
         fingerprint: hash of all prompts kept; a checkpoint refuses to continue on other data.

@@ -49,8 +49,8 @@ def resize(pictures: Tensor, height: int, width: int, kernel: str) -> Tensor:
 
     Args:
         pictures: float32 [N, H, W, C].
-        height: of the result.
-        width: of the result.
+        height: height of the result.
+        width: width of the result.
         kernel: one of KERNELS; `bicubic` is Keys' with a = -0.5.
 
     Returns:

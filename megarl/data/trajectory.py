@@ -32,16 +32,17 @@ class Trajectory:
     Attributes:
         token_ids, drawn, logprobs: one entry per token after the prompt: its id, whether the policy sampled it, and its
             log-prob (0 for the environment's).
-        versions: of the weights that sampled these tokens, as runs; the environment's count to the turn before them.
+        versions: versions of the weights that sampled these tokens, as runs; the environment's tokens count to the turn
+            before them.
         turn_starts, turn_ends: where each turn of the policy begins and ends in `token_ids`; the last turn has no end
             while it is being sampled.
         turn_rewards: one per turn that the environment has answered.
         finish_reason: `stop`, `length` or `abort`, of the last turn that is over.
         ended_by: done, turns, tokens, seconds or error; empty while it goes on.
-        error: what failed, when `ended_by` is error.
+        error: the failure, when `ended_by` is error.
         info: numbers of the environment, added up over the turns; with servers also `cached`, the share of the tokens
             before the policy's turns that was in a prefix cache.
-        segments: of all turns, those that sampled at least a token; the next one has this number.
+        segments: number of segments of all turns that sampled at least a token; the next one has this number.
     """
 
     prompt_ids: list[int]
@@ -156,7 +157,7 @@ def add_fields(samples: Batch, trajectories: Sequence[Trajectory], *, by_turn: b
     """Write the fields of `trajectories`, one per sample, into `samples`.
 
     Args:
-        samples: of the same number.
+        samples: samples of the same number.
         trajectories: none is partial.
         by_turn: they are episodes, which have fields of turns and may have prompts of their own; else plain answers.
     """

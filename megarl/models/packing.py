@@ -28,7 +28,7 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         open_from: place in each sequence from which on its tokens see all of the sequence, also what comes after them;
             those before it see what came before. Empty: no token sees what comes after it.
-        seen: what a robot policy sees, a `megarl.models.vla.vision.Seen`.
+        seen: a robot policy's visual input, a `megarl.models.vla.vision.Seen`.
     """
 
     lengths: tuple[int, ...] = ()

@@ -28,8 +28,8 @@ class Passes:
     """The passes through the model in one optimizer step, as one rank sees them.
 
     Attributes:
-        tokens: of the largest micro-batch, this rank's.
-        rows: of them, those that predict a token of a response: the head computes no others.
+        tokens: tokens of the largest micro-batch, this rank's.
+        rows: those of them that predict a token of a response: the head computes no others.
         longest: tokens of a sequence, of all its ranks.
         count: micro-batches.
     """
@@ -46,8 +46,8 @@ class Needed:
 
     Attributes:
         kept: for the backward passes of the micro-batches in flight.
-        passing: of the layer whose gradient is computed, or of the embedding's gradient.
-        head: of the vocabulary's head.
+        passing: bytes of the layer whose gradient is computed, or of the embedding's gradient.
+        head: bytes of the vocabulary's head.
     """
 
     kept: float

@@ -43,7 +43,7 @@ def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
 
     Args:
         base: that has them all.
-        values: of some, as text.
+        values: values of some of them, as text.
         where: they were given, for messages.
 
     Raises:
@@ -98,34 +98,34 @@ class PlanAssumptions:
     """The shares of the hardware's peak that are reached, fixed times, and what a recipe does not say. Defaults: a GPU.
 
     Attributes:
-        gemm_share: of the peak that large matrix products reach.
-        expert_share: of the peak that the products of experts reach.
+        gemm_share: share of the peak that large matrix products reach.
+        expert_share: share of the peak that the products of experts reach.
         gemm_half_rows: rows at which a product reaches half of that.
-        layer_ms: of a layer's forward pass over a micro-batch that no FLOP explains; a backward pass takes twice that.
-        expert_ms: of each expert of a rank in a forward pass, in addition.
+        layer_ms: milliseconds of a layer's forward pass over a micro-batch that no FLOP explains; backward: twice that.
+        expert_ms: milliseconds of each expert of a rank in a forward pass, in addition.
         element_bytes: moved for each element that is kept for the backward pass, in forward and backward together.
-        element_flops: of fp32 products that take as long as the work on such an element, where that is longer.
+        element_flops: number of fp32 products that take as long as the work on such an element, where that is longer.
         logit_elements: kept elements that the work on a logit takes as long as.
-        memory_share: of the memory's speed that is reached.
-        decode_ms: of a decoding step that no byte and no FLOP explains.
+        memory_share: share of the memory's speed that is reached.
+        decode_ms: milliseconds of a decoding step that no byte and no FLOP explains.
         decode_layer_ms: the same of each layer.
         decode_row_us: the same of each sample that runs.
         decode_expert_ms: the same of each expert of a rank in each layer.
-        node_share: of the links inside a machine that is reached.
-        scatter_share: of a link's rate in sums, that gathers and scatters reach.
+        node_share: share of the links inside a machine that is reached.
+        scatter_share: share of a link's rate in sums, that gathers and scatters reach.
         node_hop_us: latency of a step of a ring inside a machine.
-        link_share: of the link to other machines that is reached.
+        link_share: share of the link to other machines that is reached.
         hop_us: latency of a step of a ring between machines.
-        overlap_share: of gradients' reduction that the backward pass hides, with overlap_grad_reduce.
-        host_share: of the link to host memory that is reached.
+        overlap_share: share of gradients' reduction that the backward pass hides, with overlap_grad_reduce.
+        host_share: share of the link to host memory that is reached.
         server_memory: share that a server takes of what is free on its GPU, where the recipe names none.
         server_push_ms: calls of a server for new weights.
-        push_fixed_s: of new weights, whatever their size.
-        step_s: of a step, in no phase: metrics, files, Python.
+        push_fixed_s: seconds of new weights, whatever their size.
+        step_s: seconds of a step, in no phase: metrics, files, Python.
         disk_gb_s: that a machine writes a checkpoint with.
-        prompt_tokens: of a prompt; 0: half of the longest.
-        mean_tokens: of a response; 0: a quarter of the longest, or all of it with ignore_eos.
-        sigma: of the logarithm of a response's tokens.
+        prompt_tokens: tokens of a prompt; 0: half of the longest.
+        mean_tokens: mean tokens of a response; 0: a quarter of the longest, or all of it with ignore_eos.
+        sigma: standard deviation of the logarithm of a response's tokens.
         kept_groups: share of groups that dynamic sampling keeps.
         usable_memory: share of a device's memory that the search fills.
     """

@@ -39,7 +39,7 @@ class Spread:
     """The assignment of devices to teams and servers.
 
     Attributes:
-        workers: of all teams.
+        workers: workers of all teams.
         servers: that are started; 0: none are, or the recipe's stay.
         tp_size: ranks of each.
         colocated: on the trainer's devices.
@@ -76,12 +76,12 @@ class Choice:
     """One recipe that the search compares.
 
     Attributes:
-        spread: who has which devices.
+        spread: the assignment of devices.
         parallel: the actor's layout.
-        micro_batch_tokens: of the engines that train.
-        recompute: of these.
-        offload: of these.
-        memory_fraction: of servers on the trainer's devices; None: as in the recipe.
+        micro_batch_tokens: tokens of a micro-batch of the engines that train.
+        recompute: recomputation of these engines.
+        offload: offloading of these engines.
+        memory_fraction: memory fraction of servers on the trainer's devices; None: as in the recipe.
     """
 
     spread: Spread

@@ -24,12 +24,12 @@ class Decoder:
 
     Attributes:
         facts: sizes of the model.
-        dtype: of weights, keys and values.
+        dtype: dtype of weights, keys and values.
         tp: ranks that share every layer.
         pp: stages, which work one after the other.
         ep: ranks that share the experts of a layer.
         hardware: that it runs on, while a stage works.
-        given: what is assumed.
+        given: the assumptions.
         etp: ranks that share an expert of an embedded engine; 0: a server's, whose experts tp divides in any case.
         vpp: parts of each stage, which take turns.
     """

@@ -25,21 +25,21 @@ class Hardware:
     """One kind of device, and how many there are. Rates are peaks of one device, one way.
 
     Attributes:
-        name: of the kind.
+        name: name of the kind.
         bf16_tflops: dense matrix products in bf16.
         fp32_tflops: the same in fp32, without TF32.
-        memory_gb: of a device.
-        memory_tb_s: of its memory.
-        node_gb_s: of its link to others of its domain.
-        net_gbit: of its link to other machines.
+        memory_gb: gigabytes of a device.
+        memory_tb_s: TB/s of its memory.
+        node_gb_s: GB/s of its link to others of its domain.
+        net_gbit: Gbit/s of its link to other machines.
         per_node: devices of a machine.
         source: where these numbers are from.
         fp8_tflops: dense matrix products in fp8; 0: it has none.
-        host_gb_s: of its link to host memory.
+        host_gb_s: GB/s of its link to host memory.
         domain: devices that the fast links join; 0: those of a machine.
         nodes: machines.
         gpu: False: processes on CPU cores.
-        cores: of a process, where it is no GPU.
+        cores: cores of a process, where it is no GPU.
     """
 
     name: str
@@ -267,9 +267,9 @@ def this_cpu(
 
     Args:
         processes: that share its cores.
-        threads: of each; None: an equal share of the cores.
-        rates: of one core, as `measure_cores` gives them; None: measured now, which takes about a second.
-        cores: of the machine; None: as many as this process may use.
+        threads: threads of each; None: an equal share of the cores.
+        rates: rates of one core, as `measure_cores` gives them; None: measured now, which takes about a second.
+        cores: cores of the machine; None: as many as this process may use.
     """
     from megarl.machine import available_cores, host_memory
     from megarl.planning.hardware import measure_cores

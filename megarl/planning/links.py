@@ -39,7 +39,7 @@ class Links:
         Args:
             sent: bytes of a rank, over all of these collectives.
             size: ranks of the group; 1: nothing is sent.
-            stride: how far apart they are.
+            stride: distance between them.
             steps: collectives, each of which passes size - 1 steps of a ring.
             sums: these are sums over the ranks, not gathers or scatters.
         """

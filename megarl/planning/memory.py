@@ -103,8 +103,8 @@ class GpuRoom:
     """A GPU that a server may be on.
 
     Attributes:
-        bytes: of it.
-        server_share: of what is free when the server starts, for its weights and cache, where the recipe names none.
+        bytes: its bytes.
+        server_share: share of the free memory that a server takes when it starts, where the recipe names none.
     """
 
     bytes: float
@@ -116,7 +116,7 @@ class Memory:
     """An estimate.
 
     Attributes:
-        moments: of a step.
+        moments: moments of a step.
         free: bytes of the device that are free when a server starts on it; 0: none does, or the device is not known.
     """
 
@@ -285,9 +285,9 @@ def device_memory(
     """Estimate of what the fullest rank of a team holds on its device.
 
     Args:
-        sizes: of the models; the policy's are known, and stand for those that are not.
+        sizes: sizes of the models; the policy's are known, and stand for those that are not.
         team: its layout divides its workers.
-        room: of the device; None: not known, and the cache of a server on it is left out.
+        room: room of the device; None: not known, and the cache of a server on it is left out.
     """
     servers = _server_weights(config, sizes) if gpu and Role.ROLLOUT in team.roles else []
     shared = servers if config.rollout.colocated else []

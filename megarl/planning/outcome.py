@@ -44,10 +44,10 @@ class ServerRoom:
     """The room of an engine or a server for keys and values. [K1]
 
     Attributes:
-        engines: how many there are.
+        engines: number of engines.
         ranks: devices of each.
         weights: bytes of weights of a device.
-        bytes: of a device, for keys and values.
+        bytes: bytes of a device, for keys and values.
         tokens: that fit into one engine.
         slots: samples that it decodes side by side; 1 where not even one fits.
         longest: tokens of the longest sample, prompt included.
@@ -79,15 +79,15 @@ class StepPlan:
         placement: its teams.
         phases: in the order of the graph.
         step_s: seconds of a step. [S1]
-        tokens: of a step, prompts and responses. [S2]
-        generated: of them, generated tokens.
-        flops: of the policy in a step. [F2]
-        dtype: of its products.
+        tokens: tokens of a step, prompts and responses. [S2]
+        generated: those of them that are generated.
+        flops: FLOPs of the policy in a step. [F2]
+        dtype: dtype of its products.
         filled: the fullest device of each team in each of its moments. [M1]
-        room: of what generates samples.
+        room: room of the engine or servers for keys and values.
         checkpoint: bytes and seconds of the machines' disks, and seconds that training stands still. [C1]
         sft: one step of supervised fine-tuning, whose examples are taken to be as long as samples; none: there is none.
-        given: what was assumed.
+        given: the assumptions.
     """
 
     hardware: Hardware
@@ -140,7 +140,7 @@ class Filled:
 
     Attributes:
         team: whose device.
-        moment: what is held, by term.
+        moment: the memory that is held, by term.
     """
 
     team: str

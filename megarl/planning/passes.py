@@ -33,7 +33,7 @@ class Cost:
     Attributes:
         formula: its tag there.
         what: they go to.
-        seconds: of the fullest rank, in one step.
+        seconds: seconds of the fullest rank, in one step.
         bytes: that this rank sends, reads or writes for it; 0: it is no matter of bytes.
     """
 
@@ -71,11 +71,11 @@ class ModelPass:
     Attributes:
         facts: sizes of the model.
         parallel: its layout.
-        devices: of its team.
+        devices: devices of its team.
         engine: memory and speed.
-        dtype: of its parameters.
+        dtype: dtype of its parameters.
         hardware: that it runs on.
-        given: what is assumed.
+        given: the assumptions.
         value_head: it gives one value per token.
     """
 
@@ -137,7 +137,7 @@ class ModelPass:
         """Return all updates of a step.
 
         Args:
-            share: of one update.
+            share: share of one update.
             epochs: passes over the samples.
             updates: optimizer steps in each of them.
         """

@@ -16,7 +16,7 @@ class Schedule:
     """The assignment of nodes to workers, and their dependencies.
 
     Attributes:
-        nodes: of each node in the graph's order: id, team, and those that it waits for.
+        nodes: id, team and dependencies of each node, in the graph's order.
         actor: the team of the actor.
         rollout: the team that generates samples.
         ahead: generation runs ahead of training.
@@ -45,9 +45,9 @@ class Schedule:
         pace.
 
         Args:
-            seconds: of the nodes that take any.
+            seconds: seconds of the nodes that take any.
             between: seconds of the actor's team after the last node.
-            pause: of them, seconds that another team which rollout waits, too.
+            pause: those of them in which the rollout team waits, too.
         """
         free: dict[str, float] = {}
         busy: dict[str, float] = {}

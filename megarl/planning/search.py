@@ -40,7 +40,7 @@ class FoundPlan:
     """A choice that fits.
 
     Attributes:
-        choice: what it is.
+        choice: the choice.
         config: the recipe with it.
         plan: its step.
     """
@@ -57,7 +57,7 @@ class SearchResult:
     Attributes:
         best: fastest first.
         compared: layouts in placements that were looked at.
-        without_room: of them, those that were found not to fit into memory; slower ones were not held against it.
+        without_room: those of them that were found not to fit into memory; slower ones were not held against it.
     """
 
     best: tuple[FoundPlan, ...]
@@ -80,9 +80,9 @@ class Search:
     Args:
         config: the recipe.
         graph: its task graph.
-        sizes: of its models.
+        sizes: sizes of its models.
         hardware: all of whose devices are used.
-        given: what is assumed.
+        given: the assumptions.
     """
 
     def __init__(

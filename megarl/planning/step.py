@@ -79,9 +79,9 @@ class StepFormulas:
         config: the recipe.
         graph: its task graph.
         placement: its teams; their layouts divide their workers.
-        sizes: of its models.
+        sizes: sizes of its models.
         hardware: that it runs on.
-        given: what is assumed.
+        given: the assumptions.
         memo: passes and generation that were found before, of the same recipe in other layouts.
         caches: the same of servers' caches.
     """
@@ -458,8 +458,8 @@ def plan_step(
     Args:
         config: the recipe.
         graph: its task graph, of `megarl.recipes.build.build_task_graph`.
-        sizes: of its models, of `model_sizes`.
-        hardware: of `read_hardware`, or `this_cpu`.
+        sizes: sizes of its models, from `model_sizes`.
+        hardware: devices, from `read_hardware`, or `this_cpu`.
         given: what is assumed; None: the defaults for the kind of device.
 
     Raises:

@@ -18,7 +18,7 @@ class Share:
         samples: number of them.
         prompt: tokens of a prompt.
         response: mean tokens of their responses.
-        variance: of the tokens of a response, which what is quadratic in them goes by, too.
+        variance: variance of the tokens of a response, for costs that are quadratic in them.
     """
 
     samples: float
@@ -43,9 +43,9 @@ class Workload:
 
     Attributes:
         groups: prompts.
-        samples: of a group.
+        samples: samples of a group.
         prompt: tokens of a prompt.
-        lengths: of responses.
+        lengths: lengths of responses.
         even: replicas get equal tokens (`placement.share=tokens`).
     """
 

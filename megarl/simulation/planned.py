@@ -94,7 +94,7 @@ class Planned:
         facts: sizes of the model.
         system: that it is for.
         lengths: of samples.
-        given: what is assumed.
+        given: the assumptions.
         model_parallel: ranks of a replica of the actor.
         trains: nodes that train: passes over the samples of a step, and updates.
         scores: nodes that make a forward pass.

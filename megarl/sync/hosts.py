@@ -62,7 +62,7 @@ def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
     """Return the host of a receiver, in the names of the trainer's hosts where it is one of them.
 
     Args:
-        url: of the receiver.
+        url: url of the receiver.
         here: name of this host.
         addresses: at which others reach each of the trainer's hosts. A host may know its own name as a loopback
             address only.

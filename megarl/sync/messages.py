@@ -130,7 +130,7 @@ def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None
 
     Args:
         opened: called for each connection; its handler takes a message and returns the answer, or raises Refused.
-        name: of this side, for its proof.
+        name: name of this side, for its proof.
     """
     while True:
         try:

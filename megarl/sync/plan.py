@@ -179,10 +179,10 @@ def make_plan(
     """Plan a synchronisation.
 
     Args:
-        tensors: what the trainer holds, see `holdings`.
+        tensors: the trainer's tensors, see `holdings`.
         ranks: one per trainer rank.
-        hosts: of the receivers, one for each.
-        dtype: of the tensors on the wire.
+        hosts: hosts of the receivers, one for each.
+        dtype: dtype of the tensors on the wire.
         fp8: send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
         bucket_bytes: bound of a bucket and of what gathering it also needs; a larger tensor has a bucket of its own.
         same_host: senders must run on the host of their receiver.

@@ -37,7 +37,7 @@ class ReceiverUpdate:
     """One update of one receiver. Each method is one step with one deadline.
 
     Args:
-        version: what the receiver is to call it (`version_tag`).
+        version: the receiver's name of it (`version_tag`).
         session: True when tensors come in buckets between begin and end; False when the receiver loads them in one
             call.
         deadline_s: seconds for each step.

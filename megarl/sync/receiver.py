@@ -69,7 +69,7 @@ class SharedUse:
 
     Attributes:
         update: a name that all senders of an update share.
-        sender: of the buffer.
+        sender: sender of the buffer.
         last: this is the sender's last bucket.
     """
 
@@ -126,7 +126,7 @@ class Receiver(Protocol):
 
     Attributes:
         number: in the list of receivers, and in the plan.
-        name: what messages call it.
+        name: its name in messages.
         url: where it is reached; its host is that of the receiver.
         version: the last one that it was acknowledged to hold; None: none yet.
         answers: it may be updated, as far as this rank knows.
@@ -187,9 +187,9 @@ class Receiver(Protocol):
         """Copy tensors out of a buffer on its host; the buffer is free again when this returns.
 
         Args:
-            handles: of the buffer, one for each rank.
+            handles: handles of the buffer, one for each rank.
             entries: for each rank, the tensors it is to take.
-            use: how long the buffer may stay mapped; None: until this returns.
+            use: time that the buffer may stay mapped; None: until this returns.
         """
         ...
 
@@ -201,7 +201,7 @@ class Receiver(Protocol):
         """Write changed elements; False when it cannot with some tensor, and must be given whole ones from now on.
 
         Args:
-            handles: of a buffer with distances and values, as `megarl.sync.delta` makes them; one for each rank.
+            handles: handles of a buffer with distances and values, made by `megarl.sync.delta`; one for each rank.
             header: see `megarl.sync.delta.patch_header`.
         """
         ...
@@ -245,7 +245,7 @@ class Receivers(Protocol):
 
         Args:
             folder: for files that outlive this process.
-            deadline_s: of each step, see `UpdateStep`.
+            deadline_s: deadline in seconds of each step, see `UpdateStep`.
         """
         ...
 

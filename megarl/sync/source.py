@@ -53,8 +53,8 @@ class Source:
     Args:
         held: this rank's pieces, views into the live parameters.
         world: all ranks of the trainer; the plan's numbers are theirs.
-        dtype: of the wire, before FP8.
-        device: of the buckets. Pieces travel between buckets' devices: giver and taker must use one backend.
+        dtype: dtype of the wire, before FP8.
+        device: device of the buckets. Pieces travel between buckets' devices: giver and taker must use one backend.
         live: tensors that this rank holds as the wire wants them are not copied into buckets; `parts` tells where all
             of them are.
     """

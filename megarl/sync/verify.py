@@ -25,7 +25,7 @@ def expected_checksums(
 
     Args:
         tensors: Hugging Face tensors in export order; None on ranks that only take part in the gathering.
-        dtype: of the wire.
+        dtype: dtype of the wire.
     """
     found: dict[ReceiverLayout, list[dict[str, Checksum]]] = {at: [{} for _ in range(at.ranks)] for at in layouts}
     for name, tensor in tensors:

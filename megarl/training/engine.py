@@ -68,13 +68,13 @@ class MegatronEngine:
         hf_config: Hugging Face configuration of the model.
         parallel, engine: layout and memory settings.
         optim: optimizer settings; None makes a frozen engine without gradient buffers and optimizer.
-        dtype: of parameters and activations; bf16 has float32 master weights and gradients.
+        dtype: dtype of parameters and activations; bf16 has float32 master weights and gradients.
         total_steps: optimizer steps of the whole run, the default length of the learning-rate decay.
         weights: fills the freshly built chunks, e.g. `lambda chunks: load_weights(chunks, folder)`.
         name: role, the first part of the metric names.
-        seed: of dropout and whatever else the model draws.
+        seed: seed of dropout and whatever else the model draws.
         value_head: a critic: one value per token in place of a vocabulary.
-        sequences: how rows of a batch become sequences.
+        sequences: the layout of rows as sequences.
     """
 
     def __init__(

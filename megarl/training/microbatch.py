@@ -27,7 +27,7 @@ class MicroBatch:
     Attributes:
         samples: positions in the batch; empty for a filler, which only keeps this rank in step with the others.
         input_ids, position_ids: int64 [1, t].
-        packed: what attention has to know.
+        packed: the packed layout for attention.
         rows: int64 [n], places among the t tokens that predict a response token; n = N without context parallelism.
         order: int64 [n], which of the N response tokens each row predicts.
         targets: int64 [n], the tokens to predict.

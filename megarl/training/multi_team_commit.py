@@ -49,8 +49,8 @@ class Part:
     Attributes:
         workers: number of its first worker, and how many there are.
         layout: sizes of the layout of its engines.
-        optimizer_steps, vocab_sizes: of its engines, by their names.
-        nbytes: of all its files.
+        optimizer_steps, vocab_sizes: optimizer steps and vocab sizes of its engines, by their names.
+        nbytes: bytes of all its files.
     """
 
     workers: tuple[int, int]
@@ -76,11 +76,11 @@ class Teams:
     """The teams that write one checkpoint, as one of them sees them.
 
     Attributes:
-        name: of this team.
+        name: name of this team.
         first: number of its first worker; 0 in the team that leads.
         mail: between the teams.
-        deadline_s: so long the team that leads waits for another one's files that do not grow.
-        others: in the team that leads, those that have a part beside it.
+        deadline_s: seconds that the leading team waits for another one's files that do not grow.
+        others: in the leading team, the other teams with a part.
     """
 
     name: str
@@ -131,10 +131,10 @@ def begin_part(
     Args:
         root: folder of checkpoints, on a file system that all workers share.
         step: training step that is complete.
-        tag: as it was announced.
+        tag: the announced tag.
         engines: those that learn here, by name.
-        teams: as this team sees them.
-        layout: of this team.
+        teams: all teams, as this team sees them.
+        layout: layout of this team.
         files: contents by name of what this rank adds to the folder; no other rank gives the same name.
 
     Raises:

@@ -46,11 +46,11 @@ class Saving:
         files: contents by name of this rank's other files.
         commit: called in rank 0's thread with the checksums of all files, once they are all on disk; None: another team
             does it.
-        fix: what to do when it cannot be written.
+        fix: the fix when it cannot be written.
         world: all ranks of the team.
         first: number of its first worker.
         others: the workers of other teams that `commit` waits for, by team.
-        deadline_s: so long it waits for a team whose files do not grow.
+        deadline_s: seconds that it waits for a team whose files do not grow.
 
     Attributes:
         ended: monotonic time at which this rank's thread was through; None: it is not.

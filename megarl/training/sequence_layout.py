@@ -29,7 +29,7 @@ class PackedRows:
         predicts: int64 [T], which of the N response tokens each column predicts; -1 for none.
         targets: int64 [N].
         open_from: see `megarl.models.packing.PackedSequences`.
-        seen: what a robot policy sees in them, with places among the T columns.
+        seen: a robot policy's visual input, with places among the T columns.
     """
 
     lengths: list[int]

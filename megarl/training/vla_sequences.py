@@ -65,8 +65,8 @@ class VLALayout:
     `states`.
 
     Attributes:
-        shape: what the policy sees with.
-        family: how its sequences look.
+        shape: the policy's vision part.
+        family: the conventions of its sequences.
         normalise: pictures to pixels of its towers.
         cameras: names, in the order in which the policy takes them.
         dim, chunk: numbers of an action, and actions of a call.

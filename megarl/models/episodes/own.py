@@ -43,7 +43,7 @@ class PointEncoder(nn.Module):
     Args:
         cameras: number of pictures.
         state_dim: numbers of a state.
-        width: of the vector.
+        width: width of the vector.
     """
 
     def __init__(self, cameras: int, state_dim: int, width: int) -> None:
@@ -70,11 +70,11 @@ class OwnEmbedder:
         cameras: that episodes have pictures of.
         points: vectors of an embedding.
         width: numbers of a vector.
-        updates: of the encoder in a training step.
-        lr: of Adam.
-        device: what it computes on.
+        updates: updates of the encoder in a training step.
+        lr: learning rate of Adam.
+        device: the device that it computes on.
         group: data-parallel ranks.
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(

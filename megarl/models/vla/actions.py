@@ -196,7 +196,7 @@ class ActionCodec:
 
     Attributes:
         tokens: the rule of the vocabulary.
-        statistics: of the actions of the data set that the policy is to act like; their D is that of every action.
+        statistics: statistics of the actions in the policy's data set; their D is that of every action.
         gripper: the simulator's rule.
     """
 

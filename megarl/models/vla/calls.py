@@ -24,7 +24,7 @@ class PolicyFamily:
     """The prompt and sequence conventions that a family of policies was trained with.
 
     Attributes:
-        template: of the prompt; `{task}` is the instruction.
+        template: template of the prompt; `{task}` is the instruction.
         lower: the instruction is written in small letters.
         last_token: token that the prompt ends with, whether or not the tokenizer puts it there; None: none is added.
             Llama's tokenizer makes 29871, an empty token, of the space that followed `Out:` in training.
@@ -102,7 +102,7 @@ class CallLayout:
 
     Attributes:
         prompt: tokens of the prompt, BOS among them.
-        patches: of one picture.
+        patches: patches of one picture.
         dim: numbers of an action, D.
         chunk: actions of a call, K.
         cameras: pictures of a call.

@@ -73,7 +73,7 @@ class CloningExamples:
         keep: bytes of pictures in memory.
 
     Attributes:
-        fingerprint: of actions, states, prompts and settings; frames are not read for it.
+        fingerprint: fingerprint of actions, states, prompts and settings; frames are not read for it.
 
     Raises:
         ConfigError: a demonstration's task has no prompt.

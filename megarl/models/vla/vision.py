@@ -118,7 +118,7 @@ class Vision(nn.Module):
 
     Args:
         shape: their sizes.
-        dtype: of parameters and features.
+        dtype: dtype of parameters and features.
         sequence_parallel: each tensor-parallel rank has some of a stream's columns, so that its gradient of these
             parameters is a part of the sum.
     """
@@ -165,7 +165,7 @@ class VlaModel(PolicyModel):
     """A `PolicyModel` whose streams bring what they see: `packed_seq_params.seen`, a `megarl.models.vla.vision.Seen`.
 
     Args:
-        shape: of towers and projectors.
+        shape: shape of towers and projectors.
         arguments, settings: see `PolicyModel`.
     """
 

@@ -106,7 +106,7 @@ def export_weights(
 
     Args:
         world: all ranks that hold the model; its first one writes.
-        dtype: of the written tensors; None: as the parameters are.
+        dtype: dtype of the written tensors; None: as the parameters are.
         max_shard_gb: start another file beyond this size (10**9 bytes).
         source: the model that this one was trained from; see `write_metadata`.
     """

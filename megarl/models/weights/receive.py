@@ -45,7 +45,7 @@ class WeightWriter:
     Rows that no tensor fills (padding of the vocabulary) become zero.
 
     Attributes:
-        shapes: of all tensors of the model.
+        shapes: shapes of all tensors of the model.
         held: names of those that this process holds a part of.
     """
 
@@ -74,7 +74,7 @@ class WeightWriter:
         """Copy some elements of a tensor.
 
         Args:
-            shape: of the tensor.
+            shape: shape of the tensor.
             positions: int64 [n], in the flattened tensor.
             values: [n].
 

@@ -40,7 +40,7 @@ class EmbeddedEngine:
     Args:
         chunks: this process's PolicyModels, unwrapped, in pipeline order.
         config: batch limits and decoding dtype.
-        layout: of the chunks.
+        layout: layout of the chunks.
 
     Attributes:
         weight_version: stamped on completions; whoever updates the parameters counts it up.

@@ -53,7 +53,7 @@ class WeightInbox:
 
     Attributes:
         address: host and port.
-        version: what the trainer calls the weights; empty: there are none yet.
+        version: the trainer's name of the weights; empty: there are none yet.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], key: str, group: WorkerGroup, host: str = "127.0.0.1") -> None:
@@ -76,7 +76,7 @@ class WeightInbox:
         """Allow no write to the parameters inside the block. Collective over the engine.
 
         Args:
-            deadline_s: of the wait for weights.
+            deadline_s: deadline in seconds of the wait for weights.
             version: the ones to wait for; None: any.
 
         Yields:

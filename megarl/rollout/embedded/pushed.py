@@ -17,7 +17,7 @@ class PushedWeights:
     Args:
         engine: draws.
         inbox: takes its weights.
-        deadline_s: of the wait for a version that was pushed.
+        deadline_s: deadline in seconds of the wait for a version that was pushed.
 
     >>> # pushed.follow(4)                 # the trainer has pushed its weights after step 4
     >>> # with pushed.held(): engine.generate(...)

@@ -38,8 +38,8 @@ class EngineLayout:
     """A `ReceiverLayout`: what each rank of an engine holds, by its place in the engine's parallel layout.
 
     Attributes:
-        coordinates: of the ranks.
-        dtype: of the engine's parameters.
+        coordinates: coordinates of the ranks.
+        dtype: dtype of the engine's parameters.
         hf: configuration of the model, the same for all engines of a run.
     """
 
@@ -76,9 +76,9 @@ class EngineReceiver:
 
     Args:
         number: in the list of receivers.
-        addresses: of the inboxes of its ranks, all of them on one host.
+        addresses: addresses of the inboxes of its ranks, all of them on one host.
         key: that the inboxes were made with.
-        layout: how it splits the model.
+        layout: its split of the model.
     """
 
     def __init__(self, number: int, addresses: Sequence[Address], key: str, layout: EngineLayout) -> None:

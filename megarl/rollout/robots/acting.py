@@ -15,8 +15,8 @@ class PolicyCall:
 
     Attributes:
         prompt_ids: tokens of the instruction.
-        observation: what is seen now.
-        seed: of this call, 0 <= seed < 2**63; what else is asked at the same time does not matter.
+        observation: the present observation.
+        seed: seed of this call, 0 <= seed < 2**63; other calls at the same time do not matter.
     """
 
     prompt_ids: list[int]

@@ -95,7 +95,7 @@ def demonstrate(
         pool: of which no slot is at work.
         episodes: task and trial of each.
         noise: standard deviation of what is added to every number of the executed actions, in the simulator's units.
-        seed: of the noise, which for each environment step of an episode depends on this, task and trial only.
+        seed: seed of the noise, which for each environment step of an episode depends on this, task and trial only.
         counts: is told what was done.
         advance: `advance(1)` is called when one more episode is over.
         where: key of the recipe that asks for experts, for messages.

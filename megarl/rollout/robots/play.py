@@ -47,9 +47,9 @@ class EpisodeStart:
 
     Attributes:
         sample_id: names it in messages.
-        task, trial: what is played.
+        task, trial: the task and trial to play.
         prompt_ids: tokens of the task's instruction.
-        seed: of policy call k.
+        seed: seed of policy call k.
     """
 
     sample_id: str
@@ -85,7 +85,7 @@ class Player:
         pool: the simulators; None on all ranks but the first of a replica.
         policy: acts.
         group: ranks of the replica.
-        view: what the policy sees of an observation.
+        view: the policy's view of an observation.
         prompt_ids: tokens of an instruction, of episodes that have one of their own.
         halves: physics of one half of the slots goes on while the policy acts for the other.
         on_error: `fail` ends the run when a simulator fails, `mark` the episode.

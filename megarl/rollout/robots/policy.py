@@ -34,7 +34,7 @@ class SamplingPolicy:
         parallel: all tokens of a call are predicted at once; else one after another, each from the earlier ones.
 
     Attributes:
-        temperature: of what is sampled next; 0: the likeliest.
+        temperature: temperature of the next samples; 0: the likeliest.
     """
 
     def __init__(

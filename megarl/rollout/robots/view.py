@@ -24,7 +24,7 @@ class View:
     Attributes:
         cameras: names, in the policy's order.
         pictures: from a frame to a picture.
-        states: of the robot's own state; None: it is seen as it is.
+        states: scaling of the robot's own state; None: it is seen as it is.
     """
 
     cameras: Sequence[str]

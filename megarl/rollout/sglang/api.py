@@ -62,7 +62,7 @@ class ServerApi:
             path: begins with a slash.
             payload: body; None sends none.
             deadline_s: seconds for the whole exchange.
-            phase: what is being done, for the message.
+            phase: the current activity, for the message.
             method: HTTP method.
 
         Raises:

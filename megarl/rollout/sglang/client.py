@@ -108,7 +108,7 @@ class Dispatch:
     Args:
         config: concurrency and deadlines.
         servers: that may be asked, by number.
-        tag: what these are to call their weights.
+        tag: the tag that these give to their weights.
         done: called, in the event loop, with every sample that is finished.
         failures: where servers go that fail; another thread may take them out.
     """

@@ -43,7 +43,7 @@ class Replica:
     """The ranks that share one set of requests.
 
     Attributes:
-        index: of this replica, among `count`.
+        index: index of this replica, among `count`.
         group: the replica's ranks; the first one talks to the servers.
         world: all ranks of the run.
     """
@@ -77,8 +77,8 @@ class SglangEngine:
 
     Attributes:
         replica: this rank's place.
-        weight_version: of the weights that samples are to be drawn with; only servers that have acknowledged it are
-            asked. Whoever updates the servers sets it.
+        weight_version: version of the weights to generate with; only servers that have acknowledged it are asked.
+            Whoever updates the servers sets it.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class SglangEngine:
         """Restart failed servers and bring them to the current weights. Collective over all ranks of the run.
 
         Args:
-            times: how often this was done for the same samples.
+            times: number of times that this was done for the same samples.
 
         Raises:
             ServerError: no server is left, nobody brings it weights before the next step, or this was done too often.

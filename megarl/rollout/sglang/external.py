@@ -62,7 +62,7 @@ def differences(server: Server, *, config: SGLangConfig, dtype: str, longest: in
 
     Args:
         config: `rollout.sglang`.
-        dtype: of the weights that servers are to hold: float32 or bfloat16.
+        dtype: dtype of the weights that servers are to hold: float32 or bfloat16.
         longest: tokens of the longest sequence; 0 is not checked.
 
     Raises:

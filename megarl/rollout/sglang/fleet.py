@@ -35,10 +35,10 @@ class Server:
 
     Attributes:
         number: 0, 1, ... over all machines.
-        api: how to reach it; a restart changes the address.
+        api: its address; a restart changes the address.
         version: last acknowledged weight version; None before the first since it was started.
-        why: what was wrong with it last.
-        restarts: how often it was started again.
+        why: its last fault.
+        restarts: number of times that it was started again.
         given_up: it did not come up; what does not start now does not start the next time.
     """
 

@@ -26,10 +26,10 @@ def deal(servers: int, ranks: int, workers: Sequence[int]) -> list[range]:
     """Return the numbers of the servers of every machine: equally many where machines are alike.
 
     Args:
-        servers: of the run.
-        ranks: of each, which has a GPU for every one of them.
-        workers: of the team that starts the servers, on each of its machines. They may lend their GPUs: the next
-            server goes where most of these are left.
+        servers: servers of the run.
+        ranks: ranks of each, which has a GPU for every one of them.
+        workers: workers of the team that starts the servers, by machine. They may lend their GPUs: the next server goes
+            where most of these are left.
     """
     left, given = list(workers), [0] * len(workers)
     for _ in range(servers):
@@ -53,7 +53,7 @@ def server_gpus(
         servers: servers of this machine.
         local: 0, 1, ... on this machine.
         workers: trainer ranks of this machine.
-        environment: of this process.
+        environment: environment of this process.
         present: GPUs of this machine.
 
     Raises:

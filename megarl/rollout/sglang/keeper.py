@@ -57,7 +57,7 @@ class Keeper:
 
     Args:
         folder: for the log.
-        deadline_s: of each step that brings a server back.
+        deadline_s: deadline in seconds of each step that brings a server back.
     """
 
     def __init__(self, folder: Path, deadline_s: float) -> None:
@@ -118,7 +118,7 @@ class KeeperState:
         opened: servers whose update is not done, by URL.
         versions: what a server that may hold parts is called unless somebody else has taken it since.
         whole: those that hold all of a version that this trainer sent. What others hold is not known.
-        folders: where servers can read that version.
+        folders: folders from which servers can read that version.
     """
 
     def __init__(self) -> None:

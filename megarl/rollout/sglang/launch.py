@@ -56,7 +56,7 @@ def open_fleet(
 
     Args:
         config: `rollout.sglang`.
-        place: of this rank.
+        place: place of this rank.
         run_dir: logs go to its folder `servers`.
         model: Hugging Face folder, readable on every machine.
         dtype: float32, bfloat16 or float16.

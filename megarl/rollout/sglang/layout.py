@@ -55,7 +55,7 @@ class ServerLayout:
     """A `ReceiverLayout`: `tp` ranks, whose experts are spread `ep` ways.
 
     Attributes:
-        sizes: of the model.
+        sizes: sizes of the model.
         on_gpu: the servers compute on GPUs, which have another checksum.
     """
 

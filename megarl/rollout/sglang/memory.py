@@ -20,7 +20,7 @@ class ServerMemory:
 
     Args:
         fleet: the servers.
-        deadline_s: of each call, none of which moves weights: `rollout.sglang.health_timeout_s`.
+        deadline_s: deadline in seconds of each call, none of which moves weights: `rollout.sglang.health_timeout_s`.
         world: all ranks; each speaks to the servers whose number is its own modulo the number of ranks.
     """
 

@@ -39,7 +39,7 @@ class SglangReceiver:
 
     Args:
         server: its address changes when it is restarted.
-        layout: how it splits the model.
+        layout: its split of the model.
         keeper: told of every update of this server, if it outlives the trainer.
         answer_s: deadline of calls that move no weights: a server that hangs is not waited for like one that loads.
     """
@@ -228,7 +228,7 @@ class SglangReceivers:
 
     Args:
         fleet: the same servers on every rank.
-        layout: how each of them splits the model.
+        layout: each one's split of the model.
     """
 
     def __init__(self, fleet: Fleet, layout: ServerLayout) -> None:

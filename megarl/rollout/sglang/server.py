@@ -46,10 +46,10 @@ class ServerSpec:
         number: among all servers of the run.
         config: `rollout.sglang`.
         model: Hugging Face folder; with `random_weights` only its configuration is read.
-        dtype: of weights and computation: float32, bfloat16 or float16.
+        dtype: dtype of weights and computation: float32, bfloat16 or float16.
         host: address to listen on.
         api_key: every request must carry it; not shown in `repr`.
-        log_dir: where the log goes.
+        log_dir: folder of the log.
         cuda: runs on GPUs, on `gpus` as CUDA_VISIBLE_DEVICES names them (None: those this process sees).
         random_weights: do not read weights; the first update brings them all.
     """
@@ -108,7 +108,7 @@ class ServerProcess:
     """The process of a ServerSpec. Start it from the main thread: the kernel then ends it with this process.
 
     Attributes:
-        api: how to reach it; its port is another one after every start.
+        api: its address; its port is another one after every start.
         instance: what its shared memory is called; another word after every start.
     """
 

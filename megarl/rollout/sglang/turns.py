@@ -50,7 +50,7 @@ class TurnClient:
 
     Attributes:
         running: groups of samples that are under way.
-        error: what ended one of them.
+        error: the error that ended one of them.
     """
 
     def __init__(self, make: Callable[[Callable[[ServedSample], None], deque[LostServer]], Dispatch]) -> None:

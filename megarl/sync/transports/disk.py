@@ -35,7 +35,7 @@ class DiskTransport(Transport):
 
     Args:
         folder: on a disk that receivers see under the same path.
-        rank: of this sender, part of its file names.
+        rank: rank of this sender, part of its file names.
     """
 
     session = False

@@ -61,7 +61,7 @@ class DistributedTransport(Transport):
     """The transport that broadcasts each bucket as one flat buffer.
 
     Args:
-        address: of this host, as receivers reach it; None: the one of the interface that reaches the receiver.
+        address: address of this host, as receivers reach it; None: the one of the interface that reaches the receiver.
     """
 
     senders_per_stage: int | None = 1  # every sender has a connection to every receiver

@@ -32,7 +32,7 @@ class CopyTarget:
     """A part of a tensor, and the memory of a parameter that it is copied into.
 
     Attributes:
-        offset, strides: of the part, in elements of the whole tensor.
+        offset, strides: offset and strides of the part, in elements of the whole tensor.
         target: view of the parameter, in the part's shape.
     """
 
@@ -138,7 +138,7 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     third as long as copying from it. What a sender that died has left is let go of in the next update.
 
     Args:
-        model: of the server; called as for any update of its weights.
+        model: model of the server; called as for any update of its weights.
         named_tensors: one, uint8 [bytes of the bucket]; in the place of its name a JSON header: `tensors`, a list of
             (name, shape, dtype, first byte, bytes); `update`, a name that all its senders share; `sender`; `last`,
             whether this is its last bucket.
