@@ -1,4 +1,4 @@
-"""The memory of a robot's run besides its language model: towers at work, an encoder of videos, pictures of
+"""The memory of a robot's run in addition to its language model: towers at work, an encoder of videos, pictures of
 episodes."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layout of samples as sequences of the model: text, or policy calls of a robot (megarl/training/vla_sequences.py).
 
 A layout makes rows of samples, one for each sequence, and packs rows end to end. It tells the engine which columns
-predict a token of the response, and what else the model needs besides the tokens.
+predict a token of the response, and what else the model needs.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class EpisodeEmbedder(Protocol):
 
     @property
     def recording(self) -> Recording | None:
-        """The part of an episode that simulators must record besides the policy's observations; None: nothing."""
+        """The part of an episode that simulators must record in addition to the policy's observations; None:
+        nothing."""
 
     def learn(self, episodes: Batch, step: int) -> Metrics | None:
         """Learn of a training step's episodes, those of this replica; collective over the data-parallel ranks.

@@ -96,7 +96,7 @@ class CheckpointReader:
 
     @staticmethod
     def has_weights(folder: Path) -> bool:
-        """Tell whether a folder has files that could be weights, besides its configuration."""
+        """Tell whether a folder has files that could be weights, not only a configuration."""
         return any(folder.glob("*.safetensors*")) or (folder / "adapter_config.json").is_file()
 
     @property

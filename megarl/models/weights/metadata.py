@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder besides the weights, written so that programs with transformers 4 or 5 read the
+"""The files of a Hugging Face folder other than the weights, written so that programs with transformers 4 or 5 read the
 same model: config.json, generation_config.json, and the tokenizer's files.
 
 transformers 5 keeps RoPE in `rope_parameters`; 4 and what is built on it read `rope_theta` and `rope_scaling` and know
