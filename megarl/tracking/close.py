@@ -27,7 +27,7 @@ _MLFLOW = "mlflow.*.json"  # name of the file with the MLflow run of a stage
 def close_if_killed(run_dir: Path) -> None:
     """Close a run that is recorded as running although its process is gone: its launcher was killed with it.
 
-    Commands that read a run folder call this first. A run on another machine is left alone.
+    Commands that read a run folder call this first. A run on another machine is left as it is.
     """
     run = read_run(run_dir)
     if run.get("status") != "running" or not has_fields(run.get("process"), _PROCESS):

@@ -187,7 +187,7 @@ class CheckpointReader:
 
 
 class _Loaded:
-    """The tensors in memory behind the interface of an opened safetensors file."""
+    """The tensors in memory, with the interface of an opened safetensors file."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
