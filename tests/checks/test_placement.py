@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checks import dry_run as plan_module
-from megarl.checks import packages
+from megarl.checks import environment
 from megarl.checks.dry_run import make_plan
 from megarl.checks.recipe import check_config
 from megarl.components import COMPONENTS
@@ -358,7 +358,7 @@ def test_mistakes_in_a_team_name_its_key(write, text, words):
 
 
 def test_several_teams_on_this_machine_need_ray(config_of, monkeypatch):
-    monkeypatch.setattr(packages, "_is_installed", lambda module: module != "ray")
+    monkeypatch.setattr(environment, "_is_installed", lambda module: module != "ray")
     found = {}
     for name, overrides in {"two": [*GRPO, *TWO], "one": GRPO}.items():
         items = check_config(config_of(*overrides), launcher="local").items
