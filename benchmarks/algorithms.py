@@ -37,7 +37,7 @@ REPEATS = 7
 
 VERDICT = {True: "yes", False: "no", None: ""}
 
-#: What one call of a case does, and an optional number that its result is judged by.
+#: One call of a case, and an optional number that its result is judged by.
 Made = tuple[Callable[[], Any], Callable[[Any], float] | None]
 
 

@@ -180,7 +180,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fill(result: dict[str, Any], kind: str, size: str, layout: str) -> None:
-    """Measure a case, if the result does not have it; what the formulas say is said again."""
+    """Measure a case, if the result does not have it; the formulas are evaluated again."""
     from megarl.config.load import load_config
     from megarl.planning.hardware import measure_cores
 

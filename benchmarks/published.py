@@ -1,7 +1,7 @@
 """Published figures of others and ours beside them: the same work on the same number of GPUs of the same kind.
 
 Tokens per second and GPU are those of whole steps: prompts and responses of all samples, over all seconds of a step and
-all GPUs, as NeMo-RL counts them. What was not measured has no number.
+all GPUs, as NeMo-RL counts them. Missing measurements have no number.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Calls of the store between teams, without bytes: `python -m megarl.benchmarks.store --only core replay clients`.
 
-What is measured is said there.
+The measurements are described there.
 """
 
 from __future__ import annotations

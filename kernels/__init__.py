@@ -1,1 +1,1 @@
-"""Kernels, each beside its torch reference."""
+"""Kernels, each with its torch reference."""

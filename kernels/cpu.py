@@ -1,4 +1,4 @@
-"""CPU kernels: what decoding and training do between their matmuls, in one pass each, beside torch references.
+"""CPU kernels: the work of decoding and training between their matmuls, in one pass each, with torch references.
 
 cpu.cpp is compiled with the machine's own instruction set on first use and kept in ~/.cache/megarl. It has a
 plain C interface and takes OpenMP from the runtime that torch has already loaded. Without a C++ compiler, or with sizes

@@ -37,7 +37,7 @@ def check(library: ctypes.CDLL, sizes: Sequence[int] = HEAD_SIZES) -> str | None
 
 
 def _cases(kernels: CpuKernels, draw: _Draw, sizes: Sequence[int]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, what the library gives, what is right in float64) of each output."""
+    """Yield (name, the library's result, the right one in float64) of each output."""
     yield from _norm(kernels, draw)
     yield from _gate(kernels, draw)
     for size in sizes:
@@ -118,7 +118,7 @@ def _stream(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, 
         slope = weights * (up @ vs.mT - (up * context).sum(-1, keepdim=True)) * scale
         expected = slope @ ks, (slope.mT @ queries).sum(1, True), (weights.mT @ up).sum(1, True)
         for name, x, right in zip(("queries", "keys", "values"), slopes, expected, strict=True):
-            # A single token's softmax has no slope: what is left is rounding, which no scale of its own can bound.
+            # A single token's softmax has no slope: the rest is rounding, which no scale of its own can bound.
             if length > 1 or name == "values":
                 yield f"gradient of {name} with heads of {size}", by_group(x), right
 

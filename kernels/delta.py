@@ -1,4 +1,4 @@
-"""CPU kernels of deltas: what changed between two versions of a tensor, and bringing a copy forward, in one pass each.
+"""CPU kernels of deltas: find the changes between two versions of a tensor, and apply them to a copy, in one pass each.
 
 delta.cpp is compiled like cpu.cpp; without a compiler, or where its code differs from them, `diff_reference` and
 `patch_reference` do the same with numpy.
@@ -119,7 +119,7 @@ def check(library: ctypes.CDLL) -> str | None:
     """Return the differences from the references on random input, None where there are none."""
     kernels, generator = DeltaKernels(library), torch.Generator("cpu").manual_seed(1)
     for itemsize, n, share in itertools.product(_WORDS, (1, 15, 64, 65, 257, 5003), (0.002, 0.1, 1.0)):
-        # Wrong positions lie up to a line after the end: what is there is ours, and seen when it changes.
+        # Wrong positions lie up to a line after the end: that memory is ours, and seen when it changes.
         room = n * itemsize + _LINE
         base = torch.randint(0, 256, (room,), generator=generator, dtype=torch.uint8, device="cpu")
         changed = torch.rand(room, generator=generator, dtype=torch.float32, device="cpu") < share / itemsize

@@ -5,7 +5,7 @@ this interpreter, and every number of the two metrics.jsonl is compared bit for 
 cache folder for each commit, machine and case, so a second call runs only the present tree. The exit code is 1 when a
 number differs, and the table names the first step and metric that do.
 
-What measures time, speed or memory is left out: see `measures_the_machine`.
+Metrics of time, speed or memory are left out: see `measures_the_machine`.
 """
 
 from __future__ import annotations

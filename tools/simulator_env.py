@@ -22,7 +22,7 @@ COMPLETE = ".complete"
 #: Simulator to the package whose version names the folder. It comes last and without its requirements, which are those
 #: of much more than the simulator.
 PACKAGES = {"libero": "hf-libero", "metaworld": "metaworld"}
-#: What shows that it works, run with this repository on the path.
+#: The check that it works, run with this repository on the path.
 CHECKS = {
     "libero": "from megarl.simulators.libero import Libero; import bddl, mujoco; assert len(Libero.tasks({})) == 40",
     "metaworld": "from megarl.simulators.metaworld import MetaWorld; assert len(MetaWorld.tasks({})) == 50",

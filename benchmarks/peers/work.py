@@ -118,7 +118,7 @@ def prompts(work: Work) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A program to stand beside.
+    """A program to compare with.
 
     Attributes:
         name: name of its package, which has to import.

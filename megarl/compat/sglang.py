@@ -101,7 +101,7 @@ def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
 
     Args:
         python: the interpreter.
-        cuda: as for `find_python`; what a message says depends on it.
+        cuda: as for `find_python`; messages depend on it.
 
     Raises:
         ConfigError: it has none, or one of another series than the update protocol was tested with.
@@ -143,7 +143,7 @@ def shared_memory(instance: str) -> list[Path]:
     """Return the files through which the processes of a server talk to each other; SGLang itself never removes them.
 
     Args:
-        instance: what `server_environment` was given.
+        instance: as given to `server_environment`.
     """
     return [file for kind in ("sglang_loads", "sgl_shm") for file in SHARED_MEMORY.glob(f"{kind}_{instance}_*")]
 
@@ -162,9 +162,9 @@ def server_environment(
     """Return the environment of a server process that is started by this one.
 
     Args:
-        base: environment to start from; what belongs to the trainer is taken out.
+        base: environment to start from; the trainer's own variables are taken out.
         api_key: handed over here, so that no process list shows it.
-        instance: what the server calls its shared memory, a word that no other server has.
+        instance: the server's name of its shared memory, which no other server has.
         cuda: the server runs on GPUs.
         tp_size: ranks of the server; on a CPU each gets a core of its own.
         gpus: devices it may use; None: those this process sees.

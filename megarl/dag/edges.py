@@ -168,7 +168,7 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
             if name not in history.there:
                 raise _missing(node, name, nodes, history, where)
         waits = sorted(set(history.waits(node)), key=place.__getitem__)
-        # What resamples carries all fields, read or not.
+        # A node that resamples carries all fields, read or not.
         sources = history.all_sources() if node.declared.resamples else history.sources(node)
         inputs[node.id] = Inputs(waits, sources, history.resampler)
         history.add(node)

@@ -5,7 +5,7 @@ Every worker runs this loop by itself; there is no controller process. The order
     samples = the batch that enters
     for node in topological order, of its team:
         samples = samples with what other teams have made for it            (take)
-        samples = samples with what the node wrote          (a node that resamples: what it made of them,
+        samples = samples with what the node wrote          (a node that resamples: its new samples,
                                                              and replicas may exchange these)
         what other teams read of that goes to them                          (give)
 
@@ -91,7 +91,7 @@ class Executor:
 
         Raises:
             NodeError: a node failed. Errors of this package pass through with the node added as a note. The node is
-                FAILED, its descendants SKIPPED, what had not started PENDING or READY.
+                FAILED, its descendants SKIPPED, nodes that had not started PENDING or READY.
         """
         self.statuses = {id: Status.PENDING if self.graph.parents(id) else Status.READY for id in self.nodes}
         self.seconds = {}

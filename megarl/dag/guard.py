@@ -107,7 +107,7 @@ class GuardedBatch(Batch):
 def writes_in_place(node: Node, board: Batch) -> dict[str, int]:
     """Count the in-place writes to each tensor field of `board` that `node` does not declare to write.
 
-    What PyTorch does not count goes unnoticed: writes through `Tensor.numpy()`, and into tensors of inference mode.
+    Writes that PyTorch does not count go unnoticed: those through `Tensor.numpy()`, and into tensors of inference mode.
     """
     contract = node.declared
     allowed = {*contract.writes, *contract.may_write}

@@ -6,7 +6,7 @@
 
 A node with a model belongs to the team of its role; so must the other models be that it works with. Rewards are made
 where samples are generated; everything else that has no model is done where the actor is. A team walks its nodes in the
-graph's order. What one of them reads and another team wrote, that team hands over.
+graph's order. The other teams hand over the fields that they wrote and this team reads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TeamPlan:
 
     @property
     def may_restart(self) -> bool:
-        """It only scores samples: what it makes follows from them, so that it may lose its processes and begin again.
+        """True when it only scores samples: its output follows from them, so it may lose its processes and begin again.
 
         Other teams have what is in no message between teams: weights that are trained, and what they generate with.
         """
@@ -176,7 +176,7 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
 def settled(config: RunConfig, placement: Placement) -> RunConfig:
     """Return the recipe with the teams of `placement` by name where `placement.auto` has made them.
 
-    A run goes by them to its end: what they were made from, another run's folder or a model's files, may change or go.
+    A run goes by them to its end: their source, another run's folder or a model's files, may change or go.
     """
     if config.placement.auto is None:
         return config

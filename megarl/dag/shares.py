@@ -70,7 +70,7 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
 def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
     """Return the sizes that the number of replicas of a team with these roles has to divide, by key; none: any number.
 
-    Updates need equal shares; what only generates samples or scores them works on any.
+    Updates need equal shares; teams that only generate or score samples work on any.
     """
     trains = [role for role in (Role.ACTOR, Role.CRITIC) if role in roles]
     sizes = {"data.batch_size": config.data.batch_size} if trains else {}
@@ -88,7 +88,7 @@ def whole_replicas(
 
     Args:
         sizes: workers per replica of each team.
-        batches: what the number of a team's replicas divides; 0: any.
+        batches: the sizes that the number of a team's replicas divides; 0: any.
 
     Returns:
         They add up to `devices`; None: no such shares do.

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: Field names that follow from the run's configuration.
 FromConfig = Callable[[Any], Sequence[str]]
 
-#: What the prompt loader puts on every batch that enters a graph.
+#: The fields that the prompt loader puts on every batch that enters a graph.
 LOADER_FIELDS = ("prompt_ids", "uid", "prompt_text", "answer", "data_source", "row")
 
 

@@ -150,8 +150,8 @@ def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) ->
     """Return the groups of samples for each of `parts` replicas: equally many of every mini-batch, tokens as even as
     can be.
 
-    A mini-batch holds the same groups whatever their tokens, and is shared out by itself. What stays uneven in one is
-    made up for in the next: the fullest share goes to the replica that has least so far.
+    A mini-batch holds the same groups whatever their tokens, and is shared out by itself. The next makes up for what
+    stays uneven in it: the fullest share goes to the replica that has least so far.
 
     Args:
         tokens: tokens of each group of a step, in the order of the data.

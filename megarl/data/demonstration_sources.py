@@ -10,7 +10,7 @@ from megarl.data.lerobot import cameras_of, is_lerobot, open_lerobot
 from megarl.errors import ConfigError, DataError, choose, close_matches
 from megarl.simulators.protocol import TaskSpec
 
-#: What stands in the place of files where scripted experts are to show the tasks.
+#: The entry that replaces files where scripted experts show the tasks.
 EXPERTS = "experts"
 HDF5 = (".hdf5", ".h5")
 

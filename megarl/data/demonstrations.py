@@ -39,7 +39,7 @@ class Demonstration:
 
     Attributes:
         task: its name.
-        frames: uint8 [T, H, W, 3] by camera: what was seen before each action.
+        frames: uint8 [T, H, W, 3] by camera: the observation before each action.
         states: float32 [T, S], likewise; S may be 0.
         actions: float32 [T, D].
     """
@@ -68,7 +68,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class OpenDemonstration:
-    """A demonstration whose frames are read when they are asked for; what else it has is a few numbers a step.
+    """A demonstration whose frames are read when they are asked for; its other data are a few numbers a step.
 
     Attributes:
         task: its name.

@@ -94,7 +94,7 @@ FIELDS: dict[str, Field] = {
     "response_text": Field("str", "[B]", "rollout", "the response, or its last turn", '"132"'),
     "finish_reason": Field("str", "[B]", "rollout", "stop, length or abort, of the last turn", '"stop"'),
     "greedy_score": Field("float32", "[B]", "greedy_rollout", "score of the prompt's greedy response (ReMax)", "1.0"),
-    # -- what episodes have beside that
+    # -- additional fields of episodes
     "turn_starts": Field(
         "int64",
         "[B, turns]",

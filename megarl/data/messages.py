@@ -1,7 +1,7 @@
 """Chat messages of a row: OpenAI's form, with content as text or as parts of text, and ShareGPT's `from` and `value`.
 
-Read once into `{"role": ..., "content": text, ...}`. What else a message holds (`tool_calls`, `reasoning_content`,
-`name`) stays in it for the chat template, which writes it or is refused; what is null or empty is left out.
+Read once into `{"role": ..., "content": text, ...}`. Other keys of a message (`tool_calls`, `reasoning_content`,
+`name`) stay in it for the chat template, which writes them or is refused; null and empty ones are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 ASSISTANT = "assistant"
 #: Whether the assistant's message is learnt, 1 or 0: OpenAI's key. It is for training, and no template sees it.
 WEIGHT = "weight"
-#: What a tool's answer says of the call that it answers, which comes just before it: models are shown their order.
+#: The reference of a tool's answer to its call, which comes just before it: models are shown their order.
 _OF_CALLS = ("tool_call_id", "name")
 _SHAREGPT = {
     "human": "user",

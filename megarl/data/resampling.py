@@ -1,6 +1,6 @@
 """Pictures made larger, smaller, or cropped, as TensorFlow does it, in tensors on any device.
 
-Each output is a weighted sum of a few inputs, added in a fixed order: what else is in a batch, and which kernel a
+Each output is a weighted sum of a few inputs, added in a fixed order: the rest of a batch, and the kernel that a
 matrix product would take for its size, changes nothing.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.errors import DataError, close_matches
 
 MAX_DEPTH = 64  # lists and objects inside one another; rows are walked recursively, and Python's stack is finite
-#: What a sample has by itself for a reward function. `data_source` is the row's own where it has one.
+#: The columns that every sample has for a reward function. `data_source` is the row's own where it has one.
 SAMPLE_KEYS = frozenset(
     {"uid", "prompt", "response", "answer", "finish_reason", "response_length", "transcript", "messages", "row"}
 )

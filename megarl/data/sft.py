@@ -37,7 +37,7 @@ class SFTDataset(PromptDataset):
     """The data set of prompts with the response to learn.
 
     Prompt and response are tokenised apart, as they are in RL, so that a model meets the same prompt tokens in both. A
-    response may be messages: what others than the assistant say stands between its turns as in RL, and is not learnt.
+    response may be messages: those of others than the assistant stand between its turns as in RL, and are not learnt.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SFTDataset(PromptDataset):
         """Read, render and tokenise both columns; see PromptDataset for what is refused.
 
         Args:
-            max_tokens: what the model takes; longer examples (prompt, response and end token) are dropped and counted
+            max_tokens: the model's limit; longer examples (prompt, response and end token) are dropped and counted
                 in `too_long`, or refused when data.overlong is `error`. None: no limit.
             tools: as in PromptDataset.
             stop_ids: tokens that end a turn, in addition to the tokenizer's. Of these a response of several turns
@@ -170,7 +170,7 @@ class SFTDataset(PromptDataset):
 
 
 def _end(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int:
-    """Return the token that ends a response of one turn: what the chat template in use writes there, or the
+    """Return the token that ends a response of one turn: the one that the chat template in use writes there, or the
     tokenizer's."""
     turn = turn_end(tokenizer, config)[0] if uses_chat(config, bool(tokenizer.chat_template)) else None
     return int(tokenizer.eos_token_id) if turn is None else turn

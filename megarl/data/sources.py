@@ -415,7 +415,7 @@ def _call(source: str, kwargs: Mapping[str, Any]) -> list[Row]:
     return [make_row(value, source, number, "row") for number, value in enumerate(values, 1)]
 
 
-#: First bytes, what the file is, and what to do with it. A specification of each kind fixes its first bytes.
+#: First bytes, kind of the file, and the fix. A specification of each kind fixes its first bytes.
 _KINDS = (
     (b"PAR1", "a parquet file", "name it {stem}.parquet"),
     (b"ARROW1", "an Arrow file", "write it as parquet"),
@@ -440,7 +440,7 @@ def foreign_kind(path: Path) -> tuple[str, str] | None:
     try:
         with path.open("rb") as file:
             head = file.read(32)
-    except OSError:  # whoever reads the whole file says why
+    except OSError:  # reading the whole file says why
         return None
     for first, kind, fix in _KINDS:
         if head.startswith(first) and not (first == b"PAR1" and path.suffix.lower() == ".parquet"):

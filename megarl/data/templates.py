@@ -16,7 +16,7 @@ from megarl.data.turns import after_turn
 from megarl.errors import ConfigError, DataError, encoding_fix
 
 _OVERRIDE = "data.override_chat_template"
-#: What a run gives every chat template by itself.
+#: The variables that a run gives every chat template.
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 #: A tag of transformers' own, around what the assistant says.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -63,7 +63,7 @@ def check_chat_template(text: str, where: str) -> None:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # What transformers adds for training on the assistant's text only marks a block.
+    # transformers' addition for training on the assistant's text only marks a block.
     plain = re.sub(r"{%(-?)\s*(end)?generation\s*(-?)%}", r"{#\1 \3#}", text)
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)

@@ -1,6 +1,6 @@
 """The tokens of an environment's messages between turns; a policy's own tokens are never tokenised again.
 
-A policy's turn stays the tokens that it sampled. What comes after it is tokenised once and appended:
+A policy's turn stays the tokens that it sampled. The text after it is tokenised once and appended:
 
     prompt | turn 0 ... <end> | \\n<start>tool ... <end>\\n<start>assistant\\n | turn 1 ... <end>
                               '-------------- following ----------------------'

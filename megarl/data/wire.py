@@ -1,7 +1,7 @@
 """Fields and columns as blocks of bytes: safetensors files with the columns as JSON inside. No pickle.
 
-parts    0 1 2|3 4|5 6 7 8    Packer: what is the same for all blocks is found once
-blocks  |0 1 2 3 4|5 6 7 8|   made of views of each tensor; what is small is copied
+parts    0 1 2|3 4|5 6 7 8    Packer: common parts of all blocks are found once
+blocks  |0 1 2 3 4|5 6 7 8|   made of views of each tensor; small ones are copied
 spans    0-3   3-5|0-4        which samples of which block a part is
                               gather: one copy, from all spans into a field's own memory
 """
@@ -55,7 +55,7 @@ _ZERO = np.zeros(1, np.int64)
 class Block:
     """A file in parts, uint8 [n] each, one after the other; the header is in the first.
 
-    The parts may be views of a batch, which whoever sends the block copies to where they go.
+    The parts may be views of a batch, which the sender of the block copies to their destination.
     """
 
     parts: tuple[np.ndarray, ...]
@@ -262,7 +262,8 @@ def _write(pieces: Iterable[_Piece]) -> Block:
 
 
 class Opened(NamedTuple):
-    """A block that was read: its header, what is said of the samples, and its tensors, one after the other, in parts.
+    """A block that was read: its header, the description of the samples, and its tensors, one after the other, in
+    parts.
 
     Part k is bytes `places[k]` to `places[k + 1]`; `cuts` are the offsets by their numbers, int64 [samples + 1].
     """

@@ -1,6 +1,6 @@
 """Facts about a Hugging Face configuration: supported kinds, derived sizes, layouts that fit.
 
-Nothing here imports Megatron. What a key means is said once, in megarl/architectures, which a dry run asks too.
+Nothing here imports Megatron. The meaning of a key stands once, in megarl/architectures, which a dry run asks too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
 def _robot_policy(model: ModelConfig, key: str, *, follow_files: bool) -> PretrainedConfig | None:
     """Return the configuration of a robot policy, for which transformers has no class; None for another model.
 
-    Small files beside config.json are a part of it. Of a model on the hub the weights come only with `follow_files`.
+    Small files next to config.json are a part of it. A model on the hub comes with weights only with `follow_files`.
     """
     from transformers import PretrainedConfig
 

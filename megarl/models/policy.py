@@ -1,4 +1,4 @@
-"""A GPTModel that takes a packed stream and returns hidden states; the head is left to whoever needs log-probs."""
+"""A GPTModel that takes a packed stream and returns hidden states; callers that need log-probs apply the head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of an update beside parameters, gradients and optimizer state: what its passes keep, and what they need for a
+"""Memory of an update in addition to the model's state: the bytes that its passes keep, and that they need for a
 while.
 
 Sizes are of one rank. `t`: tokens of a micro-batch on it (after context parallelism); `s`: those whose residual stream

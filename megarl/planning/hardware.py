@@ -60,7 +60,7 @@ class Hardware:
 
     @property
     def pace(self) -> float:
-        """Share of a core that a process has: what takes fixed time takes as much longer where they work in turn."""
+        """Share of a core that a process has: fixed times grow by its inverse where processes work in turn."""
         return min(1.0, self.cores)
 
     @property

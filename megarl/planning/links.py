@@ -51,7 +51,7 @@ class Links:
     def exchange(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0) -> float:
         """Return seconds of all-to-alls in which a rank sends `sent` bytes to the others together. [L2]
 
-        What goes to ranks of the same domain goes over its links, at the same time as the rest.
+        Messages to ranks of the same domain go over its links, at the same time as the rest.
         """
         if size == 1:
             return 0.0

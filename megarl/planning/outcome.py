@@ -14,7 +14,7 @@ ROOM_KEYS = (
     "rollout.sglang.memory_fraction, rollout.sglang.max_total_tokens, rollout.sglang.tp_size, "
     "rollout.sampling.max_new_tokens"
 )
-"""What a server's room for keys and values goes by."""
+"""The origin of a server's room for keys and values."""
 
 
 @dataclass(frozen=True)

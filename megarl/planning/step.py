@@ -32,7 +32,7 @@ from megarl.planning.schedule import Schedule
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
 from megarl.planning.workload import Share, Workload
 
-#: What does not depend on how engines and servers spend memory.
+#: Results that do not depend on the memory use of engines and servers.
 _KEPT = (
     *("work", "policy", "schedule", "decoder", "server_weights", "handed", "keys", "weights"),
     *("_moved", "_home", "_links", "_spread"),
@@ -460,7 +460,7 @@ def plan_step(
         graph: its task graph, of `megarl.recipes.build.build_task_graph`.
         sizes: sizes of its models, from `model_sizes`.
         hardware: devices, from `read_hardware`, or `this_cpu`.
-        given: what is assumed; None: the defaults for the kind of device.
+        given: the assumptions; None: the defaults for the kind of device.
 
     Raises:
         ConfigError: a robot's recipe, whose simulators no formula knows; teams that cannot be; or a layout that does

@@ -75,7 +75,7 @@ class MessageClient:
     """The trainer's end. Calls are serialised; each has the deadline `deadline_s`, unless it is given another.
 
     Args:
-        peer: what answers there, for its proof and for messages.
+        peer: the name of the other side, for its proof and for messages.
 
     Raises:
         ConnectionError: who answers does not know the key.

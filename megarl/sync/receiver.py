@@ -57,7 +57,7 @@ Checksums = list[dict[str, str]]  # by rank of a receiver: parameter -> checksum
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """One step of an update: what errors call it, and the seconds it may take as a whole."""
+    """One step of an update: its name in errors, and the seconds it may take as a whole."""
 
     phase: str
     deadline_s: float
@@ -154,7 +154,7 @@ class Receiver(Protocol):
         ...
 
     def begin(self, step: UpdateStep) -> None:
-        """Open it for tensors. What a dead trainer left open is closed first."""
+        """Open it for tensors. An update that a dead trainer left open is closed first."""
         ...
 
     def end(self, step: UpdateStep) -> None:

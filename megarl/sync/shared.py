@@ -1,7 +1,7 @@
 """Memory that another process of this host maps: a buffer, and handles by which it is found.
 
 A handle is plain data, so that it travels in any message; the bytes stay where they are. Each handle is good for one
-mapping: it holds a reference to the buffer that whoever opens it gives back.
+mapping: it holds a reference to the buffer that the process which opens it gives back.
 """
 
 from __future__ import annotations

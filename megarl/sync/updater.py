@@ -52,7 +52,7 @@ T = TypeVar("T")
 class SyncReport:
     """One synchronisation, the same on every rank. Seconds are those of the slowest rank, bytes of all together.
 
-    `to_probe`: updated receivers that `sync.verify` selects; what they compute can be compared once they generate.
+    `to_probe`: updated receivers that `sync.verify` selects; their results can be compared once they generate.
     """
 
     version: int

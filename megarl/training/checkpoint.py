@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 3
 _META, _STATE, _BEST = "meta.json", "state.json", "best.json"
-_SPARE = 64 << 20  # bytes that stay free beside a checkpoint, for logs and metrics
+_SPARE = 64 << 20  # bytes that stay free in addition to a checkpoint, for logs and metrics
 
 
 def save(root: Path, step: int, engines: dict[str, MegatronEngine], extra: dict[str, Any], **options: Any) -> Path:
@@ -152,7 +152,7 @@ def _facts_of(parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def _make_folder(folder: Path, nbytes: int) -> str | None:
-    """Make the empty `folder` of a checkpoint of `nbytes`; what is in the way, if anything."""
+    """Make the empty `folder` of a checkpoint of `nbytes`; return the problem, if any."""
     try:
         clean(folder.parent)
         folder.mkdir(parents=True)
@@ -183,7 +183,7 @@ def load(
     Args:
         folder: the checkpoint.
         engines: by the names they were saved with.
-        meta: what `verify` gave for it; None: it is verified now.
+        meta: its result of `verify`; None: it is verified now.
 
     Returns:
         The training step and the `extra` that were saved.
@@ -308,7 +308,7 @@ def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = N
     With `engines` only files of teams that wrote one of them are read; with no names, of teams without engines.
 
     Raises:
-        CheckpointError: on every rank alike: the files that are not, and which checkpoints beside it could do.
+        CheckpointError: on every rank alike: names the damaged files, and other checkpoints that could be used.
         FormatError: on every rank alike: another version of megarl wrote it.
     """
     meta, wrong, other = world.broadcast_json(_meta_or_fault(folder) if world.rank == 0 else None)

@@ -156,7 +156,7 @@ class MegatronEngine:
 
         Args:
             batch: rows, see `SequenceLayout`; their `response_ids` only say how many tokens there are.
-            seeds: int64 [B]; what a row is given depends on its own seed and on nothing else that is sampled.
+            seeds: int64 [B]; the tokens of a row depend on its own seed and on no other row.
             temperature: 0 takes the likeliest tokens.
 
         Returns:

@@ -8,7 +8,7 @@ K is the worker's number among those of all teams. With several of them, rank 0 
 
 Threads use no collective: theirs would mix with those of training. They meet in the folder, so a checkpoint is complete
 as soon as its last byte is written, and a run that is killed at any moment leaves it complete or as a folder that
-nobody reads. What fails in a thread is raised by `poll` and `wait`, on all ranks alike.
+nobody reads. A failure in a thread is raised by `poll` and `wait`, on all ranks alike.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class SlicePlace(NamedTuple):
 
 def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[SlicePlace]:
     """Return the parts of a local tensor: usually one, two for a gate and an up projection in one parameter."""
-    # On the meta device: what a factory makes are views, and their offsets say which elements they are.
+    # On the meta device: a factory makes views, and their offsets say which elements they are.
     blank = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     moved = dataclasses.replace(sharded, data=blank)
     pieces = list(nested_values(moved.build())) if isinstance(moved, ShardedTensorFactory) else [moved]

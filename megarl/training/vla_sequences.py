@@ -6,7 +6,7 @@ one after another, so a batch of calls has the same tokens in the same order, an
     samples    response_ids  [ call 0 | call 1 ] [ call 0 | call 1 | call 2 ]      a row per episode
     calls      response_ids  [ call 0 ] [ call 1 ] [ call 0 ] [ call 1 ] [ call 2 ]      a row per call
 
-What is computed per token of the calls is that of the samples, whichever calls go through the model together.
+A number per token of the calls is one per token of the samples, whichever calls go through the model together.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class OwnEmbedder:
 
     @property
     def recording(self) -> None:
-        """Nothing beside what the policy sees."""
+        """None: the policy's observations are enough."""
         return None
 
     def learn(self, episodes: Batch, step: int) -> Metrics | None:

@@ -21,7 +21,7 @@ class StateEmbedder:
 
     Args:
         points: states along the episode, linearly interpolated over its calls and its end.
-        end_weight: what the end counts beside the mean over all points.
+        end_weight: weight of the end relative to the mean over all points.
     """
 
     def __init__(self, points: int, end_weight: float) -> None:
@@ -37,7 +37,7 @@ class StateEmbedder:
 
     @property
     def recording(self) -> None:
-        """Nothing beside what the policy sees."""
+        """None: the policy's observations are enough."""
         return None
 
     def learn(self, episodes: Batch, step: int) -> None:

@@ -28,7 +28,7 @@ def policy_config(
     """Return the language model's configuration, which includes the vision part (`megarl.models.hf.vision_of`).
 
     Args:
-        config: a policy's config.json, with what the files beside it add.
+        config: a policy's config.json, with the additions of the files next to it.
         where: its place, for messages.
         preprocessor: its preprocessor_config.json, if there is one.
 

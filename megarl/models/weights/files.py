@@ -137,7 +137,7 @@ class CheckpointReader:
         return str(self._slice(name).get_dtype())
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return the tensor `name` or the part of it inside `box`, in the file's dtype; what is quantised in float32.
+        """Return the tensor `name` or the part of it inside `box`, in the file's dtype; quantised tensors in float32.
 
         Raises:
             ConfigError: the tensor is missing, or holds codes of numbers whose scales are not known.
@@ -304,7 +304,7 @@ class FolderWriter:
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:
-    """Rename `temporary` to `folder`; what was there is moved aside first and removed after."""
+    """Rename `temporary` to `folder`; an existing folder is moved aside first and removed afterwards."""
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():
         folder.rename(old)

@@ -43,7 +43,7 @@ class EmbeddedEngine:
         layout: layout of the chunks.
 
     Attributes:
-        weight_version: stamped on completions; whoever updates the parameters counts it up.
+        weight_version: stamped on completions; each update of the parameters counts it up.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], config: RolloutConfig, layout: Layout) -> None:

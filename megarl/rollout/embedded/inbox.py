@@ -64,7 +64,7 @@ class WeightInbox:
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._running, self._paused, self._open = 0, True, False
-        self._update = 0  # counts updates: what waits to be written when another one begins is refused
+        self._update = 0  # counts updates: writes that still wait when another one begins are refused
         self._whole = False  # the parameters are those of `version`, all of them
         self.version = ""
         self._listener = socket.create_server((host, 0))

@@ -35,7 +35,7 @@ _SHARE = 0.9  # of a deadline that the engine waits for itself, so that its own 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """A `ReceiverLayout`: what each rank of an engine holds, by its place in the engine's parallel layout.
+    """A `ReceiverLayout`: each rank of an engine holds parts by its place in the engine's parallel layout.
 
     Attributes:
         coordinates: coordinates of the ranks.

@@ -1,4 +1,4 @@
-"""Continuous batching, without tensors: which sample sits in which row, what is prefilled, what moves when rows end.
+"""Continuous batching, without tensors: assigns samples to rows, plans prefills, and moves rows when others end.
 
 The running samples always fill rows 0..len(running)-1 of the cache, so no padded row is ever computed.
 

@@ -276,7 +276,7 @@ class Session:
         self._reach = int(state.position[:left].max()) if left else 0
 
     def _results(self) -> list[tuple[list[int], list[float], FinishReason]]:
-        """Return the results cut at the first end token; what ran on between two checks falls away."""
+        """Return the results cut at the first end token; tokens that ran on between two checks are dropped."""
         self._mesh.from_last_stage(self._logprobs)
         most = self._sampling.max_new_tokens
         tokens, logprobs = self._tokens[:-1, :most].cpu(), self._logprobs[:-1, :most].cpu()

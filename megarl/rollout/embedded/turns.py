@@ -3,7 +3,7 @@
     submit(sequence, tokens so far) --> [ row kept? read what is new : read all ] --> decode --> turn over, row kept
 
 Every process of a replica submits the same sequences in the same order and waits as often, so all of them decode in
-step. What a sequence says depends on its tokens and its seed, as in a session that is closed.
+step. The tokens of a sequence depend on its own tokens and seed, as in a session that is closed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class ServerApi:
     Attributes:
         url: `http://host:port` or `https://host:port`, and a path in front of the server's own where a proxy wants one.
         api_key: sent with every call; not shown in `repr`. None: the server has none.
-        name: what messages call the server, for example `server 0`.
+        name: the server's name in messages, for example `server 0`.
     """
 
     url: str

@@ -30,7 +30,7 @@ class DeviceChecksum:
         self._rest: Tensor | None = None
 
     def update(self, part: Tensor) -> None:
-        """Add the next bytes; what does not fill a tile waits for more."""
+        """Add the next bytes; those that do not fill a tile wait for more."""
         flat = part.detach().contiguous().flatten().view(torch.uint8)
         if self._rest is not None:
             flat = torch.cat([self._rest, flat])

@@ -10,7 +10,7 @@ All ranks meet every few seconds while samples are on their way: none of them wa
 for dead, however long generation takes, and an error on one rank ends all of them.
 
 A server that fails is replaced while the others draw, and gets samples as soon as it holds the current weights. A rank
-is stuck when no such server is left. What is finished stays; the rest goes on after `catch_up` has brought servers that
+is stuck when no such server is left. Finished samples stay; the rest goes on after `catch_up` has brought servers that
 were started again to those weights. Turns of episodes: see `turns.py`.
 """
 
@@ -155,7 +155,7 @@ class SglangEngine:
         Collective over all ranks of the run, with the same arguments.
 
         Args:
-            told: what ranks `tell`, all of them together.
+            told: the messages of all ranks (`tell`).
             fill: bring those that answer to the current weights; samples are still to be drawn.
 
         Raises:

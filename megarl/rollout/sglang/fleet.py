@@ -39,7 +39,7 @@ class Server:
         version: last acknowledged weight version; None before the first since it was started.
         why: its last fault.
         restarts: number of times that it was started again.
-        given_up: it did not come up; what does not start now does not start the next time.
+        given_up: it did not come up, and would not the next time.
     """
 
     number: int

@@ -112,12 +112,12 @@ class Keeper:
 
 
 class KeeperState:
-    """The keeper's end: what it was told of each server.
+    """The keeper's state: the messages about each server.
 
     Attributes:
         opened: servers whose update is not done, by URL.
-        versions: what a server that may hold parts is called unless somebody else has taken it since.
-        whole: those that hold all of a version that this trainer sent. What others hold is not known.
+        versions: tag of a server that may hold parts, unless somebody else has taken it since.
+        whole: those that hold all of a version that this trainer sent. The state of others is not known.
         folders: folders from which servers can read that version.
     """
 
@@ -203,7 +203,7 @@ class Recovery:
         try:
             self._call("/end_weight_update", {})
         except ServerError as error:
-            if error.status is None:  # any answer will do: what it refuses to end is not open
+            if error.status is None:  # any answer will do: an update that it refuses to end is not open
                 raise
         weights = self._reload(held)
         found = _version_of(self.api, self.deadline_s)

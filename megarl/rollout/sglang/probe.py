@@ -1,4 +1,4 @@
-"""Log-probs of a greedy probe: what a server computes with its weights, against what the trainer computes."""
+"""Log-probs of a greedy probe: a server's with its weights, compared with the trainer's."""
 
 from __future__ import annotations
 

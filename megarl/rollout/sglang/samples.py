@@ -1,4 +1,4 @@
-"""Samples on their way: what is asked of a server, and what its answers add up to.
+"""Samples on their way: the request to a server, and the sum of its answers.
 
 A sample may need several answers: an abort (by a weight update, for example) hands back what there is, and generation
 goes on from there. The noise of a seeded sample depends on its seed and the place in the sequence only.
@@ -64,7 +64,7 @@ class ServedSample:
         """Take over an answer to `payload`; sets `finish_reason` when it completes the sample.
 
         Args:
-            tag: what the server is to call its weights now (`version_tag`). An answer may begin with older ones of the
+            tag: the server's present tag of its weights (`version_tag`). An answer may begin with older ones of the
                 same run.
 
         Raises:

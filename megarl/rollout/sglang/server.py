@@ -109,7 +109,7 @@ class ServerProcess:
 
     Attributes:
         api: its address; its port is another one after every start.
-        instance: what its shared memory is called; another word after every start.
+        instance: name of its shared memory; another one after every start.
     """
 
     def __init__(self, spec: ServerSpec) -> None:

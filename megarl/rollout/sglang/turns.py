@@ -251,7 +251,7 @@ class ServerTurns:
             self._engine.note(client.failures())
 
     def _send(self) -> None:
-        """Give servers what was submitted; what has lost all of its servers goes to others, if any are left."""
+        """Give submitted samples to servers; those that lost all of their servers go to others, if any are left."""
         client = self._client
         if client is not None and not client.running and client.error is None:
             unfinished = {number: sample for number, sample in self._samples.items() if sample.finish_reason is None}

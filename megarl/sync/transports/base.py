@@ -54,7 +54,7 @@ class Transport(ABC):
         one_replica: one replica sends to all receivers.
         senders_per_stage: bound on the senders of one pipeline stage; None: none.
         device: where `buffer` is.
-        sent_bytes: what went out since `start`, where that is not simply every bucket to every receiver.
+        sent_bytes: bytes sent since `start`, where they are not simply every bucket to every receiver.
         live: `put` reads parameters where they lie; they are copied into the buffer only where they have to be.
     """
 

@@ -135,7 +135,7 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load the tensors of a bucket.
 
     A sender's host memory stays mapped until its last bucket: mapping it again for each bucket, page by page, takes a
-    third as long as copying from it. What a sender that died has left is let go of in the next update.
+    third as long as copying from it. A dead sender's leftovers are freed in the next update.
 
     Args:
         model: model of the server; called as for any update of its weights.
