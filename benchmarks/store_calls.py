@@ -20,9 +20,10 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.core import Core, GroupInfo
-from megarl.disaggregated.buffer.flow import Finished, FlowSettings
+from megarl.disaggregated.buffer.flow import Finished
 from megarl.disaggregated.buffer.journal import ROOM, DurableCore
 from megarl.disaggregated.buffer.progress import Ping, Roll
+from megarl.staleness import StalenessSettings
 
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
 EVENTS = 1_000_000
@@ -57,10 +58,10 @@ def ready_teams(workers: int) -> Placement:
     )
 
 
-def flow_settings() -> FlowSettings:
+def flow_settings() -> StalenessSettings:
     """Return the settings of a run that does not end while it is measured, and in which nobody waits for newer
     weights."""
-    return FlowSettings(GROUPS, 3, 1_000_000)
+    return StalenessSettings("as_ready", 3, GROUPS, 1_000_000)
 
 
 def places_of(replicas: int) -> tuple[int, int]:

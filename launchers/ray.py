@@ -26,7 +26,6 @@ from megarl.artifacts.lock import ATTEMPT
 from megarl.credentials import PASSWORD, USER
 from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.actor import JOURNAL
-from megarl.disaggregated.buffer.flow import FlowSettings
 from megarl.disaggregated.buffer.size import LEAST, object_store_bytes, refuse_too_large
 from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
@@ -39,6 +38,7 @@ from megarl.leftovers import ray_folder
 from megarl.machine import available_cores
 from megarl.processes import CAUGHT, FINISHED, JOB_BEGAN, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
 from megarl.simulators.parents import PARENTS, end_with_parents
+from megarl.staleness import StalenessSettings
 
 if TYPE_CHECKING:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -245,7 +245,7 @@ class RayWorkers:
         assert job.placement is not None, "there are several teams"
         groups, share = job.config.data.batch_size, job.config.placement.share
         environment = {"OMP_NUM_THREADS": "1"} | _handed_on()
-        flow = FlowSettings.of(job.config)
+        flow = None if job.config.async_.in_order else StalenessSettings.of(job.config)
         self._store = start_store(self._store_name, job.placement, groups, share, self._journal, environment, flow)
 
     def _run(self, team: TeamPlan, more: Mapping[str, str] | None = None) -> None:

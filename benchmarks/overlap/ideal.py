@@ -16,7 +16,8 @@ from itertools import accumulate
 
 from megarl.benchmarks.overlap.work import Work
 from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.disaggregated.buffer.flow import Flow, FlowSettings
+from megarl.disaggregated.buffer.flow import Flow
+from megarl.staleness import InOrder, StalenessSettings, make_policy
 
 
 def makespan(seconds: Iterable[float], slots: int) -> float:
@@ -42,37 +43,45 @@ def in_order(work: Work, steps: int, lag: int = 1) -> list[float]:
     drawn: list[float] = []  # ends, by step; what is sampled waits only for weights that have gone
     pushed: list[float] = []  # the moments at which weights 1, 2, ... go
     ends: list[float] = []
-    now, last = 0.0, steps - lag  # nothing is sampled with weights from `last` on
+    now, policy = 0.0, InOrder(lag, work.groups, steps)
     for step in range(1, steps + 1):
-        while len(pushed) + 1 <= min(step - lag, last - 1):
-            now = _push(work, lag, drawn, pushed, now)
+        while _is_there(policy, pushed, step - 1) and policy.weights_must_go(len(pushed), step):
+            now = _push(work, policy, drawn, pushed, now)
         while len(drawn) < step:
-            _draw(work, lag, drawn, pushed)
+            _draw(work, policy, drawn, pushed)
         now = max(now, drawn[step - 1]) + work.training_s
-        while len(pushed) < min(step, last - 1) and (lag == 1 or _is_drawn(work, lag, drawn, pushed, now)):
-            now = _push(work, lag, drawn, pushed, now)
+        must = policy.weights_must_go(step - 1, step + 1)
+        while _is_there(policy, pushed, step) and (must or _last_drawn(work, policy, drawn, pushed) <= now):
+            now = _push(work, policy, drawn, pushed, now)
         ends.append(now)
     return ends
 
 
-def _draw(work: Work, lag: int, drawn: list[float], pushed: list[float]) -> None:
+def _is_there(policy: InOrder, pushed: list[float], trained: int) -> bool:
+    """Tell whether the next weights are trained, and a step is sampled with them."""
+    version = len(pushed) + 1
+    return version <= trained and version < policy.steps and policy.samples_with(version)
+
+
+def _draw(work: Work, policy: InOrder, drawn: list[float], pushed: list[float]) -> None:
     """Generate the next step, as soon as the one before it is generated and its weights are there."""
     step = len(drawn) + 1
-    begin = max(drawn[-1] if drawn else 0.0, pushed[step - lag - 2] if step - lag >= 2 else 0.0)
+    version = policy.oldest(step)
+    begin = max(drawn[-1] if drawn else 0.0, pushed[version - 1] if version else 0.0)
     drawn.append(begin + _generation(work, step))
 
 
-def _is_drawn(work: Work, lag: int, drawn: list[float], pushed: list[float], now: float) -> bool:
-    """Tell whether the next weights would replace none that something is generated with."""
-    while len(drawn) < len(pushed) + 1 + lag:
-        _draw(work, lag, drawn, pushed)
-    return drawn[len(pushed) + lag] <= now
+def _last_drawn(work: Work, policy: InOrder, drawn: list[float], pushed: list[float]) -> float:
+    """Return the end of the last step that is sampled with the weights which the next ones replace."""
+    step = policy.last_step(len(pushed))
+    while len(drawn) < step:
+        _draw(work, policy, drawn, pushed)
+    return drawn[step - 1]
 
 
-def _push(work: Work, lag: int, drawn: list[float], pushed: list[float], now: float) -> float:
+def _push(work: Work, policy: InOrder, drawn: list[float], pushed: list[float], now: float) -> float:
     """Push the next weights when they may go; the moment."""
-    _is_drawn(work, lag, drawn, pushed, now)
-    pushed.append(max(now, drawn[len(pushed) + lag]))
+    pushed.append(max(now, _last_drawn(work, policy, drawn, pushed)))
     return pushed[-1]
 
 
@@ -89,8 +98,9 @@ class _Flowing:
     """One replica that generates, and a trainer; see megarl.disaggregated.as_ready_loop for what they do."""
 
     def __init__(self, work: Work, steps: int, max_staleness: int, partial: bool) -> None:
-        self._work, self._steps, self._lag, self._partial = work, steps, max_staleness, partial
-        self._flow = Flow(FlowSettings(work.groups, max_staleness, steps))
+        settings = StalenessSettings("as_ready", max_staleness, work.groups, steps, partial)
+        self._work, self._steps, self._partial, self._policy = work, steps, partial, make_policy(settings)
+        self._flow = Flow(settings)
         self._flow.open(0, 0, {}, [])
         self._now = 0.0
         self._under_way: list[tuple[float, int]] = []  # a heap: end of a sample, its group
@@ -138,8 +148,7 @@ class _Flowing:
         return True
 
     def _end_step(self) -> bool:
-        too_old = self._trained - self._version > self._lag
-        if (self._partial or too_old or self._trained == self._steps) and not self._is_open:
+        if self._policy.weights_must_go(self._version, self._trained + 1) and not self._is_open:
             changed, self._is_asked = not self._is_asked, True
             return changed
         if self._is_open:

@@ -227,7 +227,7 @@ def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
             fix="set actor.mini_batch_size=null and actor.ppo_epochs=1, or another loss",
         )
     sampling = config.algorithm.dynamic_sampling
-    if sampling.enabled and sampling.surplus == "keep" and config.async_.order == "in_order":
+    if sampling.enabled and sampling.surplus == "keep" and config.async_.in_order:
         checks.warn(
             "policy loss",
             "algorithm.dynamic_sampling.surplus",

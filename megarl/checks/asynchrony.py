@@ -21,10 +21,10 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
     lag, steps = config.async_.max_staleness, config.trainer.steps
     if lag == 0:
         return
-    if config.async_.order == "as_ready" and config.rollout.engine == "embedded":
+    if not config.async_.in_order and config.rollout.engine == "embedded":
         _check_engine(config, placement, facts, checks)
     sampling = config.algorithm.dynamic_sampling
-    if config.async_.order == "as_ready" and sampling.enabled and sampling.surplus == "drop":
+    if not config.async_.in_order and sampling.enabled and sampling.surplus == "drop":
         checks.warn(
             "async",
             "algorithm.dynamic_sampling.surplus",
@@ -32,7 +32,7 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
             found="drop",
             fix=f"set algorithm.dynamic_sampling.surplus=keep, or {ORDER}=in_order {KEY}=0",
         )
-    if config.async_.order == "as_ready" and sampling.enabled and sampling.short == "fill":
+    if not config.async_.in_order and sampling.enabled and sampling.short == "fill":
         checks.fail(
             "async",
             "algorithm.dynamic_sampling.short",

@@ -14,7 +14,6 @@ from megarl.config.correction import describe_correction
 from megarl.config.load import dump_config
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.dag.ahead import describe_ahead
 from megarl.dag.draw import as_text
 from megarl.dag.graph import TaskGraph
 from megarl.dag.measured import read_measured
@@ -24,6 +23,7 @@ from megarl.disaggregated.buffer.size import handover_bytes, object_store_bytes,
 from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
 from megarl.planning.memory import Memory, device_memory, held, server_bytes
+from megarl.staleness import policy_of
 
 ROWS_SHOWN = 64
 
@@ -128,7 +128,7 @@ def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machi
     lines.append(f"object store of a Ray that the run starts: {store:.3f} GB of shared memory ({steps} of samples)")
     actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
     if actor != rollout:
-        lines.append(f"async: {describe_ahead(config)}")
+        lines.append(f"async: {policy_of(config).describe()}")
     return "\n".join(lines)
 
 

@@ -29,6 +29,7 @@ from megarl.planning.memory import (
 from megarl.planning.robot import episode_bytes, recorder_bytes
 from megarl.planning.shards import Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.rewards.runner import reward_processes
+from megarl.staleness import policy_of
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
 _WORKER = 0.65e9
@@ -112,10 +113,10 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         weights = parameter_bytes(facts, team.parallel, config.model.dtype)
         copies = ranks * (config.rollout.stale_steps + 1) * weights
         found.append(term("weights of past steps", copies, "rollout.stale_steps"))
-    actor, lag = placement.of_role(Role.ACTOR), config.async_.max_staleness
-    if actor is not None and lag > 1 and config.async_.order == "in_order" and job == "train":
+    actor = placement.of_role(Role.ACTOR)
+    if actor is not None and job == "train" and (copies := policy_of(config).copies):
         # None where training bounds the run; one more while one of them is sent.
-        weights = _here(config, actor) * (lag + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
+        weights = _here(config, actor) * (copies + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
         found.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
     if config.robot is not None and job != "sft":
         found += _episode_terms(config, facts, team, job)

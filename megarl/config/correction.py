@@ -200,6 +200,6 @@ def gap_source(config: RunConfig) -> str:
     """Return the two policies between which the gap lies: engine, precision and age of the weights."""
     rollout = config.rollout
     lag = rollout.stale_steps + config.async_.max_staleness  # one of them is 0
-    most = "up to " if config.async_.order == "as_ready" else ""
+    most = "up to " if not config.async_.in_order else ""
     age = f", weights {most}{count(lag, 'step')} old" if lag else ""
     return f"{rollout.engine} engine {config.rollout_dtype}{age} -> trainer {config.model.dtype}"

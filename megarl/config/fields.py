@@ -164,6 +164,8 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section with the keys " + ", ".join(annotation.model_fields)
+    if examples := [one for item in metadata for one in getattr(item, "examples", None) or ()]:
+        return ", ".join(examples)
     name = _SCALARS.get(annotation, "anything")
     return " ".join([name, *([_bounds(metadata)] if annotation in (int, float) and _bounds(metadata) else [])])
 
@@ -201,7 +203,8 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
         what = f"{path} is out of range" if out_of_range else f"{path} has a wrong type"
         if form is not None:
             what, allowed = f"{path} cannot be read", f"{allowed}: {form}"
-        if typing.get_origin(info.annotation) is Literal and isinstance(value, str):
+        literal = any(typing.get_origin(kind) is Literal for kind in alternatives(info.annotation))
+        if literal and isinstance(value, str):
             what = f"{path} has an unknown value"
         fix = _suggest(value, info) or _other_form(path, value, info)
     # `found=None` would be left out of the message.

@@ -167,7 +167,7 @@ class RunConfig(Section):
     @property
     def filter_admits(self) -> bool:
         """Whether `algorithm.filter` is applied during generation: a group that it empties is replaced."""
-        return self.algorithm.filter.active and self.async_.order == "as_ready"
+        return self.algorithm.filter.active and not self.async_.in_order
 
     @property
     def has_episodes(self) -> bool:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, count
+from megarl.errors import ConfigError
+from megarl.staleness import policy_of
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -32,23 +33,6 @@ MOST = 30
 #: The stage whose place a stream of groups takes.
 DRAWS = "megarl.runtime.stages.rollout:rollout"
 _GREEDY = "megarl.runtime.stages.rollout:greedy_rollout"
-
-
-def admission_limit(config: RunConfig) -> int:
-    """Groups that have begun and that no step has been trained on, at most: (1 + k) steps of them."""
-    return (1 + config.async_.max_staleness) * config.data.batch_size
-
-
-def describe_ahead(config: RunConfig) -> str:
-    """What `async` comes to, as a line of the plan."""
-    section, k = config.async_, config.async_.max_staleness
-    if section.order == "as_ready":
-        rest = "new weights interrupt samples" if section.partial else "samples end with the weights they began with"
-        limit = f"(1 + {k}) * {config.data.batch_size} = {admission_limit(config)}"
-        return f"as_ready, at most {count(k, 'step')} stale; at most {limit} groups begun and not trained on; {rest}"
-    if k:
-        return f"in_order, {count(k, 'step')} stale: step t is drawn with the weights after step t - {1 + k}"
-    return "in_order, not stale: a step is drawn after the one before it is trained"
 
 
 def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> None:
@@ -87,7 +71,7 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
             allowed="0, or a team that takes nothing",
             fix=f"put the rollout into a team without these other roles, or {_off(config)}",
         )
-    if config.async_.order == "as_ready":
+    if not config.async_.in_order:
         _refuse_nodes(config, team, graph)
     _refuse_samples(config, placement, team)
 
@@ -100,13 +84,13 @@ def _readers(graph: TaskGraph, team: TeamPlan, taken: Handover) -> str:
 
 def experts_problems(config: RunConfig) -> list[ConfigError]:
     """What is wrong with `async` if the policy is a mixture of experts, which may be known only when it is loaded."""
-    if config.async_.order != "as_ready" or config.rollout.engine != "embedded":
+    if config.async_.in_order or config.rollout.engine != "embedded":
         return []
     problem = ConfigError(
         "a mixture of experts decodes in rounds in an embedded engine, because ranks that share experts wait for each "
         "other, so that no group is ready before the others",
         where=ORDER,
-        found="as_ready with a mixture of experts",
+        found=f"{config.async_.order} with a mixture of experts",
         allowed="in_order with an embedded engine and experts",
         fix=f"set {ORDER}=in_order {KEY}=1, or rollout.engine=sglang",
     )
@@ -115,7 +99,7 @@ def experts_problems(config: RunConfig) -> list[ConfigError]:
 
 def _off(config: RunConfig) -> str:
     """What to do to run no step ahead."""
-    return f"set {KEY}=0" + (f" {ORDER}=in_order" if config.async_.order == "as_ready" else "")
+    return f"set {KEY}=0" + (f" {ORDER}=in_order" if not config.async_.in_order else "")
 
 
 def _refuse_keys(config: RunConfig) -> None:
@@ -129,7 +113,7 @@ def _refuse_keys(config: RunConfig) -> None:
             allowed=f"0 to {MOST}",
             fix=f"set {KEY}={MOST} or less",
         )
-    if section.order == "in_order" and section.partial:
+    if section.in_order and section.partial:
         raise ConfigError(
             "in order, all samples of a step are drawn to their end with the weights of this step, so that no new ones "
             "come meanwhile",
@@ -138,7 +122,7 @@ def _refuse_keys(config: RunConfig) -> None:
             allowed=f"false, or true with {ORDER}=as_ready",
             fix=f"set {PARTIAL}=false, or {ORDER}=as_ready",
         )
-    if section.order == "as_ready" and lag == 0:
+    if not section.in_order and lag == 0:
         raise ConfigError(
             "what is trained on when it is ready was begun before the last step was over, with older weights",
             where=KEY,
@@ -146,7 +130,7 @@ def _refuse_keys(config: RunConfig) -> None:
             allowed=f"an integer from 1 on, or 0 with {ORDER}=in_order",
             fix=f"set {KEY}=1, or {ORDER}=in_order",
         )
-    if section.order == "in_order" and lag > 1 and config.actor.engine.offload:
+    if policy_of(config).copies and config.actor.engine.offload:
         raise ConfigError(
             "in order, weights wait for their turn as copies of the actor's parameters, which are away between steps",
             where="actor.engine.offload",
@@ -157,7 +141,7 @@ def _refuse_keys(config: RunConfig) -> None:
 
 
 def _refuse_settings(config: RunConfig, lag: int) -> None:
-    if config.algorithm.dynamic_sampling.enabled and config.async_.order == "in_order":
+    if config.algorithm.dynamic_sampling.enabled and config.async_.in_order:
         raise ConfigError(
             "dynamic sampling asks for more samples of a step until there are enough, with the weights of that step, "
             "and these are gone once the next ones have come",

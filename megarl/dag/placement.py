@@ -303,7 +303,7 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> It
     for id in graph.order():
         node, inputs = graph[id], graph.inputs(id)
         # Where samples come as they get ready, groups are left out before they come to a node that would ask for more.
-        if not (node.declared.refills and config.async_.order == "as_ready"):
+        if not (node.declared.refills and not config.async_.in_order):
             _check_together(node, None if inputs.samples is None else graph[inputs.samples], graph, nodes)
         for name, writer in inputs.sources.items():
             if nodes[writer] != nodes[id]:

@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.dag.ahead import admission_limit
 from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_checkpoint import files_of_flow
 from megarl.disaggregated.generation import publish
@@ -39,6 +38,7 @@ from megarl.disaggregated.pace import Pace
 from megarl.disaggregated.rollout_team import evaluate_teams, tell_loader
 from megarl.metrics import Metrics
 from megarl.runtime.validate import validates
+from megarl.staleness import policy_of
 from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ _LOOK_S = 0.1  # between two looks for whether the weights are wanted
 
 def flows(c: RankState) -> bool:
     """Samples go to training as they get ready."""
-    return c.config.async_.order == "as_ready"
+    return not c.config.async_.in_order
 
 
 def find_flow(source: Path) -> HeldFlow | None:
@@ -160,7 +160,7 @@ class FlowSteps:
         sampling, most = config.rollout.sampling, config.rollout.max_running
         if c.fleet is not None:
             most = config.rollout.sglang.max_concurrency * len(c.fleet.servers) // c.layout.dp_size
-        fair = -(-admission_limit(config) // c.layout.dp_size)  # the others have room, too
+        fair = -(-policy_of(config).capacity // c.layout.dp_size)  # the others have room, too
         groups = min(max(1, most // sampling.n), fair)
         self._pace = Pace(groups, fair)
         return open_groups(c.context, c.rollout, sampling, groups * sampling.n)

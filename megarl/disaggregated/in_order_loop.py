@@ -27,10 +27,10 @@ from megarl.disaggregated.in_order_checkpoint import Drawn, files_ahead
 from megarl.disaggregated.rollout_team import evaluate_teams, tell_loader
 from megarl.metrics import Metrics
 from megarl.runtime.validate import validates
+from megarl.staleness import StalenessPolicy, policy_of
 from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
-    from megarl.config.run import RunConfig
     from megarl.dag.executor import Executor
     from megarl.disaggregated.buffer.channel import TeamCrossing
     from megarl.disaggregated.buffer.client import StoreClient
@@ -45,16 +45,6 @@ DRAWN = "drawn"  # mail: all replicas have drawn this step
 def draws_apart(c: RankState) -> bool:
     """This team draws samples, and another one trains on them."""
     return c.team.holds(Role.ROLLOUT) and not c.team.leads
-
-
-def is_drawn_with(config: RunConfig, version: int) -> bool:
-    """Whether the rollout's team draws anything with `version`: samples, or held-out responses.
-
-    Other versions do not go there. At the end of a run nothing is drawn between them, so that one could replace the
-    one before it while that is still being taken.
-    """
-    steps, lag = config.trainer.steps, config.async_.max_staleness
-    return version == steps or version + lag < steps or validates(config, version)
 
 
 def store_of(c: RankState) -> StoreClient:
@@ -86,26 +76,31 @@ class RolloutSteps:
 
     def run(self) -> None:
         """All steps that are left, and the weights after the last ones."""
-        c, config = self.c, self.c.config
-        first, steps, lag = c.context.step, config.trainer.steps, config.async_.max_staleness
+        c, policy = self.c, self._policy
+        first, steps = c.context.step, policy.steps
         for step in range(first + 1, steps + 1):
+            version = policy.oldest(step + 1)  # that the next step is sampled with
             c.context.step = step
             set_step(step)
             self.recorder.start_step()
             with phase("step"):
                 drawn = self._give_held() if self.held else self._draw()
-                if lag and drawn is not None:
+                if policy.max_staleness and drawn is not None:
                     self._ahead.append(drawn)
                 self._tell()
-                if step - lag > first:
-                    self._follow(step - lag)
+                if version > first:
+                    self._follow(version)
             self.recorder.end_step(step)
-            if step - lag > first:
-                self._save(step - lag)
-        for version in range(max(first, steps - lag) + 1, steps + 1):
+            if version > first:
+                self._save(version)
+        for version in range(max(first, policy.oldest(steps + 1)) + 1, steps + 1):
             with phase("step"):
                 self._follow(version)
             self._save(version)
+
+    @property
+    def _policy(self) -> StalenessPolicy:
+        return policy_of(self.c.config)
 
     def _draw(self) -> Drawn | None:
         """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""
@@ -114,7 +109,7 @@ class RolloutSteps:
         with phase("load"):
             prompts = next(c.loader)
         self.executor.run(c.context, prompts, more=c.loader)
-        if not c.config.async_.max_staleness:
+        if not self._policy.max_staleness:
             return None
         return Drawn(self.crossing.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
 
@@ -135,11 +130,11 @@ class RolloutSteps:
             store_of(c).arrive(f"{DRAWN}/{c.context.step}")  # what others wait for: one piece of mail of all replicas
 
     def _follow(self, version: int) -> None:
-        c, config = self.c, self.c.config
-        if not is_drawn_with(config, version):
+        c, validated = self.c, validates(self.c.config, version)
+        if not self._policy.samples_with(version, validates=validated):
             return
         publish(c, version)
-        if validates(config, version):
+        if validated:
             evaluate_teams(c, self.recorder, version)
 
     def _save(self, version: int) -> None:

@@ -25,6 +25,7 @@ from megarl.processes import LOOPBACK
 from megarl.rendezvous import run_key
 from megarl.runtime.recorder import VALIDATE
 from megarl.runtime.validate import evaluate, validate
+from megarl.staleness import StalenessPolicy, policy_of
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
@@ -149,20 +150,19 @@ class LoaderElsewhere:
         context: of this rank; its step says which state is asked for.
         mail: between the two.
         team: name of the rollout's.
-        lag: steps that the rollout's team is ahead, `async.max_staleness`.
-        steps: after which it draws nothing more.
+        policy: by which it runs ahead, in order; None: it tells where it stands at a step that may be saved.
     """
 
-    def __init__(self, context: StepContext, mail: Mail, team: str, lag: int = 0, steps: int = 0) -> None:
+    def __init__(self, context: StepContext, mail: Mail, team: str, policy: StalenessPolicy | None = None) -> None:
         self._context, self._mail, self._team, self._step = context, mail, team, 0
-        self._lag, self._steps = lag, steps
+        self._policy = policy
         self._state: dict[str, Any] = mail.read(LOADER)
 
     def state_dict(self) -> dict[str, Any]:
         """As `PromptLoader.state_dict`, after the last step that is drawn when this one is trained; waits for it."""
         if self._context.step != self._step:
             self._step = self._context.step
-            drawn = min(self._step + self._lag, self._steps) if self._lag else self._step
+            drawn = self._step + (0 if self._policy is None else self._policy.steps_ahead(self._step))
             with phase("await_loader", waits_for=self._team):
                 self._state = self._mail.read(f"{LOADER}/{drawn}")
         return self._state
@@ -187,9 +187,8 @@ def share_loader(c: RankState) -> None:
         c.mail.post(LOADER, _state_of(c))
     elif leads and not draws:
         with phase("await_loader", waits_for=c.team.of(Role.ROLLOUT)):
-            in_order = c.config.async_.order == "in_order"  # else it says where it stands at a step that may be saved
-            lag, steps = c.config.async_.max_staleness if in_order else 0, c.config.trainer.steps
-            c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, c.team.of(Role.ROLLOUT), lag, steps)
+            policy = policy_of(c.config) if c.config.async_.in_order else None
+            c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, c.team.of(Role.ROLLOUT), policy)
 
 
 def tell_loader(c: RankState) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import GATE, OPEN, SAVES, WANTED
 from megarl.disaggregated.buffer.core import FORMED
 from megarl.disaggregated.generation import publish
-from megarl.disaggregated.in_order_loop import DRAWN, is_drawn_with, store_of
+from megarl.disaggregated.in_order_loop import DRAWN, store_of
 from megarl.models.copies import ParameterCopies
 from megarl.runtime.validate import validates
+from megarl.staleness import policy_of
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class InOrderUpdates:
     """
 
     def __init__(self, c: RankState) -> None:
-        self._c, self._lag = c, c.config.async_.max_staleness
+        self._c, self._policy = c, policy_of(c.config)
         self._waiting: deque[tuple[int, list[Tensor]]] = deque()
 
     def before_step(self, step: int) -> None:
@@ -40,25 +42,25 @@ class InOrderUpdates:
         Training of `step` needs its samples anyway. Where drawing takes longer than training, the rollout's team would
         else have nothing to do while `step` is trained.
         """
-        self._push_waiting(until=step - self._lag)
+        self._push_waiting(lambda version: self._policy.weights_must_go(version - 1, step))
 
     def after_step(self, version: int, *, saves: bool) -> None:
         """The weights after step `version` are those of now; `saves`: a checkpoint of it may be written."""
-        config = self._c.config
-        now = self._lag <= 1 or saves or validates(config, version)
-        none_waits = self._push_waiting(until=version if now else 0)
-        if not is_drawn_with(config, version):
+        validated = validates(self._c.config, version)
+        now = saves or validated or self._policy.weights_must_go(version - 1, version + 1)
+        none_waits = self._push_waiting(lambda _: now)
+        if not self._policy.samples_with(version, validates=validated):
             return
         if none_waits and self._may_go(version, wait=now):
             publish(self._c, version)
         else:
             self._waiting.append((version, ParameterCopies(self._c.actor.chunks).take()))
 
-    def _push_waiting(self, *, until: int) -> bool:
-        """Push the versions that wait, as far as they may go, and wait for those up to `until`; are there none left?"""
+    def _push_waiting(self, must_go: Callable[[int], bool]) -> bool:
+        """Push versions that wait, as far as they may go, and wait for those that `must_go`; are there none left?"""
         while self._waiting:
             version, values = self._waiting[0]
-            if not self._may_go(version, wait=version <= until):
+            if not self._may_go(version, wait=must_go(version)):
                 return False
             with ParameterCopies(self._c.actor.chunks).replaced(values):
                 publish(self._c, version)
@@ -66,12 +68,12 @@ class InOrderUpdates:
         return True
 
     def _may_go(self, version: int, *, wait: bool) -> bool:
-        """Whether nothing is drawn any more with the weights that `version` replaces; `wait` until it is so.
+        """Whether nothing is sampled any more with the weights that `version` replaces; `wait` until it is so.
 
-        Without staleness it is trained on these samples only after they are all drawn.
+        Without staleness `version` is trained on all samples of the weights before it.
         """
-        c, step = self._c, min(version + self._lag, self._c.config.trainer.steps)
-        if not self._lag:
+        c, step = self._c, self._policy.last_step(version - 1)
+        if not self._policy.max_staleness:
             return True
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run draws samples"
@@ -91,7 +93,7 @@ class AsReadyUpdates:
     """
 
     def __init__(self, c: RankState) -> None:
-        self._c, self._gate, self._version = c, 1, c.context.step
+        self._c, self._gate, self._version, self._policy = c, 1, c.context.step, policy_of(c.config)
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run draws samples"
         self._team = team
@@ -100,7 +102,7 @@ class AsReadyUpdates:
     def before_step(self, step: int) -> None:
         """Wait for the samples of `step`; where all that may be drawn is drawn by then, the weights go now."""
         c = self._c
-        if c.config.async_.partial:
+        if self._policy.partial:
             return
         given = c.team.placement.given_by(self._team.name)[0]
         with phase("take"), phase("wait", waits_for=self._team.name):
@@ -118,18 +120,13 @@ class AsReadyUpdates:
         c = self._c
         if c.layout.rank == 0:
             c.mail.post(f"{SAVES}/{step}", saves)
-        if saves or self._must(step):
+        if saves or validates(c.config, step) or self._policy.weights_must_go(self._version, step + 1):
             if c.layout.rank == 0:
                 c.mail.post(f"{WANTED}/{self._gate}", step)
             self._await_open()
             self._push(step)
         elif self._is_open():
             self._push(step)
-
-    def _must(self, step: int) -> bool:
-        config = self._c.config
-        too_old = step - self._version > config.async_.max_staleness
-        return config.async_.partial or too_old or validates(config, step)
 
     def _is_open(self) -> bool:
         """No replica draws. Collective.

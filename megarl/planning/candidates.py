@@ -24,6 +24,7 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.planning.hardware import Hardware
 from megarl.planning.step import server_devices
+from megarl.staleness import policy_of
 
 _MICRO_BATCHES = (0.5, 1, 2, 4)
 """Of the recipe's budget."""
@@ -365,7 +366,7 @@ class Space:
         # Nothing takes turns with an actor that has its team for itself; a CPU has nowhere else to put anything.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
         # In order, weights that wait for their turn are copies of the actor's parameters, which stay then.
-        copied = self.config.async_.order == "in_order" and self.config.async_.max_staleness > 1
+        copied = policy_of(self.config).copies > 0
         offloads = [given.offload] if not self.hardware.gpu else [False] if by_itself or copied else [False, True]
         return [(number, offload) for number in tokens for offload in offloads]
 

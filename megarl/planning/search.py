@@ -139,7 +139,7 @@ class Search:
             servers, work = config.rollout.sglang, Workload.of(config, given)
             ep = math.gcd(servers.ep_size, spread.tp_size)
             decoder = Decoder(self._facts, config.rollout_dtype, spread.tp_size, 1, ep, self._hardware, given)
-            flows = config.async_.order == "as_ready"
+            flows = not config.async_.in_order
             generates = total(decoder.generate(work, spread.servers, servers.max_concurrency, flows=flows))
         return max(trains, generates) if config.async_.max_staleness else trains + generates
 

@@ -235,7 +235,7 @@ class StepFormulas:
         key = ("draw", all_of_them, layout, room.engines, room.slots)
         if key not in self.memo:
             work = self.work if all_of_them else replace(self.work, samples=1)
-            parts = decoder.generate(work, room.engines, room.slots, flows=self.config.async_.order == "as_ready")
+            parts = decoder.generate(work, room.engines, room.slots, flows=not self.config.async_.in_order)
             times = self.rounds() if all_of_them else 1.0
             self.memo[key] = [part.times(times) for part in parts]
         return self.memo[key]

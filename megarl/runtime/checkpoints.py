@@ -181,7 +181,7 @@ class Checkpoints:
         """Why no step of this run would use samples that dynamic sampling left over; None: the next one does."""
         if not self._samples_again:
             return "no node of its task graph takes them up"
-        if self._c.config.async_.order == "as_ready":
+        if not self._c.config.async_.in_order:
             return "with async.order=as_ready what steps leave over waits in the store"
         enabled = self._c.config.algorithm.dynamic_sampling.enabled
         return None if enabled else "algorithm.dynamic_sampling.enabled is false"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.config.fields import find_key, iter_keys, names_component
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
+from megarl.staleness import policy_of
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -48,7 +49,7 @@ def _dtype(before: Plain, now: Plain) -> Effect:
 
 
 def _staleness(before: Plain, now: Plain) -> Effect:
-    ready = all(_at(config, AHEAD_ORDER) == "as_ready" for config in (before, now))
+    ready = not any(_is_in_order(config) for config in (before, now))
     fewer = ready and _at(now, STALENESS) < _at(before, STALENESS)
     return "groups of the checkpoint that no step could use in time any more are drawn again" if fewer else None
 
@@ -231,7 +232,7 @@ def announcements(
 
 def _late(key: str, now: Plain, drawn: int) -> list[str]:
     """From when on a setting of drawing counts, where samples have been drawn before it changed."""
-    if _at(now, AHEAD_ORDER) != "as_ready":
+    if _is_in_order(now):
         return [f"from step {drawn + 1} on: samples until step {drawn} are drawn and scored already"]
     if key.startswith("async."):
         return []  # these count at once, for all groups
@@ -239,8 +240,12 @@ def _late(key: str, now: Plain, drawn: int) -> list[str]:
 
 
 def _is_of_drawing(key: str, now: Plain) -> bool:
-    entries = (*DRAWING, *CHOOSING) if _at(now, AHEAD_ORDER) == "as_ready" else DRAWING
+    entries = DRAWING if _is_in_order(now) else (*DRAWING, *CHOOSING)
     return key not in HELD_OUT and any(key == entry or key.startswith(f"{entry}.") for entry in entries)
+
+
+def _is_in_order(config: Plain) -> bool:
+    return _at(config, AHEAD_ORDER) in ("in_order", _MISSING)
 
 
 _MISSING = object()
@@ -261,14 +266,14 @@ def describe_buffered(config: RunConfig, placement: Placement, step: int) -> dic
     With `steps` 0 it has no samples: at the end of a run as ready there may still be prompts that it left out.
     """
     team, left = placement.of_role(Role.ROLLOUT), max(0, config.trainer.steps - step)
-    if not config.async_.max_staleness or team is None or (not left and config.async_.order == "in_order"):
+    if not config.async_.max_staleness or team is None or (not left and config.async_.in_order):
         return None
     fields: dict[str, list[str]] = {}
     for one in placement.given_by(team.name):
         fields.setdefault(one.node, []).extend(one.fields)
     return {
         "order": config.async_.order,
-        "steps": min(config.async_.max_staleness, left),
+        "steps": policy_of(config).steps_ahead(step),
         "parts": team.replicas,
         "fields": fields,
         "settings": _settings(config),
@@ -287,7 +292,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     compared with those that samples were drawn with, which are of the other.
     """
     settings: dict[str, Any] = {"rollout.sampling.temperature": config.rollout.sampling.temperature}
-    if config.async_.order == "in_order":
+    if config.async_.in_order:
         settings["data.batch_size"] = config.data.batch_size
     return settings
 
@@ -305,7 +310,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
         ConfigError: a setting is another one, the rollout is in the actor's team now, or hands over something else.
     """
     order, held = saved.get("order", "in_order"), steps_held(saved)  # an older version knew no other order
-    if order != config.async_.order:
+    if (order == "in_order") != config.async_.in_order:
         raise ConfigError(
             f"the checkpoint holds samples that were drawn ahead of training, from step {step + 1} on, in another "
             "order",
@@ -347,7 +352,7 @@ def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
     Raises:
         ConfigError: there are some.
     """
-    if not prompts or config.async_.order == "as_ready":
+    if not prompts or not config.async_.in_order:
         return
     steps = -(-prompts // config.data.batch_size)
     raise ConfigError(

@@ -61,11 +61,11 @@ def calibrate(run_dir: Path) -> Calibration:
     read_timings(run_dir)  # refuses what is no run, and what is too short
     config = load_config(str(run_dir / "config.yaml"), [], components=COMPONENTS)
     system = read_system(config, build_task_graph(config))
-    if system.flows:
+    if not system.in_order:
         raise DataError(
             "a run whose samples come as they get ready does not tell what a decoding step takes",
             where=str(run_dir),
-            found="async.order=as_ready",
+            found=f"async.order={system.order}",
             allowed="a run in order, of any staleness",
             fix="let the recipe make some steps with async='!replace {max_staleness: 0}', and name that run",
         )

@@ -22,6 +22,7 @@ from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.outcome import Simulated
 from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import SimTeam, System
+from megarl.staleness import StalenessSettings, make_policy
 
 Steps: TypeAlias = Generator[simpy.Event, Any, None]
 _BLOCK = 256  # groups whose samples are drawn at once
@@ -61,6 +62,8 @@ class Simulation:
         self, system: System, seconds: Seconds, lengths: Lengths, steps: int, *, seed: int = 0, faults: Faults
     ) -> None:
         self.system, self.seconds, self.lengths, self.steps, self.faults = system, seconds, lengths, steps, faults
+        self.settings = StalenessSettings(system.order, system.max_staleness, system.groups, steps, system.partial)
+        self.policy = make_policy(self.settings)
         self.env = simpy.Environment()
         self.outcome = Simulated()
         self.servers = [ReplicaClock(seconds, system.slots, system.prompt_tokens) for _ in range(system.servers)]
@@ -78,7 +81,7 @@ class Simulation:
         from megarl.simulation.flowing import Flowing
         from megarl.simulation.ordered import Ordered
 
-        rules = Flowing(self) if self.system.flows else Ordered(self)
+        rules = Ordered(self) if self.system.in_order else Flowing(self)
         rules.start()
         for team in self.system.others:
             self.env.process(self._scores(team, rules))

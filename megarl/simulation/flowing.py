@@ -11,7 +11,7 @@ from typing import Any
 import simpy
 
 from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.disaggregated.buffer.flow import Flow, FlowSettings
+from megarl.disaggregated.buffer.flow import Flow
 from megarl.disaggregated.pace import Pace
 from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.engine import Simulation, Steps, serve
@@ -29,8 +29,8 @@ class Flowing:
 
     def __init__(self, simulation: Simulation) -> None:
         self._s, system = simulation, simulation.system
-        self._lag, self._partial = system.max_staleness, system.partial
-        self._flow = Flow(FlowSettings(system.groups, self._lag, simulation.steps))
+        self._policy, self._partial = simulation.policy, system.partial
+        self._flow = Flow(simulation.settings)
         self._flow.open(0, 0, {}, [])
         self._version = self._asked_for = self._finished = 0
         self._opened = 0  # replicas that draw nothing
@@ -70,7 +70,7 @@ class Flowing:
 
     def after_step(self, step: int) -> Steps:
         """The weights go where they have to, or where the gate is open."""
-        must = self._partial or step - self._version > self._lag or step == self._s.steps
+        must = step == self._s.steps or self._policy.weights_must_go(self._version, step + 1)
         if must and not self._wanted:
             self._wanted = True
             for replica in self._replicas if self._partial else []:
@@ -125,7 +125,7 @@ class _Replica:
         s = rules._s
         self._rules, self._drawing, self._s, self._env = rules, drawing, s, s.env
         self._samples = s.system.samples
-        fair = -(-(1 + s.system.max_staleness) * s.system.groups // s.system.servers)
+        fair = -(-s.policy.capacity // s.system.servers)
         groups = min(max(1, s.system.slots // self._samples), fair)
         self._pace = Pace(groups, fair)
         self._most = groups * self._samples  # samples side by side

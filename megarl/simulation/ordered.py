@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import simpy
@@ -19,7 +19,7 @@ class Ordered:
     """
 
     def __init__(self, simulation: Simulation) -> None:
-        self._s, self._lag = simulation, simulation.system.max_staleness
+        self._s, self._policy = simulation, simulation.policy
         self._waiting: deque[int] = deque()  # versions that are there and not pushed
 
     def start(self) -> None:
@@ -39,36 +39,37 @@ class Ordered:
 
     def before_step(self, step: int) -> Steps:
         """See `megarl.disaggregated.weight_updates.InOrderUpdates`."""
-        yield from self._push_waiting(until=step - self._lag)
+        yield from self._push_waiting(lambda version: self._policy.weights_must_go(version - 1, step))
 
     def after_step(self, step: int) -> Steps:
         """See `megarl.disaggregated.weight_updates.InOrderUpdates`."""
-        s = self._s
-        s.outcome.age.append(float(min(self._lag, step - 1)))
-        now = self._lag <= 1 or step == s.steps
-        yield from self._push_waiting(until=step if now else 0)
-        if not self._is_drawn_with(step):
+        s, policy = self._s, self._policy
+        s.outcome.age.append(float(step - 1 - policy.oldest(step)))
+        now = step == s.steps or policy.weights_must_go(step - 1, step + 1)
+        yield from self._push_waiting(lambda _: now)
+        if not policy.samples_with(step):
             return
-        if not self._waiting and (now or s.event("drawn", min(step + self._lag, s.steps)).triggered):
+        if not self._waiting and (now or self._drawn_before(step).triggered):
             yield from self._push(step)
         else:
             self._waiting.append(step)
 
-    def _is_drawn_with(self, version: int) -> bool:
-        return version == self._s.steps or version + self._lag < self._s.steps
+    def _drawn_before(self, version: int) -> simpy.Event:
+        """All is sampled that comes from the weights that `version` replaces."""
+        return self._s.event("drawn", self._policy.last_step(version - 1))
 
-    def _push_waiting(self, *, until: int) -> Steps:
+    def _push_waiting(self, must_go: Callable[[int], bool]) -> Steps:
         while self._waiting:
             version = self._waiting[0]
-            if version > until and not self._s.event("drawn", min(version + self._lag, self._s.steps)).triggered:
+            if not must_go(version) and not self._drawn_before(version).triggered:
                 return
             yield from self._push(version)
             self._waiting.popleft()
 
     def _push(self, version: int) -> Steps:
         s = self._s
-        if s.system.draw is not None and self._lag:
-            yield s.event("drawn", min(version + self._lag, s.steps))
+        if s.system.draw is not None and self._policy.max_staleness:
+            yield self._drawn_before(version)
         yield from s.push()
         s.event("pushed", version).succeed()
 
@@ -85,8 +86,8 @@ class Ordered:
             yield from s.walk(team, self._numbers(step), step)
             yield from s.call(team.replicas)
             s.event("drawn", step).succeed()
-            version = step - self._lag
-            if version >= 1 and self._is_drawn_with(version):
+            version = self._policy.oldest(step + 1)
+            if version >= 1 and self._policy.samples_with(version):
                 yield s.event("pushed", version)
 
     def _draw(self, step: int) -> Steps:

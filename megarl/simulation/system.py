@@ -45,7 +45,7 @@ class System:
         samples: of a group.
         prompt_tokens: of a prompt.
         max_staleness: k of `async`.
-        flows: `async.order` is as_ready.
+        order: `async.order`.
         partial: `async.partial`.
         shares_tokens: `placement.share` is tokens.
         servers: replicas that draw: engines, or servers.
@@ -61,7 +61,7 @@ class System:
     samples: int
     prompt_tokens: int
     max_staleness: int
-    flows: bool
+    order: str
     partial: bool
     shares_tokens: bool
     servers: int
@@ -77,6 +77,11 @@ class System:
     def teams(self) -> tuple[SimTeam, ...]:
         """All of them, the actor's first."""
         return (self.train, *([] if self.draw is None else [self.draw]), *self.others)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether whole steps are generated one after the other."""
+        return self.order == "in_order"
 
     @property
     def devices(self) -> int:
@@ -155,7 +160,7 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
         samples=config.rollout.sampling.n,
         prompt_tokens=config.data.max_prompt_tokens // 2,
         max_staleness=config.async_.max_staleness,
-        flows=config.async_.order == "as_ready",
+        order=config.async_.order,
         partial=config.async_.partial,
         shares_tokens=config.placement.share == "tokens",
         servers=settings.count if sglang else rollout.replicas,

@@ -7,6 +7,7 @@ import pytest
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.dry_run import make_plan
 from megarl.checks.recipe import check_config
+from tests.half_step import HALF_STEP
 
 APART = (
     "cluster.nproc=3",
@@ -84,3 +85,16 @@ def test_groups_that_wait_for_a_step_are_not_dropped(warned, surplus, useless):
 def test_steps_that_are_drawn_as_ready_cannot_be_filled(failures):
     (check,) = failures(*READY, *DAPO, "algorithm.dynamic_sampling.short=fill")
     assert check.key == "algorithm.dynamic_sampling.short"
+
+
+def test_a_policy_of_a_user_is_in_the_plan_or_refused(config_of, failures, tmp_path):
+    own = (*APART, f"async={{max_staleness: 2, order: '{HALF_STEP}'}}")
+    assert failures(*own, "data.batch_size=32") == []
+    assert (
+        "async: HalfStep, at most 2 steps stale; at most (1 + 2) * 10"
+        in make_plan(config_of(*own, "data.batch_size=10"), "ray").text
+    )
+    (tmp_path / "own.py").write_text("class Policy: ...")
+    (check,) = failures(*APART, f"async={{max_staleness: 2, order: '{tmp_path / 'own.py'}:Policy'}}")
+    assert check.key == "async.order"
+    assert "derive it from AsReady" in str(check.problem())

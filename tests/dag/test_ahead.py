@@ -6,13 +6,14 @@ import pytest
 
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
-from megarl.dag.ahead import describe_ahead, refuse_ahead
+from megarl.dag.ahead import refuse_ahead
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import Placement, place
 from megarl.dag.stage import Kind, Role, stage
 from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
 from megarl.runtime.stages.rollout import rollout
+from megarl.staleness import policy_of
 
 APART = {"train": ["actor", "critic", "reference", "teacher"], "draw": ["rollout"]}
 
@@ -177,7 +178,6 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
             "rollout.sampling.min_new_tokens",
             ["from 0 again", "async.partial=false"],
         ),
-        ("grpo_tools_quickstart", APART, (READY,), "async.order", ["an environment plays", "in_order"]),
         (
             "ppo_quickstart",
             {"train": ["actor", "reference"], "draw": ["rollout", "critic"]},
@@ -241,7 +241,7 @@ def test_only_the_stage_of_this_project_draws_and_makes_samples(stages, words):
 
 def test_the_plan_says_what_runs_ahead_and_how_far():
     def said(*overrides):
-        return describe_ahead(load_config("grpo_quickstart", overrides, components=COMPONENTS))
+        return policy_of(load_config("grpo_quickstart", overrides, components=COMPONENTS)).describe()
 
     assert said() == "in_order, not stale: a step is drawn after the one before it is trained"
     assert "1 step stale" in said("async.max_staleness=1")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
+from megarl.config.run import RunConfig
 from megarl.disaggregated import weight_updates
 from megarl.tracking.close import complete_trace
 from tests.forked import Command
@@ -169,12 +170,8 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
     """k = 2, five steps, validated every 4 if there is something to validate with: weights 2 are for step 5, weights 3
     for none."""
     said: list[Any] = []
-    config = SimpleNamespace(
-        async_=SimpleNamespace(max_staleness=2),
-        trainer=SimpleNamespace(steps=5, save_every=0),
-        validation=SimpleNamespace(every=4),
-        data=SimpleNamespace(val_files=val_files),
-    )
+    sections = {"async": {"max_staleness": 2}, "trainer": {"steps": 5}, "validation": {"every": 4}}
+    config = RunConfig.model_validate({"name": "x", **sections, "data": {"val_files": val_files}})
     told: set[str] = set()
     store = SimpleNamespace(peek=lambda name: True if name in told else None)
     placement = SimpleNamespace(of_role=lambda role: SimpleNamespace(name="draw"))

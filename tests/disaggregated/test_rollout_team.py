@@ -20,6 +20,7 @@ from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.errors import DataError, WorkerError
 from megarl.metrics import Metrics
 from megarl.rendezvous import write_token
+from megarl.staleness import InOrder
 from tests.dist import single_process, world
 from tests.rollout import cases
 
@@ -152,7 +153,7 @@ def test_the_loaders_place_is_that_after_the_step_that_is_drawn_ahead(tmp_path):
     mail, context = Letters(), SimpleNamespace(step=0)
     for name, position in (("loader", 0), ("loader/2", 8), ("loader/3", 12)):
         mail.post(name, loader_state(position))
-    loader = rollout_team.LoaderElsewhere(context, mail, "draw", lag=1, steps=3)
+    loader = rollout_team.LoaderElsewhere(context, mail, "draw", InOrder(1, groups=4, steps=3))
     found = []
     for step in (0, 1, 2, 3):
         context.step = step

@@ -33,6 +33,7 @@ BY_NAME = {
     "megarl/simulators/start.py": "runs in the interpreter of a simulator, without this package",
     "megarl/simulators/robotwin.py": "a task's module, in the interpreter of a simulator, without this package",
     "megarl/runtime/worker.py": "the program runs the function that its command line names",
+    "megarl/staleness.py": "a policy of the user",
     "recipes/build.py": "a function of the user",
 }
 #: file -> why it holds texts that name modules of this package.

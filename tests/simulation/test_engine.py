@@ -30,7 +30,8 @@ class OfWork(Lengths):
 def system(work, lag=0, flows=False, partial=False, servers=1) -> System:
     train = SimTeam("train", 1, 1, ("actor_train",), takes=1)
     draw = SimTeam("draw", servers, servers, (), gives=1)
-    sizes = (work.groups, work.samples, 6, lag, flows, partial, False, servers, 1, work.slots)
+    order = "as_ready" if flows else "in_order"
+    sizes = (work.groups, work.samples, 6, lag, order, partial, False, servers, 1, work.slots)
     return System(*sizes, train, draw, (), {"actor_train": ("rollout",)})
 
 

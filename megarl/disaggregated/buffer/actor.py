@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.disaggregated.buffer.core import Core, GroupInfo, Share, StoreError, Topic
-from megarl.disaggregated.buffer.flow import FlowGroup, FlowSettings
+from megarl.disaggregated.buffer.flow import FlowGroup
 from megarl.disaggregated.buffer.journal import DurableCore, Word
 from megarl.disaggregated.buffer.progress import Ping, Roll, Standing
+from megarl.staleness import StalenessSettings
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Placement
@@ -52,7 +53,7 @@ class StoreActor:
         groups_per_step: int,
         share: Share,
         journal: Path,
-        flow: FlowSettings | None = None,
+        flow: StalenessSettings | None = None,
     ) -> None:
         self._core = DurableCore(lambda: Core(placement, groups_per_step, share, flow), journal, name)
         self._roll = Roll([team.name for team in placement.teams], time.monotonic())
@@ -157,7 +158,7 @@ def start_store(
     share: Share,
     journal: Path,
     environment: Mapping[str, str] | None = None,
-    flow: FlowSettings | None = None,
+    flow: StalenessSettings | None = None,
 ) -> Any:
     """Start the store of a run; Ray is initialised. It ends with the process that starts it, or when it is killed.
 

@@ -25,9 +25,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from megarl.dag.placement import Handover, Placement
 from megarl.dag.stage import Role
-from megarl.disaggregated.buffer.flow import Finished, Flow, FlowGroup, FlowSettings
+from megarl.disaggregated.buffer.flow import Finished, Flow, FlowGroup
 from megarl.errors import MegarlError
 from megarl.metrics import Metrics
+from megarl.staleness import PolicyError, StalenessSettings
 
 #: What can be waited for: ("handover", step, key), ("samples", step, node) or ("mail", name).
 Topic: TypeAlias = tuple[Any, ...]
@@ -82,7 +83,7 @@ class _Step:
 
 
 #: Classes of what a core holds, beside plain values.
-STATE: tuple[type, ...] = (GroupInfo, _Gift, _Step, Flow, FlowGroup, FlowSettings)
+STATE: tuple[type, ...] = (GroupInfo, _Gift, _Step, Flow, FlowGroup, StalenessSettings)
 
 
 class Core:
@@ -100,7 +101,7 @@ class Core:
     """
 
     def __init__(
-        self, placement: Placement, groups_per_step: int, share: Share, flow: FlowSettings | None = None
+        self, placement: Placement, groups_per_step: int, share: Share, flow: StalenessSettings | None = None
     ) -> None:
         self._limit, self._share = groups_per_step, share
         self._handovers: dict[str, Handover] = {one.key: one for one in placement.handovers}
@@ -382,7 +383,7 @@ class Core:
     def _form(self) -> list[Topic]:
         """Form the steps that have been asked for, as far as there are groups; returns what is complete by that."""
         flow, topics = self._need_flow(), list[Topic]()
-        while flow.step < self._asked and (chosen := flow.form()) is not None:
+        while flow.step < self._asked and (chosen := self._choose()) is not None:
             state = self._steps.setdefault(flow.step, _Step())
             state.formed = chosen
             infos = [group.info._replace(ordinal=k) for k, group in enumerate(chosen) if group.info is not None]
@@ -399,6 +400,12 @@ class Core:
             told = {"groups": [group.number for group in chosen], "metrics": [metrics.to_json()]}
             topics += self.post(f"{FORMED}/{flow.step}", json.dumps(told))
         return topics
+
+    def _choose(self) -> list[FlowGroup] | None:
+        try:
+            return self._need_flow().form()
+        except PolicyError as error:
+            raise StoreError(f"async.order: {error}") from error
 
     def _need_flow(self) -> Flow:
         if self._flow is None:

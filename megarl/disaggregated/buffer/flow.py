@@ -1,15 +1,10 @@
-"""Which prompts are drawn, and which finished groups a step is trained on, where `async.order` is as_ready.
+"""Groups of a run from the prompt to the step, where `async.order` is not in_order.
 
-    admit(v)   a group begins with version v of the weights     while fewer than (v + 1 + k) B groups have begun
-    finish     its samples are there; it waits           reject: they are of no use, another one may begin
-    form       B groups that wait become the samples of the next step
+    admit(v)   a group begins with version v of the weights     as many as `megarl.staleness` lets begin
+    finish     its samples are there; it waits                   reject: they are of no use, another one may begin
+    form       groups that wait become the samples of the next step, which the policy chooses
 
-B is `data.batch_size` and k `async.max_staleness`. A step that is trained on a group of version v is at most step
-v + 1 + k, the group's last one; what has begun by then fits into the steps until then. So it is enough to take the
-groups with the earliest last step first, and to wait for a slow one only where the groups that are left would not fit
-into the steps that are left to them: nothing grows too old, and nothing is thrown away.
-
-Prompts go by numbers: those of all epochs laid end to end. Which replica draws one does not matter.
+Prompts go by numbers: those of all epochs laid end to end. Which replica generates for one does not matter.
 """
 
 from __future__ import annotations
@@ -18,30 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megarl.staleness import StalenessPolicy, StalenessSettings, choose, make_policy
+
 if TYPE_CHECKING:
-    from megarl.config.run import RunConfig
     from megarl.disaggregated.buffer.core import GroupInfo
-
-
-class FlowSettings(NamedTuple):
-    """Sizes of a flow.
-
-    Attributes:
-        groups: of a step, B.
-        max_staleness: k.
-        steps: of the run; nothing is begun that no step of it needs.
-    """
-
-    groups: int
-    max_staleness: int
-    steps: int
-
-    @classmethod
-    def of(cls, config: RunConfig) -> FlowSettings | None:
-        """None: every step draws its own samples."""
-        if config.async_.order != "as_ready":
-            return None
-        return cls(config.data.batch_size, config.async_.max_staleness, config.trainer.steps)
 
 
 class Finished(NamedTuple):
@@ -78,22 +53,28 @@ class FlowGroup:
 
 
 class Flow:
-    """The groups of a run, from the prompt to the step. It knows nothing of replicas, and never waits.
+    """Keeps the groups of a run, and asks a policy which may begin and which make up a step. It never waits.
+
+    Args:
+        settings: of the policy; plain values, for they are in the journal.
 
     Attributes:
         step: the last one that has its samples.
     """
 
-    def __init__(self, settings: FlowSettings) -> None:
+    def __init__(self, settings: StalenessSettings) -> None:
         self._settings = settings
         self.step = 0
         self._next: int | None = None
         self._again: list[int] = []
         self._begun = 0
         self._groups: dict[int, FlowGroup] = {}
-        # By version, since every call asks for these: groups that are there, and those of them that are finished.
-        self._there: dict[int, int] = {}
-        self._ready: dict[int, int] = {}
+        self._under_way: dict[int, set[int]] = {}  # numbers of groups by version
+        self._finished: dict[int, set[int]] = {}
+
+    @property
+    def _policy(self) -> StalenessPolicy:
+        return make_policy(self._settings)
 
     def open(self, step: int, number: int, begun: Mapping[int, int], again: Iterable[int]) -> list[int]:
         """Begin, or go on, after `step`.
@@ -112,15 +93,15 @@ class Flow:
         """
         if self._next is not None:
             raise ValueError("the flow of samples is open")
-        size, lag, steps = self._settings
+        policy, left = self._policy, dict[int, int]()
         self.step, self._next, late = step, number, []
         for one, version in sorted(begun.items(), key=lambda item: (item[1], item[0])):
-            last = min(version + 1 + lag, steps)
-            if len(self._groups) < (last - step) * size:
+            if policy.in_time(step, {**left, version: left.get(version, 0) + 1}):
+                left[version] = left.get(version, 0) + 1
                 self._add(FlowGroup(one, version))
             else:
                 late.append(one)
-        self._begun = step * size + len(self._groups)
+        self._begun = step * policy.groups + len(self._groups)
         self._again = sorted([*again, *late])
         return late
 
@@ -134,9 +115,8 @@ class Flow:
         """
         if self._next is None:
             raise ValueError("the flow of samples is not open")
-        size, lag, steps = self._settings
         found = []
-        for _ in range(min(most, min(version + 1 + lag, steps) * size - self._begun)):
+        for _ in range(min(most, self._policy.may_begin(version) - self._begun)):
             if self._again:
                 number = self._again.pop(0)
             else:
@@ -158,7 +138,8 @@ class Flow:
         if group.info is not None:
             raise ValueError(f"the samples of prompt {number} ({group.info.uid}) have been given before")
         group.info, group.refs, group.metrics = info, dict(refs), metrics
-        self._ready[group.version] = self._ready.get(group.version, 0) + 1
+        _discard(self._under_way, group)
+        self._finished.setdefault(group.version, set()).add(number)
 
     def reject(self, number: int) -> None:
         """No step is to be trained on these samples: another group may begin in their place.
@@ -173,39 +154,34 @@ class Flow:
         self._begun -= 1
 
     def form(self) -> list[FlowGroup] | None:
-        """The groups of the next step, by number; None: it has to wait."""
-        size, lag, steps = self._settings
-        step = self.step + 1
-        if step > steps or self.counts[1] < size:
+        """The groups of the next step, by number; None: it has to wait.
+
+        Raises:
+            PolicyError: the policy chooses what no run can go by.
+        """
+        policy, step = self._policy, self.step + 1
+        if step > policy.steps:
             return None
-        wanted = total = 0  # groups of the step, of versions so far; groups that later steps would be trained on
-        for version in sorted(self._there):
-            taken = min(self._ready.get(version, 0), size - wanted)
-            wanted += taken
-            total += self._there[version] - taken
-            if total > (min(version + 1 + lag, steps) - step) * size:
-                return None
-        chosen = sorted(self.finished, key=lambda group: (group.version, group.number))[:size]
+        chosen = choose(policy, step, self._under_way, self._finished)
+        if chosen is None:
+            return None
         self.step = step
-        for group in chosen:
+        groups = [self._groups[number] for number in sorted(chosen)]
+        for group in groups:
             self._remove(group)
-        return sorted(chosen, key=lambda group: group.number)
+        return groups
 
     def _add(self, group: FlowGroup) -> None:
         self._groups[group.number] = group
-        self._there[group.version] = self._there.get(group.version, 0) + 1
+        self._under_way.setdefault(group.version, set()).add(group.number)
 
     def _remove(self, group: FlowGroup) -> None:
         del self._groups[group.number]
-        for counts in [self._there, *([] if group.info is None else [self._ready])]:
-            counts[group.version] -= 1
-            if not counts[group.version]:
-                del counts[group.version]
+        _discard(self._under_way if group.info is None else self._finished, group)
 
     def drained(self, version: int) -> bool:
         """Nothing is under way, and nothing may begin with `version` of the weights."""
-        size, lag, steps = self._settings
-        return not self.counts[0] and self._begun >= min(version + 1 + lag, steps) * size
+        return self._policy.weights_may_go(version, self._begun, self.counts[0])
 
     @property
     def next(self) -> int | None:
@@ -225,5 +201,11 @@ class Flow:
     @property
     def counts(self) -> tuple[int, int]:
         """Groups that are under way, and that wait for a step."""
-        finished = sum(self._ready.values())
+        finished = sum(map(len, self._finished.values()))
         return len(self._groups) - finished, finished
+
+
+def _discard(groups: dict[int, set[int]], group: FlowGroup) -> None:
+    groups[group.version].remove(group.number)
+    if not groups[group.version]:
+        del groups[group.version]

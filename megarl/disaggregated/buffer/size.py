@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.errors import UnavailableError, count
+from megarl.staleness import policy_of
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -15,7 +16,6 @@ LEAST = 128 << 20
 _BYTES_PER_TOKEN = 8  # of one field: token ids are int64, log-probs and values fp32
 _BYTES_PER_SAMPLE = 256  # of one handover: its names, offsets, and what JSON puts around them
 _BYTES_PER_GROUP = 4096  # of one handover: the header of a block, and Ray's own
-_STEPS = 2  # what one team has finished another may still read, while the next step is given; and those drawn ahead
 
 
 def handover_bytes(config: RunConfig, handover: Handover) -> int:
@@ -35,10 +35,9 @@ def handover_bytes(config: RunConfig, handover: Handover) -> int:
 def steps_held(config: RunConfig) -> int:
     """Steps whose samples may be there at the same time, in either order.
 
-    Where groups are taken as they get ready, those of 1 + k steps have begun and are not trained on yet
-    (`megarl.disaggregated.buffer.flow`), and other teams may still read the step before these.
+    Groups that have begun and are not trained on yet; and what one team has finished another one may still read.
     """
-    return _STEPS + config.async_.max_staleness
+    return 1 + policy_of(config).capacity // config.data.batch_size
 
 
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:

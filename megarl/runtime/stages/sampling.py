@@ -59,7 +59,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     from megarl.tracing import phase
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
-    if not settings.enabled or c.config.async_.order == "as_ready":  # then groups without signal never come here
+    if not settings.enabled or not c.config.async_.in_order:  # then groups without signal never come here
         return samples
     pool = GroupPool(c.layout.dp_group, c.cuts)
     if c.surplus is not None:

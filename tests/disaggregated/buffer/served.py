@@ -21,8 +21,8 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, place
 from megarl.data.wire import Block, Span
 from megarl.disaggregated.buffer.core import Core
-from megarl.disaggregated.buffer.flow import FlowSettings
 from megarl.processes import STORE, TEAM, WORKER, free_port
+from megarl.staleness import StalenessSettings
 
 _KEY = b"of a test"
 _LIMIT_S = 120.0
@@ -204,7 +204,8 @@ def served(config: RunConfig) -> Iterator[list[dict[str, str]]]:
     from megarl.recipes.build import build_task_graph
 
     placement = place(build_task_graph(config), config)
-    shelf = Shelf(Core(placement, config.data.batch_size, config.placement.share, FlowSettings.of(config)))
+    flow = None if config.async_.in_order else StalenessSettings.of(config)
+    shelf = Shelf(Core(placement, config.data.batch_size, config.placement.share, flow))
     with Listener(("127.0.0.1", 0), backlog=16, authkey=_KEY) as listener:
         threading.Thread(target=shelf.serve, args=(listener,), daemon=True).start()
         yield environments(placement, listener.address[1])

@@ -18,9 +18,11 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.core import Core, GroupInfo, StoreError
-from megarl.disaggregated.buffer.flow import Finished, FlowSettings
+from megarl.disaggregated.buffer.flow import Finished
 from megarl.disaggregated.buffer.journal import DurableCore, Word
+from megarl.staleness import StalenessSettings
 from tests.disaggregated.buffer.teams import by_hand
+from tests.half_step import HALF_STEP
 
 BOTH, BACK = "rollout>critic+ref", "ref_logp>train"
 PLACED = by_hand(train=2)
@@ -278,8 +280,12 @@ STEPS = 6
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**32), room=st.sampled_from([0, 400, 1 << 20]))
-def test_steps_are_formed_of_the_same_groups_whenever_the_store_dies(seed: int, room: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    room=st.sampled_from([0, 400, 1 << 20]),
+    policy=st.sampled_from(["as_ready", HALF_STEP]),
+)
+def test_steps_are_formed_of_the_same_groups_whenever_the_store_dies(seed: int, room: int, policy: str) -> None:
     order = random.Random(seed)
 
     def dies() -> str:
@@ -290,7 +296,9 @@ def test_steps_are_formed_of_the_same_groups_whenever_the_store_dies(seed: int, 
         return died
 
     with tempfile.TemporaryDirectory() as folder:
-        workers = Workers(Path(folder) / "j", room, lambda: Core(FLOWING, 2, "dealt", FlowSettings(2, 1, STEPS)))
+        workers = Workers(
+            Path(folder) / "j", room, lambda: Core(FLOWING, 2, "dealt", StalenessSettings(policy, 1, 2, STEPS))
+        )
         workers.change(DRAW, dies(), "open_flow", 0, 3, [[1, 0]], [0])
         drawn, step = [1], 0
         while step < STEPS:
@@ -317,3 +325,26 @@ def test_steps_are_formed_of_the_same_groups_whenever_the_store_dies(seed: int, 
                 assert workers.ask("read", f"gate/{step}") is not None
         assert workers.ask("flow_state")["again"] == []
         assert workers.store._core._steps == {}
+
+
+def test_a_policy_that_chooses_what_is_too_old_ends_the_run_with_its_name(tmp_path) -> None:
+    file = tmp_path / "late.py"
+    file.write_text(
+        "from megarl.staleness import AsReady\n"
+        "class Late(AsReady):\n"
+        "    def forms_step(self, step, under_way, finished):\n"
+        "        return super().forms_step(step, under_way, finished) if step < 6 else [0, 0]\n"
+    )
+    core = Core(FLOWING, 2, "dealt", StalenessSettings(f"{file}:Late", 1, 2, 20))
+    core.open_flow(0, 0, [], [])
+
+    def finish_all_of(step: int) -> None:
+        core.assignment("train", step, "rollout", 0)
+        numbers, _ = core.swap("draw", 0, [], {}, [], step - 1, 9)
+        over = [Finished(number, groups(number)[0], "{}") for number in numbers]
+        core.swap("draw", 0, over, {key: [None] * len(over) for key in KEYS}, [], step - 1, 0)
+
+    for step in range(1, 6):
+        finish_all_of(step)
+    with pytest.raises(StoreError, match=r"async.order: forms_step\(6\) of the policy Late names \[0, 0\]"):
+        finish_all_of(6)

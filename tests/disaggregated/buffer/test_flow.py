@@ -10,15 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.disaggregated.buffer.flow import Flow, FlowSettings
+from megarl.disaggregated.buffer.flow import Flow
+from megarl.staleness import StalenessSettings
+from tests.half_step import HALF_STEP
 
 
 def info(number: int) -> GroupInfo:
     return GroupInfo(f"p{number}", 0, (f"p{number}#0",), 1)
 
 
-def opened(groups: int = 2, lag: int = 1, steps: int = 100, step: int = 0) -> Flow:
-    flow = Flow(FlowSettings(groups, lag, steps))
+def flow_of(groups: int, lag: int, steps: int, order: str = "as_ready") -> Flow:
+    return Flow(StalenessSettings(order, lag, groups, steps))
+
+
+def opened(groups: int = 2, lag: int = 1, steps: int = 100, step: int = 0, order: str = "as_ready") -> Flow:
+    flow = flow_of(groups, lag, steps, order)
     flow.open(step, step * groups, {}, [])
     return flow
 
@@ -51,6 +57,17 @@ def test_as_many_groups_begin_as_may_still_be_used():
     assert flow.admit(0, 9) == [3]
     assert flow.admit(0, 9) == []
     assert flow.admit(1, 9) == [4, 5]
+
+
+def test_a_policy_of_a_user_admits():
+    flow = opened(groups=4, lag=3, order=HALF_STEP)
+    assert flow.admit(0, 99) == [0, 1, 2, 3, 4, 5]
+    finish(flow, 0, 1, 2, 4)
+    assert not flow.drained(0)
+    assert numbers_of(flow) == [0, 1, 2, 4]
+    finish(flow, 3, 5)
+    assert flow.drained(0)
+    assert flow.admit(1, 99) == [6, 7, 8, 9]
 
 
 def test_nothing_begins_that_no_step_of_the_run_needs():
@@ -104,7 +121,7 @@ def test_it_is_drained_when_nothing_is_under_way_and_nothing_may_begin():
 
 
 def test_it_opens_once_and_gives_nothing_before():
-    flow = Flow(FlowSettings(2, 1, 10))
+    flow = flow_of(2, 1, 10)
     with pytest.raises(ValueError, match="not open"):
         flow.admit(0, 1)
     flow.open(0, 0, {}, [])
@@ -113,7 +130,7 @@ def test_it_opens_once_and_gives_nothing_before():
 
 
 def test_what_a_checkpoint_has_is_used_first_and_what_is_too_old_now_is_drawn_again():
-    flow = Flow(FlowSettings(2, 1, 10))
+    flow = flow_of(2, 1, 10)
     late = flow.open(3, 20, {10: 1, 11: 2, 12: 2, 13: 3, 14: 3}, again=[9])
     assert late == [10]  # with k = 1 version 1 is for step 3 at the latest
     assert flow.again == [9, 10]
@@ -127,14 +144,16 @@ def test_what_a_checkpoint_has_is_used_first_and_what_is_too_old_now_is_drawn_ag
 @settings(max_examples=300, deadline=None)
 @given(
     *(st.integers(1, 5), st.integers(1, 4), st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**32)),
-    *(st.booleans(), st.integers(0, 9)),
+    *(st.booleans(), st.integers(0, 9), st.sampled_from(["as_ready", HALF_STEP])),
 )
-def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(groups, lag, steps, room, seed, jumps, deaths):
+def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(
+    groups, lag, steps, room, seed, jumps, deaths, order
+):
     """A rollout that holds `room` groups, whose order of finishing is drawn, beside a trainer; some versions are
     skipped, and some groups are put long after they are finished, as late as when nothing else is left to do. The run
     is killed now and then, and goes on from its newest checkpoint."""
     draw = random.Random(seed)
-    flow = opened(groups, lag, steps)
+    flow = opened(groups, lag, steps, order=order)
     version, trained, used, running, put_off = 0, 0, dict[int, int](), dict[int, int](), dict[int, int]()
     saved: Any = (0, 0, {}, [], {})
     for _ in range(10_000):
@@ -145,7 +164,7 @@ def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(groups,
         moved = bool(may)
         if deaths and draw.random() < 0.1:
             trained, number, finished, again, running = saved
-            flow, version, put_off, deaths = Flow(FlowSettings(groups, lag, steps)), trained, {}, deaths - 1
+            flow, version, put_off, deaths = flow_of(groups, lag, steps, order), trained, {}, deaths - 1
             assert flow.open(trained, number, finished | running, again) == []
             for number, began in finished.items():
                 flow.finish(number, info(number), {}, str(began))
@@ -188,7 +207,7 @@ def test_a_run_of_k_more_steps_uses_all_that_a_checkpoint_has(lag):
         for number in numbers_of(flow):
             del begun[number]
     assert len(begun) == 2 * lag
-    short = Flow(FlowSettings(2, lag, 3 + lag))
+    short = flow_of(2, lag, 3 + lag)
     assert short.open(3, flow.next, begun, flow.again) == []
     assert short.admit(3, 99) == []
     finish(short, *begun)
