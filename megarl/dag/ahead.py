@@ -1,4 +1,4 @@
-"""What a graph and its teams have to be like for the rollout's team to run ahead of the actor's.
+"""The requirements on a graph and its teams for the rollout's team to run ahead of the actor's.
 
     in_order   rollout's team   draw t + 1 -------->  draw t + 2 -------->
                                             \\  weights t /
@@ -77,7 +77,7 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
 
 
 def _readers(graph: TaskGraph, team: TeamPlan, taken: Handover) -> str:
-    """The nodes of a team that use what it is handed."""
+    """Return the nodes of a team that use the fields it is handed."""
     sources = {id: graph.inputs(id).sources for id in team.nodes}
     return ", ".join(id for id in team.nodes if any(sources[id].get(name) == taken.node for name in taken.fields))
 
@@ -103,7 +103,7 @@ def _off(config: RunConfig) -> str:
 
 
 def _refuse_keys(config: RunConfig) -> None:
-    """What the keys need of each other."""
+    """Check the keys against each other."""
     section, lag = config.async_, config.async_.max_staleness
     if lag > MOST:
         raise ConfigError(
@@ -171,7 +171,7 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
 
 
 def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
-    """The team of the rollout draws group by group, and then does what needs no model."""
+    """Refuse nodes of the rollout's team that need a model: it generates group by group, and then works without one."""
     first, *later = (graph[id] for id in team.nodes)
     if first.func_name != DRAWS:
         raise _refused(
@@ -205,7 +205,7 @@ def _model_reason(node: Node, team: TeamPlan) -> str:
 
 
 def _model_way_out(node: Node, team: TeamPlan) -> tuple[str, str | None]:
-    """What is allowed, and how to get there; None: as for everything else."""
+    """Return what is allowed, and the fix; None: as for everything else."""
     others = [role for role in node.models if role != Role.ROLLOUT.value]
     allowed = f"in the team {team.name} nodes that work with no model, after the one that draws"
     if Role.ROLLOUT.value in node.models or not others:
@@ -214,7 +214,7 @@ def _model_way_out(node: Node, team: TeamPlan) -> tuple[str, str | None]:
 
 
 def _refused(what: str, found: str, allowed: str, fix: str | None = None) -> ConfigError:
-    """Something that groups that come one by one cannot have."""
+    """Return the error for a setting that groups which come one by one cannot have."""
     return ConfigError(what, where=ORDER, found=found, allowed=allowed, fix=fix or f"set {ORDER}=in_order {KEY}=1")
 
 

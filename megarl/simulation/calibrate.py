@@ -35,7 +35,7 @@ _PUSH = "timing_s/weight_sync"
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a run tells.
+    """The measurements of a run.
 
     Attributes:
         seconds: of its parts.
@@ -53,7 +53,7 @@ class Calibration:
 
 
 def calibrate(run_dir: Path) -> Calibration:
-    """What a training run has measured, after its first steps.
+    """Return the measurements of a training run, after its first steps.
 
     Raises:
         DataError: this is no folder of a training run, it is too short, or it took samples as they got ready.
@@ -96,7 +96,8 @@ def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _drawn(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[float]:
-    """Seconds of drawing of the slowest rank of every step: out of the trace, or the metrics where there is none."""
+    """Return the slowest rank's seconds of generation of every step: from the trace, or from the metrics if there is
+    none."""
     file = run_dir / "trace.json"
     counted = {line["step"] for line in lines}
     ranks: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -111,7 +112,7 @@ def _drawn(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[fl
 
 
 def _makespan(system: System, lengths: Lengths, trial: int) -> float:
-    """What the slowest replica takes for a step if a decoding step takes a second."""
+    """Return the seconds of the slowest replica for a step if a decoding step takes a second."""
     servers = [ReplicaClock(Table(Line(1.0)), system.slots, system.prompt_tokens) for _ in range(system.servers)]
     for number, tokens in enumerate(lengths.draw((trial,), system.groups, system.samples)):
         servers[number % system.servers].add(number, tokens)
@@ -135,7 +136,7 @@ def _line(lines: Sequence[dict[str, Any]], id: str, team: SimTeam) -> Line:
 
 
 def _other(lines: Sequence[dict[str, Any]], team: SimTeam, system: System) -> float:
-    """Seconds of a step in which a team works, and on none of its nodes."""
+    """Return the seconds of a step in which a team works, and on none of its nodes."""
     trains, draws = team is system.train, team is system.draw or (team is system.train and system.draw is None)
     known = [*team.nodes, *([system.draws] if draws else [])]
     names = [f"timing_s/{id}" for id in known] + ([_PUSH] if trains else [])

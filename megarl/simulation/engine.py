@@ -31,7 +31,7 @@ _BALANCED = 1.02  # tokens of the fullest replica over the mean, where groups ar
 
 @dataclass(frozen=True)
 class Faults:
-    """What dies, and how long it is gone.
+    """The failures of devices, and how long each lasts.
 
     Attributes:
         device_hours: hours that a device runs on average until it fails; None: nothing fails.
@@ -77,7 +77,7 @@ class Simulation:
         self._dead = [0, 0]
 
     def run(self) -> Simulated:
-        """All steps."""
+        """Simulate all steps."""
         from megarl.simulation.flowing import Flowing
         from megarl.simulation.ordered import Ordered
 
@@ -94,13 +94,13 @@ class Simulation:
     # -- what rules and teams ask for --------------------------------------------------------------------------------
 
     def event(self, *name: Any) -> simpy.Event:
-        """What happens once; whoever asks first makes it."""
+        """Return an event that happens once; the first call makes it."""
         if name not in self._events:
             self._events[name] = self.env.event()
         return self._events[name]
 
     def group(self, number: int) -> list[int]:
-        """Tokens of the responses of a group, which follow from its number."""
+        """Return the tokens of the responses of a group, which follow from its number."""
         block, place = divmod(number, _BLOCK)
         if block not in self._blocks:
             self._blocks[block] = self.lengths.draw((self._seed, block), _BLOCK, self.system.samples)
@@ -120,13 +120,13 @@ class Simulation:
         yield self.env.timeout(self._answered - self.env.now)
 
     def push(self) -> Steps:
-        """New weights go to all that draw."""
+        """Push new weights to all that generate."""
         seconds = self.seconds.push(self.system.servers)
         self._spent["push"] += seconds
         yield self.env.timeout(seconds)
 
     def next_failure(self, devices: int) -> float:
-        """Seconds until one of these devices fails."""
+        """Return the seconds until one of these devices fails."""
         hours = self.faults.device_hours
         return float("inf") if hours is None else self._rng.expovariate(devices / (hours * 3600))
 
@@ -135,7 +135,7 @@ class Simulation:
         self._dead[0] += 1
 
     def fullest(self, groups: Sequence[int], replicas: int) -> float:
-        """Tokens of the replica that has most of a step."""
+        """Return the tokens of the replica that has most of a step."""
         shares = [0] * replicas
         for place, number in enumerate(groups):
             shares[place % replicas] += self._tokens[number]
@@ -143,7 +143,7 @@ class Simulation:
         return max(_BALANCED * sum(shares) / replicas, longest) if self.system.shares_tokens else max(shares)
 
     def walk(self, team: SimTeam, groups: Sequence[int], step: int) -> Steps:
-        """The nodes of a team, each when all other teams' nodes before it are over."""
+        """Walk the nodes of a team, each when all other teams' nodes before it are over."""
         tokens = self.fullest(groups, team.replicas)
         if team.takes:
             yield from self.call(team.replicas * (1 + team.takes))
@@ -163,7 +163,7 @@ class Simulation:
         yield self.env.timeout(self.seconds.other(team.name))
 
     def _is_drawers(self, id: str) -> bool:
-        """What that team does is part of the samples."""
+        """Tell whether the node belongs to the rollout's team, whose work is part of the samples."""
         return self.system.draw is not None and id in self.system.draw.nodes
 
     # -- teams -------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Simulation:
                 yield self.env.all_of([self.event("over", team.name, step) for team in self.system.others])
 
     def _without_pushes(self) -> float:
-        """The time, but for seconds of pushes."""
+        """Return the time without the seconds of pushes."""
         return float(self.env.now - self._spent["push"])
 
     def _scores(self, team: SimTeam, rules: Any) -> Steps:
@@ -202,5 +202,5 @@ class Simulation:
 
 
 def serve(waiting: deque[int], room: int) -> list[int]:
-    """The first `room` of those that wait."""
+    """Return the first `room` of those that wait."""
     return [waiting.popleft() for _ in range(min(room, len(waiting)))]

@@ -21,7 +21,7 @@ _MOMENT = 1e-6  # seconds: time goes on, however a difference is rounded
 
 
 class Flowing:
-    """Replicas that draw, each by itself, and the gates between two versions of the weights.
+    """The replicas that generate, each by itself, and the weight update points between two versions of the weights.
 
     Args:
         simulation: that asks.
@@ -54,7 +54,7 @@ class Flowing:
     # -- the trainer's end, see weight_updates ------------------------------------------------------
 
     def samples(self, step: int) -> Generator[simpy.Event, Any, list[int]]:
-        """The groups of a step, when they can be formed."""
+        """Wait for the groups of a step to be formed, and return them."""
         self._asked_for = max(self._asked_for, step)
         self._form()
         groups = yield self._s.event("formed", step)
@@ -111,7 +111,7 @@ class Flowing:
         return numbers
 
     def open_gate(self) -> simpy.Event:
-        """This replica draws nothing; the event of new weights."""
+        """Note that this replica generates nothing; return the event of new weights."""
         self._opened += 1
         if self._opened == len(self._s.servers):
             self._open.succeed()
@@ -137,7 +137,7 @@ class _Replica:
         self._failure = s.next_failure(s.system.server_devices)
 
     def wake(self) -> None:
-        """The gate is wanted: go on, if it lets time pass."""
+        """Wake the replica because a weight update is wanted; it goes on if it lets time pass."""
         if self._sleeps:
             assert self.process is not None, "it runs"
             self._sleeps = False
@@ -156,7 +156,7 @@ class _Replica:
             self._drawing.reread()
 
     def _stretch(self) -> Steps:
-        """With one version of the weights."""
+        """Generate with one version of the weights."""
         rules = self._rules
         while True:
             while self._scoring and self._scoring[0][0] <= self._env.now + _MOMENT:
@@ -196,7 +196,8 @@ class _Replica:
         self._advance(self._env.now - began)
 
     def _pass(self, missing: int) -> Steps:
-        """Until something is over, the store is to be called, an engine dies, or the gate is wanted."""
+        """Let time pass until something is over, the store is to be called, an engine dies, or a weight update is
+        wanted."""
         now = self._env.now
         over = self._drawing.until_event(self._samples if not self._dry or self._waiting else 0)
         times = [] if over is None else [over]

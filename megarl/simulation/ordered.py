@@ -12,7 +12,7 @@ from megarl.simulation.engine import Simulation, Steps
 
 
 class Ordered:
-    """When samples of a step are there, and when weights go.
+    """The times at which the samples of a step are there and weights go.
 
     Args:
         simulation: that asks.
@@ -28,7 +28,7 @@ class Ordered:
             self._s.env.process(self._draws())
 
     def samples(self, step: int) -> Generator[simpy.Event, Any, range]:
-        """The groups of a step, when they are drawn; a team that draws for itself does so now."""
+        """Return the groups of a step when they are generated; a team that generates for itself does so now."""
         s = self._s
         if s.system.draw is None and not s.event("drawn", step).triggered:
             yield from self._draw(step)
@@ -91,7 +91,7 @@ class Ordered:
                 yield s.event("pushed", version)
 
     def _draw(self, step: int) -> Steps:
-        """Each server its groups, and all wait for the last one."""
+        """Give each server its groups, and wait for the last one."""
         s = self._s
         for place, number in enumerate(self._numbers(step)):
             s.servers[place % len(s.servers)].add(number, s.group(number))

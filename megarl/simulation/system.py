@@ -1,4 +1,4 @@
-"""What is simulated: teams, what each walks, how many replicas draw, and how samples go from team to team."""
+"""The simulated system: teams, their nodes, the replicas that generate, and the way of samples from team to team."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ class System:
 
     @property
     def devices(self) -> int:
-        """Of all teams."""
+        """The devices of all teams."""
         return sum(team.devices for team in self.teams)
 
     def scaled(self, devices: int, *, grow: bool) -> System:
-        """The same run on more devices: every team and the servers grow alike, layouts stay.
+        """Return the same run on more devices: every team and the servers grow alike, layouts stay.
 
         Args:
             devices: of all teams.
@@ -122,7 +122,7 @@ class System:
 
 
 def read_system(config: RunConfig, graph: TaskGraph) -> System:
-    """The system that a recipe describes.
+    """Return the system that a recipe describes.
 
     Raises:
         ConfigError: a placement that cannot be, or a run that plays episodes of an environment.
