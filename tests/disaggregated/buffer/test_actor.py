@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
+import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -74,5 +77,46 @@ def test_a_slice_without_result_tells_where_the_others_stand(tmp_path: Path) -> 
         assert found is None
         assert [other.team for other in others] == ["ref", "critic"]
         assert actor._waiting == {}
+
+    asyncio.run(run())
+
+
+def test_the_store_takes_no_more_memory_after_many_steps(tmp_path: Path) -> None:
+    serials = Counter[str]()
+
+    async def steps(actor: StoreActor, numbers: range) -> None:
+        for step in numbers:
+            told = f"{step:01000}"
+            calls = {
+                "train": [("give", "train", 0, step, KEY, [GROUP]), ("post", f"weights/{step}", told)],
+                "ref": [("give", "ref", 0, step, "ref_logp>train", [GROUP]), ("arrive", "ref", 0, f"here/{step}")],
+                "critic": [],
+            }
+            for team, some in calls.items():
+                for call in (*some, ("done", team, 0, step)):
+                    serials[team] += 1
+                    await change(actor, team, 0, serials[team], *call, refs=[told] if call[0] == "give" else [])
+                await actor.ping(team, 0, Ping(step, "step", step, ""))
+                if team == "train":
+                    assert (await actor.assignment("ref", step, "rollout", 0, 1.0))[0] == [GROUP]
+                    assert (await actor.fetch("ref", step, KEY, ["u"], 1.0))[0] == [told]
+                assert await actor.peek(f"weights/{step + 1}") is None
+            assert (await actor.read("ref", f"nobody/{step}", 0.0))[0] is None
+
+    async def run() -> None:
+        actor = StoreActor("s", by_hand(), 4, "dealt", tmp_path / "j")
+        tracemalloc.start()
+        try:
+            taken = []
+            for numbers in (
+                range(300, 400),
+                range(400, 500),
+            ):  # of mail the last 64 are kept; Python has ints below 257
+                await steps(actor, numbers)
+                gc.collect()
+                taken.append(tracemalloc.get_traced_memory()[0])
+            assert taken[1] - taken[0] < 40 * 100, "bytes of the last 100 steps"
+        finally:
+            tracemalloc.stop()
 
     asyncio.run(run())
