@@ -1,4 +1,4 @@
-"""How old samples may be when they are trained on: the contract between generation and training, in one place.
+"""The age that samples may have when they are trained on: the contract between generation and training, in one place.
 
     version v   the weights after step v; 0: those that the run begins with
     step t      is trained on B groups (`data.batch_size`) with the weights t - 1, and makes the weights t
@@ -61,7 +61,7 @@ class StalenessSettings(NamedTuple):
 
     @classmethod
     def of(cls, config: RunConfig) -> StalenessSettings:
-        """Those of a recipe."""
+        """Return the settings of a recipe."""
         section, order = config.async_, config.async_.order
         if is_file_reference(order):
             file, _, name = order.rpartition(":")
@@ -91,19 +91,19 @@ class StalenessPolicy(ABC):
     # -- what k means ------------------------------------------------------------------------------------------------
 
     def oldest(self, step: int) -> int:
-        """The oldest version of the weights that a group of `step` may have begun with."""
+        """Return the oldest version of the weights that a group of `step` may have begun with."""
         return max(0, step - 1 - self.max_staleness)
 
     def last_step(self, version: int) -> int:
-        """The last step that may be trained on a group which began with `version`."""
+        """Return the last step that may be trained on a group which began with `version`."""
         return min(version + 1 + self.max_staleness, self.steps)
 
     def steps_ahead(self, step: int) -> int:
-        """Steps after `step` whose groups may have begun before the weights after `step` are there."""
+        """Count the steps after `step` whose groups may have begun before the weights after `step` are there."""
         return max(0, self.last_step(step - 1) - step)
 
     def in_time(self, step: int, left: Mapping[int, int]) -> bool:
-        """Whether groups that are left after `step` fit into the steps until the last one that may use them.
+        """Tell whether groups that are left after `step` fit into the steps until the last one that may use them.
 
         Args:
             step: that has been formed.
@@ -124,7 +124,7 @@ class StalenessPolicy(ABC):
     # -- what a policy decides ---------------------------------------------------------------------------------------
 
     def may_begin(self, version: int) -> int:
-        """How many groups of the run, those trained on included, may have begun while samples come from `version`.
+        """Count the groups of the run, trained ones included, that may have begun while samples come from `version`.
 
         Never less for a later version. At least (version + 1) B, or step version + 1 could not be formed; and at most
         B for each step until `last_step(version)`, or some would be too old for all of them.
@@ -133,7 +133,7 @@ class StalenessPolicy(ABC):
 
     @abstractmethod
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> Sequence[int] | None:
-        """Numbers of the B finished groups that `step` is trained on; None: it waits for others.
+        """Return the numbers of the B finished groups that `step` is trained on; None: it waits for others.
 
         Args:
             step: the next one.
@@ -142,7 +142,7 @@ class StalenessPolicy(ABC):
         """
 
     def samples_with(self, version: int, *, validates: bool = False) -> bool:
-        """Whether anything is sampled with `version`, so that these weights have to go to the engines.
+        """Tell whether anything is sampled with `version`, so that these weights have to go to the engines.
 
         Args:
             version: 1 or more.
@@ -151,7 +151,7 @@ class StalenessPolicy(ABC):
         return version == self.steps or validates or self.may_begin(version) > self.may_begin(version - 1)
 
     def weights_may_go(self, version: int, begun: int, under_way: int) -> bool:
-        """Whether newer weights may replace `version`: nothing is sampled with it, and nothing will be.
+        """Tell whether newer weights may replace `version`: nothing is sampled with it, and nothing will be.
 
         Args:
             version: that is sampled with.
@@ -161,7 +161,7 @@ class StalenessPolicy(ABC):
         return not under_way and begun >= self.may_begin(version)
 
     def weights_must_go(self, version: int, step: int) -> bool:
-        """Whether newer weights have to replace `version` before `step` is trained, and are waited for.
+        """Tell whether newer weights have to replace `version` before `step` is trained, and are waited for.
 
         Args:
             version: that is sampled with.
@@ -173,16 +173,16 @@ class StalenessPolicy(ABC):
 
     @property
     def copies(self) -> int:
-        """Versions of the weights that may wait at the same time until they may go."""
+        """The number of versions of the weights that may wait at the same time until they may go."""
         return 0
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """The name in messages."""
         return next((name for name, kind in ORDERS.items() if kind is type(self)), type(self).__qualname__)
 
     def describe(self) -> str:
-        """The policy as a line of the plan."""
+        """Describe the policy as a line of the plan."""
         k = self.max_staleness
         rest = "new weights interrupt samples" if self.partial else "samples end with the weights they began with"
         limit = f"(1 + {k}) * {self.groups} = {self.capacity}"
@@ -196,22 +196,22 @@ class InOrder(StalenessPolicy):
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
-        """The first B prompts, when all of them are finished."""
+        """Return the first B prompts, when all of them are finished."""
         done = set(_numbers(finished))
         chosen = sorted([*done, *_numbers(under_way)])[: self.groups]
         return chosen if len(chosen) == self.groups and done.issuperset(chosen) else None
 
     def weights_must_go(self, version: int, step: int) -> bool:
-        """The step after `step` is sampled while `step` is trained."""
+        """Tell whether weights must go: the step after `step` is sampled while `step` is trained."""
         return super().weights_must_go(version, step + 1)
 
     @property
     def copies(self) -> int:
-        """With k = 1 weights have to go after every step, so that none wait."""
+        """The number of versions that may wait: with k = 1 weights have to go after every step, so that none wait."""
         return self.max_staleness if self.max_staleness > 1 else 0
 
     def describe(self) -> str:
-        """The policy as a line of the plan."""
+        """Describe the policy as a line of the plan."""
         k = self.max_staleness
         if k:
             return f"in_order, {count(k, 'step')} stale: step t is drawn with the weights after step t - {1 + k}"
@@ -227,7 +227,7 @@ class AsReady(StalenessPolicy):
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
-        """The finished groups of the oldest versions, the first prompt first among equals."""
+        """Return the finished groups of the oldest versions, the first prompt first among equals."""
         left = {version: len(some) for version, some in under_way.items()}
         wanted = self.groups
         for version in sorted(finished):
@@ -240,7 +240,7 @@ class AsReady(StalenessPolicy):
         return [number for version in sorted(finished) for number in sorted(finished[version])][: self.groups]
 
     def weights_must_go(self, version: int, step: int) -> bool:
-        """Partial samples take new weights after every step."""
+        """Tell whether weights must go: partial samples take new weights after every step."""
         return self.partial or super().weights_must_go(version, step)
 
 
@@ -248,7 +248,7 @@ ORDERS: Mapping[str, type[StalenessPolicy]] = {"in_order": InOrder, "as_ready": 
 
 
 def policy_of(config: RunConfig) -> StalenessPolicy:
-    """The policy of a recipe.
+    """Return the policy of a recipe.
 
     Raises:
         ConfigError: a user's class cannot be imported, or no run could go by it.
@@ -258,7 +258,7 @@ def policy_of(config: RunConfig) -> StalenessPolicy:
 
 @cache
 def make_policy(settings: StalenessSettings) -> StalenessPolicy:
-    """The policy with these settings; one object per process.
+    """Make the policy with these settings; one object per process.
 
     Raises:
         ConfigError: a user's class cannot be imported, or no run could go by it.
@@ -327,7 +327,7 @@ def choose(policy: StalenessPolicy, step: int, under_way: ByVersion, finished: B
 
 
 def _find_problem(policy: StalenessPolicy) -> str | None:
-    """Why a run that goes by this policy would stand still, or train on groups that are too old; None: it is usable.
+    """Return why a run with this policy would stand still, or train on groups that are too old; None: it is usable.
 
     Forms the first steps as if every group finished at once: with the newest weights, and with weights that go only
     when they have to.

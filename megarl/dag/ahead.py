@@ -83,7 +83,8 @@ def _readers(graph: TaskGraph, team: TeamPlan, taken: Handover) -> str:
 
 
 def experts_problems(config: RunConfig) -> list[ConfigError]:
-    """What is wrong with `async` if the policy is a mixture of experts, which may be known only when it is loaded."""
+    """Return the problems of `async` if the policy is a mixture of experts, which may be known only when it is
+    loaded."""
     if config.async_.in_order or config.rollout.engine != "embedded":
         return []
     problem = ConfigError(
@@ -98,7 +99,7 @@ def experts_problems(config: RunConfig) -> list[ConfigError]:
 
 
 def _off(config: RunConfig) -> str:
-    """What to do to run no step ahead."""
+    """Return the overrides to run no step ahead."""
     return f"set {KEY}=0" + (f" {ORDER}=in_order" if not config.async_.in_order else "")
 
 
@@ -171,7 +172,7 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
 
 
 def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
-    """Refuse nodes of the rollout's team that need a model: it generates group by group, and then works without one."""
+    """Refuse nodes of the rollout's team that it cannot walk group by group, or that need a model."""
     first, *later = (graph[id] for id in team.nodes)
     if first.func_name != DRAWS:
         raise _refused(

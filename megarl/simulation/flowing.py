@@ -69,7 +69,7 @@ class Flowing:
             yield from self._push(step - 1)
 
     def after_step(self, step: int) -> Steps:
-        """The weights go where they have to, or where the gate is open."""
+        """Push the weights where they have to go, or where the weight update point is open."""
         must = step == self._s.steps or self._policy.weights_must_go(self._version, step + 1)
         if must and not self._wanted:
             self._wanted = True

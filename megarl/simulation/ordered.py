@@ -55,7 +55,7 @@ class Ordered:
             self._waiting.append(step)
 
     def _drawn_before(self, version: int) -> simpy.Event:
-        """All is sampled that comes from the weights that `version` replaces."""
+        """Return the event that everything is generated that comes from the weights that `version` replaces."""
         return self._s.event("drawn", self._policy.last_step(version - 1))
 
     def _push_waiting(self, must_go: Callable[[int], bool]) -> Steps:

@@ -80,7 +80,7 @@ class System:
 
     @property
     def in_order(self) -> bool:
-        """Whether whole steps are generated one after the other."""
+        """True when whole steps are generated one after the other."""
         return self.order == "in_order"
 
     @property
