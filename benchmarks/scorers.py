@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 LENGTH = 65536
+_ROUNDS = 5
 #: name -> beginning, what is repeated up to the length, end.
 HOSTILE = {
     "newlines": ("a", "\n", "."),
@@ -80,14 +81,13 @@ def score_all(length: int = LENGTH) -> None:
             score(text)
 
 
-def growth(length: int = LENGTH, repeats: int = 5) -> float:
-    """Return the largest over the scorers: CPU seconds for texts of twice the `length` over those for `length`; 2 is
-    linear."""
-    short, long = ([hostile(name, n) for name in HOSTILE] for n in (length, 2 * length))
+def growth() -> float:
+    """Return the largest over the scorers: CPU seconds for texts of twice LENGTH over those for LENGTH; 2 is linear."""
+    short, long = ([hostile(name, n) for name in HOSTILE] for n in (LENGTH, 2 * LENGTH))
 
     def seconds(score: Score, texts: list[str]) -> float:
         found = []
-        for _ in range(repeats):
+        for _ in range(_ROUNDS):
             start = time.process_time()
             for text in texts:
                 score(text)

@@ -14,6 +14,7 @@ from typing import IO, TextIO
 
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _LONGEST_LINE = 1 << 16
+_POLL_S = 0.1  # between two looks at the ranks' files
 _CHUNK = 512  # free room of a terminal or pipe that accepts more
 #: Seconds within which a console must accept more.
 CONSOLE_S = 5.0
@@ -117,8 +118,8 @@ def pump(pipe: IO[bytes], rank: int, log: OutputLog) -> threading.Thread:
 class Follower:
     """A thread that copies the ranks' files LOG_DIR/rank_K.txt to the log; for ranks that are not children."""
 
-    def __init__(self, log_dir: Path, world_size: int, log: OutputLog, poll_s: float = 0.1) -> None:
-        self._log, self._poll_s = log, poll_s
+    def __init__(self, log_dir: Path, world_size: int, log: OutputLog) -> None:
+        self._log = log
         self._paths = {rank: log_dir / f"rank_{rank}.txt" for rank in range(world_size)}
         self._offsets = {rank: path.stat().st_size if path.exists() else 0 for rank, path in self._paths.items()}
         self._done = threading.Event()
@@ -126,7 +127,7 @@ class Follower:
         self._thread.start()
 
     def _follow(self) -> None:
-        while not self._done.wait(self._poll_s):
+        while not self._done.wait(_POLL_S):
             self._copy_new()
         self._copy_new()
 

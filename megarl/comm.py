@@ -228,7 +228,7 @@ def own_world(backend: str, deadline_s: float) -> WorkerGroup:
     return team_world(deadline_s)
 
 
-def team_world(deadline_s: float, name: str = "the world") -> WorkerGroup:
+def team_world(deadline_s: float) -> WorkerGroup:
     """Return all ranks of this process's team; only this function uses torch's default group.
 
     Raises:
@@ -236,7 +236,7 @@ def team_world(deadline_s: float, name: str = "the world") -> WorkerGroup:
     """
     if dist.group.WORLD is None:
         raise RuntimeError("this process has joined no team yet")
-    return WorkerGroup(name, dist.group.WORLD, deadline_s)
+    return WorkerGroup("the world", dist.group.WORLD, deadline_s)
 
 
 def address_for_others(machine: str, group: WorkerGroup) -> str:

@@ -165,8 +165,9 @@ def nvidia_devices(root: Path = Path("/dev")) -> int:
     return sum(file.name.removeprefix("nvidia").isdecimal() for file in root.glob("nvidia*"))
 
 
-def shared_memory_free(folder: Path = Path("/dev/shm")) -> int | None:
+def shared_memory_free() -> int | None:
     """Return the free bytes in shared memory; None where there is no such file system."""
+    folder = Path("/dev/shm")
     return shutil.disk_usage(folder).free if folder.is_dir() else None
 
 

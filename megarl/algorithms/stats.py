@@ -110,11 +110,10 @@ def whiten_(
     mask: Tensor,
     rows: Rows,
     all_sum: AllSum = one_rank,
-    eps: float = 1e-8,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute (x - mean) / sqrt(var + eps) over the valid tokens of all ranks, in place; zero elsewhere.
+    """Compute (x - mean) / sqrt(var + 1e-8) over the valid tokens of all ranks, in place; zero elsewhere.
 
     The variance is unbiased. Fewer than two valid tokens give zeros.
 
@@ -123,7 +122,6 @@ def whiten_(
         mask: bool, same shape.
         rows: rows of `mask`.
         all_sum: adds over ranks; must be called by all of them.
-        eps: added to the variance.
         out: output tensor, contiguous; None: in place.
     """
     flat, valid, target = values.view(-1), mask.reshape(-1), (values if out is None else out).view(-1)
@@ -134,7 +132,7 @@ def whiten_(
     mean = total / max(count, 1)
     around_mean = squares.sum() + counts @ (means - mean).square()
     variance = float(all_sum(around_mean[None])) / max(count - 1, 1)
-    scale = 0.0 if count < 2 else (variance + eps) ** -0.5
+    scale = 0.0 if count < 2 else (variance + 1e-8) ** -0.5
     for tokens, (n_valid, *_) in zip(blocks, found, strict=True):
         part = torch.sub(flat[tokens], mean, out=target[tokens]).mul_(scale)
         if n_valid < len(part):

@@ -19,7 +19,6 @@ def find_demonstrations(
     sources: Iterable[str],
     tasks: Mapping[str, TaskSpec],
     cameras: Mapping[str, str] | None = None,
-    where: str = "sft.train_files",
 ) -> list[OpenDemonstration]:
     """Return the demonstrations of all sources, in order, those of other tasks left out.
 
@@ -28,7 +27,6 @@ def find_demonstrations(
             TASK=FILE.hdf5, one of LIBERO's files.
         tasks: that a policy is to learn, by name.
         cameras: LeRobot's names of cameras by those of the tasks, where they differ.
-        where: key of the recipe that has the sources, for messages.
 
     Raises:
         ConfigError: a source is none of these, or names no task or no camera.
@@ -37,7 +35,7 @@ def find_demonstrations(
     """
     found: list[OpenDemonstration] = []
     for place, source in enumerate(sources):
-        key = f"{where}[{place}]"
+        key = f"sft.train_files[{place}]"
         fitting = [_fitting(one, tasks[one.task]) for one in _opened(source, tasks, cameras or {}, key)]
         if not fitting:
             raise DataError("no demonstration of any of the tasks", where=key, found=source, allowed=tasks)

@@ -137,7 +137,7 @@ def moves(actions: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
 
 
 def open_libero(
-    path: str | Path, task: str, *, cameras: Iterable[str] = tuple(LIBERO_CAMERAS), drop_still: bool = True
+    path: str | Path, task: str, *, cameras: Iterable[str] = tuple(LIBERO_CAMERAS)
 ) -> Iterator[OpenDemonstration]:
     """Do as `libero_demonstrations`, without the frames: a step's frame is read from the file when it is asked for.
 
@@ -148,7 +148,6 @@ def open_libero(
         path: an HDF5 file with data/demo_0, data/demo_1, ...
         task: name of the task whose file it is; a file does not know it.
         cameras: one or both of `agentview` and `wrist`.
-        drop_still: leave no-ops out.
 
     Raises:
         UnavailableError: h5py is not installed.
@@ -160,7 +159,7 @@ def open_libero(
             states, actions = _libero_numbers(file, episode, path)
             for camera in cameras:
                 _part(file[f"data/{episode}/obs"], LIBERO_CAMERAS[camera], path)
-        kept = np.flatnonzero(moves(actions)) if drop_still else np.arange(len(actions))
+        kept = np.flatnonzero(moves(actions))
 
         def frame(camera: str, step: int, episode: str = episode, kept: NDArray[Any] = kept) -> NDArray[np.uint8]:
             with _libero_file(path) as file:

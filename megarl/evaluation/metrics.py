@@ -48,7 +48,7 @@ def from_reward(uid: Hashable, result: dict[str, Any], response: str, data_sourc
     return Scored(uid, value, vote, data_source, part)
 
 
-def validation_metrics(samples: Iterable[Scored], prefix: str = "val") -> Metrics:
+def validation_metrics(samples: Iterable[Scored]) -> Metrics:
     """Return the metrics of all samples of some prompts; merging the bags of several ranks is exact.
 
     Names: `val/acc`, `val/prompts`, `val/samples`; with n > 1 samples per prompt also `val/best@k`, `val/worst@k`,
@@ -58,7 +58,6 @@ def validation_metrics(samples: Iterable[Scored], prefix: str = "val") -> Metric
 
     Args:
         samples: scored samples; all samples of a prompt must be in the same call.
-        prefix: first part of the names.
     """
     groups: dict[tuple[str, Hashable], list[Scored]] = defaultdict(list)
     for sample in samples:
@@ -66,7 +65,7 @@ def validation_metrics(samples: Iterable[Scored], prefix: str = "val") -> Metric
     metrics = Metrics()
     for (source, _), group in groups.items():
         for name in dict.fromkeys(("", source, group[0].part)):
-            _add_group(metrics, f"{prefix}/{name}" if name else prefix, group)
+            _add_group(metrics, f"val/{name}" if name else "val", group)
     return metrics
 
 

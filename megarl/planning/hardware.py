@@ -302,9 +302,8 @@ _MEASURE_SIZE = 1024
 _COPIED = 1 << 26  # bytes: more than caches hold
 
 
-def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
-    """Return the FLOP/s of the best of the square matrix products done in `seconds` on this process's device and
-    threads."""
+def measure_peak(dtype: str) -> float:
+    """Return the FLOP/s of the best of the square matrix products done in a while on this process's device."""
     import torch
 
     if dtype not in device.DTYPES:
@@ -313,7 +312,7 @@ def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)
     device.synchronize()
-    best, end = float("inf"), time.perf_counter() + seconds
+    best, end = float("inf"), time.perf_counter() + _MEASURE_S
     while (start := time.perf_counter()) < end or best == float("inf"):
         torch.mm(a, a, out=out)
         device.synchronize()
@@ -321,14 +320,13 @@ def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
     return 2 * _MEASURE_SIZE**3 / best
 
 
-def measure_memory(seconds: float = _MEASURE_S) -> float:
-    """Return the bytes per second, read and written, of the best of the copies done in `seconds` with this process's
-    threads."""
+def measure_memory() -> float:
+    """Return the bytes per second, read and written, of the best of the copies done in a while."""
     import torch
 
     source = torch.zeros(_COPIED, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    best, end = float("inf"), time.perf_counter() + seconds
+    best, end = float("inf"), time.perf_counter() + _MEASURE_S
     while (start := time.perf_counter()) < end or best == float("inf"):
         target.copy_(source)
         best = min(best, time.perf_counter() - start)

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from megarl import cli
+from megarl.commands import job
 from megarl.launchers import output
 from megarl.launchers.output import OutputLog
 from megarl.processes import Stopped, signals_raise
@@ -84,11 +85,11 @@ def test_a_terminal_that_hangs_up_ends_no_run_that_nohup_started(ignored):
 def test_a_signal_before_there_are_workers_ends_the_command_with_a_word(number, monkeypatch, tmp_path, capsys):
     """The default of the kernel would end it without one, and the first process of a container not at all."""
 
-    def lasts(config, job):
+    def lasts(config, kind):
         os.kill(os.getpid(), number)
         time.sleep(60)
 
-    monkeypatch.setattr(cli, "_check_inputs", lasts)
+    monkeypatch.setattr(job, "_check_inputs", lasts)
     before = signal.getsignal(number)
     code = cli.main(["train", "grpo_quickstart", "--run-dir", str(tmp_path / "run")])
     assert (code, capsys.readouterr().err) == (128 + number, f"megarl: stopped by {number.name}\n")

@@ -47,7 +47,7 @@ class Tool:
         return result if isinstance(result, str) else _plain(result)
 
 
-def tool_of(function: Callable[..., Any], key: str = "env.tools") -> Tool:
+def tool_of(function: Callable[..., Any]) -> Tool:
     """Return the tool that wraps `function`.
 
     >>> def double(x: int) -> int:
@@ -61,19 +61,19 @@ def tool_of(function: Callable[..., Any], key: str = "env.tools") -> Tool:
     {'x': {'description': 'the number.', 'type': 'integer'}}
 
     Raises:
-        ConfigError: at `key`: no docstring, or an argument without a type or with one that JSON lacks.
+        ConfigError: no docstring, or an argument without a type or with one that JSON lacks.
     """
     name = getattr(function, "__name__", repr(function))
     summary, described = _docstring(function)
     if not summary:
-        raise ConfigError(f"the tool {name!r} has no docstring, which tells the model what it does", where=key)
+        raise ConfigError(f"the tool {name!r} has no docstring, which tells the model what it does", where="env.tools")
     hints = typing.get_type_hints(function)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"the tool {name!r} takes {parameter}, which no JSON object can give", where=key)
+            raise ConfigError(f"the tool {name!r} takes {parameter}, which no JSON object can give", where="env.tools")
         if parameter.name not in hints:
-            raise ConfigError(f"the argument {parameter.name!r} of the tool {name!r} has no type", where=key)
+            raise ConfigError(f"the argument {parameter.name!r} of the tool {name!r} has no type", where="env.tools")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (
             hints[parameter.name],
@@ -83,7 +83,9 @@ def tool_of(function: Callable[..., Any], key: str = "env.tools") -> Tool:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         parameters = arguments.model_json_schema()
     except (PydanticSchemaGenerationError, TypeError, NameError) as error:
-        raise ConfigError(f"the arguments of the tool {name!r} have no JSON schema: {error}", where=key) from error
+        raise ConfigError(
+            f"the arguments of the tool {name!r} have no JSON schema: {error}", where="env.tools"
+        ) from error
     return Tool(function, arguments, as_schema(name, summary, parameters))
 
 

@@ -85,9 +85,9 @@ def _region(node: Node) -> Region:
     raise UnreadError("no set")
 
 
-def everything(variable: str | None = None) -> Region:
+def everything() -> Region:
     """Return all real numbers."""
-    return Region((RealInterval(_end(Apply("neg", (INFINITY,))), _end(INFINITY), False, False),), variable)
+    return Region((RealInterval(_end(Apply("neg", (INFINITY,))), _end(INFINITY), False, False),), None)
 
 
 def _end(node: Node) -> Endpoint:

@@ -317,15 +317,14 @@ def unknowns(*nodes: Node) -> list[str]:
     return sorted(found)
 
 
-def points(names: list[str], wide: bool = False, digits: int = DIGITS) -> list[dict[str, Any]]:
+def points(names: list[str], wide: bool = False) -> list[dict[str, Any]]:
     """Return values of unknowns at some generic points; units are positive everywhere.
 
     Args:
         names: of the unknowns.
         wide: also at points far from zero.
-        digits: of the arithmetic.
     """
-    ctx = context(digits)
+    ctx = context(DIGITS)
     made = []
     for index, scale in enumerate(_SCALES + (_WIDE if wide else ())):
         point = {}
@@ -353,9 +352,9 @@ def has_steps(*nodes: Node) -> bool:
     )
 
 
-def whole_points(names: list[str], digits: int = DIGITS) -> list[dict[str, Any]]:
+def whole_points(names: list[str]) -> list[dict[str, Any]]:
     """Return whole numbers as points, for expressions that are defined only there, as `(-1)^n`."""
-    ctx = context(digits)
+    ctx = context(DIGITS)
     return [
         {name: ctx.mpf(2 + (zlib.crc32(name.encode()) + 3 * index + index * index) % 11) for name in names}
         for index in range(_POINTS)
