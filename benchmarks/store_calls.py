@@ -22,7 +22,7 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.core import Core, GroupInfo
 from megarl.disaggregated.buffer.flow import Finished
 from megarl.disaggregated.buffer.journal import ROOM, DurableCore
-from megarl.disaggregated.buffer.progress import Ping, Roll
+from megarl.disaggregated.buffer.progress import Ping, ProgressTable
 from megarl.staleness import StalenessSettings
 
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
@@ -230,7 +230,7 @@ def wait_a_minute() -> float:
     """Return the CPU-seconds of a minute in which all workers tell where they are, and ask in every slice where the
     others are."""
     start = time.process_time()
-    roll = Roll(["train", "score"], 0.0)
+    roll = ProgressTable(["train", "score"], 0.0)
     for now in range(0, 60, 5):
         for team in ("train", "score"):
             for worker in range(WORKERS):

@@ -32,15 +32,15 @@ class NodeError(MegarlError):
     """A node raised; the message names node, function and the original error."""
 
 
-class Crossing(Protocol):
+class Channel(Protocol):
     """The transfer between teams around the nodes that this worker walks; every rank of its team calls both methods."""
 
-    def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
-        """Return `board` with what other teams have made that `node` uses; None stands for a board that has not come
+    def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
+        """Return `batch` with what other teams have made that `node` uses; None stands for a batch that has not come
         yet."""
         ...
 
-    def give(self, context: Any, node: Node, board: Batch) -> None:
+    def give(self, context: Any, node: Node, batch: Batch) -> None:
         """Hand over the fields that `node` wrote and other teams use."""
         ...
 
@@ -48,8 +48,8 @@ class Crossing(Protocol):
 class Exchange(Protocol):
     """The redistribution of samples among the replicas of a team; every rank of it calls this."""
 
-    def share(self, context: Any, node: Node, board: Batch) -> Batch:
-        """Return `node` has made the samples on `board`: those that this replica goes on with."""
+    def share(self, context: Any, node: Node, batch: Batch) -> Batch:
+        """Return `node` has made the samples on `batch`: those that this replica goes on with."""
         ...
 
 
@@ -69,11 +69,11 @@ class Executor:
         graph: TaskGraph,
         roles: Mapping[str, Any] | None = None,
         nodes: Sequence[str] | None = None,
-        crossing: Crossing | None = None,
+        channel: Channel | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         self.graph, self._roles = graph, roles or {}
-        self._crossing, self._exchange = crossing, exchange
+        self._channel, self._exchange = channel, exchange
         self.nodes = graph.order() if nodes is None else list(nodes)
         self.statuses: dict[str, Status] = {}
         self.seconds: dict[str, float] = {}
@@ -95,26 +95,26 @@ class Executor:
         """
         self.statuses = {id: Status.PENDING if self.graph.parents(id) else Status.READY for id in self.nodes}
         self.seconds = {}
-        board = None if prompts is None else prompts.copy()
+        batch = None if prompts is None else prompts.copy()
         for id in self.nodes:
             node = self.graph[id]
-            if self._crossing is not None:
-                board = self._crossing.take(context, node, board)
-            assert board is not None, "the first node of a team is given prompts, or samples of another team"
-            board = self._run_node(node, context, board, more)
+            if self._channel is not None:
+                batch = self._channel.take(context, node, batch)
+            assert batch is not None, "the first node of a team is given prompts, or samples of another team"
+            batch = self._run_node(node, context, batch, more)
             if self._exchange is not None and node.declared.resamples:
-                board = self._exchange.share(context, node, board)
-            if self._crossing is not None:
-                self._crossing.give(context, node, board)
-        assert board is not None, "a team walks at least one node"
-        return board
+                batch = self._exchange.share(context, node, batch)
+            if self._channel is not None:
+                self._channel.give(context, node, batch)
+        assert batch is not None, "a team walks at least one node"
+        return batch
 
-    def _run_node(self, node: Node, context: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
+    def _run_node(self, node: Node, context: Any, batch: Batch, more: Iterator[Batch] | None) -> Batch:
         self.statuses[node.id] = Status.RUNNING
         start = time.perf_counter()
         try:
             with phase(node.id):
-                board = self._call(node, context, board, more)
+                batch = self._call(node, context, batch, more)
         except BaseException:
             self.statuses[node.id] = Status.FAILED
             later = [id for id in self.graph.downstream(node.id) if id in self.statuses]
@@ -127,22 +127,22 @@ class Executor:
             mine = [id for id in self.graph.parents(child) if id in self.statuses]
             if child in self.statuses and all(self.statuses[id] is Status.COMPLETED for id in mine):
                 self.statuses[child] = Status.READY
-        return board
+        return batch
 
-    def _call(self, node: Node, context: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
+    def _call(self, node: Node, context: Any, batch: Batch, more: Iterator[Batch] | None) -> Batch:
         """Return the samples after the node."""
         from megarl.dag.guard import GuardedBatch, settle, writes_in_place
         from megarl.device import ProcessState
 
-        before, state = writes_in_place(node, board), ProcessState.now()
+        before, state = writes_in_place(node, batch), ProcessState.now()
         try:
             extra: dict[str, Any] = {name: self._roles[name] for name in node.may_take if name in self._roles}
             extra |= {name: self._roles[name] for name in node.needs_roles}
             if node.declared.refills:
                 extra["more"] = lambda: self._refill(node, context, more)
-            output = node.func(context, GuardedBatch.of(board, node), **extra, **node.config)  # type: ignore[operator]
+            output = node.func(context, GuardedBatch.of(batch, node), **extra, **node.config)  # type: ignore[operator]
             state.check(f"node {node.id!r} ({node.func_name})")
-            return settle(node, board, output, before)
+            return settle(node, batch, output, before)
         except Exception as error:
             story = f"node {node.id!r} ({node.func_name}) failed"
             if isinstance(error, MegarlError):
@@ -156,7 +156,7 @@ class Executor:
 
         if more is None:
             raise NodeError(f"node {node.id!r} asks for more prompts, and this walk has only those it was given")
-        board = next(more).copy()
+        batch = next(more).copy()
         for id in self.graph.upstream(node.id):
-            board = self._call(self.graph[id], context, board, more)
-        return GuardedBatch.of(board, node)
+            batch = self._call(self.graph[id], context, batch, more)
+        return GuardedBatch.of(batch, node)

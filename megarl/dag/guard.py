@@ -104,14 +104,14 @@ class GuardedBatch(Batch):
             )
 
 
-def writes_in_place(node: Node, board: Batch) -> dict[str, int]:
-    """Count the in-place writes to each tensor field of `board` that `node` does not declare to write.
+def writes_in_place(node: Node, batch: Batch) -> dict[str, int]:
+    """Count the in-place writes to each tensor field of `batch` that `node` does not declare to write.
 
     Writes that PyTorch does not count go unnoticed: those through `Tensor.numpy()`, and into tensors of inference mode.
     """
     contract = node.declared
     allowed = {*contract.writes, *contract.may_write}
-    return {name: _writes(value) for name, value in board.fields.items() if name not in allowed}
+    return {name: _writes(value) for name, value in batch.fields.items() if name not in allowed}
 
 
 def _writes(value: Tensor | Jagged) -> int:
@@ -119,12 +119,12 @@ def _writes(value: Tensor | Jagged) -> int:
     return sum(tensor._version for tensor in tensors if not tensor.is_inference())  # views count with their storage
 
 
-def settle(node: Node, board: Batch, output: Any, before: Mapping[str, int]) -> Batch:
-    """Return the samples after `node`: those of `board` with what it wrote, or what it made of them if it resamples.
+def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> Batch:
+    """Return the samples after `node`: those of `batch` with what it wrote, or what it made of them if it resamples.
 
     Args:
         node: the node that ran.
-        board: the samples before it.
+        batch: the samples before it.
         output: its return value.
         before: `writes_in_place` before it ran.
 
@@ -133,7 +133,7 @@ def settle(node: Node, board: Batch, output: Any, before: Mapping[str, int]) -> 
     """
     name = f"node {node.id!r} ({node.func_name})"
     contract = node.declared
-    touched = [field for field, count in writes_in_place(node, board).items() if count != before[field]]
+    touched = [field for field, count in writes_in_place(node, batch).items() if count != before[field]]
     if touched:
         raise ContractError(
             f"{name} writes into the tensor of {', '.join(map(repr, touched))} in place, which it does not declare\n"
@@ -147,7 +147,7 @@ def settle(node: Node, board: Batch, output: Any, before: Mapping[str, int]) -> 
     if lost:
         raise ContractError(f"{name} declares writes={lost} but did not write them")
     allowed = {*contract.writes, *contract.may_write}
-    new = [field for field in made if field not in board and field not in allowed]
+    new = [field for field in made if field not in batch and field not in allowed]
     if new:
         raise ContractError(
             f"{name} writes {', '.join(map(repr, new))}, which it does not declare\n"
@@ -160,13 +160,13 @@ def settle(node: Node, board: Batch, output: Any, before: Mapping[str, int]) -> 
             {field: value for field, value in kept.items() if isinstance(value, list)},
             size=len(output),
         )
-    if len(output) != len(board):
+    if len(output) != len(batch):
         raise ContractError(
-            f"{name} returned {len(output)} samples for {len(board)}; only a stage that declares `resamples=True` may "
+            f"{name} returned {len(output)} samples for {len(batch)}; only a stage that declares `resamples=True` may "
             "change them"
         )
     other = [
-        field for field in made if field in board and field not in allowed and not _same(board[field], made[field])
+        field for field in made if field in batch and field not in allowed and not _same(batch[field], made[field])
     ]
     if other:
         raise ContractError(
@@ -175,8 +175,8 @@ def settle(node: Node, board: Batch, output: Any, before: Mapping[str, int]) -> 
             "`resamples=True`"
         )
     for field in allowed & made.keys():
-        board.set(field, made[field])
-    return board.drop(contract.consumes) if contract.consumes else board
+        batch.set(field, made[field])
+    return batch.drop(contract.consumes) if contract.consumes else batch
 
 
 def _same(a: Tensor | Jagged | list, b: Tensor | Jagged | list) -> bool:

@@ -53,10 +53,10 @@ def by_group(uid: Sequence[Hashable], values: Sequence[T]) -> list[list[T]]:
     return [[values[place] for place in places] for places in group_places(uid)]
 
 
-def tokens_of(board: Batch) -> Sequence[int]:
+def tokens_of(batch: Batch) -> Sequence[int]:
     """Return the prompt and response tokens of every sample."""
     from megarl.data.batch import Jagged
 
-    parts = [board[name] for name in ("prompt_ids", "response_ids") if name in board]
+    parts = [batch[name] for name in ("prompt_ids", "response_ids") if name in batch]
     lengths = [part.lengths.tolist() for part in parts if isinstance(part, Jagged)]
-    return [sum(some) for some in zip(*lengths, strict=True)] if lengths else [0] * len(board)
+    return [sum(some) for some in zip(*lengths, strict=True)] if lengths else [0] * len(batch)

@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.disaggregated.buffer.channel import joined, parted
+from megarl.disaggregated.buffer.channel import merge_handovers, split_handovers
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Handover
     from megarl.data.batch import Batch
     from megarl.data.trajectory import Trajectory
-    from megarl.disaggregated.buffer.channel import Ready
+    from megarl.disaggregated.buffer.channel import FinishedGroups
     from megarl.runtime.rank_state import RankState
     from megarl.training.parallel import Layout
 
@@ -60,7 +60,7 @@ def files_of_flow(
 
 def flow_files(
     layout: Layout,
-    ready: Sequence[Ready],
+    ready: Sequence[FinishedGroups],
     versions: Mapping[int, int],
     drafts: Mapping[int, Sequence[Trajectory]],
     again: Sequence[int],
@@ -96,26 +96,26 @@ def flow_files(
     if ready:
         from megarl.data.batch import Batch
 
-        files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat([_board(one) for one in ready]).to_bytes()
+        files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat([_batch(one) for one in ready]).to_bytes()
     return files
 
 
-def _board(ready: Ready) -> Batch:
+def _batch(ready: FinishedGroups) -> Batch:
     """One row per sample, with all that was handed over of it."""
     import torch
 
     from megarl.data.groups import group_places
 
-    board = joined(ready.samples)
-    number = torch.zeros(len(board), dtype=torch.int64)
-    for own, places in zip(ready.numbers, group_places(board["uid"]), strict=True):
+    batch = merge_handovers(ready.samples)
+    number = torch.zeros(len(batch), dtype=torch.int64)
+    for own, places in zip(ready.numbers, group_places(batch["uid"]), strict=True):
         number[places] = own
-    board.set(_NUMBER, number)
-    return board
+    batch.set(_NUMBER, number)
+    return batch
 
 
 @dataclass(frozen=True)
-class HeldFlow:
+class BufferedGroups:
     """What all replicas wrote.
 
     Attributes:
@@ -131,31 +131,31 @@ class HeldFlow:
     drafts: dict[int, list[Trajectory]]
     again: list[int]
     carried: Metrics
-    _board: Batch | None
+    _batch: Batch | None
 
     def mine(self, rank: int, size: int, without: Collection[int]) -> list[int]:
         """Numbers of the groups of replica `rank` of `size`."""
         return [number for number in sorted(self.versions) if number not in without][rank::size]
 
-    def ready_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[Ready]:
+    def ready_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[FinishedGroups]:
         """Those of `numbers` that are finished, one by one, as a team hands them over."""
-        from megarl.disaggregated.buffer.channel import Ready
+        from megarl.disaggregated.buffer.channel import FinishedGroups
         from megarl.disaggregated.buffer.core import GroupInfo
 
         found = []
         for number in numbers:
             if number not in self.finished:
                 continue
-            assert self._board is not None, "finished groups have samples"
+            assert self._batch is not None, "finished groups have samples"
             (uid, ordinal, ids, tokens), metrics = self.finished[number]
-            rows = (self._board[_NUMBER] == number).nonzero().flatten().tolist()
+            rows = (self._batch[_NUMBER] == number).nonzero().flatten().tolist()
             info = GroupInfo(uid, ordinal, tuple(ids), tokens)
-            samples = parted(self._board.select(rows), handovers)
-            found.append(Ready([number], [info], samples, Metrics.from_json(metrics)))
+            samples = split_handovers(self._batch.select(rows), handovers)
+            found.append(FinishedGroups([number], [info], samples, Metrics.from_json(metrics)))
         return found
 
 
-def read_flow(folder: Path, parts: int) -> HeldFlow:
+def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
     """What `parts` replicas wrote into a checkpoint."""
     from megarl.data.batch import Batch
     from megarl.data.trajectory import Trajectory
@@ -165,7 +165,7 @@ def read_flow(folder: Path, parts: int) -> HeldFlow:
     drafts: dict[int, list[Trajectory]] = {}
     again: list[int] = []
     carried = Metrics()
-    boards = []
+    batches = []
     for part in range(parts):
         told = json.loads((folder / f"{_stem(part)}.json").read_text())
         versions |= {int(number): version for number, version in told["versions"].items()}
@@ -178,8 +178,8 @@ def read_flow(folder: Path, parts: int) -> HeldFlow:
             for place, (number, group) in enumerate(zip(one["numbers"], one["groups"], strict=True)):
                 finished[number] = group, {} if place else one["metrics"]
         if told["finished"]:
-            boards.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
-    return HeldFlow(versions, finished, drafts, again, carried, Batch.concat(boards) if boards else None)
+            batches.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
+    return BufferedGroups(versions, finished, drafts, again, carried, Batch.concat(batches) if batches else None)
 
 
 def _stem(part: int) -> str:

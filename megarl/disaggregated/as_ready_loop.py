@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from megarl.dag.executor import Executor
     from megarl.data.batch import Batch
     from megarl.data.trajectory import Trajectory
-    from megarl.disaggregated.as_ready_checkpoint import HeldFlow
-    from megarl.disaggregated.buffer.channel import PoolCrossing, Ready
+    from megarl.disaggregated.as_ready_checkpoint import BufferedGroups
+    from megarl.disaggregated.buffer.channel import FinishedGroups, GroupChannel
     from megarl.disaggregated.checkpoint_part import CheckpointPart
     from megarl.rollout.groups import Groups
     from megarl.runtime.rank_state import RankState
@@ -58,18 +58,18 @@ PLACE = "flow_place"  # of the loader, when prompts begin to be handed out
 _LOOK_S = 0.1  # between two looks for whether the weights are wanted
 
 
-def flows(c: RankState) -> bool:
+def goes_as_ready(c: RankState) -> bool:
     """Samples go to training as they get ready."""
     return not c.config.async_.in_order
 
 
-def find_flow(source: Path) -> HeldFlow | None:
+def find_buffered_groups(source: Path) -> BufferedGroups | None:
     """What a checkpoint has of groups that no step was trained on; None: nothing."""
-    from megarl.disaggregated.as_ready_checkpoint import read_flow
+    from megarl.disaggregated.as_ready_checkpoint import read_buffered_groups
     from megarl.training.checkpoint import read_state
 
     saved = read_state(source).get("drawn")
-    return None if saved is None else read_flow(source, saved["parts"])
+    return None if saved is None else read_buffered_groups(source, saved["parts"])
 
 
 def tell_place(c: RankState) -> None:
@@ -85,19 +85,19 @@ class Scoring:
 
     Attributes:
         numbers: of their prompts.
-        board: their samples.
+        batch: their samples.
         metrics: of these samples, as far as they have come.
-        aside: what other teams use of them (`PoolCrossing.aside`).
+        aside: what other teams use of them (`GroupChannel.aside`).
     """
 
     numbers: list[int]
-    board: Batch
+    batch: Batch
     metrics: Metrics
     aside: dict[str, Batch]
 
 
 @dataclass
-class FlowSteps:
+class AsReadyLoop:
     """What a rollout's team does until the last weights have come. All ranks of a replica make the same calls.
 
     Attributes:
@@ -113,10 +113,10 @@ class FlowSteps:
     c: RankState
     executor: Executor
     scored: Executor
-    crossing: PoolCrossing
+    channel: GroupChannel
     recorder: Recorder
     checkpoints: CheckpointPart
-    held: HeldFlow | None
+    held: BufferedGroups | None
     _gate: int = 1  # metrics number 0 are those before the first step
     _dry: bool = False  # nothing more may begin with these weights
     _looked: float = 0.0
@@ -130,7 +130,9 @@ class FlowSteps:
     _rejected: list[list[float]] = field(default_factory=list)  # scores of groups, since the last one that was not
     _pace: Pace = field(init=False)
     _over: int = 0  # groups that are finished, and that the store has not been told of
-    _unsent: list[Ready] = field(default_factory=list)  # those of them that are of use, where this rank gives them
+    _unsent: list[FinishedGroups] = field(
+        default_factory=list
+    )  # those of them that are of use, where this rank gives them
     _refused: list[int] = field(default_factory=list)  # the others
 
     def run(self) -> None:
@@ -185,7 +187,7 @@ class FlowSteps:
         mine = held.mine(c.layout.dp_rank, c.layout.dp_size, without=late)
         if c.layout.is_lead:
             for ready in held.ready_of(mine, c.team.placement.given_by(c.team.plan.name)):
-                self.crossing.swap(c.context, [ready], [], c.context.step, 0)
+                self.channel.swap(c.context, [ready], [], c.context.step, 0)
         self._waiting = [number for number in mine if number not in held.finished]
         self._versions = {number: held.versions[number] for number in self._waiting}
         # Not of those that are too old: they are drawn again from their first token on; and so are all if n changed.
@@ -201,7 +203,7 @@ class FlowSteps:
         # Ranks that meet while they draw: replicas that ask the same servers do so together.
         together = c.layout.mp_group if c.fleet is None else c.layout.world
         self._pace.begin(time.monotonic())
-        with c.rollout.drawing(c.context, 0):
+        with c.rollout.generating(c.context, 0):
             stream.open()
             while True:
                 self._admit(stream, version)
@@ -253,7 +255,7 @@ class FlowSteps:
         c, numbers = self.c, None
         with phase("give"):
             if c.layout.is_lead:
-                numbers = self.crossing.swap(c.context, self._unsent, self._refused, version, most)
+                numbers = self.channel.swap(c.context, self._unsent, self._refused, version, most)
             numbers = c.layout.mp_group.broadcast_json(numbers)
         self._pace.called()
         self._dry = len(numbers) < most or (self._dry and len(self._refused) == most)
@@ -298,13 +300,13 @@ class FlowSteps:
         c, numbers = self.c, [number for number, _ in groups]
         with self._measuring(Metrics()) as metrics:
             prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
-            board = samples_of(c.rollout, prompts, [trajectories for _, trajectories in groups])
-            refuse_broken_logprobs(board)
-            record_samples(c.context, board)
-            self.crossing.give(c.context, self.executor.graph[c.team.plan.nodes[0]], board)
-            board = self.executor.run(c.context, board)
-        self._scoring.append(Scoring(numbers, board, metrics, self.crossing.aside))
-        self.crossing.aside = {}
+            batch = samples_of(c.rollout, prompts, [trajectories for _, trajectories in groups])
+            refuse_broken_logprobs(batch)
+            record_samples(c.context, batch)
+            self.channel.give(c.context, self.executor.graph[c.team.plan.nodes[0]], batch)
+            batch = self.executor.run(c.context, batch)
+        self._scoring.append(Scoring(numbers, batch, metrics, self.channel.aside))
+        self.channel.aside = {}
 
     @contextmanager
     def _measuring(self, metrics: Metrics) -> Iterator[Metrics]:
@@ -323,7 +325,7 @@ class FlowSteps:
         if not self._scoring:
             return False
         lead = self.c.layout.is_lead
-        return bool(self.c.layout.mp_group.broadcast_json(is_scored(self._scoring[0].board) if lead else None))
+        return bool(self.c.layout.mp_group.broadcast_json(is_scored(self._scoring[0].batch) if lead else None))
 
     def _finish_scored(self, *, least: int) -> None:
         """Go on with the groups whose rewards are there, and wait for those of the `least` first ones."""
@@ -334,11 +336,11 @@ class FlowSteps:
     def _finish(self, groups: Scoring) -> None:
         """Walk the other nodes; the groups are to be handed over with what all of them measured."""
         c, numbers = self.c, groups.numbers
-        self.crossing.aside = groups.aside
+        self.channel.aside = groups.aside
         with self._measuring(self._carried.merge(groups.metrics)):
-            board = self.scored.run(c.context, groups.board)
-            useless = self._useless(numbers, board)
-        ready = self.crossing.collect(numbers, board, self._carried)
+            batch = self.scored.run(c.context, groups.batch)
+            useless = self._useless(numbers, batch)
+        ready = self.channel.collect(numbers, batch, self._carried)
         wanted = [number for number in numbers if number not in useless]
         for number in numbers:
             del self._versions[number]
@@ -350,7 +352,7 @@ class FlowSteps:
         if ready is not None:
             self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
 
-    def _useless(self, numbers: Sequence[int], board: Batch) -> set[int]:
+    def _useless(self, numbers: Sequence[int], batch: Batch) -> set[int]:
         """The groups that dynamic sampling or the filter rejects; equal on the ranks of a replica.
 
         Raises:
@@ -362,7 +364,7 @@ class FlowSteps:
         asked = sampling.asked_of_groups(config)
         if asked is None:
             return set()
-        good = sampling.admitted(self.c.context, board, seen)
+        good = sampling.admitted(self.c.context, batch, seen)
         if any(good):
             self._rejected = []
         self._rejected += [scores for scores, kept in zip(seen, good, strict=True) if not kept]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from megarl.config.run import RunConfig
 from megarl.dag.executor import Executor
 from megarl.dag.placement import begins_again, place
-from megarl.disaggregated.as_ready_loop import FlowSteps, find_flow, flows
-from megarl.disaggregated.buffer.channel import PoolCrossing, TeamCrossing
+from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups, goes_as_ready
+from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
 from megarl.disaggregated.buffer.client import StoreClient
 from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.disaggregated.generation import open_rollout, publish
-from megarl.disaggregated.in_order_loop import RolloutSteps, draws_apart, find_drawn, store_of
+from megarl.disaggregated.in_order_loop import InOrderLoop, find_buffered_steps, generates_apart, store_of
 from megarl.disaggregated.recorder import TeamRecorder
 from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader
 from megarl.disaggregated.start import all_ready, announce_start, follow_start
@@ -97,7 +97,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             publish(c, c.context.step)
             if not start.begun and not c.team.finished and validates_first(config):
                 checkpoints.rate_start(validate_first(recorder, lambda: evaluate_teams(c, recorder, 0)))
-            if isinstance(checkpoints, CheckpointPart) and draws_apart(c):
+            if isinstance(checkpoints, CheckpointPart) and generates_apart(c):
                 _generate_apart(c, graph, recorder, checkpoints, start)
             else:
                 _steps(c, graph, recorder, checkpoints)
@@ -123,7 +123,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: 
     recorder.channel = channel = _open_channel(c, graph)
     executor = Executor(graph, c.roles, team.plan.nodes, channel, token_exchange(c, graph))
     weights: AsReadyUpdates | InOrderUpdates | None = None  # only the actor's team has some to give
-    if team.leads and flows(c):
+    if team.leads and goes_as_ready(c):
         weights = AsReadyUpdates(c)
         recorder.sampled = weights.metrics
     elif team.leads:
@@ -152,11 +152,11 @@ def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: 
             break
 
 
-def _open_channel(c: RankState, graph: TaskGraph) -> TeamCrossing:
+def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel:
     """Open this rank's way to other teams around the nodes that it walks."""
-    keeps = draws_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
+    keeps = generates_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
-    return TeamCrossing(
+    return TeamChannel(
         graph, c.team.placement, store_of(c), *place, keeps=keeps, dealt=dealt, stays=c.team.plan.may_restart
     )
 
@@ -166,14 +166,16 @@ def _generate_apart(
 ) -> None:
     """Generate in a team of its own until the weights of the last step have come."""
     source, team = None if start.source is None else Path(start.source), c.team
-    if not flows(c):
+    if not goes_as_ready(c):
         recorder.channel = channel = _open_channel(c, graph)
         executor = Executor(graph, c.roles, team.plan.nodes, channel, token_exchange(c, graph))
-        held = [] if source is None else find_drawn(c, source, c.context.step)
-        RolloutSteps(c, executor, channel, recorder, checkpoints, held).run()
+        held = [] if source is None else find_buffered_steps(c, source, c.context.step)
+        InOrderLoop(c, executor, channel, recorder, checkpoints, held).run()
         return
-    recorder.channel = groups = PoolCrossing(team.placement, store_of(c), c.layout.is_lead)
+    recorder.channel = groups = GroupChannel(team.placement, store_of(c), c.layout.is_lead)
     nodes = team.plan.nodes[1:]
     waiting = next((place for place, id in enumerate(nodes) if PENDING in graph[id].declared.consumes), len(nodes))
     before, after = (Executor(graph, c.roles, some, groups) for some in (nodes[:waiting], nodes[waiting:]))
-    FlowSteps(c, before, after, groups, recorder, checkpoints, None if source is None else find_flow(source)).run()
+    AsReadyLoop(
+        c, before, after, groups, recorder, checkpoints, None if source is None else find_buffered_groups(source)
+    ).run()

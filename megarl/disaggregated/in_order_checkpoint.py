@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.disaggregated.buffer.channel import joined, parted
+from megarl.disaggregated.buffer.channel import merge_handovers, split_handovers
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Handover
-    from megarl.disaggregated.buffer.channel import Gift
+    from megarl.disaggregated.buffer.channel import SentSamples
     from megarl.training.parallel import Layout
 
 _NUMBER, _TOKENS = "group_number", "group_tokens"
 
 
 @dataclass(frozen=True)
-class Drawn:
+class BufferedStep:
     """A step of this rank's replica.
 
     Attributes:
@@ -38,7 +38,7 @@ class Drawn:
         step: that it is for.
     """
 
-    given: Mapping[str, Gift]
+    given: Mapping[str, SentSamples]
     metrics: Metrics
     step: int
 
@@ -50,21 +50,21 @@ class Drawn:
 
         if not layout.is_lead:
             return {}
-        board = joined({key: gift.samples for key, gift in self.given.items()})
-        number, tokens = (torch.zeros(len(board), dtype=torch.int64) for _ in range(2))
+        batch = merge_handovers({key: gift.samples for key, gift in self.given.items()})
+        number, tokens = (torch.zeros(len(batch), dtype=torch.int64) for _ in range(2))
         groups = next(iter(self.given.values())).groups  # of all handovers
-        for group, where in zip(groups, group_places(board["uid"]), strict=True):
+        for group, where in zip(groups, group_places(batch["uid"]), strict=True):
             number[where], tokens[where] = group.ordinal, group.tokens
-        board.set(_NUMBER, number)
-        board.set(_TOKENS, tokens)
+        batch.set(_NUMBER, number)
+        batch.set(_TOKENS, tokens)
         stem = _stem(layout.dp_rank, self.step - saved)
         return {
-            f"{stem}.safetensors": board.to_bytes(),
+            f"{stem}.safetensors": batch.to_bytes(),
             f"{stem}.json": json.dumps(self.metrics.to_json()).encode(),
         }
 
 
-def files_ahead(layout: Layout, version: int, drawn: Iterable[Drawn]) -> dict[str, bytes]:
+def files_ahead(layout: Layout, version: int, drawn: Iterable[BufferedStep]) -> dict[str, bytes]:
     """Name and content of what this rank adds to the checkpoint of step `version`: what is drawn for later steps."""
     files: dict[str, bytes] = {}
     for one in drawn:
@@ -72,7 +72,9 @@ def files_ahead(layout: Layout, version: int, drawn: Iterable[Drawn]) -> dict[st
     return files
 
 
-def read_drawn(folder: Path, saved: int, step: int, parts: int, layout: Layout, handovers: Sequence[Handover]) -> Drawn:
+def read_buffered_step(
+    folder: Path, saved: int, step: int, parts: int, layout: Layout, handovers: Sequence[Handover]
+) -> BufferedStep:
     """This replica's share of what `parts` replicas wrote for `step`, for the `handovers` of its team.
 
     Args:
@@ -80,12 +82,12 @@ def read_drawn(folder: Path, saved: int, step: int, parts: int, layout: Layout, 
     """
     from megarl.data.batch import Batch
     from megarl.data.groups import group_places
-    from megarl.disaggregated.buffer.channel import Gift
+    from megarl.disaggregated.buffer.channel import SentSamples
     from megarl.disaggregated.buffer.core import GroupInfo
 
     stems, metrics = [_stem(part, step - saved) for part in range(parts)], Metrics()
     if not layout.is_lead:
-        return Drawn({}, metrics, step)
+        return BufferedStep({}, metrics, step)
     for part in range(layout.dp_rank, parts, layout.dp_size):
         metrics.merge(Metrics.from_json(json.loads((folder / f"{stems[part]}.json").read_text())))
     whole = Batch.concat([Batch.from_bytes((folder / f"{stem}.safetensors").read_bytes()) for stem in stems])
@@ -101,9 +103,9 @@ def read_drawn(folder: Path, saved: int, step: int, parts: int, layout: Layout, 
         )
         for group in mine
     ]
-    board = whole.select([place for group in mine for place in group])
-    samples = parted(board, handovers)
-    return Drawn({one.key: Gift(one.node, groups, samples[one.key]) for one in handovers}, metrics, step)
+    batch = whole.select([place for group in mine for place in group])
+    samples = split_handovers(batch, handovers)
+    return BufferedStep({one.key: SentSamples(one.node, groups, samples[one.key]) for one in handovers}, metrics, step)
 
 
 def _stem(part: int, ahead: int) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
 from megarl.disaggregated.generation import publish
-from megarl.disaggregated.in_order_checkpoint import Drawn, files_ahead
+from megarl.disaggregated.in_order_checkpoint import BufferedStep, files_ahead
 from megarl.disaggregated.rollout_team import evaluate_teams, tell_loader
 from megarl.metrics import Metrics
 from megarl.runtime.validate import validates
@@ -32,7 +32,7 @@ from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.executor import Executor
-    from megarl.disaggregated.buffer.channel import TeamCrossing
+    from megarl.disaggregated.buffer.channel import TeamChannel
     from megarl.disaggregated.buffer.client import StoreClient
     from megarl.disaggregated.checkpoint_part import CheckpointPart
     from megarl.runtime.rank_state import RankState
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DRAWN = "drawn"  # mail: all replicas have drawn this step
 
 
-def draws_apart(c: RankState) -> bool:
+def generates_apart(c: RankState) -> bool:
     """This team draws samples, and another one trains on them."""
     return c.team.holds(Role.ROLLOUT) and not c.team.leads
 
@@ -54,7 +54,7 @@ def store_of(c: RankState) -> StoreClient:
 
 
 @dataclass
-class RolloutSteps:
+class InOrderLoop:
     """The steps of a rollout's team. All methods are collective over it.
 
     Attributes:
@@ -68,11 +68,11 @@ class RolloutSteps:
 
     c: RankState
     executor: Executor
-    crossing: TeamCrossing
+    channel: TeamChannel
     recorder: Recorder
     checkpoints: CheckpointPart
-    held: list[Drawn]
-    _ahead: list[Drawn] = field(default_factory=list)  # of steps that the newest checkpoint does not have
+    held: list[BufferedStep]
+    _ahead: list[BufferedStep] = field(default_factory=list)  # of steps that the newest checkpoint does not have
 
     def run(self) -> None:
         """All steps that are left, and the weights after the last ones."""
@@ -102,7 +102,7 @@ class RolloutSteps:
     def _policy(self) -> StalenessPolicy:
         return policy_of(self.c.config)
 
-    def _draw(self) -> Drawn | None:
+    def _draw(self) -> BufferedStep | None:
         """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""
         c = self.c
         assert c.loader is not None, "checks refuse a training run without data"
@@ -111,14 +111,14 @@ class RolloutSteps:
         self.executor.run(c.context, prompts, more=c.loader)
         if not self._policy.max_staleness:
             return None
-        return Drawn(self.crossing.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
+        return BufferedStep(self.channel.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
 
-    def _give_held(self) -> Drawn:
+    def _give_held(self) -> BufferedStep:
         """What the walk gave before the run was interrupted goes to the other teams in its place."""
         c, drawn = self.c, self.held.pop(0)
         c.context.metrics.merge(drawn.metrics)
         with phase("give"):
-            self.crossing.give_again(c.context.step, drawn.given)
+            self.channel.give_again(c.context.step, drawn.given)
         return drawn
 
     def _tell(self) -> None:
@@ -144,9 +144,9 @@ class RolloutSteps:
         self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
 
 
-def find_drawn(c: RankState, source: Path, step: int) -> list[Drawn]:
+def find_buffered_steps(c: RankState, source: Path, step: int) -> list[BufferedStep]:
     """What the checkpoint of `step` has for the steps after it, this replica's share, in a team that draws ahead."""
-    from megarl.disaggregated.in_order_checkpoint import read_drawn
+    from megarl.disaggregated.in_order_checkpoint import read_buffered_step
     from megarl.runtime.resume_compatibility import steps_held
     from megarl.training.checkpoint import read_state
 
@@ -155,4 +155,4 @@ def find_drawn(c: RankState, source: Path, step: int) -> list[Drawn]:
         return []
     given = c.team.placement.given_by(c.team.plan.name)
     steps = range(step + 1, step + 1 + steps_held(saved))
-    return [read_drawn(source, step, ahead, saved["parts"], c.layout, given) for ahead in steps]
+    return [read_buffered_step(source, step, ahead, saved["parts"], c.layout, given) for ahead in steps]

@@ -22,7 +22,7 @@ from megarl.runtime.recorder import Recorder
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
-    from megarl.disaggregated.buffer.channel import PoolCrossing, TeamCrossing
+    from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.team import OwnTeam
     from megarl.tracing import PhaseEvent
@@ -135,7 +135,7 @@ class TeamRecorder(Recorder):
         self, c: RankState, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
     ) -> None:
         super().__init__(c, stage, total_steps, resume_step, part)
-        self.channel: TeamCrossing | PoolCrossing | None = None
+        self.channel: TeamChannel | GroupChannel | None = None
         self.sampled: Callable[[int], list[dict[str, Any]]] | None = None
         self._time = TeamTime(c.team)
         self._all_teams = AllTeams(team.name for team in c.team.placement.teams)

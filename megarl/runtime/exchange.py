@@ -56,17 +56,17 @@ class TokenExchange:
         repeated = {id for node in graph if node.declared.refills for id in graph.upstream(node.id)}
         self.makers = frozenset(id for id in nodes if id in trained - repeated)
 
-    def share(self, context: StepContext, node: Node, board: Batch) -> Batch:
-        """`board` of this replica after the exchange, or as it is where nothing is to be exchanged.
+    def share(self, context: StepContext, node: Node, batch: Batch) -> Batch:
+        """`batch` of this replica after the exchange, or as it is where nothing is to be exchanged.
 
         Raises:
             ConfigError: a column cannot be sent.
         """
-        if node.id not in self.makers or ORDINAL in board or context.layout.dp_size == 1:
-            return board
+        if node.id not in self.makers or ORDINAL in batch or context.layout.dp_size == 1:
+            return batch
         with phase("exchange"):
             pool = GroupPool(context.layout.dp_group, context.cuts)
-            pool.add(board, [True] * len(group_places(board["uid"])))
+            pool.add(batch, [True] * len(group_places(batch["uid"])))
             try:
                 return pool.deal(len(pool))[0]
             except ValueError as error:

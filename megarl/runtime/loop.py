@@ -136,7 +136,7 @@ def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunS
         accept_start(c, graph, checkpoints)
         sft.cold_start(c, examples)
     if not c.team.holds(Role.ROLLOUT):
-        c.end_drawing()
+        c.end_generation()
     c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, c.context.resting))
     if resumed_at is None and config.sft.steps:
         checkpoints.save_start()

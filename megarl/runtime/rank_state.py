@@ -139,14 +139,14 @@ class RankState:
         """The engines that learn, by name: what a checkpoint holds."""
         return {name: model.engine for name, model in self.models.items() if name in _TRAINED}
 
-    def end_drawing(self) -> None:
+    def end_generation(self) -> None:
         """Close what samples are drawn and scored with: another team does that from here on."""
         with contextlib.ExitStack() as stack:
-            self._close_drawing(stack)
+            self._close_generation(stack)
         self.held = {name: role for name, role in self.held.items() if name not in ("rollout", "scorer")}
         self.val_data = None
 
-    def _close_drawing(self, stack: contextlib.ExitStack) -> None:
+    def _close_generation(self, stack: contextlib.ExitStack) -> None:
         if "scorer" in self.held and self.scorer.runner is not None:
             stack.callback(self.scorer.runner.close)
         if "rollout" in self.held and self.rollout.episodes is not None:
@@ -159,7 +159,7 @@ class RankState:
     def close(self) -> None:
         """End the processes and threads this rank started."""
         with contextlib.ExitStack() as stack:  # the last one first, and every one of them
-            self._close_drawing(stack)
+            self._close_generation(stack)
             if self.fleet is not None:
                 stack.callback(self.fleet.close)
             stack.callback(self.sync.close)

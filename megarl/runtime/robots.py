@@ -277,7 +277,7 @@ def open_robots(
     name, data = _statistics(config, layout, tasks)
     hf.action_statistics = {name: data}  # exports of the model bring them
     body = body_of(config, sequences, hf, data)
-    parted = part_trials(
+    split_handovers = part_trials(
         tasks.values(),
         seed=config.trainer.seed,
         held_out=robot.held_out,
@@ -285,13 +285,14 @@ def open_robots(
         val_trained=robot.val_trained,
         val_evaluation=robot.val_evaluation,
     )
-    sets = val_sets(tasks.values(), parted)
-    parted["val"] = limited(parted["val"], config.data.max_val_samples, sets)
+    sets = val_sets(tasks.values(), split_handovers)
+    split_handovers["val"] = limited(split_handovers["val"], config.data.max_val_samples, sets)
     tokens_of = partial(prompt_ids, family=body.family, tokenizer=tokenizer)
     prompts = {name: tokens_of(task.instruction) for name, task in tasks.items()}
     texts = {name: task.instruction for name, task in tasks.items()}
     trials: dict[Split, Trials] = {
-        split: Trials(split, pairs, prompts, texts, sets if split == "val" else {}) for split, pairs in parted.items()
+        split: Trials(split, pairs, prompts, texts, sets if split == "val" else {})
+        for split, pairs in split_handovers.items()
     }
     return Robots(pool, tasks, body, trials, tokens_of)
 

@@ -167,7 +167,7 @@ class RolloutRole:
         return self.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
 
     @contextmanager
-    def drawing(self, c: StepContext, count: int) -> Iterator[Callable[[int], None]]:
+    def generating(self, c: StepContext, count: int) -> Iterator[Callable[[int], None]]:
         """Memory and the console are ready for `count` samples inside; gives the function that counts them."""
         name = tracing.current().rpartition("/")[2]
         held = nullcontext() if self.pushed is None else self.pushed.held()

@@ -119,7 +119,7 @@ class Flowing:
 
 
 class _Replica:
-    """See `megarl.disaggregated.as_ready_loop.FlowSteps`."""
+    """See `megarl.disaggregated.as_ready_loop.AsReadyLoop`."""
 
     def __init__(self, rules: Flowing, drawing: ReplicaClock) -> None:
         s = rules._s

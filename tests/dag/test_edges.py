@@ -111,16 +111,16 @@ def seen_by(g: TaskGraph, order: list[str], lazy: set[str]) -> dict[str, dict[st
 
     Nodes in `lazy` write only what they must.
     """
-    board, seen = {"x": "entry"}, {}
+    batch, seen = {"x": "entry"}, {}
     for id in order:
         contract = g[id].declared
-        names = {*contract.uses, *(board if contract.resamples else ())}
-        seen[id] = {name: board[name] for name in sorted(names & board.keys())}
-        assert {*contract.reads, *contract.consumes} <= board.keys()
+        names = {*contract.uses, *(batch if contract.resamples else ())}
+        seen[id] = {name: batch[name] for name in sorted(names & batch.keys())}
+        assert {*contract.reads, *contract.consumes} <= batch.keys()
         if contract.resamples:
-            board = dict.fromkeys(board, id)
+            batch = dict.fromkeys(batch, id)
         made = {*contract.writes, *(() if id in lazy else contract.may_write)}
-        board = {name: who for name, who in board.items() if name not in contract.consumes} | dict.fromkeys(made, id)
+        batch = {name: who for name, who in batch.items() if name not in contract.consumes} | dict.fromkeys(made, id)
     return seen
 
 

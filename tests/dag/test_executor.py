@@ -268,9 +268,9 @@ def test_new_samples_are_exchanged_before_anybody_else_sees_them():
     asked = []
 
     class Reverse:
-        def share(self, context, node, board):
+        def share(self, context, node, batch):
             asked.append(node.id)
-            return board.select(list(reversed(range(len(board)))))
+            return batch.select(list(reversed(range(len(batch)))))
 
     seen = []
 
@@ -279,9 +279,9 @@ def test_new_samples_are_exchanged_before_anybody_else_sees_them():
         return batch
 
     p = Pipeline("p").add(draw).add(look, contract=Contract(reads=("n",)))
-    board = Executor(p.build(), exchange=Reverse()).run("worker", prompts())
+    batch = Executor(p.build(), exchange=Reverse()).run("worker", prompts())
     assert seen == [[5, 4, 3, 2, 1, 0]]
-    assert board["uid"] == ["p2", "p2", "p1", "p1", "p0", "p0"]
+    assert batch["uid"] == ["p2", "p2", "p1", "p1", "p0", "p0"]
     assert asked == ["draw"]
 
 

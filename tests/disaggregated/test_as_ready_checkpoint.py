@@ -11,8 +11,8 @@ import torch
 from megarl.dag.placement import Handover
 from megarl.data.batch import Batch, Jagged
 from megarl.data.trajectory import Trajectory
-from megarl.disaggregated.as_ready_checkpoint import flow_files, read_flow
-from megarl.disaggregated.buffer.channel import Ready
+from megarl.disaggregated.as_ready_checkpoint import flow_files, read_buffered_groups
+from megarl.disaggregated.buffer.channel import FinishedGroups
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.metrics import Metrics
 
@@ -27,7 +27,7 @@ DRAFTS = [
 ]
 
 
-def ready(*numbers: int) -> Ready:
+def ready(*numbers: int) -> FinishedGroups:
     """Groups of two samples, which the nodes finished together."""
     names = {
         "uid": [f"p{number}" for number in numbers for _ in range(2)],
@@ -40,7 +40,7 @@ def ready(*numbers: int) -> Ready:
         HANDOVERS[1].key: Batch({"score": torch.tensor(rows, dtype=torch.float32)}, names),
     }
     groups = [GroupInfo(f"p{number}", 0, (f"p{number}#0", f"p{number}#1"), 10 * number) for number in numbers]
-    return Ready(list(numbers), groups, samples, counted(len(numbers)))
+    return FinishedGroups(list(numbers), groups, samples, counted(len(numbers)))
 
 
 def counted(groups: int) -> Metrics:
@@ -68,7 +68,7 @@ def write(folder, *, lead: bool = True) -> None:
 @pytest.mark.parametrize("now", [1, 2, 3, 8])
 def test_every_group_goes_on_at_one_replica(tmp_path, now):
     write(tmp_path)
-    held, late, numbers, metrics = read_flow(tmp_path, 2), [LATE], list[int](), Metrics()
+    held, late, numbers, metrics = read_buffered_groups(tmp_path, 2), [LATE], list[int](), Metrics()
     for replica in range(now):
         mine = held.mine(replica, now, without=late)
         numbers += mine
@@ -89,13 +89,13 @@ def test_every_group_goes_on_at_one_replica(tmp_path, now):
 
 def test_what_samples_measured_that_came_to_nothing_is_not_lost(tmp_path):
     write(tmp_path)
-    assert read_flow(tmp_path, 2).carried.result() == {"groups": 10 + 11}
+    assert read_buffered_groups(tmp_path, 2).carried.result() == {"groups": 10 + 11}
     for part in range(2):  # an older version did not keep it
         file = tmp_path / f"flow_{part}.json"
         told = json.loads(file.read_text())
         del told["carried"]
         file.write_text(json.dumps(told))
-    assert read_flow(tmp_path, 2).carried.result() == {}
+    assert read_buffered_groups(tmp_path, 2).carried.result() == {}
 
 
 def test_samples_that_an_older_version_had_begun_begin_again(tmp_path):
@@ -105,7 +105,7 @@ def test_samples_that_an_older_version_had_begun_begin_again(tmp_path):
     old = {"token_ids": [5], "logprobs": [-0.5], "versions": [[0, 1]], "finish_reason": None, "turns": 1}
     told["drafts"] = {str(UNDER_WAY): [old, old]}
     file.write_text(json.dumps(told))
-    held = read_flow(tmp_path, 2)
+    held = read_buffered_groups(tmp_path, 2)
     assert held.drafts.keys() == {BEGUN}
     assert UNDER_WAY in held.versions
 

@@ -238,10 +238,10 @@ def before_training(call: Callable[[Any, Any], None]) -> None:
 
     run_node = Executor._run_node
 
-    def running(self: Any, node: Any, context: Any, board: Any, more: Any) -> Any:
+    def running(self: Any, node: Any, context: Any, batch: Any, more: Any) -> Any:
         if node.id == "actor_train":
-            call(context, board)
-        return run_node(self, node, context, board, more)
+            call(context, batch)
+        return run_node(self, node, context, batch, more)
 
     Executor._run_node = running  # type: ignore[method-assign]
 

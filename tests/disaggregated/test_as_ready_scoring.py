@@ -16,8 +16,8 @@ from megarl.config.run import RunConfig
 from megarl.data.batch import Batch
 from megarl.disaggregated import as_ready_loop as flow
 from megarl.disaggregated import pace
-from megarl.disaggregated.as_ready_loop import FlowSteps
-from megarl.disaggregated.buffer.channel import Ready
+from megarl.disaggregated.as_ready_loop import AsReadyLoop
+from megarl.disaggregated.buffer.channel import FinishedGroups
 from megarl.disaggregated.pace import Pace
 from megarl.metrics import Metrics
 from megarl.runtime import episodes
@@ -75,7 +75,7 @@ class Run:
             flow_state=lambda: {"next": 5},
         )
         team = SimpleNamespace(store=store, plan=SimpleNamespace(nodes=["rollout"]))
-        rollout = SimpleNamespace(drawing=lambda context, step: nullcontext())
+        rollout = SimpleNamespace(generating=lambda context, step: nullcontext())
         context = SimpleNamespace(metrics=Metrics(), step=1)
         loader = SimpleNamespace(go_to=lambda number: None)
         c: Any = SimpleNamespace(
@@ -92,44 +92,46 @@ class Run:
         self.told: list[tuple[int, int]] = []  # groups handed over, and how many tokens had been drawn by then
         self.calls: list[list[int]] = []  # groups of each call
         self.asked: list[int] = []  # prompts that each call asks for
-        crossing: Any = SimpleNamespace(aside={}, give=self._give, collect=self._collect, swap=self._swap)
+        channel: Any = SimpleNamespace(aside={}, give=self._give, collect=self._collect, swap=self._swap)
         submits: Any = SimpleNamespace(run=self._submit, graph={"rollout": None})
         waits: Any = SimpleNamespace(run=self._wait)
         checkpoints: Any = SimpleNamespace(after_step=lambda version, last, files: files())
-        self.crossing = crossing
-        self.steps = FlowSteps(c, submits, waits, crossing, SimpleNamespace(), checkpoints, None)  # type: ignore[arg-type]
+        self.channel = channel
+        self.steps = AsReadyLoop(c, submits, waits, channel, SimpleNamespace(), checkpoints, None)  # type: ignore[arg-type]
         self.steps._pace = Pace(8, 8)
         self.steps._prompts = {number: Batch({}, {"uid": [number]}) for number in self.rewards}
         self.steps._versions = dict.fromkeys(self.rewards, 0)
         monkeypatch.setattr(flow, "_LOOK_S", 0.0)
         monkeypatch.setattr(flow, "tell_loader", lambda c: None)
         monkeypatch.setattr(episodes, "samples_of", lambda role, prompts, drawn: prompts)
-        monkeypatch.setattr(rollout_stages, "refuse_broken_logprobs", lambda board: None)
-        monkeypatch.setattr(rollout_stages, "record_samples", lambda c, board: c.metrics.sum("drawn", len(board)))
+        monkeypatch.setattr(rollout_stages, "refuse_broken_logprobs", lambda batch: None)
+        monkeypatch.setattr(rollout_stages, "record_samples", lambda c, batch: c.metrics.sum("drawn", len(batch)))
 
     def draw(self, lengths: dict[int, int], after_token: Callable[[int], None]) -> Stream:
         self.stream = Stream(lengths, after_token)
         self.steps._draw(self.stream, 0)  # type: ignore[arg-type]
         return self.stream
 
-    def _give(self, context: Any, node: Any, board: Batch) -> None:
-        self.crossing.aside["rollout"] = board
+    def _give(self, context: Any, node: Any, batch: Batch) -> None:
+        self.channel.aside["rollout"] = batch
 
-    def _submit(self, context: Any, board: Batch) -> Batch:
-        board.set(PENDING, [Pending(SimpleNamespace(outcomes=self.rewards[n]), 0) for n in board["uid"]])  # type: ignore[arg-type]
-        return board
+    def _submit(self, context: Any, batch: Batch) -> Batch:
+        batch.set(PENDING, [Pending(SimpleNamespace(outcomes=self.rewards[n]), 0) for n in batch["uid"]])  # type: ignore[arg-type]
+        return batch
 
-    def _wait(self, context: Any, board: Batch) -> Batch:
-        for number in board["uid"]:
+    def _wait(self, context: Any, batch: Batch) -> Batch:
+        for number in batch["uid"]:
             self.rewards[number].result(timeout=LIMIT_S)
-        return board
+        return batch
 
-    def _collect(self, numbers: list[int], board: Batch, metrics: Metrics) -> Ready:
-        aside, self.crossing.aside = self.crossing.aside, {}
+    def _collect(self, numbers: list[int], batch: Batch, metrics: Metrics) -> FinishedGroups:
+        aside, self.channel.aside = self.channel.aside, {}
         assert aside["rollout"]["uid"] == numbers, "each group with what was put aside of it"
-        return Ready(numbers, [], aside, metrics)
+        return FinishedGroups(numbers, [], aside, metrics)
 
-    def _swap(self, context: Any, ready: list[Ready], useless: list[int], version: int, most: int) -> list[int]:
+    def _swap(
+        self, context: Any, ready: list[FinishedGroups], useless: list[int], version: int, most: int
+    ) -> list[int]:
         assert all(some.metrics.result() == {"drawn": len(some.numbers)} for some in ready)
         numbers = [number for some in ready for number in some.numbers]
         self.told += [(number, self.stream.tokens) for number in numbers]
@@ -155,10 +157,10 @@ def test_rewards_that_come_last_are_waited_for(monkeypatch):
     run.rewards[1].set_result(1.0)
     waits = run.steps.scored.run
 
-    def come(context: Any, board: Batch) -> Batch:
+    def come(context: Any, batch: Batch) -> Batch:
         if not run.rewards[0].done():
             run.rewards[0].set_result(1.0)
-        return waits(context, board)
+        return waits(context, batch)
 
     run.steps.scored.run = come  # type: ignore[method-assign]
     run.draw({0: 2, 1: 9}, lambda token: None)

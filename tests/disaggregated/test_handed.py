@@ -7,7 +7,7 @@ import torch
 
 from megarl.dag.placement import Handover
 from megarl.data.batch import Batch
-from megarl.disaggregated.buffer.channel import joined, parted
+from megarl.disaggregated.buffer.channel import merge_handovers, split_handovers
 
 NAMES = {"uid": ["a", "b"], "sample_id": ["a#0", "b#0"]}
 BOTH = Handover("rollout", "draw", ("x",), ("frozen", "train"), "rollout")
@@ -22,18 +22,18 @@ def given() -> dict[str, Batch]:
 
 
 def test_fields_of_one_name_stay_those_of_their_nodes():
-    board = joined(given())
-    assert sorted(board.names()) == ["reward/x", "rollout/x", "sample_id", "uid"]
-    found = parted(Batch.from_bytes(board.to_bytes()), [BOTH, ONE])
+    batch = merge_handovers(given())
+    assert sorted(batch.names()) == ["reward/x", "rollout/x", "sample_id", "uid"]
+    found = split_handovers(Batch.from_bytes(batch.to_bytes()), [BOTH, ONE])
     assert {key: some.to_bytes() for key, some in found.items()} == {k: some.to_bytes() for k, some in given().items()}
 
 
 def test_handovers_may_go_to_other_teams_and_lack_what_was_not_written():
     other = Handover("reward", "draw", ("y",), ("judge",), "rollout")
-    found = parted(joined(given()), [other])
+    found = split_handovers(merge_handovers(given()), [other])
     assert {key: some.names() for key, some in found.items()} == {"reward>judge": ["uid", "sample_id"]}
 
 
 def test_a_team_that_hands_over_nothing_draws_for_nobody():
     with pytest.raises(AssertionError, match="used by other teams"):
-        joined({})
+        merge_handovers({})

@@ -12,9 +12,9 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
-from megarl.disaggregated.buffer.channel import Gift
+from megarl.disaggregated.buffer.channel import SentSamples
 from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.disaggregated.in_order_checkpoint import Drawn, read_drawn
+from megarl.disaggregated.in_order_checkpoint import BufferedStep, read_buffered_step
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
 from megarl.runtime.resume_compatibility import describe_buffered, refuse_other_sampling, steps_held
@@ -32,7 +32,7 @@ def layout(replica: int, replicas: int, *, lead: bool = True) -> SimpleNamespace
     return SimpleNamespace(dp_rank=replica, dp_size=replicas, is_lead=lead)
 
 
-def drawn(replica: int, replicas: int, step: int = STEP) -> Drawn:
+def drawn(replica: int, replicas: int, step: int = STEP) -> BufferedStep:
     """Groups `replica`, `replica + replicas`, ... of a step."""
     numbers = range(replica, GROUPS, replicas)
     rows = [(number, sample) for number in numbers for sample in range(SAMPLES)]
@@ -48,10 +48,10 @@ def drawn(replica: int, replicas: int, step: int = STEP) -> Drawn:
     metrics = Metrics()
     metrics.mean("score", sum(numbers), len(numbers))
     given = {
-        HANDOVERS[0].key: Gift("rollout", groups, responses),
-        HANDOVERS[1].key: Gift("reward", groups, scores),
+        HANDOVERS[0].key: SentSamples("rollout", groups, responses),
+        HANDOVERS[1].key: SentSamples("reward", groups, scores),
     }
-    return Drawn(given, metrics, step)
+    return BufferedStep(given, metrics, step)
 
 
 def saved(folder: Path, replicas: int) -> None:
@@ -66,7 +66,10 @@ def test_every_replica_gives_what_it_would_have_drawn(tmp_path, before, now):
     saved(tmp_path, before)
     metrics = Metrics()
     for replica in range(now):
-        found, wanted = read_drawn(tmp_path, SAVED, STEP, before, layout(replica, now), HANDOVERS), drawn(replica, now)
+        found, wanted = (
+            read_buffered_step(tmp_path, SAVED, STEP, before, layout(replica, now), HANDOVERS),
+            drawn(replica, now),
+        )
         assert list(found.given) == list(wanted.given)
         for key, gift in found.given.items():
             assert (gift.node, gift.groups) == (wanted.given[key].node, wanted.given[key].groups)
@@ -78,7 +81,7 @@ def test_every_replica_gives_what_it_would_have_drawn(tmp_path, before, now):
 def test_only_the_first_rank_of_a_replica_writes_and_gives(tmp_path):
     saved(tmp_path, 1)
     assert drawn(0, 1).files(layout(0, 1, lead=False), SAVED) == {}
-    assert read_drawn(tmp_path, SAVED, STEP, 1, layout(0, 1, lead=False), HANDOVERS).given == {}
+    assert read_buffered_step(tmp_path, SAVED, STEP, 1, layout(0, 1, lead=False), HANDOVERS).given == {}
 
 
 def placement(*, apart: bool = True, handovers: tuple[Handover, ...] = HANDOVERS) -> Placement:

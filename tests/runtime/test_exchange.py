@@ -75,40 +75,40 @@ def samples(*lengths: int) -> Batch:
 def test_handles_of_work_under_way_cannot_go_to_other_replicas():
     config = load_config("grpo_quickstart", [], components=COMPONENTS)
     graph = build_task_graph(config)
-    board = samples(9, 9)
-    board.set("pending", [object(), object()])
+    batch = samples(9, 9)
+    batch.set("pending", [object(), object()])
     with pytest.raises(ConfigError, match=r"placement\.share(?s:.*)'rollout' made cannot go .*'pending'") as refused:
-        TokenExchange(graph, graph.order()).share(context([[1, 1], [1, 1]]), graph["rollout"], board)
+        TokenExchange(graph, graph.order()).share(context([[1, 1], [1, 1]]), graph["rollout"], batch)
     assert "list the node before those whose work is under way" in str(refused.value)
 
 
 def test_what_has_been_shared_by_tokens_and_other_nodes_samples_stay():
     config = load_config("grpo_quickstart", [], components=COMPONENTS)
     graph = build_task_graph(config)
-    exchange, board = TokenExchange(graph, graph.order()), samples(9, 9)
-    assert exchange.share(context([]), graph["advantage"], board) is board
-    board.set(ORDINAL, [0, 2])
-    assert exchange.share(context([]), graph["rollout"], board) is board
+    exchange, batch = TokenExchange(graph, graph.order()), samples(9, 9)
+    assert exchange.share(context([]), graph["advantage"], batch) is batch
+    batch.set(ORDINAL, [0, 2])
+    assert exchange.share(context([]), graph["rollout"], batch) is batch
 
 
 def test_metrics_tell_how_even_mini_batches_are_and_would_have_been():
     # Two mini-batches of two groups; those of this replica have 18 and 2 tokens, the others 2 and 18.
-    board = samples(9, 1)
-    board.set(ORDINAL, [0, 3])
+    batch = samples(9, 1)
+    batch.set(ORDINAL, [0, 3])
     c = context([[1, 2], [2, 18]], cuts=(2,))
-    record_tokens(c, board)
+    record_tokens(c, batch)
     assert c.metrics.result() == {
         "balance/tokens_max_over_mean": 1.8,
         "balance/tokens_max_over_mean_dealt": 1.8,
     }
     c = context([[1, 2], [2, 18]])
-    record_tokens(c, board)
+    record_tokens(c, batch)
     assert c.metrics.result() == {
         "balance/tokens_max_over_mean": 1.0,
         "balance/tokens_max_over_mean_dealt": 1.8,
     }
     c = context([], cuts=None)
-    record_tokens(c, board)
+    record_tokens(c, batch)
     assert c.metrics.result() == {}
 
 

@@ -25,7 +25,7 @@ def test_what_only_a_cold_start_draws_with_ends_with_it():
     team, sync = OwnTeam.of_all(RunConfig(name="run")), closing("sync", closed)
     c = RankState(team, SimpleNamespace(), Path(), SimpleNamespace(), held, sync, None, SimpleNamespace())
     assert c.rollout is rollout
-    c.end_drawing()
+    c.end_generation()
     assert sorted(closed) == ["episodes", "runner"]
     assert (c.roles, c.val_data) == ({}, None)
     with pytest.raises(AssertionError, match="team 'all' has no rollout"):

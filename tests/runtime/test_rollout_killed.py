@@ -99,9 +99,9 @@ def before(owner: Any, name: str, die: Callable[[], None], when: Callable[..., b
 
 def before_rewards_are_given(step: int, die: Callable[[], None]) -> None:
     """Responses are: others may have read them."""
-    from megarl.disaggregated.buffer.channel import TeamCrossing
+    from megarl.disaggregated.buffer.channel import TeamChannel
 
-    before(TeamCrossing, "give", die, lambda self, c, node, board: c.step == step and node.id == "reward")
+    before(TeamChannel, "give", die, lambda self, c, node, batch: c.step == step and node.id == "reward")
 
 
 def in_the_middle_of_a_push(step: int, die: Callable[[], None]) -> None:
@@ -118,9 +118,9 @@ def in_the_middle_of_a_push(step: int, die: Callable[[], None]) -> None:
 
 
 def before_its_part_of_a_checkpoint(step: int, die: Callable[[], None]) -> None:
-    from megarl.disaggregated.in_order_loop import RolloutSteps
+    from megarl.disaggregated.in_order_loop import InOrderLoop
 
-    before(RolloutSteps, "_save", die, lambda self, version: version == step)
+    before(InOrderLoop, "_save", die, lambda self, version: version == step)
 
 
 def while_it_writes_that(step: int, die: Callable[[], None]) -> None:
@@ -130,10 +130,10 @@ def while_it_writes_that(step: int, die: Callable[[], None]) -> None:
 
 
 def when_something_is_put(step: int, die: Callable[[], None]) -> None:
-    from megarl.disaggregated.buffer.channel import PoolCrossing
+    from megarl.disaggregated.buffer.channel import GroupChannel
 
     puts: list[Any] = []
-    before(PoolCrossing, "swap", die, lambda self, c, ready, *_: (puts.extend(ready), len(puts) > 4 * step)[1])
+    before(GroupChannel, "swap", die, lambda self, c, ready, *_: (puts.extend(ready), len(puts) > 4 * step)[1])
 
 
 def at_a_gate(step: int, die: Callable[[], None]) -> None:

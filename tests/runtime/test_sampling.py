@@ -17,7 +17,7 @@ from megarl.config.data import DataConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.disaggregated.as_ready_loop import FlowSteps
+from megarl.disaggregated.as_ready_loop import AsReadyLoop
 from megarl.metrics import Metrics
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.roles import ActorRole
@@ -172,13 +172,13 @@ def test_a_group_that_the_filter_leaves_nothing_of_is_not_handed_over(with_signa
     assert c.metrics.result()["filter/groups_kept"] == pytest.approx(2 / 3)
     assert asked_of_groups(c.config).endswith("a sample that the filter mine.py:long_enough keeps")
     flow = SimpleNamespace(c=SimpleNamespace(config=c.config, layout=c.layout, context=c), _rejected=[[0.0]] * 18)
-    assert len(FlowSteps._useless(flow, [0, 1, 2], samples)) == 3 - sum(kept)
+    assert len(AsReadyLoop._useless(flow, [0, 1, 2], samples)) == 3 - sum(kept)
     samples.set("response_mask", mask.like(mask.values & False))
     flow._rejected = [[0.0]] * (10 * WANTED - 3)
     with pytest.raises(
         NoSignalError, match=rf"none of its last {10 * WANTED} groups has (?s:.*)loosen algorithm\.filter"
     ):
-        FlowSteps._useless(flow, [0, 1, 2], samples)
+        AsReadyLoop._useless(flow, [0, 1, 2], samples)
     c.config.async_.__dict__["order"] = "in_order"  # there it masks samples of a step, which keeps its size
     assert asked_of_groups(c.config) == ("scores that differ" if with_signal else None)
 

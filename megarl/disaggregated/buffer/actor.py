@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.disaggregated.buffer.core import Core, GroupInfo, Share, StoreError, Topic
 from megarl.disaggregated.buffer.flow import FlowGroup
-from megarl.disaggregated.buffer.journal import DurableCore, Word
-from megarl.disaggregated.buffer.progress import Ping, Roll, Standing
+from megarl.disaggregated.buffer.journal import Ack, DurableCore
+from megarl.disaggregated.buffer.progress import Ping, Progress, ProgressTable
 from megarl.staleness import StalenessSettings
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 #: What a call that waits comes back with: the answer or None, and where the other teams stand if it is None.
-Answer = tuple[T | None, list[Standing]]
+Answer = tuple[T | None, list[Progress]]
 
 NAMESPACE = "megarl"
 #: File of a run folder, while the run lasts.
@@ -56,17 +56,17 @@ class StoreActor:
         flow: StalenessSettings | None = None,
     ) -> None:
         self._core = DurableCore(lambda: Core(placement, groups_per_step, share, flow), journal, name)
-        self._roll = Roll([team.name for team in placement.teams], time.monotonic())
+        self._roll = ProgressTable([team.name for team in placement.teams], time.monotonic())
         self._waiting: dict[Topic, set[asyncio.Future[None]]] = {}
 
-    async def ping(self, team: str, rank: int, ping: Ping) -> Word:
+    async def ping(self, team: str, rank: int, ping: Ping) -> Ack:
         """Hear where a worker stands."""
         self._roll.ping(team, rank, ping, time.monotonic())
         return self._core.word(team, rank, whole=True)
 
     async def change(
         self, team: str, rank: int, serial: int, call: str, refs: Sequence[Any], start: int = 0
-    ) -> tuple[Word, Any]:
+    ) -> tuple[Ack, Any]:
         """See `DurableCore.change`; references in a list, or Ray would fetch the bytes.
 
         Args:

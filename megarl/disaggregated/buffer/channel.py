@@ -1,7 +1,7 @@
 """Around the nodes of a team: what other teams made is taken before a node uses it, what they use is given after it.
 
 Samples go group by group, so that the takers need no layout of the giver's; groups that the same replicas take share
-blocks of bytes. A board of samples belongs to the node that made them (`Inputs.samples`). Where that node was another
+blocks of bytes. A batch of samples belongs to the node that made them (`Inputs.samples`). Where that node was another
 team's, the store says which groups this replica works on; everything else that comes for these samples comes for just
 these groups, and is put to the samples that it belongs to.
 """
@@ -39,7 +39,7 @@ NAMES = ("uid", "sample_id")
 
 
 @dataclass(frozen=True)
-class Gift:
+class SentSamples:
     """What a rank has handed over in one walk under one key: its groups, and the samples with the fields that went."""
 
     node: str
@@ -47,8 +47,8 @@ class Gift:
     samples: Batch
 
 
-class TeamCrossing:
-    """See `megarl.dag.executor.Crossing`. Every rank of a team has one; they do not talk to each other.
+class TeamChannel:
+    """See `megarl.dag.executor.Channel`. Every rank of a team has one; they do not talk to each other.
 
     Records in `context.metrics`, in 10^9 bytes: `store/given_gb`, given by this rank, `store/read_gb`, read by it.
 
@@ -85,18 +85,18 @@ class TeamCrossing:
         self._stays = stays
         self._team = placement[client.team]
         self._taken: set[str] = set()
-        self._samples: str | None = None  # whose samples are on the board; None: prompts
-        self._groups: list[GroupInfo] | None = None  # of the board; None: not counted yet
-        self.given: dict[str, Gift] = {}
+        self._samples: str | None = None  # whose samples are on the batch; None: prompts
+        self._groups: list[GroupInfo] | None = None  # of the batch; None: not counted yet
+        self.given: dict[str, SentSamples] = {}
         self.tokens = 0
 
-    def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
-        """`board` with what other teams have made that `node` uses, waiting for it.
+    def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
+        """`batch` with what other teams have made that `node` uses, waiting for it.
 
         A field that its writer did not write in this step is not there.
 
         Raises:
-            StoreError: it does not come, or is not of the samples on the board.
+            StoreError: it does not come, or is not of the samples on the batch.
         """
         if node.id == self._team.nodes[0]:
             self._taken, self._samples, self._groups, self.given = set(), None, None, {}
@@ -106,15 +106,15 @@ class TeamCrossing:
                 continue
             with phase("take"):
                 if handover.samples != self._samples:
-                    board, self._samples = None, handover.samples
+                    batch, self._samples = None, handover.samples
                     with phase("wait", waits_for=self._placement.of_node(handover.samples).name):
                         self._groups = self._client.assignment(context.step, handover.samples, self._replica)
-                board = self._receive(context, handover, board)
+                batch = self._receive(context, handover, batch)
             self._taken.add(handover.key)
         assert inputs.samples == self._samples, "a placement lets every team learn which samples it works on"
-        return board
+        return batch
 
-    def give(self, context: Any, node: Node, board: Batch) -> None:
+    def give(self, context: Any, node: Node, batch: Batch) -> None:
         """Hand over what other teams use of what `node` wrote; after the team's last node it is done with the step,
         unless it `stays`.
 
@@ -126,9 +126,9 @@ class TeamCrossing:
         if self._is_lead:
             for handover in self._placement.given(node.id):
                 with phase("give"):
-                    self._send(context, handover, board)
+                    self._send(context, handover, batch)
         if node.id == self._team.nodes[-1]:
-            self.tokens += sum(group.tokens for group in self._held(board))
+            self.tokens += sum(group.tokens for group in self._held(batch))
             if not self._stays:
                 self._client.done(context.step)
 
@@ -137,7 +137,7 @@ class TeamCrossing:
         if self._stays:
             self._client.done(step)
 
-    def give_again(self, step: int, given: Mapping[str, Gift]) -> None:
+    def give_again(self, step: int, given: Mapping[str, SentSamples]) -> None:
         """In place of a walk of `step`, by a team that takes nothing: hand over what an earlier one gave.
 
         Raises:
@@ -152,9 +152,9 @@ class TeamCrossing:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _receive(self, context: Any, handover: Handover, board: Batch | None) -> Batch:
-        """`board` with the fields of `handover`; a new one where there is none yet."""
-        groups = self._held(board)
+    def _receive(self, context: Any, handover: Handover, batch: Batch | None) -> Batch:
+        """`batch` with the fields of `handover`; a new one where there is none yet."""
+        groups = self._held(batch)
         with phase("wait", waits_for=handover.giver):
             payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
         context.metrics.sum("store/read_gb", sum(map(len, {payload.block for payload in payloads})) / 1e9)
@@ -175,20 +175,20 @@ class TeamCrossing:
                 f"{len(came)} samples came for the {len(ids)} of this replica; they differ from number {place}: "
                 f"{came['sample_id'][place : place + 1]} for {ids[place : place + 1]}",
             )
-        if board is None:
+        if batch is None:
             came.set(ORDINAL, [group.ordinal for group in groups for _ in group.sample_ids])
             return came
-        where = [place for places in group_places(board["uid"]) for place in places]
-        if where != list(range(len(board))):  # samples of a group may stand anywhere on a board
+        where = [place for places in group_places(batch["uid"]) for place in places]
+        if where != list(range(len(batch))):  # samples of a group may stand anywhere on a batch
             came = came.select(sorted(range(len(where)), key=where.__getitem__))
         for name in came.names():
-            board.set(name, came[name])
-        return board
+            batch.set(name, came[name])
+        return batch
 
-    def _send(self, context: Any, handover: Handover, board: Batch) -> None:
-        groups = self._held(board)
-        sent = outgoing(handover, board)
-        places = group_places(board["uid"])
+    def _send(self, context: Any, handover: Handover, batch: Batch) -> None:
+        groups = self._held(batch)
+        sent = outgoing(handover, batch)
+        places = group_places(batch["uid"])
         try:
             payloads = sent.to_blocks(places, self._together(handover.takers, groups))
             size = self._client.give(context.step, handover.key, groups, payloads)
@@ -196,18 +196,18 @@ class TeamCrossing:
             raise self._wrong(context, handover, str(error)) from error
         context.metrics.sum("store/given_gb", size / 1e9)
         if self._keeps:
-            self.given[handover.key] = Gift(handover.node, groups, sent)
+            self.given[handover.key] = SentSamples(handover.node, groups, sent)
 
     def _together(self, takers: Sequence[str], groups: Sequence[GroupInfo]) -> list[int]:
         """Of each group, a number that it shares with those that go to the same replica of every taker."""
         parts = math.lcm(*(self._placement[name].replicas for name in takers))
         return [group.ordinal % parts for group in groups] if self._dealt or parts == 1 else []
 
-    def _held(self, board: Batch | None) -> list[GroupInfo]:
-        """The groups of the board, which come from the store, or are of samples that this team made itself."""
+    def _held(self, batch: Batch | None) -> list[GroupInfo]:
+        """The groups of the batch, which come from the store, or are of samples that this team made itself."""
         if self._groups is None:
-            assert board is not None, "a board that is not there yet has groups from the store"
-            self._groups = groups_of(board, self._replica, self._team.replicas)
+            assert batch is not None, "a batch that is not there yet has groups from the store"
+            self._groups = groups_of(batch, self._replica, self._team.replicas)
         return self._groups
 
     def _wrong(self, context: Any, handover: Handover, what: str) -> StoreError:
@@ -217,28 +217,28 @@ class TeamCrossing:
         )
 
 
-def outgoing(handover: Handover, board: Batch) -> Batch:
-    """What `handover` takes of a board to other teams: its fields, and the names of the samples; on the CPU."""
+def outgoing(handover: Handover, batch: Batch) -> Batch:
+    """What `handover` takes of a batch to other teams: its fields, and the names of the samples; on the CPU."""
     keep = {*handover.fields, *NAMES}
-    return board.drop([name for name in board.names() if name not in keep]).to("cpu")
+    return batch.drop([name for name in batch.names() if name not in keep]).to("cpu")
 
 
-def groups_of(board: Batch, replica: int = 0, replicas: int = 1) -> list[GroupInfo]:
-    """The groups of a board. They have their numbers from it, or as prompts are dealt to `replica` of `replicas`."""
-    tokens, ids = tokens_of(board), board["sample_id"]
+def groups_of(batch: Batch, replica: int = 0, replicas: int = 1) -> list[GroupInfo]:
+    """The groups of a batch. They have their numbers from it, or as prompts are dealt to `replica` of `replicas`."""
+    tokens, ids = tokens_of(batch), batch["sample_id"]
     return [
         GroupInfo(
-            board["uid"][places[0]],
-            board[ORDINAL][places[0]] if ORDINAL in board else number * replicas + replica,
+            batch["uid"][places[0]],
+            batch[ORDINAL][places[0]] if ORDINAL in batch else number * replicas + replica,
             tuple(ids[place] for place in places),
             sum(tokens[place] for place in places),
         )
-        for number, places in enumerate(group_places(board["uid"]))
+        for number, places in enumerate(group_places(batch["uid"]))
     ]
 
 
 @dataclass(frozen=True)
-class Ready:
+class FinishedGroups:
     """Groups that are finished.
 
     Attributes:
@@ -253,7 +253,7 @@ class Ready:
     samples: dict[str, Batch]
     metrics: Metrics
 
-    def select(self, numbers: Sequence[int]) -> Ready:
+    def select(self, numbers: Sequence[int]) -> FinishedGroups:
         """Some of them, with the metrics if the first one is among them."""
         places = [self.numbers.index(number) for number in numbers]
 
@@ -261,7 +261,7 @@ class Ready:
             where = group_places(some["uid"])
             return some.select(list(chain.from_iterable(where[place] for place in places)))
 
-        return Ready(
+        return FinishedGroups(
             list(numbers),
             [self.groups[place] for place in places],
             {key: picked(some) for key, some in self.samples.items()},
@@ -269,8 +269,8 @@ class Ready:
         )
 
 
-class PoolCrossing:
-    """See `megarl.dag.executor.Crossing`. Every rank of the rollout's team has one; they do not talk to each other.
+class GroupChannel:
+    """See `megarl.dag.executor.Channel`. Every rank of the rollout's team has one; they do not talk to each other.
 
     Records in `context.metrics` `store/given_gb`, 10^9 bytes given by this rank.
 
@@ -289,22 +289,22 @@ class PoolCrossing:
         self.aside: dict[str, Batch] = {}
         self.tokens = 0
 
-    def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
+    def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
         """Nothing comes from other teams."""
-        return board
+        return batch
 
-    def give(self, context: Any, node: Node, board: Batch) -> None:
+    def give(self, context: Any, node: Node, batch: Batch) -> None:
         """Put aside what other teams use of what `node` wrote."""
         if self._is_lead:
             for handover in self._placement.given(node.id):
-                self.aside[handover.key] = outgoing(handover, board)
+                self.aside[handover.key] = outgoing(handover, batch)
 
-    def collect(self, numbers: Sequence[int], board: Batch, metrics: Metrics) -> Ready | None:
-        """What was put aside, as the groups of the prompts `numbers`, in the order of `board`.
+    def collect(self, numbers: Sequence[int], batch: Batch, metrics: Metrics) -> FinishedGroups | None:
+        """What was put aside, as the groups of the prompts `numbers`, in the order of `batch`.
 
         Args:
             numbers: of the prompts.
-            board: the samples after all nodes.
+            batch: the samples after all nodes.
             metrics: of these samples.
 
         Returns:
@@ -312,12 +312,14 @@ class PoolCrossing:
         """
         if not self._is_lead:
             return None
-        groups = groups_of(board)
+        groups = groups_of(batch)
         self.tokens += sum(group.tokens for group in groups)
         aside, self.aside = self.aside, {}
-        return Ready(list(numbers), groups, aside, metrics)
+        return FinishedGroups(list(numbers), groups, aside, metrics)
 
-    def swap(self, context: Any, ready: Sequence[Ready], useless: Sequence[int], version: int, most: int) -> list[int]:
+    def swap(
+        self, context: Any, ready: Sequence[FinishedGroups], useless: Sequence[int], version: int, most: int
+    ) -> list[int]:
         """Hand over groups that are finished, and take prompts; see `StoreClient.swap`.
 
         Returns:
@@ -341,7 +343,7 @@ class PoolCrossing:
         return numbers
 
 
-def unused_groups(client: StoreClient, step: int, part: int, parts: int) -> tuple[list[Ready], dict[int, int]]:
+def unused_groups(client: StoreClient, step: int, part: int, parts: int) -> tuple[list[FinishedGroups], dict[int, int]]:
     """One of `parts` shares of what is finished and of no step until `step`, one by one; and versions by number."""
     from megarl.data.batch import Batch
 
@@ -350,12 +352,12 @@ def unused_groups(client: StoreClient, step: int, part: int, parts: int) -> tupl
         assert group.info is not None, "it is finished"
         samples = {key: Batch.from_blocks([span]) for key, span in group.refs.items()}
         metrics = Metrics() if group.metrics is None else Metrics.from_json(json.loads(group.metrics))
-        found.append(Ready([group.number], [group.info], samples, metrics))
+        found.append(FinishedGroups([group.number], [group.info], samples, metrics))
         versions[group.number] = group.version
     return found, versions
 
 
-def joined(given: Mapping[str, Batch]) -> Batch:
+def merge_handovers(given: Mapping[str, Batch]) -> Batch:
     """One row per sample, with its names and all that was handed over of it.
 
     Args:
@@ -363,28 +365,28 @@ def joined(given: Mapping[str, Batch]) -> Batch:
     """
     from megarl.data.batch import Batch
 
-    board: Batch | None = None
+    batch: Batch | None = None
     for key, samples in given.items():
         node, _, _ = key.partition(">")  # see `Handover.key`
-        if board is None:
-            board = Batch(columns={name: samples[name] for name in NAMES}, size=len(samples))
+        if batch is None:
+            batch = Batch(columns={name: samples[name] for name in NAMES}, size=len(samples))
         for name in samples.names():
             if name not in NAMES:
-                board.set(_place(node, name), samples[name])
-    assert board is not None, "what is drawn is used by other teams"
-    return board
+                batch.set(_place(node, name), samples[name])
+    assert batch is not None, "what is drawn is used by other teams"
+    return batch
 
 
-def parted(board: Batch, handovers: Sequence[Handover]) -> dict[str, Batch]:
+def split_handovers(batch: Batch, handovers: Sequence[Handover]) -> dict[str, Batch]:
     """Of `joined` samples what goes with each of the handovers, by their keys."""
 
-    bare = board.drop([name for name in board.names() if name not in NAMES])
+    bare = batch.drop([name for name in batch.names() if name not in NAMES])
     found = {}
     for one in handovers:
         found[one.key] = samples = bare.copy()
         for name in one.fields:
-            if (place := _place(one.node, name)) in board:  # an optional one may not have been written
-                samples.set(name, board[place])
+            if (place := _place(one.node, name)) in batch:  # an optional one may not have been written
+                samples.set(name, batch[place])
     return found
 
 

@@ -27,12 +27,12 @@ from weakref import WeakKeyDictionary
 
 from megarl import tracing
 from megarl.disaggregated.buffer.core import GroupInfo, StoreError
-from megarl.disaggregated.buffer.progress import Ping, Standing
+from megarl.disaggregated.buffer.progress import Ping, Progress
 
 if TYPE_CHECKING:
     from megarl.data.wire import Block, Span
     from megarl.disaggregated.buffer.flow import Finished, FlowGroup
-    from megarl.disaggregated.buffer.journal import Word
+    from megarl.disaggregated.buffer.journal import Ack
 
 
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
@@ -63,7 +63,7 @@ class StoreClient:
         self._given: dict[int, list[Any]] = {}  # references, by the number of the call
         self._changes = 0
         self._waits_for = ""
-        self._notice = Notice(actor, team, self._slice_s)
+        self._notice = Mailbox(actor, team, self._slice_s)
         tracing.on_change(self._moved)
         self._serial = self._ping().heard  # of the last call that changes something; another process may have made it
         threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
@@ -281,10 +281,10 @@ class StoreClient:
         self._heed(word)
         return answer
 
-    def _ping(self) -> Word:
+    def _ping(self) -> Ack:
         return self._call("the store to answer", "ping", self.team, self.rank, self._word())
 
-    def _heed(self, word: Word) -> None:
+    def _heed(self, word: Ack) -> None:
         """Let go of bytes that nobody needs, and give again what the store lacks."""
         with self._keeping:
             told, held = word.gone if word.held is None else list(self._given), frozenset(word.held or ())
@@ -354,7 +354,7 @@ class StoreClient:
         except ray.exceptions.RayError as error:
             raise StoreError(f"{self._who()}: {what} cannot be had: {error}") from error
 
-    def _too_late(self, what: str, waited: float, others: Sequence[Standing]) -> str:
+    def _too_late(self, what: str, waited: float, others: Sequence[Progress]) -> str:
         lines = "".join(f"\n  {other}" for other in others)
         return (
             f"{self._who()} timed out waiting for {what} after {waited:.0f} s: no other team has made progress for "
@@ -395,7 +395,7 @@ class StoreClient:
         return Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)
 
 
-class Notice:
+class Mailbox:
     """A worker's look-out for mail, under one name at a time.
 
     Args:

@@ -132,7 +132,7 @@ Worker = tuple[str, int]
 
 
 @dataclass(eq=False)
-class Parcel:
+class Payload:
     """The bytes of one call, as long as the core holds a piece of it.
 
     Attributes:
@@ -146,14 +146,14 @@ class Parcel:
     serial: int
 
 
-class ParcelPiece(NamedTuple):
+class PayloadPiece(NamedTuple):
     """One reference of a parcel."""
 
-    parcel: Parcel
+    parcel: Payload
     place: int
 
 
-class Word(NamedTuple):
+class Ack(NamedTuple):
     """What a worker is told of the bytes that it gave.
 
     Attributes:
@@ -176,15 +176,15 @@ class _Refusal(NamedTuple):
 
 #: Of one call: its answer, and what has come by it.
 _Outcome = tuple[Any, list[Topic]]
-_Change = Callable[[Core, list[Any], list[ParcelPiece]], _Outcome]
+_Change = Callable[[Core, list[Any], list[PayloadPiece]], _Outcome]
 
 
-def _give(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
+def _give(core: Core, arguments: list[Any], pieces: list[PayloadPiece]) -> _Outcome:
     team, rank, step, key, groups = arguments
     return None, core.give(team, rank, step, key, list(map(_info, groups)), pieces)
 
 
-def _swap(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
+def _swap(core: Core, arguments: list[Any], pieces: list[PayloadPiece]) -> _Outcome:
     team, rank, finished, keys, *rest = arguments
     groups = [Finished(number, _info(info), metrics) for number, info, metrics in finished]
     refs = {key: pieces[place * len(groups) :][: len(groups)] for place, key in enumerate(keys)}
@@ -194,7 +194,7 @@ def _swap(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outco
 def _plain(method: str, *, tells: bool = False, answers: bool = False) -> _Change:
     """A method without groups and references. It returns what has come by it, or its answer, or nothing of interest."""
 
-    def change(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
+    def change(core: Core, arguments: list[Any], pieces: list[PayloadPiece]) -> _Outcome:
         found = getattr(core, method)(*arguments)
         return found if answers else None, found if tells else []
 
@@ -218,7 +218,7 @@ _CHANGES: dict[str, _Change] = {
     "fetch": _plain("fetch"),
     "restart_team": _plain("restart_team"),
 }
-_CLASSES = (*STATE, Parcel, ParcelPiece, _Refusal)
+_CLASSES = (*STATE, Payload, PayloadPiece, _Refusal)
 
 
 def _note_gone(gone: defaultdict[Worker, list[int]], worker: Worker, serial: int) -> None:
@@ -242,10 +242,10 @@ class DurableCore:
         self._make, self._room = make, room
         self._core = make()
         self._said: dict[Worker, tuple[int, Any]] = {}  # number and answer of the last call of each
-        self._parcels: dict[Worker, weakref.WeakValueDictionary[int, Parcel]] = {}
-        self._refs: weakref.WeakKeyDictionary[Parcel, Sequence[Any]] = weakref.WeakKeyDictionary()
+        self._parcels: dict[Worker, weakref.WeakValueDictionary[int, Payload]] = {}
+        self._refs: weakref.WeakKeyDictionary[Payload, Sequence[Any]] = weakref.WeakKeyDictionary()
         self._gone: defaultdict[Worker, list[int]] = defaultdict(list)  # that the worker has not been told of
-        self._lacking: defaultdict[Worker, weakref.WeakSet[Parcel]] = defaultdict(weakref.WeakSet)
+        self._lacking: defaultdict[Worker, weakref.WeakSet[Payload]] = defaultdict(weakref.WeakSet)
         self._journal = Journal(path, name)
         self._most = room
         parse = json.JSONDecoder().raw_decode  # half the time of json.loads for records so short
@@ -315,7 +315,7 @@ class DurableCore:
             found.append(replace(group, refs=dict(zip(group.refs, refs, strict=True))))
         return found
 
-    def _refs_of(self, pieces: Sequence[ParcelPiece] | None) -> list[Any] | None:
+    def _refs_of(self, pieces: Sequence[PayloadPiece] | None) -> list[Any] | None:
         if pieces is None:
             return None
         found = []
@@ -333,11 +333,11 @@ class DurableCore:
             self._refs[parcel] = refs
             self._lacking[team, rank].discard(parcel)
 
-    def word(self, team: str, rank: int, *, whole: bool = False) -> Word:
+    def word(self, team: str, rank: int, *, whole: bool = False) -> Ack:
         """To a worker: what is new; or the `whole`, which takes long where it gave much that is needed."""
         gone = self._gone.pop((team, rank), [])
         lacking = sorted(parcel.serial for parcel in self._lacking[team, rank])
-        return Word(self._last(team, rank), gone, lacking, sorted(self._of(team, rank)) if whole else None)
+        return Ack(self._last(team, rank), gone, lacking, sorted(self._of(team, rank)) if whole else None)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -347,10 +347,10 @@ class DurableCore:
     def _do(self, team: str, rank: int, serial: int, count: int, call: list[Any]) -> list[Topic]:
         """A call, now or as the journal has it; without a number: what the core made up its mind about."""
         method, *arguments = call
-        pieces: list[ParcelPiece] = []
+        pieces: list[PayloadPiece] = []
         if count:
-            parcel = Parcel(team, rank, serial)
-            pieces = [ParcelPiece(parcel, place) for place in range(count)]
+            parcel = Payload(team, rank, serial)
+            pieces = [PayloadPiece(parcel, place) for place in range(count)]
         try:
             answer, topics = _CHANGES[method](self._core, arguments, pieces)
         except StoreError as error:
@@ -361,14 +361,14 @@ class DurableCore:
             self._said[team, rank] = serial, answer
         return topics
 
-    def _of(self, team: str, rank: int) -> weakref.WeakValueDictionary[int, Parcel]:
+    def _of(self, team: str, rank: int) -> weakref.WeakValueDictionary[int, Payload]:
         """What a worker gave that is needed."""
         worker = (team, rank)
         if worker not in self._parcels:
             self._parcels[worker] = weakref.WeakValueDictionary()
         return self._parcels[worker]
 
-    def _keep(self, parcel: Parcel) -> None:
+    def _keep(self, parcel: Payload) -> None:
         worker, serial = (parcel.team, parcel.rank), parcel.serial
         self._of(*worker)[serial] = parcel
         self._lacking[worker].add(parcel)

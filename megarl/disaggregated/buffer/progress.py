@@ -22,7 +22,7 @@ class Ping(NamedTuple):
     waits_for: str
 
 
-class Standing(NamedTuple):
+class Progress(NamedTuple):
     """Where a worker stands.
 
     Attributes:
@@ -44,7 +44,7 @@ class Standing(NamedTuple):
         return f"{who}: {where}{waits}, last progress {self.silent_s:.0f} s ago"
 
 
-class Roll:
+class ProgressTable:
     """The last word of every worker. What it is asked costs as much as there are teams, however many workers they have.
 
     Args:
@@ -68,10 +68,10 @@ class Roll:
         self._pings = {worker: ping for worker, ping in self._pings.items() if worker[0] != team}
         self._last[team] = (0, now + limit_s)
 
-    def others(self, team: str, now: float) -> list[Standing]:
+    def others(self, team: str, now: float) -> list[Progress]:
         """Of every other team the worker that made progress last."""
         return [
-            Standing(name, rank, self._pings.get((name, rank)), max(0.0, now - since))
+            Progress(name, rank, self._pings.get((name, rank)), max(0.0, now - since))
             for name, (rank, since) in self._last.items()
             if name != team
         ]

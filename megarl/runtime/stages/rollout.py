@@ -178,7 +178,7 @@ def generate(
         RolloutError: a log-prob is not finite.
         EpisodeError: an environment failed, and `env.on_error` is `fail`.
     """
-    with rollout.drawing(c, len(prompts) * sampling.n) as advance:
+    with rollout.generating(c, len(prompts) * sampling.n) as advance:
         if rollout.robots is not None:
             from megarl.runtime.robots import play_robots
 

@@ -22,7 +22,7 @@ from megarl.dag.placement import Handover, Placement, TeamPlan, place
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.batch import Batch, Jagged
 from megarl.data.wire import Block, Span
-from megarl.disaggregated.buffer.channel import TeamCrossing
+from megarl.disaggregated.buffer.channel import TeamChannel
 from megarl.disaggregated.buffer.core import Core
 from megarl.metrics import Metrics
 
@@ -170,15 +170,15 @@ def walk(graph: TaskGraph, placement: Placement, core: Core, count: int, steps: 
         size = team.parallel.model_parallel_size
         client: Any = HereClient(core, change, team.name, rank)
         dealt = core._share == "dealt"
-        crossing = TeamCrossing(graph, placement, client, rank // size, rank % size == 0, dealt=dealt)
-        executor = Executor(graph, {}, team.nodes, crossing)
-        boards = []
+        channel = TeamChannel(graph, placement, client, rank // size, rank % size == 0, dealt=dealt)
+        executor = Executor(graph, {}, team.nodes, channel)
+        batches = []
         try:
             for step in steps:
                 first = prompts(count, rank // size, team.replicas) if team.name == "train" else None
                 context = SimpleNamespace(step=step, metrics=Metrics())
-                boards.append((executor.run(context, first), context.metrics))
-            ended[team.name][rank] = boards
+                batches.append((executor.run(context, first), context.metrics))
+            ended[team.name][rank] = batches
         except BaseException as error:
             errors.append(error)
 

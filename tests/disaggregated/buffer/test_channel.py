@@ -13,7 +13,7 @@ import torch
 from megarl.dag.executor import Executor
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
-from megarl.disaggregated.buffer.channel import TeamCrossing
+from megarl.disaggregated.buffer.channel import TeamChannel
 from megarl.disaggregated.buffer.core import Core, GroupInfo, StoreError
 from megarl.metrics import Metrics
 from megarl.tracing import drain
@@ -50,11 +50,11 @@ def test_teams_have_what_one_team_has(train: int, ref: int, critic: int, tp: int
     placement = teams.placed(graph, train, ref, critic, share, tp)
     core = Core(placement, count, share)
     ended = teams.walk(graph, placement, core, count, steps=[1, 2])
-    for rank, boards in enumerate(ended["train"]):
-        for step, (board, _) in zip([1, 2], boards, strict=True):
-            assert same(board, one_team(count, rank // tp, train, step))
+    for rank, batches in enumerate(ended["train"]):
+        for step, (batch, _) in zip([1, 2], batches, strict=True):
+            assert same(batch, one_team(count, rank // tp, train, step))
     for name, replicas in (("ref", ref), ("critic", critic)):
-        held = [boards[0][0]["uid"] for boards in ended[name][::tp]]
+        held = [batches[0][0]["uid"] for batches in ended[name][::tp]]
         assert sorted(set().union(*held)) == sorted(f"p{k}" for k in range(count))
         assert sum(len(group_places(uid)) for uid in held) == count
         assert len(held) == replicas
@@ -75,7 +75,7 @@ def test_only_what_is_used_crosses_and_an_optional_field_only_where_it_was_writt
     graph = teams.pipeline()
     placement = teams.placed(graph, 1, 1, 1)
     ended = teams.walk(graph, placement, Core(placement, 2, "dealt"), 2, steps=[1, 2])
-    names = [set(board.names()) for board, _ in ended["critic"][0]]
+    names = [set(batch.names()) for batch, _ in ended["critic"][0]]
     assert names == [
         {"uid", "sample_id", "ordinal", "prompt_ids", "response_ids", "ref_logp", "values", *more}
         for more in ([], ["note"])
@@ -90,8 +90,8 @@ def test_bytes_given_and_read_are_counted() -> None:
     totals = {}
     for name, ranks in ended.items():
         metrics = Metrics()
-        for boards in ranks:
-            metrics.merge(boards[0][1])
+        for batches in ranks:
+            metrics.merge(batches[0][1])
         totals[name] = metrics.result()
     given, read = (sum(t.get(f"store/{what}_gb", 0.0) for t in totals.values()) for what in ("given", "read"))
     keys = {one.key: len(one.takers) for one in placement.handovers}
@@ -117,7 +117,7 @@ def test_every_taker_reads_every_byte_once(
 
     monkeypatch.setattr(teams.HereClient, "give", noted)
     ended = teams.walk(graph, placement, Core(placement, 12, share), 12, steps=[1])  # type: ignore[arg-type]
-    metrics = [boards[0][1].result() for ranks in ended.values() for boards in ranks]
+    metrics = [batches[0][1].result() for ranks in ended.values() for batches in ranks]
     given, read = (sum(one.get(f"store/{what}_gb", 0.0) for one in metrics) for what in ("given", "read"))
     assert given == pytest.approx(sizes.total() / 1e9)
     assert read == pytest.approx(sum(sizes[one.key] * len(one.takers) for one in placement.handovers) / 1e9)
@@ -132,7 +132,7 @@ def test_a_wait_names_the_team_that_it_is_for_and_tokens_are_those_of_the_groups
     threads = []
     for name in ("train", "ref", "critic"):
         client: Any = teams.HereClient(core, change, name, 0)
-        crossings[name] = TeamCrossing(graph, placement, client, 0, True)
+        crossings[name] = TeamChannel(graph, placement, client, 0, True)
         executor = Executor(graph, {}, placement[name].nodes, crossings[name])
         call = SimpleNamespace(step=1, metrics=Metrics()), teams.prompts(2) if name == "train" else None
         threads.append(threading.Thread(target=executor.run, args=call))
@@ -142,7 +142,7 @@ def test_a_wait_names_the_team_that_it_is_for_and_tokens_are_those_of_the_groups
     assert {event.waits_for for event in drain()} == {"", "train", "ref", "critic"}
     whole = one_team(2, 0, 1, 1)
     tokens = sum(len(whole[name].values) for name in ("prompt_ids", "response_ids"))
-    assert {name: crossing.tokens for name, crossing in crossings.items()} == dict.fromkeys(crossings, tokens)
+    assert {name: channel.tokens for name, channel in crossings.items()} == dict.fromkeys(crossings, tokens)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -150,33 +150,33 @@ def test_a_wait_names_the_team_that_it_is_for_and_tokens_are_those_of_the_groups
 
 def crossing_of(placement, team: str, graph=None, answers=None):
     client = SimpleNamespace(team=team, **(answers or {}))
-    return TeamCrossing(graph or teams.pipeline(), placement, client, 0, True)  # type: ignore[arg-type]
+    return TeamChannel(graph or teams.pipeline(), placement, client, 0, True)  # type: ignore[arg-type]
 
 
 def test_samples_of_another_order_are_refused() -> None:
     graph = teams.pipeline()
     placement = teams.placed(graph, 1, 1, 1)
-    board = one_team(2, 0, 1, 1)
+    batch = one_team(2, 0, 1, 1)
     groups = [SimpleNamespace(uid="p0", sample_ids=("p0#1", "p0#0"))]
-    (payload,) = board.to_blocks([[0, 2]])
-    crossing = crossing_of(
+    (payload,) = batch.to_blocks([[0, 2]])
+    channel = crossing_of(
         placement, "ref", graph, {"assignment": lambda *a: groups, "fetch": lambda step, key, uids: [payload]}
     )
     context = SimpleNamespace(step=3, metrics=Metrics())
     with pytest.raises(
         StoreError, match=r"step 3, 'pick>.*, team 'ref' replica 0: .* differ from number 0: \['p0#0'\]"
     ):
-        crossing.take(context, graph["ref_logp"], None)
+        channel.take(context, graph["ref_logp"], None)
 
 
 def test_a_column_that_cannot_be_sent_is_named() -> None:
     graph = teams.pipeline()
     placement = teams.placed(graph, 1, 1, 1)
-    board = one_team(2, 0, 1, 2)
-    board.set("note", [object()] * len(board))
-    crossing = crossing_of(placement, "train", graph, {"give": lambda step, key, groups, payloads: len(list(payloads))})
+    batch = one_team(2, 0, 1, 2)
+    batch.set("note", [object()] * len(batch))
+    channel = crossing_of(placement, "train", graph, {"give": lambda step, key, groups, payloads: len(list(payloads))})
     with pytest.raises(StoreError, match=r"step 2, 'pick>critic'.*column 'note' holds object"):
-        crossing.give(SimpleNamespace(step=2, metrics=Metrics()), graph["pick"], board)
+        channel.give(SimpleNamespace(step=2, metrics=Metrics()), graph["pick"], batch)
 
 
 def test_groups_share_blocks_where_the_same_replicas_take_them() -> None:
@@ -185,22 +185,22 @@ def test_groups_share_blocks_where_the_same_replicas_take_them() -> None:
     groups = [GroupInfo(f"u{k}", k, (f"u{k}#0",), 1) for k in range(4)]
     client: Any = SimpleNamespace(team="train")
     for dealt, expected in ((True, [0, 1, 0, 1]), (False, [])):
-        crossing = TeamCrossing(graph, placement, client, 0, True, dealt=dealt)
-        assert crossing._together(["ref"], groups) == expected
-        assert crossing._together(["critic", "ref"], groups) == expected
-        assert crossing._together(["critic"], groups) == [0] * 4, "one replica takes all"
+        channel = TeamChannel(graph, placement, client, 0, True, dealt=dealt)
+        assert channel._together(["ref"], groups) == expected
+        assert channel._together(["critic", "ref"], groups) == expected
+        assert channel._together(["critic"], groups) == [0] * 4, "one replica takes all"
 
 
 def test_a_team_that_may_begin_again_keeps_the_samples_of_a_step_until_it_says_that_all_is_told() -> None:
     graph = teams.pipeline()
     placement = teams.placed(graph, 1, 1, 1)
-    board = one_team(2, 0, 1, 1)
+    batch = one_team(2, 0, 1, 1)
     done: list[int] = []
     client: Any = SimpleNamespace(team="ref", give=lambda *rest: 0, done=done.append)
     for stays in (False, True):
-        crossing = TeamCrossing(graph, placement, client, 0, True, stays=stays)
-        crossing.give(SimpleNamespace(step=3, metrics=Metrics()), graph["ref_logp"], board)
+        channel = TeamChannel(graph, placement, client, 0, True, stays=stays)
+        channel.give(SimpleNamespace(step=3, metrics=Metrics()), graph["ref_logp"], batch)
         assert done == ([] if stays else [3])
-        crossing.done(3)
+        channel.done(3)
         assert done == [3]
         done.clear()

@@ -52,20 +52,20 @@ class Worker:
         from types import SimpleNamespace
 
         from megarl.dag.executor import Executor
-        from megarl.disaggregated.buffer.channel import TeamCrossing
+        from megarl.disaggregated.buffer.channel import TeamChannel
         from megarl.metrics import Metrics
 
         graph, placement = teams.pipeline(), placed()
-        crossing = TeamCrossing(graph, placement, self._client, self._rank, True, dealt=True)
-        executor = Executor(graph, {}, placement[self._team].nodes, crossing)
+        channel = TeamChannel(graph, placement, self._client, self._rank, True, dealt=True)
+        executor = Executor(graph, {}, placement[self._team].nodes, channel)
         ended = []
         for step in steps:
             time.sleep(pause_s)
             prompts = teams.prompts(COUNT, self._rank, 2) if self._team == "train" else None
             context: Any = SimpleNamespace(step=step, metrics=Metrics())
-            board = executor.run(context, prompts)
-            loss = board["loss"].tolist() if "loss" in board else None
-            ended.append({"sample_id": board["sample_id"], "loss": loss, **context.metrics.result()})
+            batch = executor.run(context, prompts)
+            loss = batch["loss"].tolist() if "loss" in batch else None
+            ended.append({"sample_id": batch["sample_id"], "loss": loss, **context.metrics.result()})
         return ended
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -168,9 +168,9 @@ def assert_all_arrived(steps: list[int], ended: list[Any]) -> None:
     placement = placed()
     here = teams.walk(teams.pipeline(), placement, Core(placement, COUNT, "dealt"), COUNT, steps)
     for (name, rank), mine in zip((("train", 0), ("train", 1), ("score", 0)), ended, strict=True):
-        for told, (board, metrics) in zip(mine, here[name][rank], strict=True):
-            loss = board["loss"].tolist() if "loss" in board else None
-            assert told == {"sample_id": board["sample_id"], "loss": loss, **metrics.result()}
+        for told, (batch, metrics) in zip(mine, here[name][rank], strict=True):
+            loss = batch["loss"].tolist() if "loss" in batch else None
+            assert told == {"sample_id": batch["sample_id"], "loss": loss, **metrics.result()}
 
 
 def test_batches_cross_both_ways(workers: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.core import Core, GroupInfo, StoreError
 from megarl.disaggregated.buffer.flow import Finished
-from megarl.disaggregated.buffer.journal import DurableCore, Word
+from megarl.disaggregated.buffer.journal import Ack, DurableCore
 from megarl.staleness import StalenessSettings
 from tests.disaggregated.buffer.teams import by_hand
 from tests.half_step import HALF_STEP
@@ -62,7 +62,7 @@ class Workers:
                 self.store.bind(*worker, serial, self.given[worker][serial])
             assert self.store.word(*worker).lacking == []
 
-    def heed(self, worker: tuple[str, int], *, whole: bool = False) -> Word:
+    def heed(self, worker: tuple[str, int], *, whole: bool = False) -> Ack:
         """Let go of what the store says that nobody needs; what it says."""
         word, kept = self.store.word(*worker, whole=whole), self.kept[worker]
         kept -= set(word.gone) if word.held is None else kept - set(word.held)

@@ -12,7 +12,7 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
-from megarl.disaggregated.buffer.channel import PoolCrossing, Ready, unused_groups
+from megarl.disaggregated.buffer.channel import FinishedGroups, GroupChannel, unused_groups
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.buffer.flow import FlowGroup
 from megarl.metrics import Metrics
@@ -30,24 +30,24 @@ PLACED = Placement(
 DRAWN, SCORED = (one.key for one in PLACED.handovers)
 
 
-def collected(client: Any = None) -> tuple[PoolCrossing, Ready]:
+def collected(client: Any = None) -> tuple[GroupChannel, FinishedGroups]:
     """Prompts 7, 8 and 9, of two samples each that do not stand together, after all nodes."""
-    board = Batch(
+    batch = Batch(
         {
             "prompt_ids": Jagged.from_list([[1]] * 6, dtype=torch.int64),
             "response_ids": Jagged.from_list([[n] * n for n in range(1, 7)], dtype=torch.int64),
         },
         {"uid": ["a", "b", "c"] * 2, "sample_id": [f"{uid}#{i}" for i in range(2) for uid in "abc"]},
     )
-    crossing = PoolCrossing(PLACED, client, True)
-    crossing.give(None, SimpleNamespace(id="rollout"), board)  # type: ignore[arg-type]
-    board.set("score", torch.arange(6.0))
-    crossing.give(None, SimpleNamespace(id="reward"), board)  # type: ignore[arg-type]
+    channel = GroupChannel(PLACED, client, True)
+    channel.give(None, SimpleNamespace(id="rollout"), batch)  # type: ignore[arg-type]
+    batch.set("score", torch.arange(6.0))
+    channel.give(None, SimpleNamespace(id="reward"), batch)  # type: ignore[arg-type]
     metrics = Metrics()
     metrics.sum("samples", 6)
-    ready = crossing.collect([7, 8, 9], board, metrics)
+    ready = channel.collect([7, 8, 9], batch, metrics)
     assert ready is not None
-    return crossing, ready
+    return channel, ready
 
 
 def told(info: GroupInfo) -> tuple[str, tuple[str, ...], int]:
@@ -55,7 +55,7 @@ def told(info: GroupInfo) -> tuple[str, tuple[str, ...], int]:
 
 
 def test_what_each_handover_takes_is_put_aside_with_the_names_of_the_samples():
-    crossing, ready = collected()
+    channel, ready = collected()
     assert sorted(ready.samples[DRAWN].names()) == ["response_ids", "sample_id", "uid"]
     assert sorted(ready.samples[SCORED].names()) == ["sample_id", "score", "uid"]
     assert [told(group) for group in ready.groups] == [
@@ -63,7 +63,7 @@ def test_what_each_handover_takes_is_put_aside_with_the_names_of_the_samples():
         ("b", ("b#0", "b#1"), 2 + 2 + 5),
         ("c", ("c#0", "c#1"), 2 + 3 + 6),
     ]
-    assert crossing.tokens == 27
+    assert channel.tokens == 27
 
 
 def test_some_of_the_groups_have_the_metrics_if_the_first_one_is_among_them():
@@ -86,9 +86,9 @@ def test_payloads_are_put_group_by_group_under_each_handover():
             assert found == {key: [["a#0", "a#1"], ["b#0", "b#1"], ["c#0", "c#1"]] for key in (DRAWN, SCORED)}
             return [11, 12], 2 * 10**9
 
-    crossing, ready = collected(Client())
+    channel, ready = collected(Client())
     context = SimpleNamespace(metrics=Metrics())
-    assert crossing.swap(context, [ready], [3], 5, 2) == [11, 12]
+    assert channel.swap(context, [ready], [3], 5, 2) == [11, 12]
     assert context.metrics.result() == {"store/given_gb": 2.0}
 
 
@@ -107,8 +107,8 @@ def test_what_is_put_comes_back_group_by_group_for_a_checkpoint():
             return [group for number, group in kept.items() if number % parts == part]
 
     client: Any = Client()
-    crossing, ready = collected(client)
-    crossing.swap(SimpleNamespace(metrics=Metrics()), [ready], [], 0, 0)
+    channel, ready = collected(client)
+    channel.swap(SimpleNamespace(metrics=Metrics()), [ready], [], 0, 0)
     (first, last), versions = unused_groups(client, 3, 1, 2)
     assert versions == {7: 4, 9: 6}
     for own, number in ((first, 7), (last, 9)):

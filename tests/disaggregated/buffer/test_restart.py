@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.disaggregated.buffer.core import Core, GroupInfo, StoreError
-from megarl.disaggregated.buffer.progress import Ping, Roll
+from megarl.disaggregated.buffer.progress import Ping, ProgressTable
 from tests.disaggregated.buffer.teams import by_hand
 
 OUT, BACK = "rollout>critic+ref", "ref_logp>train"
@@ -101,7 +101,7 @@ def test_mail_that_it_posts_again_stays_as_it_was() -> None:
 
 
 def test_to_those_who_wait_it_moves_until_it_has_had_time_to_start() -> None:
-    roll = Roll(["train", "ref"], now=0.0)
+    roll = ProgressTable(["train", "ref"], now=0.0)
     roll.ping("ref", 1, Ping(5, "step", 1, ""), 1.0)
     roll.restart("ref", 50.0, 30.0)
     (told,) = roll.others("train", 70.0)
