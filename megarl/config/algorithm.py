@@ -59,8 +59,8 @@ class DynamicSamplingConfig(Section):
     enabled: bool = Field(False, description="turn the filter on")
     max_rounds: PositiveInt = Field(
         10,
-        description="generation rounds of a step; `short` says what comes then. With async.order=as_ready a replica "
-        "ends the run when as many groups in a row as these rounds have were rejected, by algorithm.filter or here",
+        description="generation rounds of a step; `short` says what follows. With async.order=as_ready the run ends "
+        "when a replica rejects as many groups in a row as these rounds have, here or by algorithm.filter",
     )
     short: Literal["fail", "fill"] = Field(
         "fail",

@@ -172,8 +172,8 @@ class SlurmConfig(Section):
     )
     restarts: NonNegativeInt = Field(
         3,
-        description="how often in a row a run starts again by itself after it has lost nodes, in the same job or in "
-        "another; a newer checkpoint gives all of them back",
+        description="restarts in a row of a run that lost nodes, in the same job or in another; a newer checkpoint "
+        "resets the count",
     )
     teams: dict[str, SlurmTeamConfig] = Field(
         default_factory=dict,

@@ -26,14 +26,14 @@ class PlacementConfig(Section):
 
     auto: Literal["even", "param_aware", "measured"] | None = Field(
         None,
-        description="a team for the actor with the rollout and one for every other model, which share cluster.nproc "
-        "in whole replicas: about equally, by parameters times passes over them, or by what an earlier run has "
-        "measured; null: as teams says",
+        description="a team for the actor with the rollout and one for every other model, which share cluster.nproc in "
+        "whole replicas. even: about equally; param_aware: by parameters times passes over them; measured: by what an "
+        "earlier run has measured; null: as teams says",
     )
     measured: str | None = Field(
         None,
-        description="for auto=measured: the folder of a run of this recipe, whatever its placement; seconds of each "
-        "node times the workers of its team, medians of the steps after the first two",
+        description="for auto=measured: the folder of a run of this recipe, whatever its placement; counts seconds of "
+        "each node times workers of its team, medians of the steps after the first two",
     )
     teams: dict[str, TeamConfig] = Field(
         default_factory=dict,
@@ -55,8 +55,8 @@ class PlacementConfig(Section):
     restarts: int = Field(
         3,
         ge=0,
-        description="how often a team of the reference or the teacher starts again in a run when one of its processes "
-        "dies; 0: its death ends the attempt, as with other teams (cluster.max_restarts)",
+        description="restarts of a reference or teacher team within a run when one of its processes dies; 0: its death "
+        "ends the attempt, as with other teams (cluster.max_restarts)",
     )
 
     @property

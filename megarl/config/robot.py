@@ -96,6 +96,6 @@ class RobotConfig(Section):
     )
     expert_noise: NonNegativeFloat = Field(
         0.0,
-        description="standard deviation of what is added to experts' actions as they are executed; recorded is what "
-        "the expert said, so that the policy learns how to come back",
+        description="standard deviation of the noise on experts' executed actions; the expert's own action is "
+        "recorded, so that the policy learns to come back",
     )

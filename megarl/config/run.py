@@ -40,8 +40,8 @@ class TrainerConfig(Section):
     )
     save_by_s: Seconds | None = Field(
         None,
-        description="seconds after the start of the job by which the run must be saved: where the longest step and "
-        "save seen so far would not end before, it saves and ends, with exit code 0; null: no limit",
+        description="seconds after the start of the job by which the run must be saved: it saves and ends, with exit "
+        "code 0, when the longest step and save so far would exceed that; null: no limit",
     )
     best_metric: str | None = Field(
         "val/acc",
@@ -84,14 +84,14 @@ class ClusterConfig(Section):
     grace_s: NonNegativeFloat = Field(
         20.0,
         le=31_536_000,
-        description="seconds in which a training run that gets SIGTERM or SIGHUP finishes its step and saves, before "
-        "it ends; what sends SIGTERM sends SIGKILL soon after: Slurm and Kubernetes after 30 s, systemd after 90 s",
+        description="seconds in which a training run that gets SIGTERM or SIGHUP finishes its step and saves; SIGKILL "
+        "follows: by Slurm and Kubernetes after 30 s, by systemd after 90 s",
     )
     max_restarts: NonNegativeInt = Field(
         0,
-        description="restarts of a run that lost a worker, from its newest checkpoint, until one reaches a newer one; "
-        "0: the first failure ends the command. A recipe with several teams, or `placement.auto`, that does not say it "
-        "has 3",
+        description="restarts of a run that lost a worker, from its newest checkpoint; a newer checkpoint resets the "
+        "count; 0: the first failure ends the command. Where the recipe does not say it: 3 with several teams or "
+        "`placement.auto`",
     )
 
 

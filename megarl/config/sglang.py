@@ -85,8 +85,8 @@ class SGLangConfig(Section):
     request_timeout_s: Seconds = Field(600.0, description="deadline of one sample")
     health_timeout_s: Seconds = Field(
         60.0,
-        description="a server whose scheduler gives no sign of life for so long, or that takes longer for a call that "
-        "moves no weights, is taken for dead; many times the time of a batch",
+        description="a server counts as dead whose scheduler gives no sign of life for so long, or that takes longer "
+        "for a call that moves no weights; many times the time of a batch",
     )
     max_restarts: NonNegativeInt = Field(3, description="restarts of each server in a run")
 
