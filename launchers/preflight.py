@@ -96,30 +96,30 @@ def check_disk(run_dir: Path, disk_gb: float) -> NodeCheck:
     return NodeCheck(True, f"{' and '.join(told)} free")
 
 
-class Answer(NamedTuple):
+class CommandOutput(NamedTuple):
     """The output of a program; `error`: why it printed nothing usable."""
 
     text: str
     error: str = ""
 
 
-def ask(*command: str) -> Answer:
+def ask(*command: str) -> CommandOutput:
     """Run a program, for half a minute at most."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_ANSWER_S, check=False, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
-        return Answer("", f"there is no {command[0]}")
+        return CommandOutput("", f"there is no {command[0]}")
     except subprocess.TimeoutExpired:
-        return Answer("", f"{command[0]} gives no answer within {_ANSWER_S:.0f} s")
+        return CommandOutput("", f"{command[0]} gives no answer within {_ANSWER_S:.0f} s")
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        return Answer("", f"{command[0]} ended with {done.returncode}: {said[0] if said else 'no message'}")
-    return Answer(done.stdout)
+        return CommandOutput("", f"{command[0]} ended with {done.returncode}: {said[0] if said else 'no message'}")
+    return CommandOutput(done.stdout)
 
 
-def check_gpus(listed: Answer, wanted: int) -> NodeCheck:
+def check_gpus(listed: CommandOutput, wanted: int) -> NodeCheck:
     """Check that as many GPUs as requested are visible; a driver that does not answer has none."""
     if listed.error:
         return NodeCheck(False, listed.error)
@@ -129,7 +129,7 @@ def check_gpus(listed: Answer, wanted: int) -> NodeCheck:
     return NodeCheck(True, f"{len(names)} x {names[0]}")
 
 
-def check_ecc(listed: Answer, remapped: Answer) -> NodeCheck:
+def check_ecc(listed: CommandOutput, remapped: CommandOutput) -> NodeCheck:
     """Check for uncorrected memory errors since the driver was loaded, and for failed repairs."""
     if listed.error:
         return NodeCheck(True, f"not known: {listed.error}")
@@ -145,7 +145,7 @@ def check_ecc(listed: Answer, remapped: Answer) -> NodeCheck:
     return NodeCheck(not bad, "; ".join(bad) if bad else f"none{told}")
 
 
-def check_xids(log: Answer, uptime_s: float) -> NodeCheck:
+def check_xids(log: CommandOutput, uptime_s: float) -> NodeCheck:
     """Check the kernel's log for errors within a day that end in a reset of a GPU.
 
     Args:

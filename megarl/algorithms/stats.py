@@ -27,7 +27,7 @@ def one_rank(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupStats:
     """Statistics of B scores by group; fully masked samples are excluded from all statistics.
 
     Attributes:
@@ -45,7 +45,7 @@ class Groups:
     scores: Tensor
 
     @classmethod
-    def of(cls, scores: Tensor, live: Tensor, uid: Sequence[Hashable], *, allow_singleton: bool) -> Groups:
+    def of(cls, scores: Tensor, live: Tensor, uid: Sequence[Hashable], *, allow_singleton: bool) -> GroupStats:
         """Group `scores` [B] by `uid` (B values). A group must not be split over ranks.
 
         Raises:

@@ -22,7 +22,7 @@ _ENDED_BY = {"stop": "turns", "length": "tokens", "abort": "seconds"}
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How long an episode may become: turns, tokens of the first observation, tokens after it, seconds (None: any)."""
+    """The limits of an episode: turns, tokens of the first observation, tokens after it, seconds (None: any)."""
 
     turns: int
     prompt_tokens: int
@@ -32,7 +32,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """What episodes of a run have in common, on one rank of a replica.
+    """The common rules of a run's episodes, on one rank of a replica.
 
     Attributes:
         host: the environments; None on all ranks but the first of a replica.
@@ -54,7 +54,7 @@ class EpisodeRules:
 
 
 class Answer(NamedTuple):
-    """What an environment said.
+    """The answer of an environment.
 
     Attributes:
         reply: without the observation.
@@ -68,7 +68,7 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """Answers of the environments to episodes that are told apart by numbers.
+    """The answers of the environments to episodes that are told apart by numbers.
 
     Attributes:
         awaited: episodes whose environment has not answered.
@@ -97,11 +97,11 @@ class Answers:
                 self._session.step(number, action)
 
     def any_answer(self) -> bool:
-        """Whether an environment of this rank has answered."""
+        """Tell whether an environment of this rank has answered."""
         return self._session is not None and self._session.any_answer()
 
     def take(self, wait_s: float | None, to: Iterable[int]) -> dict[int, Answer]:
-        """Answers that are there, on all ranks of the replica. Collective over it.
+        """Return the answers that are there, on all ranks of the replica. Collective over it.
 
         Args:
             wait_s: seconds to wait for those `to` these episodes, or, without one, for any; None: until all have come.
@@ -137,7 +137,7 @@ class Answers:
             self._session.close()
 
     def _actions(self, said: Sequence[tuple[Trajectory, int]]) -> list[Action]:
-        """Turns of episodes, as their environments get them. Only the last one may have been cut."""
+        """Return the turns of episodes, as their environments get them. Only the last one may have been cut."""
         ids = [trajectory.turn(turn) for trajectory, turn in said]
         texts, raws = self._rules.texts(ids) if ids else ([], [])
         return [
@@ -146,7 +146,7 @@ class Answers:
         ]
 
     def _read(self, number: int, reply: Reply) -> Answer:
-        """An answer with its tokens. One that cannot be used has an error."""
+        """Return an answer with its tokens. One that cannot be used has an error."""
         trajectory = self.awaited[number]
         if number in self._begun:
             first, *again = [*reply.before, reply]
@@ -158,7 +158,7 @@ class Answers:
         return Answer(reply, self._following(trajectory, reply) if trajectory.is_unanswered else None)
 
     def _is_repeated(self, trajectory: Trajectory, first: list[int] | None, again: Sequence[Reply]) -> bool:
-        """Whether turns that were played again were answered as before, as far as they had been."""
+        """Tell whether turns that were played again were answered as before, as far as they had been."""
         if (trajectory.prompt_ids if first is None else first) != trajectory.prompt_ids:
             return False
         for turn, (reply, reward) in enumerate(zip(again, trajectory.turn_rewards, strict=False)):
@@ -167,7 +167,7 @@ class Answers:
         return True
 
     def _first(self, reply: Reply) -> list[int] | None:
-        """Tokens of a first observation, None for the prompt of the data; notes an error in `reply`."""
+        """Return the tokens of a first observation, None for the prompt of the data; notes an error in `reply`."""
         if reply.error or reply.observation is None:
             return None
         ids, most = self._tokens(reply, self._rules.turns.first), self._rules.limits.prompt_tokens
@@ -176,7 +176,7 @@ class Answers:
         return ids
 
     def _following(self, trajectory: Trajectory, reply: Reply) -> list[int] | None:
-        """Tokens of an answer, None when nothing follows; notes an error in `reply`."""
+        """Return the tokens of an answer, None when nothing follows; notes an error in `reply`."""
         last = trajectory.turns >= self._rules.limits.turns
         return None if reply.error or reply.done or trajectory.finish_reason != "stop" or last else self._ids(reply)
 
@@ -192,7 +192,7 @@ class Answers:
 
 
 def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, *, late: bool) -> None:
-    """What an answer without an error means for its episode: it ends, or goes on.
+    """Apply an answer without an error to its episode: it ends, or goes on.
 
     Args:
         late: the time of the episode is over.

@@ -1,4 +1,4 @@
-"""What every generation engine takes and gives."""
+"""The interface of every generation engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Protocol
 from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import VersionRuns
 
-#: An end token was drawn; the limit of tokens was reached; it was ended with what there was.
+#: An end token was sampled; the limit of tokens was reached; it was ended with what there was.
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -42,7 +42,7 @@ class Completion:
 
     `logprobs[i]` is log p(token_ids[i] | prompt, token_ids[:i]) under the full softmax at the sampling temperature
     (temperature 1 when greedy), before top-k, top-p and min-token masks, or after them where
-    `SamplingConfig.logprobs` says so. `versions` says which weights drew them.
+    `SamplingConfig.logprobs` says so. `versions` says which weights sampled them.
 
     `cached`: tokens before it whose keys and values were there already; None where nobody counts them.
     """
@@ -55,7 +55,7 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Generates samples. Every rank of a model replica calls `generate` with the same arguments."""
+    """An engine that generates samples. Every rank of a model replica calls `generate` with the same arguments."""
 
     weight_version: int
 
@@ -66,7 +66,7 @@ class RolloutEngine(Protocol):
         eos_ids: Sequence[int],
         advance: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
-        """Completions in the order of `requests` and of their seeds; `sampling.n` is not read.
+        """Return the completions in the order of `requests` and of their seeds; `sampling.n` is not read.
 
         `advance(k)` is called, from any thread, when this process has finished k more samples.
         """
@@ -78,7 +78,7 @@ class RolloutEngine(Protocol):
 
 
 class UnopenedEngine:
-    """Stands for servers that are not there yet; what opens them puts their engine in its place."""
+    """The stand-in for servers that are not there yet; their engine replaces it when they are opened."""
 
     weight_version = 0
 
@@ -92,7 +92,7 @@ class UnopenedEngine:
 
 
 class Generation(Protocol):
-    """Turns of sequences that come and go. Every rank of a model replica makes the same calls in the same order.
+    """The turns of sequences that come and go. Every rank of a model replica makes the same calls in the same order.
 
     Attributes:
         goes_on: turns go on between two calls of `wait`, so that nothing is lost by a look at other things. Otherwise
@@ -115,7 +115,7 @@ class Generation(Protocol):
         ...
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Turns that are over, at least one when one is under way; the others go on with the next call.
+        """Return the turns that are over, at least one when one is under way; the others go on with the next call.
 
         Args:
             enough: asked now and then, collective over the replica and the same on its ranks: true ends the waiting,
@@ -131,13 +131,13 @@ class Generation(Protocol):
         ...
 
     def forget(self, sequence: int) -> None:
-        """Nothing more is asked of `sequence`, whose turn is over. Its number may be used for another sequence."""
+        """Forget `sequence`, whose turn is over. Its number may be used for another sequence."""
         ...
 
     def any_busy(self, busy: bool) -> bool:
-        """Whether a rank that must `wait` together with this one is busy. Collective over those ranks."""
+        """Tell whether a rank that must `wait` together with this one is busy. Collective over those ranks."""
         ...
 
     def close(self) -> None:
-        """Nothing more is asked; turns that are under way are given up. Not collective."""
+        """Give up turns that are under way; nothing more is asked. Not collective."""
         ...

@@ -10,8 +10,8 @@
 
 A sample is a `Trajectory` of one turn, or of many where an environment answers. A turn is sampled in segments: one,
 unless it is interrupted. The next segment reads all tokens so far as its context. Every token keeps the log-prob that
-it was drawn with and the version of the weights that drew it. Samples depend on nothing but their own seeds, so the
-same ones come out in any order and on any number of replicas.
+it was sampled with and the version of the weights that sampled it. Samples depend only on their own seeds, so the same
+ones come out in any order and on any number of replicas.
 
 A synchronous step is `add` all and `finish`. Samples without an environment are then one call of
 `RolloutEngine.generate`, which shares the prefill of a prompt and spreads over threads and ranks. Else a sample has a
@@ -78,7 +78,7 @@ class _UnderWay:
     since: float | None = None
 
     def unfinished(self) -> Iterator[int]:
-        """Samples that are not over."""
+        """Return the samples that are not over."""
         return (sample for sample, trajectory in enumerate(self.trajectories) if not trajectory.ended_by)
 
     @property
@@ -104,7 +104,7 @@ class _Sample:
 
 
 class Groups:
-    """Generates groups of samples. Every rank of a model replica makes the same calls in the same order.
+    """The producer of groups of samples. Every rank of a model replica makes the same calls in the same order.
 
     Replicas that generate together, on servers (`Generation.goes_on`) or in rounds (`Generation.in_rounds`), also call
     `open`, `wait`, `interrupt` and `finish` equally often and in the same order; what they `add` differs. A replica
@@ -209,7 +209,7 @@ class Groups:
                 self._submit(slot)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> list[tuple[int, list[Trajectory]]]:
-        """Groups all of whose samples are over, in the order of their numbers, each once.
+        """Return the groups all of whose samples are over, in the order of their numbers, each once.
 
         It waits until there is at least one, or nothing is under way. Replicas that generate together return together:
         on servers after a few tenths of a second at most, in rounds after a round, perhaps with nothing. When it is
@@ -239,7 +239,8 @@ class Groups:
         return self._take_complete()
 
     def finish(self, advance: Callable[[int], None] = lambda count: None) -> list[list[Trajectory]]:
-        """Samples of all groups that were added, in the order of their numbers, when all are over. Not when it is open.
+        """Return the samples of all groups that were added, in the order of their numbers, when all are over. Not when
+        it is open.
 
         No response is empty; that of a failed `reset` is an end token. `advance(k)` is called when k more are over.
 
@@ -279,7 +280,7 @@ class Groups:
             under_way.spent_s, under_way.since = under_way.spent_s + now - under_way.since, None
 
     def partial(self) -> dict[int, list[Trajectory]]:
-        """What there is of every group that `wait` has not returned, for `add` in another process.
+        """Return the unfinished samples of every group that `wait` has not returned, for `add` in another process.
 
         Raises:
             RuntimeError: it is open: what is there of the samples is known only after `interrupt`.
@@ -378,7 +379,7 @@ class Groups:
         self._in_turn.add(slot)
 
     def _room(self, trajectory: Trajectory) -> int:
-        """Tokens that the turn of now may still have."""
+        """Return the tokens that the present turn may still have."""
         begun = len(trajectory.token_ids) - trajectory.turn_starts[-1] if trajectory.in_turn else 0
         return min(self._sampling.max_new_tokens - begun, self._tokens - len(trajectory.token_ids))
 
@@ -406,7 +407,7 @@ class Groups:
         return ended
 
     def _end_if_full(self, trajectory: Trajectory) -> None:
-        """An end token or the limit of tokens may have been reached just when the turn was interrupted."""
+        """End a turn that reached an end token or the limit of tokens just when it was interrupted."""
         if trajectory.in_turn:
             if trajectory.token_ids[-1] in self._stop_ids:
                 trajectory.end_turn("stop")
@@ -414,7 +415,7 @@ class Groups:
                 trajectory.end_turn("length")
 
     def _release(self, slot: int) -> None:
-        """The sample of a slot is over: another one may have it."""
+        """Release the slot of a sample that is over: another one may have it."""
         del self._samples[slot]
         heapq.heappush(self._free, slot)
         if self._generation is not None and slot in self._submitted:
@@ -436,7 +437,7 @@ class Groups:
         return [(number, self._groups.pop(number).trajectories) for number in complete]
 
     def _taken_up(self, group: Group, partial: Trajectory | None) -> Trajectory:
-        """What there is of a sample that is added."""
+        """Return the trajectory of a sample that is added: a partial one, or a new one."""
         if partial is None:
             return Trajectory([*group.prompt_ids])
         trajectory = partial.copy()
@@ -514,7 +515,7 @@ class Groups:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
-        """Whether an environment has answered, or turns are to be cut. Collective over the replica."""
+        """Tell whether an environment has answered, or turns are to be cut. Collective over the replica."""
         if self._answers is None or self._rules is None:
             return False
         told = self._rules.share([self._answers.any_answer(), self._late_now()])
@@ -522,7 +523,7 @@ class Groups:
         return bool(told[0]) or self._has_overdue()
 
     def _is_overdue(self) -> bool:
-        """Whether turns are to be cut. Collective over the replica."""
+        """Tell whether turns are to be cut. Collective over the replica."""
         self._look_at_time()
         return self._has_overdue()
 
@@ -538,7 +539,7 @@ class Groups:
         return [number for number, under_way in self._groups.items() if under_way.is_late(self._seconds, now)]
 
     def _overdue(self) -> list[int]:
-        """Slots whose turn is under way and whose time is over."""
+        """Return the slots whose turn is under way and whose time is over."""
         return [s for s in sorted(self._in_turn - self._cut) if self._samples[s].under_way.group.number in self._late]
 
     def _has_overdue(self) -> bool:

@@ -9,7 +9,7 @@ def sample_seed(run_seed: int, uid: str, sample: int, turn: int = 0) -> int:
     """Seed in [0, 2**63) of one turn of sample `sample` of prompt `uid`.
 
     `uid` names the prompt and the epoch it is met in. The training step does not enter: a sample is the same whenever
-    it is drawn, earlier or later than its step.
+    it is sampled, earlier or later than its step.
 
     >>> sample_seed(0, "a", 0) == sample_seed(0, "a", 0) != sample_seed(0, "a", 1)
     True

@@ -18,7 +18,7 @@ import torch.distributed
 from torch.distributed import HashStore
 
 from megarl.launchers.preflight import (
-    Answer,
+    CommandOutput,
     ask,
     check_disk,
     check_ecc,
@@ -35,10 +35,10 @@ ROWS = "".join(f"GPU-{number}, No, No\n" for number in range(8))
 
 
 def test_all_gpus_are_there():
-    assert check_gpus(Answer(EIGHT), 8) == (True, "8 x NVIDIA H100 80GB HBM3")
-    assert check_gpus(Answer(EIGHT[: EIGHT.index("7,")]), 8) == (False, "7 of 8 GPUs are visible")
+    assert check_gpus(CommandOutput(EIGHT), 8) == (True, "8 x NVIDIA H100 80GB HBM3")
+    assert check_gpus(CommandOutput(EIGHT[: EIGHT.index("7,")]), 8) == (False, "7 of 8 GPUs are visible")
     gone = "nvidia-smi ended with 15: Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost."
-    assert check_gpus(Answer("", gone), 8) == (False, gone)
+    assert check_gpus(CommandOutput("", gone), 8) == (False, gone)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_all_gpus_are_there():
     ],
 )
 def test_memory_errors(listed, rows, ok, reason):
-    found = check_ecc(Answer(listed), Answer(rows))
+    found = check_ecc(CommandOutput(listed), CommandOutput(rows))
     assert found.ok == ok
     assert reason in found.reason
 
 
 def test_a_driver_without_the_query_of_rows_fails_nothing():
-    assert check_ecc(Answer(EIGHT), Answer("", "nvidia-smi ended with 2")).ok
+    assert check_ecc(CommandOutput(EIGHT), CommandOutput("", "nvidia-smi ended with 2")).ok
 
 
 LOG = """\
@@ -73,10 +73,10 @@ LOG = """\
 
 
 def test_errors_of_a_gpu_in_the_kernels_log():
-    assert check_xids(Answer(LOG), 90100.0) == (False, "Xid 79 of PCI:0000:5e:00")
-    assert check_xids(Answer(LOG), 90000.0 + 25 * 3600).ok  # more than a day ago
-    assert check_xids(Answer(LOG.replace(": 79", ": 31")), 90100.0).ok  # the program's own fault
-    assert check_xids(Answer("", "dmesg: read kernel buffer failed: Operation not permitted"), 1.0) == (
+    assert check_xids(CommandOutput(LOG), 90100.0) == (False, "Xid 79 of PCI:0000:5e:00")
+    assert check_xids(CommandOutput(LOG), 90000.0 + 25 * 3600).ok  # more than a day ago
+    assert check_xids(CommandOutput(LOG.replace(": 79", ": 31")), 90100.0).ok  # the program's own fault
+    assert check_xids(CommandOutput("", "dmesg: read kernel buffer failed: Operation not permitted"), 1.0) == (
         True,
         "not known: dmesg: read kernel buffer failed: Operation not permitted",
     )

@@ -10,7 +10,7 @@ from pydantic import Field
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.algorithms.rows import Rows
-from megarl.algorithms.stats import Groups
+from megarl.algorithms.stats import GroupStats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,14 +45,14 @@ class Estimate(NamedTuple):
 
 def score_groups(
     token_rewards: Tensor, mask: Tensor, uid: Sequence[Hashable], offsets: Tensor | None, allow_singleton: bool
-) -> tuple[Rows, Groups]:
+) -> tuple[Rows, GroupStats]:
     """Return the rows of `mask`, and the samples' scores (sums of their valid token rewards) by group.
 
     Raises:
         UserError: a group of one sample, unless allowed.
     """
     rows = Rows.of(mask, offsets)
-    return rows, Groups.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
+    return rows, GroupStats.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
 
 
 def for_all_tokens(per_sample: Tensor, rows: Rows, mask: Tensor, token_rewards: Tensor) -> Estimate:

@@ -10,7 +10,7 @@ from pydantic import Field
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, for_all_tokens
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows
-from megarl.algorithms.stats import AllSum, Groups, one_rank, whiten_
+from megarl.algorithms.stats import AllSum, GroupStats, one_rank, whiten_
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +73,6 @@ def gdpo(
     live = rows.counts(mask) > 0
     total = torch.zeros(len(rows), dtype=torch.float64, device=mask.device)
     for column, weight in zip(reward_parts.unbind(1), weights, strict=True):
-        total += weight * Groups.of(column, live, uid, allow_singleton=allow_singleton).standardised
+        total += weight * GroupStats.of(column, live, uid, allow_singleton=allow_singleton).standardised
     advantages = whiten_(for_all_tokens(total, rows, mask, reward_parts).advantages, mask, rows, all_sum)
     return Estimate(advantages, advantages)

@@ -11,7 +11,7 @@ from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSetting
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows, at_least_float32
 from megarl.algorithms.scan import over_valid, suffix_sum
-from megarl.algorithms.stats import Groups
+from megarl.algorithms.stats import GroupStats
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _returns_and_weights(rows: Rows, mask: Tensor, inputs: list[Tensor]) -> list
 
 
 def _subtract_baseline(
-    rows: Rows, groups: Groups, mask: Tensor, returns: Tensor, weight: Tensor, place: Tensor
+    rows: Rows, groups: GroupStats, mask: Tensor, returns: Tensor, weight: Tensor, place: Tensor
 ) -> Estimate:
     """Subtract from the returns their weighted mean over the valid tokens of the same group and position."""
     valid = mask.reshape(-1)

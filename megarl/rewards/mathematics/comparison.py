@@ -7,7 +7,7 @@ from fractions import Fraction
 from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.equality import equal_expressions, proportional, rounds_to
 from megarl.rewards.mathematics.regions import region
-from megarl.rewards.mathematics.tree import Apply, Group, Node, Relation, Symbol, UnreadError, symbols, walk
+from megarl.rewards.mathematics.tree import Apply, Compound, Node, Relation, Symbol, UnreadError, symbols, walk
 from megarl.rewards.mathematics.values import OutsideError, exact
 
 _MAX_UNORDERED = 40  # more items are only compared in order
@@ -28,15 +28,15 @@ def same(reference: Node, answer: Node) -> bool:
 
 def normal(node: Node) -> Node:
     """Return a tree in normal form: signs `\\pm` become lists, a system becomes a list of its lines."""
-    if isinstance(node, Group) and node.kind in ("tuple", "row") and _has_signs(node):
+    if isinstance(node, Compound) and node.kind in ("tuple", "row") and _has_signs(node):
         return _both_signs(node)
-    if isinstance(node, Group):
+    if isinstance(node, Compound):
         items = [normal(item) for item in node.items]
         if node.kind == "rows" and node.marks in ("cases", "array", "matrix") and _are_lines(items):
-            return normal(Group("list", tuple(_only(item) for item in items), ","))
+            return normal(Compound("list", tuple(_only(item) for item in items), ","))
         if node.kind in ("list", "set"):
-            return Group(node.kind, tuple(_spread(node, items)), node.marks)
-        made: Node = Group(node.kind, tuple(items), node.marks)
+            return Compound(node.kind, tuple(_spread(node, items)), node.marks)
+        made: Node = Compound(node.kind, tuple(items), node.marks)
     elif isinstance(node, Relation):
         shorter = _without_decimal(node)
         if shorter != node:
@@ -48,11 +48,11 @@ def normal(node: Node) -> Node:
             and not _is_name(node.sides[-1])
         ):
             lines = tuple(Relation((side, node.sides[-1]), ("=",)) for side in node.sides[:-1])  # x = y = 2
-            return normal(Group("list", lines, ","))
+            return normal(Compound("list", lines, ","))
         made = node
     else:
         made = _scaled(node)
-    if isinstance(made, Group) and made.kind == "builder":
+    if isinstance(made, Compound) and made.kind == "builder":
         return made
     return _both_signs(made) if _has_signs(made) else made
 
@@ -74,7 +74,7 @@ def _scaled(node: Node) -> Node:
     """Return a number times a matrix or a vector as the matrix of the products."""
     if not isinstance(node, Apply) or node.name not in ("*", "neg"):
         return node
-    grouped = [arg for arg in node.args if isinstance(arg, Group)]
+    grouped = [arg for arg in node.args if isinstance(arg, Compound)]
     if len(grouped) != 1:
         return node
     group = grouped[0]
@@ -85,9 +85,9 @@ def _scaled(node: Node) -> Node:
         return Apply(node.name, tuple(item if arg is group else arg for arg in node.args))
 
     if group.kind == "tuple":
-        return Group("tuple", tuple(map(scaled, group.items)), group.marks)
-    rows_made = (Group("row", tuple(map(scaled, row.items))) for row in group.items if isinstance(row, Group))
-    return Group("rows", tuple(rows_made), group.marks)
+        return Compound("tuple", tuple(map(scaled, group.items)), group.marks)
+    rows_made = (Compound("row", tuple(map(scaled, row.items))) for row in group.items if isinstance(row, Compound))
+    return Compound("rows", tuple(rows_made), group.marks)
 
 
 def _has_signs(node: Node) -> bool:
@@ -95,15 +95,15 @@ def _has_signs(node: Node) -> bool:
 
 
 def _both_signs(node: Node) -> Node:
-    return Group("list", (_signed(node, "pm"), _signed(node, "mp")), "or")
+    return Compound("list", (_signed(node, "pm"), _signed(node, "mp")), "or")
 
 
 def _are_lines(rows: list[Node]) -> bool:
-    return all(isinstance(row, Group) and len(row.items) == 1 and isinstance(row.items[0], Relation) for row in rows)
+    return all(isinstance(row, Compound) and len(row.items) == 1 and isinstance(row.items[0], Relation) for row in rows)
 
 
 def _only(node: Node) -> Node:
-    assert isinstance(node, Group)
+    assert isinstance(node, Compound)
     return node.items[0]
 
 
@@ -114,24 +114,24 @@ def _signed(node: Node, plus: str) -> Node:
         if node.name in ("pm", "mp"):
             return args[0] if node.name == plus else Apply("neg", args)
         return Apply(node.name, args)
-    if isinstance(node, Group):
-        return Group(node.kind, tuple(_signed(item, plus) for item in node.items), node.marks)
+    if isinstance(node, Compound):
+        return Compound(node.kind, tuple(_signed(item, plus) for item in node.items), node.marks)
     if isinstance(node, Relation):
         return Relation(tuple(_signed(side, plus) for side in node.sides), node.ops, node.modulus)
     return node
 
 
-def _spread(node: Group, items: list[Node]) -> list[Node]:
+def _spread(node: Compound, items: list[Node]) -> list[Node]:
     """Flatten lists inside a list; in `x = 1, 2` every item is a value of x."""
     made: list[Node] = []
     for item in items:
         nested = (
-            isinstance(item, Group)
+            isinstance(item, Compound)
             and item.kind == "list"
             and item.marks in (node.marks, "or")
             and node.kind != "builder"
         )
-        made += item.items if nested and isinstance(item, Group) else [item]
+        made += item.items if nested and isinstance(item, Compound) else [item]
     first = made[0] if made else None
     if isinstance(first, Relation) and first.ops == ("=",) and not any(isinstance(item, Relation) for item in made[1:]):
         return [first, *(Relation((first.sides[0], item), ("=",)) for item in made[1:])]
@@ -141,7 +141,7 @@ def _spread(node: Group, items: list[Node]) -> list[Node]:
 def _same(a: Node, b: Node) -> bool:
     if a == b:
         return True
-    if isinstance(a, Group) and isinstance(b, Group) and _groups(a, b):
+    if isinstance(a, Compound) and isinstance(b, Compound) and _groups(a, b):
         return True
     if isinstance(a, Relation) and isinstance(b, Relation):
         if _relations(a, b):
@@ -153,7 +153,7 @@ def _same(a: Node, b: Node) -> bool:
             return True
     if _converted(a, b) or _converted(b, a):
         return True
-    if not isinstance(a, Group | Relation) and not isinstance(b, Group | Relation) and _expressions(a, b):
+    if not isinstance(a, Compound | Relation) and not isinstance(b, Compound | Relation) and _expressions(a, b):
         return True
     first, second = region(a), region(b)
     return first is not None and second is not None and first.same(second)
@@ -170,12 +170,12 @@ def _expressions(a: Node, b: Node) -> bool:
             return _in_any_order(a.args, b.args)
         if a.name == "\\":
             return all(map(_same, a.args, b.args))
-        structured = any(isinstance(found, Group) for node in (a, b) for found in walk(node))
+        structured = any(isinstance(found, Compound) for node in (a, b) for found in walk(node))
         return structured and all(map(_same, a.args, b.args))
     return False
 
 
-def _groups(a: Group, b: Group) -> bool:
+def _groups(a: Compound, b: Compound) -> bool:
     kinds = {a.kind, b.kind}
     if kinds == {"list"}:
         if _has_dots(a) or _has_dots(b):
@@ -213,7 +213,7 @@ def _groups(a: Group, b: Group) -> bool:
     return kinds == {"row"} and len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
 
 
-def _may_be_marked(a: Group, b: Group) -> bool:
+def _may_be_marked(a: Compound, b: Compound) -> bool:
     """Return whether lists separated by a comma, `and` or `or` may be the same: `2 and 5` and `2 or 5` are."""
     if "or" in (a.marks, b.marks) and any(_names_many(one) or _is_bounded(one) for one in (a, b)):
         return False
@@ -222,12 +222,12 @@ def _may_be_marked(a: Group, b: Group) -> bool:
     return not any(isinstance(item, Relation | Symbol) for item in (*a.items, *b.items))
 
 
-def _is_bounded(group: Group) -> bool:
+def _is_bounded(group: Compound) -> bool:
     """Return whether inequalities are among these; `region` computes their common solution."""
     return any(isinstance(item, Relation) and item.ops != ("=",) for item in group.items)
 
 
-def _names_many(group: Group) -> bool:
+def _names_many(group: Compound) -> bool:
     """Return whether these are equations for several names."""
     sides = [item.sides[0] for item in group.items if isinstance(item, Relation) and item.ops == ("=",)]
     return len(sides) == len(group.items) > 1 and len(set(sides)) > 1 and not _is_numbered(sides)
@@ -238,11 +238,11 @@ def _is_numbered(sides: list[Node]) -> bool:
     return len({side.name.partition("_")[0] if isinstance(side, Symbol) else "" for side in sides}) == 1
 
 
-def _matrix_kind(node: Group) -> str:
+def _matrix_kind(node: Compound) -> str:
     return node.marks if node.marks in _OTHER else "matrix"
 
 
-def _has_dots(node: Group) -> bool:
+def _has_dots(node: Compound) -> bool:
     return any(item == Symbol("dots", "word") for item in node.items)
 
 
@@ -270,7 +270,7 @@ def _in_any_order(a: tuple[Node, ...], b: tuple[Node, ...]) -> bool:
     return True
 
 
-def _builders(a: Group, b: Group) -> bool:
+def _builders(a: Compound, b: Compound) -> bool:
     names, others = _bound(a), _bound(b)
     if names != others and len(names) == len(others) == 1:
         name, other = names.pop(), others.pop()
@@ -280,7 +280,7 @@ def _builders(a: Group, b: Group) -> bool:
     return all(map(_same, a.items, b.items))
 
 
-def _bound(node: Group) -> set[str]:
+def _bound(node: Compound) -> set[str]:
     first = node.items[0]
     return symbols(first.sides[0] if isinstance(first, Relation) else first, "variable")
 
@@ -290,14 +290,14 @@ def _renamed(node: Node, old: str, new: str) -> Node:
         return Symbol(new) if node == Symbol(old) else node
     if isinstance(node, Apply):
         return Apply(node.name, tuple(_renamed(arg, old, new) for arg in node.args))
-    if isinstance(node, Group):
-        return Group(node.kind, tuple(_renamed(item, old, new) for item in node.items), node.marks)
+    if isinstance(node, Compound):
+        return Compound(node.kind, tuple(_renamed(item, old, new) for item in node.items), node.marks)
     if isinstance(node, Relation):
         return Relation(tuple(_renamed(side, old, new) for side in node.sides), node.ops, node.modulus)
     return node
 
 
-def _ratios(a: Group, b: Group) -> bool:
+def _ratios(a: Compound, b: Compound) -> bool:
     if len(a.items) != len(b.items):
         return False
     for x, y in zip(a.items[1:], b.items[1:], strict=True):
@@ -308,24 +308,24 @@ def _ratios(a: Group, b: Group) -> bool:
 
 def _converted(a: Node, b: Node) -> bool:
     """Return whether `a`, a group, equals `b` in another form."""
-    if not isinstance(a, Group):
+    if not isinstance(a, Compound):
         return False
-    if a.kind in ("set", "list") and len(a.items) == 1 and not isinstance(b, Group):
+    if a.kind in ("set", "list") and len(a.items) == 1 and not isinstance(b, Compound):
         return _same(a.items[0], b)
-    if a.kind == "ratio" and len(a.items) == 2 and not isinstance(b, Group | Relation):
+    if a.kind == "ratio" and len(a.items) == 2 and not isinstance(b, Compound | Relation):
         return _expressions(Apply("*", (a.items[0], Apply("inv", (a.items[1],)))), b)
     if a.kind == "list" and (values := _values_of_one_name(a.items)) is not None and not isinstance(b, Relation):
-        others = b.items if isinstance(b, Group) and b.kind in ("list", "set") else ()
+        others = b.items if isinstance(b, Compound) and b.kind in ("list", "set") else ()
         return not any(isinstance(item, Relation) for item in others) and _in_any_order(values, others)
     if a.kind == "list" and a.marks == "and" and isinstance(b, Apply) and b.name == "mixed":
         return len(a.items) == len(b.args) and all(map(_same, a.items, b.args))  # 5 feet and 3 inches
-    if not isinstance(b, Group):
+    if not isinstance(b, Compound):
         return a.kind == "list" and isinstance(b, Relation) and b.ops == ("=",) and _tuple_equation(a, b)
     if a.kind == "list" and a.marks in (",", "and") and b.kind == "tuple" and b.marks == "()":
         values = _named_values(a.items) if all(isinstance(item, Relation) for item in a.items) else a.items
         return values is not None and len(values) == len(b.items) and all(map(_same, values, b.items))
     if a.kind == "rows" and b.kind == "tuple" and b.marks == "()" and _matrix_kind(a) == "matrix":
-        rows = [row.items if isinstance(row, Group) else (row,) for row in a.items]
+        rows = [row.items if isinstance(row, Compound) else (row,) for row in a.items]
         cells = rows[0] if len(rows) == 1 else tuple(row[0] for row in rows if len(row) == 1)
         return len(cells) == len(b.items) and len(cells) >= len(rows) and all(map(_same, cells, b.items))
     return False
@@ -351,10 +351,10 @@ def _named_values(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
     return tuple(values) if names == sorted(set(names)) else None
 
 
-def _tuple_equation(lines: Group, equation: Relation) -> bool:
+def _tuple_equation(lines: Compound, equation: Relation) -> bool:
     """Return whether `(x, y) = (1, 2)` and `x = 1, y = 2` agree."""
     left, right = equation.sides
-    if not (isinstance(left, Group) and isinstance(right, Group) and left.kind == right.kind == "tuple"):
+    if not (isinstance(left, Compound) and isinstance(right, Compound) and left.kind == right.kind == "tuple"):
         return False
     if len(left.items) != len(right.items):
         return False
@@ -372,14 +372,14 @@ def _is_name(node: Node) -> bool:
         inner = node.args[0]  # |AB| and |\\vec{a}| are lengths, |x| = 3 says that x is 3 or -3
         return isinstance(inner, Symbol) and (inner.kind == "word" or not inner.name.islower() or " " in inner.name)
     return (
-        isinstance(node, Group)
+        isinstance(node, Compound)
         and node.kind == "tuple"
         and all(isinstance(item, Symbol) and _is_name(item) for item in node.items)
         and not _is_turned(node)
     )
 
 
-def _is_turned(names: Group) -> bool:
+def _is_turned(names: Compound) -> bool:
     """Return whether the names, as in `(y, x)`, are in another order than the values."""
     letters = [item.name for item in names.items if isinstance(item, Symbol)]
     return all(len(name) == 1 for name in letters) and letters != sorted(letters)
@@ -401,7 +401,7 @@ def _is_value_of(relation: Relation, value: Node) -> bool:
     if not _is_name(sides[0]) and _is_name(sides[-1]) and len(sides) == 2 and relation.ops == ("=",):
         sides = (sides[1], sides[0])
     named = _is_name(sides[0]) or (
-        isinstance(value, Group) and value.kind == "rows" and not isinstance(sides[0], Group)
+        isinstance(value, Compound) and value.kind == "rows" and not isinstance(sides[0], Compound)
     )
     rest = sides[1:] if named and not _is_named_tuple(sides[1]) else sides
     if rest == sides and (len(sides) < 2 or any(symbols(side, "variable") for side in sides)):
@@ -410,7 +410,7 @@ def _is_value_of(relation: Relation, value: Node) -> bool:
 
 
 def _is_named_tuple(node: Node) -> bool:
-    return isinstance(node, Group) and node.kind == "list"
+    return isinstance(node, Compound) and node.kind == "list"
 
 
 def _relations(a: Relation, b: Relation) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError, symbols, walk
+from megarl.rewards.mathematics.tree import Apply, Compound, Node, Number, Symbol, UnreadError, symbols, walk
 from megarl.rewards.mathematics.values import (
     DIGITS,
     OutsideError,
@@ -243,7 +243,7 @@ def proportional(first: Node, second: Node, positive: bool) -> bool:
     Raises:
         UnreadError: a part of them has no value.
     """
-    if any(isinstance(found, Group) for node in (first, second) for found in walk(node)):
+    if any(isinstance(found, Compound) for node in (first, second) for found in walk(node)):
         return False
     names = unknowns(first, second)
     if not any(not name.startswith("unit") for name in names) or unknowns(first) != unknowns(second):

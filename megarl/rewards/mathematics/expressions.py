@@ -16,7 +16,7 @@ from megarl.rewards.mathematics.quantities import (
 )
 from megarl.rewards.mathematics.reading import TokenReader
 from megarl.rewards.mathematics.tokens import Token, canonical
-from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError
+from megarl.rewards.mathematics.tree import Apply, Compound, Node, Number, Symbol, UnreadError
 
 _MAX_DEPTH = 40
 _MAX_PHRASE = 4  # words of a unit: `miles per square hour`
@@ -329,7 +329,7 @@ class ExpressionReader(TokenReader):
         if text in ("\\pi", "\\infty"):
             return Symbol(name, "constant")
         if text == "\\emptyset":
-            return Group("set", ())
+            return Compound("set", ())
         if text == "\\dots":
             return Symbol("dots", "word")
         if text in _VALUES:
@@ -354,7 +354,9 @@ class ExpressionReader(TokenReader):
         elif opening == "\\langle":
             inner = self.listing()
             self.expect("\\rangle")
-            node = Group("tuple", inner.items if isinstance(inner, Group) and inner.kind == "list" else (inner,), "()")
+            node = Compound(
+                "tuple", inner.items if isinstance(inner, Compound) and inner.kind == "list" else (inner,), "()"
+            )
         elif opening == "{":
             node = self.listing()
             if self.take("\\choose"):
@@ -374,25 +376,25 @@ class ExpressionReader(TokenReader):
         closing = ")" if self.next_is(")") else "]"
         self.expect(")", "]")
         self.bars, self.in_set = bars, in_set
-        if isinstance(inner, Group) and inner.kind == "list" and inner.marks == ",":
+        if isinstance(inner, Compound) and inner.kind == "list" and inner.marks == ",":
             if opening + closing in ("(]", "[)") and len(inner.items) != 2:
                 raise UnreadError("brackets that are no pair")
-            return Group("tuple", inner.items, opening + closing)
+            return Compound("tuple", inner.items, opening + closing)
         if closing != _CLOSING[opening]:
             raise UnreadError("brackets that are no pair")
         return inner
 
     def _set(self) -> Node:
         if self.take("\\}"):
-            return Group("set", ())
+            return Compound("set", ())
         self.in_set = True
         inner = self.listing()
         if self.take("\\mid", "|", ":"):
             condition = self.listing()
             self.expect("\\}")
-            return Group("builder", (inner, condition))
+            return Compound("builder", (inner, condition))
         self.expect("\\}")
-        return Group("set", inner.items if isinstance(inner, Group) and inner.kind == "list" else (inner,))
+        return Compound("set", inner.items if isinstance(inner, Compound) and inner.kind == "list" else (inner,))
 
     def _braced(self) -> Node:
         self.expect("{")
@@ -454,7 +456,7 @@ class ExpressionReader(TokenReader):
             assert token is not None
             self.at += 1
             inner = self._enclosed(token.text)
-            if isinstance(inner, Group) and inner.kind in ("tuple", "list", "set"):
+            if isinstance(inner, Compound) and inner.kind in ("tuple", "list", "set"):
                 return inner.items
             return (inner,)
         signs = self._signs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.expressions import ExpressionReader
 from megarl.rewards.mathematics.tokens import Token
-from megarl.rewards.mathematics.tree import Apply, Group, Node, Relation, Symbol, UnreadError
+from megarl.rewards.mathematics.tree import Apply, Compound, Node, Relation, Symbol, UnreadError
 
 _MAX_TOKENS = 1500  # a longer answer is compared as text
 _SETS = {"\\cup": "cup", "\\cap": "cap", "\\setminus": "\\"}
@@ -95,7 +95,7 @@ class AnswerReader(ExpressionReader):
             if following is not None and following.text.startswith("0") and following.kind == "number":
                 raise UnreadError("a time of day")
             parts.append(self._sets())
-        return parts[0] if len(parts) == 1 else Group("ratio", tuple(parts))
+        return parts[0] if len(parts) == 1 else Compound("ratio", tuple(parts))
 
     def _sets(self) -> Node:
         node = self.expression()
@@ -129,7 +129,7 @@ class AnswerReader(ExpressionReader):
             raise UnreadError("an empty environment")
         if token.text in words.LINES:
             return _joined(rows, [","] * (len(rows) - 1)) if len(rows) > 1 else rows[0]
-        return Group("rows", tuple(rows), token.text.removesuffix("*"))
+        return Compound("rows", tuple(rows), token.text.removesuffix("*"))
 
     def _at_end(self, name: str) -> bool:
         token = self.peek()
@@ -152,7 +152,7 @@ class AnswerReader(ExpressionReader):
         cells = [self._cell(environment)]
         while self.take("&"):
             cells.append(self._cell(environment))
-        return Group("row", tuple(cells))
+        return Compound("row", tuple(cells))
 
     def listing_of_line(self) -> Node:
         """Read one line of an aligned block."""
@@ -188,9 +188,9 @@ def _joined(items: list[Node], marks: list[str]) -> Node:
         groups: list[list[Node]] = [[items[0]]]
         for mark, item in zip(marks, items[1:], strict=True):
             groups.append([item]) if mark == "or" else groups[-1].append(item)
-        made = [group[0] if len(group) == 1 else Group("list", tuple(group), "and") for group in groups]
-        return Group("list", tuple(made), "or")
-    return Group("list", tuple(items), "or" if "or" in kinds else "and" if "and" in kinds else ",")
+        made = [group[0] if len(group) == 1 else Compound("list", tuple(group), "and") for group in groups]
+        return Compound("list", tuple(made), "or")
+    return Compound("list", tuple(items), "or" if "or" in kinds else "and" if "and" in kinds else ",")
 
 
 def is_all_reals(node: Node) -> bool:

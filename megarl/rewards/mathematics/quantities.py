@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.tokens import Token
-from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Symbol, UnreadError, walk
+from megarl.rewards.mathematics.tree import Apply, Compound, Node, Number, Symbol, UnreadError, walk
 
 
 def known_words(text: str) -> Node | None:
@@ -17,7 +17,7 @@ def known_words(text: str) -> Node | None:
         over, under = words.SPEEDS[lower]
         return Apply("*", (Symbol(over, "unit"), Apply("inv", (Symbol(under, "unit"),))))
     if lower in words.NO_SOLUTION:
-        return Group("set", ())
+        return Compound("set", ())
     if lower == "infinity":
         return Symbol("infty", "constant")
     unit = words.UNIT_SPELLINGS.get(text) or (words.UNIT_SPELLINGS.get(lower) if len(text) > 2 else None)

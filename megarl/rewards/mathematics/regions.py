@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.rewards.mathematics.grammar import is_all_reals
-from megarl.rewards.mathematics.tree import Apply, Group, Node, Number, Relation, Symbol, UnreadError, symbols
+from megarl.rewards.mathematics.tree import Apply, Compound, Node, Number, Relation, Symbol, UnreadError, symbols
 from megarl.rewards.mathematics.values import Evaluation, OutsideError, context, exact, near
 
 _MAX_PARTS = 64
@@ -76,7 +76,7 @@ def region(node: Node) -> Region | None:
 def _region(node: Node) -> Region:
     if isinstance(node, Symbol) and (node.name in _REALS or is_all_reals(node)):
         return everything()
-    if isinstance(node, Group):
+    if isinstance(node, Compound):
         return _group(node)
     if isinstance(node, Relation):
         return _relation(node)
@@ -104,7 +104,7 @@ def _free(node: Node) -> set[str]:
     return symbols(node, "variable") | symbols(node, "word") | symbols(node, "unit") | symbols(node, "set")
 
 
-def _group(node: Group) -> Region:
+def _group(node: Compound) -> Region:
     if node.kind == "tuple" and len(node.items) == 2:
         low, high = map(_end, node.items)
         if not low.below(high):
@@ -134,7 +134,7 @@ def _named(made: Region, parts: list[Region]) -> Region:
     return Region(made.spans, names.pop())
 
 
-def _builder(node: Group) -> Region:
+def _builder(node: Compound) -> Region:
     bound, condition = node.items
     limited: Region = everything()
     if isinstance(bound, Relation) and bound.ops == ("\\in",):

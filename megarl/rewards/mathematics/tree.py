@@ -50,7 +50,7 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Compound:
     """Several values together.
 
     Attributes:
@@ -73,14 +73,14 @@ class Relation:
     modulus: Node | None = None
 
 
-Node: TypeAlias = Number | Symbol | Apply | Group | Relation
+Node: TypeAlias = Number | Symbol | Apply | Compound | Relation
 
 
 def children(node: Node) -> tuple[Node, ...]:
     """Return the direct child nodes."""
     if isinstance(node, Apply):
         return node.args
-    if isinstance(node, Group):
+    if isinstance(node, Compound):
         return node.items
     if isinstance(node, Relation):
         return node.sides if node.modulus is None else (*node.sides, node.modulus)
