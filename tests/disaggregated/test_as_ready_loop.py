@@ -81,8 +81,8 @@ def test_episodes_of_a_slow_environment_are_trained_on_once_and_none_is_lost_in_
     file = tmp_path / "slow.py"
     file.write_text(SLOW.format(folder=str(Path(harness.__file__).parents[1] / "envs")))
     episodes = (*harness.GUESSING, f"env.name={file}:Slow", *partial)
-    numbers = killed_and_resumed(recipe, tmp_path / "run", *episodes)
-    check(tmp_path / "run", STEPS)
+    numbers = killed_and_resumed(recipe, tmp_path, *episodes)
+    check(tmp_path, STEPS)
     assert max(numbers[step]["env/turns/max"] for step in numbers if step) == 3
     assert all(numbers[step]["env/errors"] == 0 for step in numbers if step)
 

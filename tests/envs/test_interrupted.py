@@ -116,7 +116,7 @@ def test_any_order_of_calls_gives_every_episode_once_and_as_its_segments_and_env
     """Every `open` has a version of its own, so the runs of a turn are its segments. When answers come varies."""
     pace, slots = random.Random(seed), 1 + seed % 6
     Chain.pause_s, Chain.stepped = staticmethod(lambda: pace.choice([0, 0, 0.001])), Counter()
-    made = ScriptedEngine(steps=lambda slot: pace.choice([0, 1, 1, 2, 5]))
+    made = ScriptedEngine(steps=lambda slot: pace.choice([0, 1, 1, 2, 5]), late=lambda slot: pace.choice([0, 0, 1, 9]))
     groups = groups_of(made, host, slots, replayable=replayable)
     is_open, restarts, numbers = False, 0, itertools.count()
     under_way: dict[int, int] = {}
@@ -207,6 +207,27 @@ def test_an_environment_that_thinks_keeps_no_other_episode_from_going_on():
         check(0, place, trajectory)
     groups.close()
     slow.close()
+
+
+def test_a_turn_that_was_not_answered_is_answered_in_the_new_environment(host):
+    Gate.go, slow, made = threading.Event(), Host(Gate, Gate.Settings()), ScriptedEngine()
+    groups = opened(made, slow)
+    groups.add(asked(0, 4))
+    groups.wait(after(30))
+    groups.interrupt()
+    kept = through_json(groups.partial())[0]
+    groups.close()
+    Gate.go.set()
+    slow.close()
+    assert all(one.is_unanswered for one in kept)
+    made.weight_version, Chain.stepped = 1, Counter()
+    groups = opened(made, host)
+    groups.add(asked(0, 4), kept)
+    found = until_idle(groups)
+    for place, trajectory in enumerate(found):
+        check(0, place, trajectory)
+    assert Chain.stepped == Counter((0, turn) for one in found for turn in range(one.turns))
+    groups.close()
 
 
 def begun(host: Host) -> tuple[ScriptedEngine, list[Trajectory]]:

@@ -78,7 +78,12 @@ class ScriptedGeneration:
         return Completion(tokens, logprobs, reason, [[self.version, len(tokens)]])
 
     def abort(self, sequence: int) -> None:
-        self.turns[sequence].aborted = True
+        turn = self.turns[sequence]
+        turn.aborted = True
+        for _ in range(self.engine.late(sequence)):
+            if turn.drawn and self._reason(turn) is not None:
+                break
+            turn.drawn.append(rule(turn.before, turn.seed, len(turn.drawn), self.version))
 
     def forget(self, sequence: int) -> None:
         self.over.remove(sequence)
@@ -92,10 +97,15 @@ class ScriptedGeneration:
 
 
 class ScriptedEngine:
-    """Opens `ScriptedGeneration`s, one at a time; `submitted` is what all of them were asked for."""
+    """Opens `ScriptedGeneration`s, one at a time; `submitted` is what all of them were asked for.
 
-    def __init__(self, steps: Callable[[int], int] = lambda sequence: 1) -> None:
-        self.weight_version, self.steps = 0, steps
+    `late(sequence)` says how many tokens of a turn are drawn after it was aborted, at most.
+    """
+
+    def __init__(
+        self, steps: Callable[[int], int] = lambda sequence: 1, late: Callable[[int], int] = lambda sequence: 0
+    ) -> None:
+        self.weight_version, self.steps, self.late = 0, steps, late
         self.submitted: list[tuple[int, list[int], int, int]] = []
         self.opened: list[ScriptedGeneration] = []
 
