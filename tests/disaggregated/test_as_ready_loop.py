@@ -76,12 +76,15 @@ def test_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path
     check_time(numbers)
 
 
-@pytest.mark.parametrize("partial", [(), (PARTIAL,)])
-def test_episodes_of_a_slow_environment_are_trained_on_once_and_none_is_lost_in_a_kill(recipe, tmp_path, partial):
+@pytest.mark.parametrize(("partial", "killed"), [((), "actor"), ((PARTIAL,), "rollout")])
+def test_episodes_of_a_slow_environment_are_trained_on_once_and_none_is_lost_in_a_kill(
+    recipe, tmp_path, partial, killed
+):
     file = tmp_path / "slow.py"
     file.write_text(SLOW.format(folder=str(Path(harness.__file__).parents[1] / "envs")))
     episodes = (*harness.GUESSING, f"env.name={file}:Slow", *partial)
-    numbers = killed_and_resumed(recipe, tmp_path, *episodes)
+    work = killed_in_step_3 if killed == "actor" else rollout_killed
+    numbers = killed_and_resumed(recipe, tmp_path, *episodes, work=work)
     check(tmp_path, STEPS)
     assert max(numbers[step]["env/turns/max"] for step in numbers if step) == 3
     assert all(numbers[step]["env/errors"] == 0 for step in numbers if step)
@@ -167,10 +170,14 @@ def train(recipe: Path, run_dir: Path, *overrides: str, work: Any = None) -> dic
     return harness.train(recipe, run_dir, *AS_READY, *overrides, work=work or noting)
 
 
-def killed_and_resumed(recipe: Path, run_dir: Path, *overrides: str) -> dict[int, dict[str, float]]:
-    """The run, whose actor is killed in step 3, and what was trained on until its last checkpoint and after it."""
+def killed_and_resumed(recipe: Path, run_dir: Path, *overrides: str, work: Any = None) -> dict[int, dict[str, float]]:
+    """The run, whose actor is killed in step 3, and what was trained on until its last checkpoint and after it.
+
+    Args:
+        work: of each rank, in place of `killed_in_step_3`.
+    """
     with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
-        train(recipe, run_dir, *overrides, work=killed_in_step_3)
+        train(recipe, run_dir, *overrides, work=work or killed_in_step_3)
     saved = [int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_?")]
     forget_after(run_dir, max(saved))
     return train(recipe, run_dir, *overrides)
@@ -293,3 +300,19 @@ def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: lis
     before_training(training)
     note_judged(Path(run_dir))
     harness.work_of_rank(recipe, run_dir, overrides, teams)
+
+
+def rollout_killed(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """`noting`; who generates is killed in the middle of that, after the checkpoint of step 2."""
+    from megarl.rollout.groups import Groups
+
+    wait = Groups.wait
+
+    def waiting(self: Any, enough: Any = None) -> Any:
+        found = wait(self, enough)
+        if self.busy and (Path(run_dir) / "checkpoints" / "step_2" / "meta.json").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    Groups.wait = waiting  # type: ignore[method-assign]
+    noting(recipe, run_dir, overrides, teams)
