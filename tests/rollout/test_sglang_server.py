@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,10 +19,15 @@ import torch
 
 from megarl.compat.sglang import shared_memory
 from megarl.config.rollout import SamplingConfig
+from megarl.data.trajectory import Trajectory
+from megarl.envs import Action, Environment, Step
+from megarl.envs.host import Host
 from megarl.errors import ServerError
 from megarl.rollout.engine import Completion, Request
+from megarl.rollout.groups import Group, Groups
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet
+from tests.envs.playing import rules_of
 from tests.models.tiny import save_tiny
 from tests.rollout.forked import forked_servers
 from tests.rollout.servers import VOCAB, engine, label, need_interpreter, start
@@ -186,6 +192,36 @@ def test_an_aborted_turn_keeps_what_the_server_has_drawn(both: Fleet, model: Pat
         torch.testing.assert_close(torch.tensor(done.logprobs), oracle(model, *kept, 1.0), atol=5e-5, rtol=0)
     again = tokens(made.generate([Request([20] * 5, [0])], SamplingConfig(max_new_tokens=8, ignore_eos=True), EOS))
     assert again == [[cut[0].token_ids[:8]]]  # the same sample, and the server goes on
+
+
+class Hints(Environment):
+    """Says the same three tokens after every turn."""
+
+    def step(self, action: Action) -> Step:
+        return Step([40, 41, 42])
+
+
+def test_episodes_that_are_interrupted_keep_log_probs_of_all_that_was_said_before(some: Fleet, model: Path) -> None:
+    host, asked = Host(Hints, Hints.Settings()), requests(2, 2)
+    sampling = SamplingConfig(max_new_tokens=200)
+    groups = Groups(engine(some), sampling, EOS, 4, 700, rules_of(host, turns=2, tokens=600))
+    groups.open()
+    for number, request in enumerate(asked):
+        groups.add(Group(number, request.prompt_ids, [partial(int.__add__, 1000 * seed) for seed in request.seeds]))
+    found: dict[int, list[Trajectory]] = {}
+    while groups.busy:
+        found |= dict(groups.wait())
+        groups.interrupt()
+        groups.open()
+    groups.close()
+    host.close()
+    episodes = [(asked[number].prompt_ids, one) for number, samples in found.items() for one in samples]
+    for prompt, one in episodes:
+        assert one.turn_rewards == [0.0] * one.turns
+        for turn, (start_, end) in enumerate(zip(one.turn_starts, one.turn_ends, strict=True)):
+            expected = oracle(model, [*prompt, *one.token_ids[:start_]], one.turn(turn), 1.0)
+            torch.testing.assert_close(torch.tensor(one.logprobs[start_:end]), expected, atol=5e-5, rtol=0)
+    assert sum(one.segments for _, one in episodes) > sum(one.turns for _, one in episodes), "none was interrupted"
 
 
 def test_servers_listen_on_loopback_alone_and_want_their_key(both: Fleet) -> None:
