@@ -27,3 +27,10 @@ def test_the_key_that_names_a_component_is_that_of_its_section(monkeypatch):
     for key in ("algorithm.kl.estimator", "algorithm.distillation.estimator", "algorithm.filter.name", "reward.name"):
         assert f"components that `{key}` may choose" in text
     assert "algorithm.kl.name" not in text
+
+
+def test_sections_of_one_class_share_a_table_and_name_their_own_defaults():
+    text = reference()
+    assert "### `actor.optim`" in text
+    assert "### `critic.optim`" not in text
+    assert "| [`optim`](#actoroptim) | section |  | optimizer; default of `lr` 1e-05 |" in text
