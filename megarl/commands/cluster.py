@@ -23,7 +23,7 @@ _NOTES = 10  # of what has happened, that `megarl status` shows
 
 
 def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], RunConfig]) -> None:
-    """The commands' arguments.
+    """Add the commands' arguments.
 
     Args:
         commands: of the program's parser.
@@ -178,13 +178,13 @@ def _check(
 
 
 def _close(found: str) -> None:
-    """Memory and checks below what --dry-run has printed, which is handed on as it is."""
+    """Print memory and checks below the output of --dry-run, which is handed on as it is."""
     sys.stdout.flush()
     print(f"{found}. Nothing was submitted.", file=sys.stderr)
 
 
 def _warn(text: str) -> None:
-    """Not in what --dry-run prints, which is handed on as it is."""
+    """Print a warning, not as part of the output of --dry-run, which is handed on as it is."""
     print(f"megarl: warning: {text}", file=sys.stderr)
 
 
@@ -203,7 +203,7 @@ def _active_job(run_dir: Path) -> tuple[str, str] | None:
 
 
 def _submitted(run_dir: Path) -> list[SubmittedJob]:
-    """The jobs of a run.
+    """Return the jobs of a run.
 
     Raises:
         UserError: the folder is not there, or has none.
@@ -262,7 +262,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _run_text(run_dir: Path) -> str:
-    """How far the run itself says it is."""
+    """Return the run's own report of its progress."""
     from megarl.artifacts.records import read_run, setting
 
     run, done = read_run(run_dir), last_step(run_dir)
@@ -274,7 +274,7 @@ def _run_text(run_dir: Path) -> str:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """The last training step in metrics.jsonl; None: there is none."""
+    """Return the last training step in metrics.jsonl; None: there is none."""
     from megarl.artifacts.jsonl import STEP, read_jsonl
 
     lines = read_jsonl(run_dir / "metrics.jsonl", needs=STEP)

@@ -45,7 +45,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_g
 
 
 def describe(folder: Path) -> str:
-    """What a Hugging Face folder holds: tensors, dtypes, bytes, files."""
+    """Describe a Hugging Face folder: tensors, dtypes, bytes, files."""
     from megarl.models.weights.files import CheckpointReader
 
     reader = CheckpointReader(folder)
@@ -102,7 +102,7 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
 
 
 def _config_of(model: ModelConfig, stored: Iterable[str]) -> PretrainedConfig:
-    """The configuration that the actor in a checkpoint was built with.
+    """Return the configuration that the actor in a checkpoint was built with.
 
     Of a hub model only config.json is fetched: the checkpoint itself says (`stored`: its names) whether the model had a
     head of its own.

@@ -18,7 +18,7 @@ END = "<!-- end of keys -->"
 
 
 def reference() -> str:
-    """Markdown: one table per section of keys, one of every class of sections."""
+    """Return the markdown: one table per section of keys, one of every class of sections."""
     defaults = _defaults()
     lines: list[str] = []
     keys = list(iter_keys())
@@ -74,7 +74,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _first_of_a_class(keys: list[Key]) -> dict[str, str]:
-    """Path of a section -> path of the section whose table it shares: the actor's, else the first of its class."""
+    """Map the path of a section to the section whose table it shares: the actor's, else the first of its class."""
     sections = sorted(
         (key for key in keys if key.section is not None), key=lambda key: not key.path.startswith("actor.")
     )
@@ -91,8 +91,8 @@ def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any],
 
 
 def _own_keys(path: str, place: str, named_by: str) -> list[str]:
-    """Markdown: the keys that the components of a section have for themselves, at `place`; one row where several share
-    a key. `named_by` is the section's key that names one."""
+    """Return the markdown: the keys that the components of a section have for themselves, at `place`; one row where
+    several share a key. `named_by` is the section's key that names one."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for name in COMPONENTS.names(path):
         model = COMPONENTS.settings_of(path, name)
@@ -122,7 +122,7 @@ def _row(key: Key, default: Any) -> str:
 
 
 def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:
-    """The row links to the table at `first`, and names the defaults that differ from it."""
+    """Return the row that links to the table at `first` and names the defaults that differ from it."""
     others = [path for path in defaults if path.startswith(f"{key.path}.")]
     own = {path: _yaml(defaults[path]) for path in others if defaults[path] != defaults[first + path[len(key.path) :]]}
     differing = ", ".join(f"`{path.rpartition('.')[2]}` {shown}" for path, shown in own.items())

@@ -1,4 +1,4 @@
-"""What this installation can do: versions, devices, and what each optional package adds."""
+"""The report on this installation: versions, devices, and what each optional package adds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONAL = {
 
 
 def report() -> str:
-    """The text of `megarl doctor`."""
+    """Return the text of `megarl doctor`."""
     lines = [f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores", ""]
     lines += [f"  {name:<20} {installed_version(name) or 'MISSING'}" for name in REQUIRED]
     lines += ["", "optional"]
@@ -40,7 +40,8 @@ def report() -> str:
 
 
 def clean() -> str:
-    """The text of `megarl doctor --clean`, which removes what processes of this user that were killed have left."""
+    """Return the text of `megarl doctor --clean`, which removes what processes of this user that were killed have
+    left."""
     removed = remove_leftovers()
     if not removed:
         return "nothing is left of processes that were killed"

@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """Differences in the order of computation.
+    """The differences between two models, in the order of computation.
 
     Attributes:
         places: hidden states, Megatron engine against transformers.
@@ -138,7 +138,7 @@ def _policy_places(model: PolicyModel) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def _recorded(places: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Inside the block, what each module returns, as float32 rows [tokens, hidden] on the CPU."""
+    """Record inside the block what each module returns, as float32 rows [tokens, hidden] on the CPU."""
     seen: dict[str, list[Tensor]] = {name: [] for name in places}
 
     def note(name: str) -> Callable[..., None]:
@@ -248,7 +248,7 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
 
 
 def _load_both(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, PolicyModel]:
-    """transformers' model and ours; the layout must be there."""
+    """Load transformers' model and ours; the layout must be there."""
     from transformers import AutoModelForCausalLM
 
     from megarl.models.build import build_policy
@@ -262,7 +262,7 @@ def _load_both(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> tuple[
 
 
 def as_table(found: Parity) -> Table:
-    """Every place, the first beyond the tolerance marked."""
+    """Return every place, the first beyond the tolerance marked."""
     from rich.table import Table
 
     table = Table("place", "largest difference", "relative", "", title="against transformers")

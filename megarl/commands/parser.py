@@ -1,4 +1,4 @@
-"""How the command line is read: argparse, with errors that say what was meant."""
+"""The parser of the command line: argparse, with errors that say what was meant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _CHOICE = re.compile(r"(?s)argument (?P<what>.+?): invalid choice: (?P<found>.+)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's errors; for a missing recipe or a misspelt choice those of this project, which say what there is."""
+    """An argparse parser with this project's errors for a missing recipe or a misspelt choice, which list the
+    choices."""
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong with the arguments, and exit with 2."""

@@ -29,7 +29,7 @@ _SAME = 0.01  # of a step: what is as fast, as far as formulas can tell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megarl plan`."""
+    """Add the arguments of `megarl plan`."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file or the name of a shipped one")
     parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
     kinds = (
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
-    """What `--hardware` names, as many as the recipe takes where it does not say.
+    """Return the hardware that `--hardware` names, as many devices as the recipe takes where it names no number.
 
     Raises:
         ConfigError: there is no such hardware, or the recipe takes another number of devices.
@@ -182,7 +182,8 @@ def _search(
 
 
 def _as_it_is(config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions, best_s: float) -> str:
-    """What the recipe itself takes on this hardware, or why it cannot run there. `best_s`: what is found takes."""
+    """Describe the recipe's own step on this hardware, or why it cannot run there. `best_s`: seconds of the best
+    choice."""
     from megarl.checks.planned import refuse_plan
     from megarl.commands.plan_report import doubts, misfits, tight
     from megarl.dag.placement import place

@@ -45,7 +45,7 @@ class Figure:
 
 
 def rest_of(config: RunConfig, plan: StepPlan, sizes: Sizes) -> list[Figure]:
-    """What the dry run estimates, too: host memory of a machine, process groups and descriptors of a rank."""
+    """Return the dry run's other estimates: host memory of a machine, process groups and descriptors of a rank."""
     host = host_memory(config, sizes, plan.placement, gpu=plan.hardware.gpu).peak
     fullest = max(plan.placement.teams, key=lambda team: descriptors(team.devices, team.parallel))
     return [
@@ -56,7 +56,7 @@ def rest_of(config: RunConfig, plan: StepPlan, sizes: Sizes) -> list[Figure]:
 
 
 def figures(plan: StepPlan) -> list[Figure]:
-    """The numbers of a step that belong to no phase."""
+    """Return the numbers of a step that belong to no phase."""
     room, (size, seconds, still) = plan.room, plan.checkpoint
     return [
         Figure("step", plan.step_s, "s", "S1"),
@@ -78,7 +78,7 @@ def figures(plan: StepPlan) -> list[Figure]:
 
 
 def hints(config: RunConfig, plan: StepPlan) -> list[str]:
-    """What a plan of this recipe leaves out, and what bounds it without need."""
+    """Return hints on parts that a plan of this recipe leaves out, and on needless bounds."""
     found, servers, room = [], config.rollout.sglang, plan.room
     samples = config.data.batch_size * config.rollout.sampling.n / max(1, room.engines)
     fitting, bound = int(room.tokens / room.longest), servers.max_concurrency
@@ -93,14 +93,14 @@ def hints(config: RunConfig, plan: StepPlan) -> list[str]:
 
 
 def assumed_lengths(config: RunConfig, plan: StepPlan) -> str:
-    """The tokens that most of a plan goes by, and how to say them."""
+    """Return the tokens that most of a plan goes by, and how to say them."""
     work = Workload.of(config, plan.given)
     tokens = f"{_short(work.prompt)} prompt and {_short(work.lengths.mean)} response tokens on average"
     return f"assumes {tokens} (--assume prompt_tokens=, mean_tokens=)"
 
 
 def tables(config: RunConfig, recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]:
-    """A plan as tables, and whether it fits."""
+    """Return a plan as tables, and whether it fits."""
     title = f"{recipe} on {plan.hardware.describe()}: {plan.step_s:.3g} s a step, by formulas"
     title += ", if it fitted" if misfits(plan) else ""
     phases = _phases(f"{title}\n{assumed_lengths(config, plan)}", plan)
@@ -114,12 +114,12 @@ def tables(config: RunConfig, recipe: str, plan: StepPlan, rest: list[Figure]) -
 
 
 def tight(plan: StepPlan) -> bool:
-    """A device is nearly full."""
+    """Tell whether a device is nearly full."""
     return plan.fullest.bytes > TIGHT * 1e9 * plan.hardware.memory_gb
 
 
 def misfits(plan: StepPlan) -> list[str]:
-    """What has no room in memory for certain, and the keys that it goes by; none: all may fit."""
+    """Return the moments that certainly do not fit into memory, and the keys that they depend on; none: all may fit."""
     found, limit = [], plan.hardware.memory_gb
     needed = max(plan.filled, key=lambda one: one.moment.least)
     if needed.moment.least > limit * 1e9:
@@ -132,7 +132,7 @@ def misfits(plan: StepPlan) -> list[str]:
 
 
 def doubts(plan: StepPlan) -> list[str]:
-    """What most likely has no room, by estimates and what SGLang does by itself; a dry run warns of it."""
+    """Return the moments that most likely do not fit, by estimates and SGLang's own memory; a dry run warns of them."""
     found, fullest, limit = [], plan.fullest, plan.hardware.memory_gb
     if fullest.bytes > limit * 1e9:
         found.append(f"{fullest.moment.name} holds {fullest.bytes / 1e9:,.1f} of {limit:.3g} GB; {_keys(fullest)}")
@@ -150,12 +150,12 @@ def _no_room(plan: StepPlan) -> list[str]:
 
 
 def _keys(one: Filled) -> str:
-    """What a moment goes by."""
+    """Return the keys that a moment depends on."""
     return f"{_GOES_BY} {'; '.join(dict.fromkeys(part.keys for part in _largest(one.moment)))}"
 
 
 def _largest(moment: Moment) -> list[Term]:
-    """The terms that weigh most."""
+    """Return the terms that weigh most."""
     return sorted(moment.terms, key=lambda part: -part.bytes)[:3]
 
 
@@ -192,7 +192,7 @@ def _numbers(numbers: list[Figure]) -> Table:
 
 
 def _short(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Format a number with three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
 
 
@@ -206,7 +206,7 @@ def _memory(plan: StepPlan) -> Table:
 
 
 def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
-    """A plan as plain data."""
+    """Return a plan as plain data."""
     return {
         "recipe": recipe,
         "hardware": asdict(plan.hardware),
@@ -240,7 +240,7 @@ def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
 
 
 def found_table(recipe: str, result: SearchResult) -> Table:
-    """The best of a search."""
+    """Return the best of a search."""
     hardware = result.best[0].plan.hardware
     without = f", at least {result.without_room} do not fit" if result.without_room else ""
     title = f"{recipe} on {hardware.describe()}: {result.compared} layouts in placements{without}; by S1, S2, S3, M1"
@@ -256,7 +256,7 @@ def found_table(recipe: str, result: SearchResult) -> Table:
 
 
 def found_as_json(recipe: str, result: SearchResult) -> dict[str, Any]:
-    """The best of a search as plain data."""
+    """Return the best of a search as plain data."""
 
     def one(found: FoundPlan) -> dict[str, Any]:
         choice = found.choice
@@ -306,7 +306,7 @@ def write_recipe(file: Path, recipe: str, best: FoundPlan) -> None:
 
 
 def _parent(recipe: str, file: Path) -> str:
-    """How `file` names the recipe: shipped ones by name, others relative to it."""
+    """Return the name of the recipe in `file`: shipped ones by name, others relative to it."""
     found = find_recipe(recipe)
     if found.stem in recipe_names() and find_recipe(found.stem) == found and not Path(recipe).is_file():
         return found.stem
@@ -314,7 +314,8 @@ def _parent(recipe: str, file: Path) -> str:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Keys of `after` with other values than in `before`, nested; a mapping that lost keys is there as a whole."""
+    """Return the keys of `after` with other values than in `before`, nested; a mapping that lost keys is there as a
+    whole."""
     found: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)
@@ -329,7 +330,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
 
 
 def _replacing(body: str, before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Where teams are gone, those that are left replace all: mappings are merged otherwise."""
+    """Mark `teams` as replaced where teams are gone: mappings are merged otherwise."""
     if not set(before) - set(after):
         return body
     lines = body.splitlines(keepends=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megarl simulate`."""
+    """Add the arguments of `megarl simulate`."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, the name of a shipped one, or a run folder")
     parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
     parser.add_argument(
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], 
 
 
 def _settings(text: str) -> tuple[str, ...]:
-    """`KEY=VALUE KEY=VALUE`, divided where it is blank outside of brackets and quotes.
+    """Return `KEY=VALUE KEY=VALUE`, divided where it is blank outside of brackets and quotes.
 
     Raises:
         UserError: a bracket or a quote is not closed, or a part sets nothing.
@@ -127,7 +127,7 @@ def _settings(text: str) -> tuple[str, ...]:
 
 
 def _unquoted(part: str) -> str:
-    """A part that is in quotes as a whole, without them; quotes inside of it are YAML's."""
+    """Remove the quotes around a part that is in quotes as a whole; quotes inside of it are YAML's."""
     whole = len(part) > 1 and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
     return part[1:-1] if whole else part
 
@@ -140,7 +140,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def tables(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> list[Table]:
-    """A table for the recipe and one for each `what if`, a row per number of devices: readable in 80 columns.
+    """Return a table for the recipe and one for each `what if`, a row per number of devices: readable in 80 columns.
 
     Efficiency is tokens per second and device beside the first row of all.
     """
@@ -170,7 +170,7 @@ def _percent(share: float) -> str:
 
 
 def verdicts(rows: Sequence[StudyRow]) -> list[str]:
-    """What breaks first where there are several numbers of devices, and what died."""
+    """Return what breaks first where there are several numbers of devices, and what died."""
     from megarl.simulation.study import losses
 
     found, kinds = [], {row.what: [one for one in rows if one.what == row.what] for row in rows}
