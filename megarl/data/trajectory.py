@@ -69,7 +69,7 @@ class Trajectory:
         self.segments += 1
 
     def end_turn(self, finish_reason: str) -> None:
-        """Return whether the sampled turn is over and the environment has not answered it yet."""
+        """End the turn that is being sampled; the environment has not answered it yet."""
         self.turn_ends.append(len(self.token_ids))
         self.finish_reason = finish_reason
 
