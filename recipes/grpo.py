@@ -89,11 +89,11 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
     if config.filter_admits:
         if late := filter_asks_models(config):
             raise ConfigError(
-                "with async.order=as_ready the filter decides which groups get into the store, when they are drawn and "
-                "scored, and this one reads what is computed after that",
+                "with async.order=as_ready the filter is applied right after generation and scoring, and this one reads "
+                "fields that are computed later",
                 where="algorithm.filter.name",
                 found=f"{config.algorithm.filter.name}, which reads {', '.join(late)}",
-                allowed="a filter of scores, tokens, texts and what else there is of a sample that is scored",
+                allowed="a filter of scores, tokens, texts and other fields of a scored sample",
                 fix="set async.order=in_order async.max_staleness=1, or put the filter on a node of your own pipeline "
                 "(megarl.runtime.stages.shaping.own_filter), which masks samples of a step",
             )

@@ -231,7 +231,7 @@ class Registry(Generic[S]):
             return inspect.signature(function).parameters
         except (TypeError, ValueError):
             raise ConfigError(
-                f"this {self.kind} does not say what it takes",
+                f"this {self.kind} does not name its parameters",
                 where=self.key,
                 found=getattr(function, "__name__", repr(function)),
                 allowed="a function that is written in Python",

@@ -219,7 +219,7 @@ def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checkl
     if room >= longest * token:
         return
     least = math.ceil(100 * (weights + longest * token) / memory.free) / 100 if memory.free else 1.0
-    key, found, fix = "rollout.sglang.memory_fraction", servers.memory_fraction, f"what it goes by: {ROOM_KEYS}"
+    key, found, fix = "rollout.sglang.memory_fraction", servers.memory_fraction, f"change one of: {ROOM_KEYS}"
     message = (
         f"a server has room for {int(room / token):,} tokens next to {weights / 1e9:,.1f} GB of weights on a "
         f"GPU of which {memory.free / 1e9:,.1f} GB are free when it starts, and the longest sample has {longest:,}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-_GOES_BY = "what it goes by:"
+_GOES_BY = "change one of:"
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ def figures(plan: StepPlan) -> list[Figure]:
         Figure("tokens per second and device", plan.per_device, "tokens/s", "S2"),
         Figure("MFU", 100 * plan.mfu, "%", "S3"),
         Figure("fullest device", plan.fullest.bytes / 1e9, "GB", "M1"),
-        Figure("engines that draw", room.engines, "", "K1"),
+        Figure("engines that generate", room.engines, "", "K1"),
         Figure("weights on a device of theirs", room.weights / 1e9, "GB", "K1"),
         Figure("room for keys and values on it", room.bytes / 1e9, "GB", "K1"),
         Figure("tokens that fit into an engine", room.tokens, "tokens", "K1"),
         Figure("samples side by side", room.slots, "", "K1"),
         Figure("checkpoint", size / 1e9, "GB", "C1"),
         Figure("writing it", seconds, "s", "C1"),
-        Figure("standing still for it", still, "s", "C1"),
+        Figure("waiting for it", still, "s", "C1"),
         *([Figure("a step of sft", sum(part.seconds for part in plan.sft), "s", "T8")] if plan.sft else []),
     ]
 

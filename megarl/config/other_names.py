@@ -202,7 +202,7 @@ KEYS: dict[str, str] = {
     "checkpoint_must_save_by": "trainer.save_by_s (seconds)",
     "exit_duration_in_mins": "trainer.save_by_s (seconds)",
     "non_persistent_save_interval": "trainer.resume_every",
-    "exit_signal_handler": "cluster.grace_s (SIGTERM saves as it is)",
+    "exit_signal_handler": "cluster.grace_s (SIGTERM saves anyway)",
     "save_total_limit": "trainer.keep_last",
     "save_limit": "trainer.keep_last",
     "max_actor_ckpt_to_keep": "trainer.keep_last",

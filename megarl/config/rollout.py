@@ -43,7 +43,7 @@ class LimitsConfig(Section):
     )
     seconds: Seconds | None = Field(
         None,
-        description="seconds of wall time; turns that are under way then end with what there is. null: no limit. "
+        description="seconds of wall time; turns that are under way then end with their tokens so far. null: no limit. "
         "Set, runs are not repeatable",
     )
 

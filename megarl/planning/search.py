@@ -282,7 +282,7 @@ class Search:
                 f"in none of {compared} layouts servers have room for the longest sample",
                 where="--search",
                 found="too little room for keys and values",
-                fix=f"what it goes by: {ROOM_KEYS}",
+                fix=f"change one of: {ROOM_KEYS}",
             )
         assert self._nearest is not None, "what does not fit was noted"
         size, choice, fullest = self._nearest

@@ -228,7 +228,7 @@ def test_a_component_that_does_not_take_what_it_declares_is_refused(
 def test_a_function_that_does_not_say_what_it_takes_is_refused(failures, section):
     checks = failures(f"algorithm.{section}.name=builtins:max")
     assert [(check.key, check.found) for check in checks] == [(f"algorithm.{section}.name", "max")]
-    assert "does not say what it takes" in checks[0].message
+    assert "does not name its parameters" in checks[0].message
 
 
 REGISTRIES = {registry.key: registry for registry in BY_SECTION.values()}

@@ -74,10 +74,10 @@ def test_ranks_of_a_server_share_its_weights(config_of, tp, ep):
         ("sft", ["fine-tunes a fresh model", "7 steps of 16 examples", "checkpoints/ and hf/"], "estimator"),
         (
             "eval",
-            ["draws responses of org/trained to megarl", "2 per prompt, greedy", "scores them with"],
+            ["generates responses of org/trained to megarl", "2 per prompt, greedy", "scores them with"],
             "[  ok] batch",
         ),
-        ("generate", ["draws responses of org/trained", "at most 8 tokens", "responses.jsonl"], "reward:"),
+        ("generate", ["generates responses of org/trained", "at most 8 tokens", "responses.jsonl"], "reward:"),
     ],
 )
 def test_plan_of_another_command_says_what_that_one_does(config_of, job, words, absent):
