@@ -89,7 +89,7 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
     if config.filter_admits:
         if late := filter_asks_models(config):
             raise ConfigError(
-                "with async.order=as_ready the filter is applied right after generation and scoring, and this one reads "
+                "with async.order=as_ready the filter is applied right after generation and scoring, and it reads "
                 "fields that are computed later",
                 where="algorithm.filter.name",
                 found=f"{config.algorithm.filter.name}, which reads {', '.join(late)}",
