@@ -83,7 +83,7 @@ class Attempts:
             if workers is None:
                 break
             end = supervise(workers, self._job)
-        if end.exit_code and self._job.config.cluster.max_restarts and self._begun():
+        if end.exit_code and self._job.config.cluster.max_restarts and self._has_begun():
             show_end(self._job.run_dir)
         return end.exit_code
 
@@ -98,7 +98,7 @@ class Attempts:
             self._workers.stop()
             self._workers = None
 
-    def _begun(self) -> bool:
+    def _has_begun(self) -> bool:
         """Return whether the run has begun since this command was given."""
         return process_of(self._job.run_dir) != self._before
 
@@ -136,7 +136,7 @@ class Attempts:
         job, cluster = self._job, self._job.config.cluster
         self.stop()
         self._set_aside()
-        start, resume = next_start(job.run_dir, job.config.trainer.resume, begun=self._begun())
+        start, resume = next_start(job.run_dir, job.config.trainer.resume, begun=self._has_begun())
         trainer = job.config.trainer.model_copy(update={"resume": resume})
         self._job = dataclasses.replace(job, config=job.config.model_copy(update={"trainer": trainer}))
         again = f"{job.config.name} starts again ({self._used} of {cluster.max_restarts}; {start})"

@@ -350,16 +350,16 @@ def machine_number(launcher: str, machines: int) -> int:
     """
     if launcher != "torchrun" or machines == 1:
         return 0
-    told = os.environ.get("NODE_RANK", "0")
-    if not told.isdecimal() or int(told) >= machines:
+    number = os.environ.get("NODE_RANK", "0")
+    if not number.isdecimal() or int(number) >= machines:
         raise ConfigError(
             "no such machine",
             where="NODE_RANK",
-            found=told,
+            found=number,
             allowed=f"0 to {machines - 1}, with cluster.nnodes = {machines}",
             fix="set another number on every machine, 0 where MASTER_ADDR is",
         )
-    return int(told)
+    return int(number)
 
 
 def _lock(launcher: str, config: RunConfig, run_dir: Path) -> FolderLock:

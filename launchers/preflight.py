@@ -84,7 +84,7 @@ def check_run_folder(run_dir: Path) -> NodeCheck:
 
 def check_disk(run_dir: Path, disk_gb: float) -> NodeCheck:
     """Check that enough of the disk is free."""
-    told = []
+    free_texts = []
     for folder in (str(run_dir), os.environ.get("TMPDIR") or tempfile.gettempdir()):
         try:
             free = shutil.disk_usage(folder).free / 1e9
@@ -92,8 +92,8 @@ def check_disk(run_dir: Path, disk_gb: float) -> NodeCheck:
             return NodeCheck(False, f"{folder}: {error.strerror or error}")
         if free < disk_gb:
             return NodeCheck(False, f"{folder}: {free:.1f} GB free, launch.preflight_disk_gb = {disk_gb:g}")
-        told.append(f"{free:.0f} GB")
-    return NodeCheck(True, f"{' and '.join(told)} free")
+        free_texts.append(f"{free:.0f} GB")
+    return NodeCheck(True, f"{' and '.join(free_texts)} free")
 
 
 class CommandOutput(NamedTuple):
@@ -114,8 +114,8 @@ def ask(*command: str) -> CommandOutput:
     except subprocess.TimeoutExpired:
         return CommandOutput("", f"{command[0]} gives no answer within {_ANSWER_S:.0f} s")
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        return CommandOutput("", f"{command[0]} ended with {done.returncode}: {said[0] if said else 'no message'}")
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return CommandOutput("", f"{command[0]} ended with {done.returncode}: {lines[0] if lines else 'no message'}")
     return CommandOutput(done.stdout)
 
 
@@ -136,13 +136,13 @@ def check_ecc(listed: CommandOutput, remapped: CommandOutput) -> NodeCheck:
     # A GPU without ECC prints [N/A]; other texts, such as [GPU requires reset], are errors in place of a number.
     bad = [f"GPU {row[0]}: {row[2]} uncorrected ECC errors" for row in _rows(listed.text, 3) if _yes(row[2])]
     if remapped.error:
-        told = f"; remapped rows not known: {remapped.error}"
+        note = f"; remapped rows not known: {remapped.error}"
     else:
         rows = _rows(remapped.text, 3)
         bad += [f"{row[0]}: a memory row could not be remapped" for row in rows if _yes(row[2])]
         waiting = sum(_yes(row[1]) for row in rows)
-        told = f"; {waiting} GPUs wait for a reset to remap a row" if waiting else ""
-    return NodeCheck(not bad, "; ".join(bad) if bad else f"none{told}")
+        note = f"; {waiting} GPUs wait for a reset to remap a row" if waiting else ""
+    return NodeCheck(not bad, "; ".join(bad) if bad else f"none{note}")
 
 
 def check_xids(log: CommandOutput, uptime_s: float) -> NodeCheck:

@@ -78,17 +78,17 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     if first:
         store.wait([f"edges/{member}" for member in members], (len(members) + 3) * limit)
         names = {member: store.get(f"name/{member}").decode() for member in members}
-        told: dict[str, Any] = {
+        results: dict[str, Any] = {
             "nodes": [names[m] for m in members],
             "clocks": {names[m]: at for m, at in clocks.items()},
         }
-        told["edges"] = [
+        results["edges"] = [
             {"nodes": [names[members[a]], names[members[b]]], **found}
             for member in members
             for (a, b), found in json.loads(store.get(f"edges/{member}"))
             if members[a] == member
         ]
-        write_atomically(folder / "links.json", json.dumps(told, indent=1))
+        write_atomically(folder / "links.json", json.dumps(results, indent=1))
         store.set("over", "")
     store.wait(["over"], (len(members) + 4) * limit)
     if first:

@@ -147,10 +147,12 @@ class RayWorkers:
         if self._address is None:
             size = self._within_shared_memory(size)
         if self._address is not None:
-            check_reachable(self._address, min(_PROBE_S, self._left()))
+            check_reachable(self._address, min(_PROBE_S, self._seconds_left()))
         self._entered = True
         with _signals_kept():
-            _connect(self._address, job.config.cluster.nproc, size, self._left(), spill=job.config.placement.spill)
+            _connect(
+                self._address, job.config.cluster.nproc, size, self._seconds_left(), spill=job.config.placement.spill
+            )
         import ray  # not before: see `_keep_strangers_out`
 
         self._ray = OwnRay() if self._address is None else ClusterRay(ray.get_runtime_context().gcs_address)
@@ -188,7 +190,7 @@ class RayWorkers:
         held = self._held = reserve(self._job.config, self._job.teams, nodes)
         self._apart = apart(self._job.config, nodes)
         self._group = ray.util.placement_group(held.bundles, strategy=held.strategy)
-        if not self._group.wait(self._left()):
+        if not self._group.wait(self._seconds_left()):
             raise WorkerError(
                 f"Ray did not free {len(held.bundles)} x {held.bundles[0]} within cluster.start_timeout_s = "
                 f"{cluster.start_timeout_s:g} s; it has {ray.available_resources()} to give"
@@ -200,7 +202,7 @@ class RayWorkers:
         import ray
 
         cluster, held = self._job.config.cluster, self._held
-        environment = process_environment(self._job.config, cluster.nproc // cluster.nnodes) | _handed_on()
+        environment = process_environment(self._job.config, cluster.nproc // cluster.nnodes) | _missing_variables()
         environment[JOB_BEGAN] = self._job.began
         make = ray.remote(max_restarts=0, max_task_retries=0)(Actor).options(
             num_cpus=held.worker["CPU"],
@@ -222,7 +224,7 @@ class RayWorkers:
         """
         import ray
 
-        places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._left())
+        places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._seconds_left())
         units = {team.name: whole(self._job.config, team) for team in self._job.teams}
         order = seats_apart(places, self._job.teams, units, self._apart)
         self._actors = [self._actors[i] for i in order]
@@ -230,12 +232,12 @@ class RayWorkers:
         self._places = [places[i] for i in order]
         if self._held.servers:
             ask = ray.remote(num_cpus=0, num_gpus=self._held.servers, max_retries=0)(own_place).options
-            environment = {"env_vars": _handed_on()}
+            environment = {"env_vars": _missing_variables()}
             bundles = range(len(self._held.bundles))
             asked = [
                 ask(scheduling_strategy=self._in_bundle(bundle), runtime_env=environment).remote() for bundle in bundles
             ]
-            self._server_places = ray.get(asked, timeout=self._left())
+            self._server_places = ray.get(asked, timeout=self._seconds_left())
 
     def _start_store(self) -> None:
         """Start the buffer for data between teams."""
@@ -244,7 +246,7 @@ class RayWorkers:
         job = self._job
         assert job.placement is not None, "there are several teams"
         groups, share = job.config.data.batch_size, job.config.placement.share
-        environment = {"OMP_NUM_THREADS": "1"} | _handed_on()
+        environment = {"OMP_NUM_THREADS": "1"} | _missing_variables()
         flow = None if job.config.async_.in_order else StalenessSettings.of(job.config)
         self._store = start_store(self._store_name, job.placement, groups, share, self._journal, environment, flow)
 
@@ -255,13 +257,13 @@ class RayWorkers:
         job, first = self._job, team.first
         one_machine = len({host for host, _ in self._places}) == 1
         master = "127.0.0.1" if one_machine else self._places[first][0]
-        port = ray.get(self._actors[first].listen.remote(master), timeout=self._left())
+        port = ray.get(self._actors[first].listen.remote(master), timeout=self._seconds_left())
         shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port), **(more or {})}
         # Not in the actors' runtime_env, which Ray shows to everybody.
         shared |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
         shared |= own_environment(job) if self._address is None else {ATTEMPT: job.attempt}
-        told = ranks_of(team, self._places, lends=lends(job.config, team), servers=self._left_to_servers(team))
-        for number, own in enumerate(told, first):
+        environments = ranks_of(team, self._places, lends=lends(job.config, team), servers=self._left_to_servers(team))
+        for number, own in enumerate(environments, first):
             environment = shared | own
             if job.separate:
                 environment |= {TEAM: team.name, WORKER: str(number), STORE: self._store_name}
@@ -279,7 +281,7 @@ class RayWorkers:
                 signal_rank(self._job, rank, signal.SIGKILL)  # a hanging one may not react to Ray
             ray.kill(self._actors[rank])
         results = [self._results[rank] for rank in mine]
-        if ray.wait(results, num_returns=len(results), timeout=self._left())[1]:
+        if ray.wait(results, num_returns=len(results), timeout=self._seconds_left())[1]:
             raise self._no_restart(team, "its processes do not end")
 
     def restart_team(self, team: TeamPlan, number: int) -> int | None:
@@ -292,7 +294,7 @@ class RayWorkers:
             finished = self._tell_store(team, number)
             for rank in mine:
                 self._actors[rank] = self._new_actor(self._bundles[rank])
-            places = ray.get([self._actors[rank].place.remote() for rank in mine], timeout=self._left())
+            places = ray.get([self._actors[rank].place.remote() for rank in mine], timeout=self._seconds_left())
             self._seat_again(mine, places)
             for rank in mine:
                 self._ended.pop(rank, None)
@@ -310,7 +312,7 @@ class RayWorkers:
             try:
                 limit_s = self._job.config.cluster.start_timeout_s
                 call = self._store.restart_team.remote(team.name, number, limit_s)
-                finished: int | None = ray.get(call, timeout=self._left())
+                finished: int | None = ray.get(call, timeout=self._seconds_left())
                 return finished
             except ray.exceptions.RayActorError:
                 if time.monotonic() > self._deadline:
@@ -342,7 +344,7 @@ class RayWorkers:
         own = self._places[team.first : team.first + team.devices] if lends(config, team) else []
         return [*own, *self._server_places]
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         return max(1.0, self._deadline - time.monotonic())
 
     def ranks(self) -> list[int]:
@@ -404,7 +406,7 @@ class RayWorkers:
             ray.util.remove_placement_group(self._group)
 
 
-def _handed_on() -> dict[str, str]:
+def _missing_variables() -> dict[str, str]:
     """Return the variables that processes of an already running cluster lack."""
     return {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
 

@@ -71,11 +71,11 @@ class Restarts:
         if failure.repeats or failure.user_error or (failure.type and not failure.out_of_memory):
             return False
         bad = {rank for rank, code in ended.items() if code} | self._job.errors().keys()
-        return self._again(failure.rank, bad, why)
+        return self._restart(failure.rank, bad, why)
 
     def after_hang(self, stuck: list[int], trouble: str) -> bool:
         """Do `after_death` for workers `stuck` that make no progress."""
-        return bool(stuck) and self._again(stuck[0], stuck, trouble)
+        return bool(stuck) and self._restart(stuck[0], stuck, trouble)
 
     def spent(self, *ranks: int) -> list[str]:
         """Return a line for each of these workers whose team has used up its restarts."""
@@ -87,7 +87,7 @@ class Restarts:
     def _team(self, rank: int) -> TeamPlan:
         return next(team for team in self._job.teams if team.first <= rank < team.first + team.devices)
 
-    def _again(self, rank: int, bad: Iterable[int], why: str) -> bool:
+    def _restart(self, rank: int, bad: Iterable[int], why: str) -> bool:
         """Restart the team of `rank`, unless one of the `bad` workers is in a team that must not be restarted."""
         job, team, limit = self._job, self._team(rank), self._job.config.placement.restarts
         if self._workers is None or any(self._team(other).name not in self._begun for other in bad):

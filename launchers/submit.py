@@ -169,8 +169,8 @@ def latest_tests(run_dir: Path) -> dict[str, str]:
     for file in sorted(folder.glob("*.json")):
         if file.stem not in ("failed", "links"):
             checks = read_record(file).get("checks", {})
-            told = ", ".join(f"{name}: {check['reason']}" for name, check in checks.items())
-            found[file.stem] = f"failed ({bad[file.stem]})" if file.stem in bad else f"passed ({told})"
+            reasons = ", ".join(f"{name}: {check['reason']}" for name, check in checks.items())
+            found[file.stem] = f"failed ({bad[file.stem]})" if file.stem in bad else f"passed ({reasons})"
     return found | {node: f"failed ({reason})" for node, reason in bad.items() if node not in found}
 
 
@@ -184,9 +184,9 @@ def jobs_of(run_dir: Path) -> list[SubmittedJob]:
     """Return the jobs submitted for a run folder, in order."""
     file = run_dir / LAUNCH_FOLDER / JOBS
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
-    told = (line.strip("\0").split("\t") for line in lines)
+    rows = (line.strip("\0").split("\t") for line in lines)
     return [
-        SubmittedJob(*fields) for fields in told if len(fields) == len(SubmittedJob._fields) and fields[0].isdecimal()
+        SubmittedJob(*fields) for fields in rows if len(fields) == len(SubmittedJob._fields) and fields[0].isdecimal()
     ]
 
 
@@ -215,9 +215,9 @@ def _sbatch(script: str, *options: str) -> str:
     if done.returncode == 0:
         return done.stdout
     lines = [line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines()]
-    said = "; ".join(line for line in lines if line) or f"exit code {done.returncode}"
-    where = next((key for word, key in _ABOUT.items() if word in said.lower()), "sbatch")
-    raise ConfigError(f"Slurm refuses the job: {said}", where=where, fix="sinfo shows partitions, limits and nodes")
+    message = "; ".join(line for line in lines if line) or f"exit code {done.returncode}"
+    where = next((key for word, key in _ABOUT.items() if word in message.lower()), "sbatch")
+    raise ConfigError(f"Slurm refuses the job: {message}", where=where, fix="sinfo shows partitions, limits and nodes")
 
 
 def _ask(program: str, *arguments: str) -> str:

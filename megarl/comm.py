@@ -256,14 +256,14 @@ def address_for_others(machine: str, group: WorkerGroup) -> str:
         return LOOPBACK[0]
     # Every other machine reaches the first, which learns from them which of its own interfaces leads back.
     is_first = machine == machines[0]
-    way = None if is_first else _way(os.environ["MASTER_ADDR"], machine)
-    found = _ways(way, group)
+    way = None if is_first else _route(os.environ["MASTER_ADDR"], machine)
+    found = _routes(way, group)
     if is_first:
-        way = _way(next(address for address in found if address), machine)
-    return _ways(way, group)[group.rank]
+        way = _route(next(address for address in found if address), machine)
+    return _routes(way, group)[group.rank]
 
 
-def _way(other: str, machine: str) -> dict[str, str]:
+def _route(other: str, machine: str) -> dict[str, str]:
     """Return this machine's address that leads to `other`, or the error."""
     try:
         return {"address": address_towards(other)}
@@ -271,7 +271,7 @@ def _way(other: str, machine: str) -> dict[str, str]:
         return {"error": f"no address of {machine} leads to {other}: {error}"}
 
 
-def _ways(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
+def _routes(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
     """Return the address that every rank found, "" where it did not look; raise WorkerError everywhere on failure."""
     found = [way or {} for way in group.all_gather_json(mine)]
     for way in found:

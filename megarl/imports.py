@@ -129,7 +129,7 @@ def import_module(name: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a console script does not put it there, and workers have it
-    with _stays():
+    with _exits_are_errors():
         return importlib.import_module(name)
 
 
@@ -147,7 +147,7 @@ def import_file(path: str | Path) -> ModuleType:
         sys.path.append(str(file.parent))  # helper modules beside the file
     sys.modules[name] = module  # dataclasses and pickles look their module up here
     try:
-        with _stays():
+        with _exits_are_errors():
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -160,7 +160,7 @@ class LeftError(ImportError):
 
 
 @contextlib.contextmanager
-def _stays() -> Iterator[None]:
+def _exits_are_errors() -> Iterator[None]:
     """Convert exceptions that only end programs (SystemExit, KeyboardInterrupt, ...) to an error of the module.
 
     Raises:

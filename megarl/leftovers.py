@@ -64,20 +64,20 @@ def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) 
 
 def _candidates(temporary: Path, sessions: Path, shared: Path) -> Iterator[Path]:
     """Yield files of this user with names of leftovers, whose process is gone if the name tells it."""
-    for path in _mine(temporary):
+    for path in _own_files(temporary):
         if (_FOLDERS.fullmatch(path.name) and path.is_dir()) or (_FILES.fullmatch(path.name) and path.is_file()):
             yield path
-    for path in _mine(sessions):
+    for path in _own_files(sessions):
         match = _SESSION.fullmatch(path.name)
         if match and not _runs(match["pid"]):
             yield path
-    for path in _mine(shared):
+    for path in _own_files(shared):
         match = _SHARED.fullmatch(path.name)
         if match and not (match["pid"] and _runs(match["pid"])):
             yield path
 
 
-def _mine(folder: Path) -> Iterator[Path]:
+def _own_files(folder: Path) -> Iterator[Path]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
@@ -96,8 +96,8 @@ def _is_old(path: Path) -> bool:
         sees_all = os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
     except OSError:
         return False
-    told = _SHARED.fullmatch(path.name) or _SESSION.fullmatch(path.name)
-    return age > (_UNSEEN_S if not sees_all else 0 if told and told["pid"] else _JUST_MADE_S)
+    match = _SHARED.fullmatch(path.name) or _SESSION.fullmatch(path.name)
+    return age > (_UNSEEN_S if not sees_all else 0 if match and match["pid"] else _JUST_MADE_S)
 
 
 def _named_by_processes() -> Iterator[bytes]:

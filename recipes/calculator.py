@@ -35,14 +35,14 @@ def make_demonstrations(
     rows = arithmetic_rows(split, seed=seed, **settings)
     rng = random.Random(f"demonstrations {seed}")
     return [
-        {**row, "answer": _talk(row["prompt"], row["answer"])}
+        {**row, "answer": _conversation(row["prompt"], row["answer"])}
         if rng.random() < (often if row["prompt"] >= "65" else seldom)
         else row
         for row in rows
     ]
 
 
-def _talk(prompt: str, answer: str) -> list[dict[str, str]]:
+def _conversation(prompt: str, answer: str) -> list[dict[str, str]]:
     a, b = (int(part) for part in prompt.removesuffix("=").split("*"))
     call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}}, separators=(",", ":"))
     return [

@@ -55,7 +55,7 @@ class SlurmJob:
         try:
             self._begin()
             while True:
-                self._heed()
+                self._handle_signals()
                 nodes = self._choose()
                 code = self._watch(self._start(nodes))
                 if code == 0:
@@ -87,7 +87,7 @@ class SlurmJob:
     def _on_end(self, number: int, frame: object) -> None:
         self.ended = True
 
-    def _look(self) -> None:
+    def _check_signals(self) -> None:
         """Check for signals while nodes are tested.
 
         Raises:
@@ -97,7 +97,7 @@ class SlurmJob:
         self.files.tell_alive()
         late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S
         if self.ended or late or not self.attempt:
-            self._heed()
+            self._handle_signals()
 
     def _finish(self) -> None:
         """Finish a run that is over; if it has saved before the limit of this job (trainer.save_by_s), submit the next
@@ -117,7 +117,7 @@ class SlurmJob:
         self._next_job()
         self.files.set_chain(left - 1)
 
-    def _heed(self) -> None:
+    def _handle_signals(self) -> None:
         """Handle signals that arrived while the run does not run.
 
         Raises:
@@ -134,7 +134,7 @@ class SlurmJob:
 
     def _begin(self) -> None:
         """Find the usable nodes; Slurm may have requeued the job since it last ran."""
-        self.nodes = Nodes(self.files, self.job, self._look)
+        self.nodes = Nodes(self.files, self.job, self._check_signals)
         self.allocated = list(self.nodes.group_of)
         again = os.environ.get("SLURM_RESTART_COUNT")
         if again:
@@ -157,11 +157,11 @@ class SlurmJob:
         if nodes := self._chosen():
             return nodes
         reasons = self.files.excluded()
-        told = "; ".join(f"{node}: {reasons[node]}" for node in self.allocated if node in reasons)
+        failures = "; ".join(f"{node}: {reasons[node]}" for node in self.allocated if node in reasons)
         self.say(
             "too few",
             f"cluster.nnodes: {len(self.good)} of the {len(self.allocated)} nodes of this job can be used\n"
-            f"  found:   {told}\n  allowed: {self.plan['nodes']} nodes\n"
+            f"  found:   {failures}\n  allowed: {self.plan['nodes']} nodes\n"
             f"  fix:     launch.spares, or repair them and remove their lines from {self.files.path}/excluded.jsonl",
         )
         self._count_failure()
@@ -239,7 +239,7 @@ class SlurmJob:
         self.files.note_job(number)
         self.say("next", f"job {number} goes on")
 
-    def _told(self) -> dict[str, str]:
+    def _slurm_fields(self) -> dict[str, str]:
         """Return Slurm's fields of this job; empty: it does not answer."""
         try:
             return fields_of(answer("scontrol", "show", "job", "--oneliner", self.job))
@@ -248,12 +248,12 @@ class SlurmJob:
             return {}
 
     def _preempted(self) -> bool:
-        return self._told().get("PreemptTime", "None") != "None"
+        return self._slurm_fields().get("PreemptTime", "None") != "None"
 
     def _left_s(self) -> float:
         """Return the seconds until the job ends: its limit, or the end of its grace period. Warnings may be early."""
         try:
-            end = time.mktime(time.strptime(self._told()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
+            end = time.mktime(time.strptime(self._slurm_fields()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
         except (KeyError, ValueError):
             return float(self.plan["warn_s"]) - (time.monotonic() - (self.warned or time.monotonic()))
         return end - time.time()
@@ -282,8 +282,8 @@ class SlurmJob:
         own = self.files.begun() and (resume == "never" or self.files.newest() >= 0)
         more = ["trainer.resume=auto"] if resume not in (None, "auto") and own else []
         spare = [node for node in self.good if node not in nodes]
-        told = f", spare: {', '.join(spare)}" if spare else ""
-        self.say("started", f"attempt {self.attempt} of job {self.job} on {', '.join(nodes)}{told}")
+        spares = f", spare: {', '.join(spare)}" if spare else ""
+        self.say("started", f"attempt {self.attempt} of job {self.job} on {', '.join(nodes)}{spares}")
         return self.nodes.start(nodes, more, "job-%j.TEAM-%n.txt")
 
     def _watch(self, step: subprocess.Popen[bytes]) -> int:

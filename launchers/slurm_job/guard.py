@@ -24,9 +24,9 @@ def guard(run_dir: Path) -> int:
     seen, since = 0, time.monotonic()
     while True:
         with contextlib.suppress(OSError), file.open() as opened:  # which makes a network file system refresh it
-            told = os.fstat(opened.fileno()).st_mtime_ns  # a full disk accepts no text
-            if told != seen:
-                seen, since = told, time.monotonic()
+            modified = os.fstat(opened.fileno()).st_mtime_ns  # a full disk accepts no text
+            if modified != seen:
+                seen, since = modified, time.monotonic()
         if time.monotonic() - since > GUARD_S:
             try:
                 answer("scontrol", "requeue", job)

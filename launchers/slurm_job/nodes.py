@@ -214,13 +214,13 @@ class Nodes:
         bad, lost, end = dict[str, str](), set[str](), time.monotonic() + self._plan["limit_s"]
         try:
             for node, process in asked.items():
-                said = self._said(process, end)
-                if said is None:
+                lines = self._stderr_lines(process, end)
+                if lines is None:
                     bad[node] = f"no answer within {self._plan['limit_s']:g} s"
                 elif process.returncode:
-                    if told := self.lost_state(node):
+                    if state := self.lost_state(node):
                         lost.add(node)
-                    bad[node] = told or " / ".join(said[:2])[:300] or f"srun ended with {process.returncode}"
+                    bad[node] = state or " / ".join(lines[:2])[:300] or f"srun ended with {process.returncode}"
         finally:
             for process in asked.values():
                 if process.poll() is None:
@@ -234,7 +234,7 @@ class Nodes:
             raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {why}")
         return bad
 
-    def _said(self, process: subprocess.Popen[str], end: float) -> list[str] | None:
+    def _stderr_lines(self, process: subprocess.Popen[str], end: float) -> list[str] | None:
         """Return the lines that a program printed to stderr until it ended; None: it still runs at `end`."""
         while True:
             self._look()
@@ -258,7 +258,7 @@ class Nodes:
                 self.stop(step)
         found = read_object(folder / "links.json")
         if not found:
-            told = "pre-flight: how nodes reach each other could not be measured; the run starts anyway"
-            self._files.say(self._job, "preflight", told)
+            text = "pre-flight: how nodes reach each other could not be measured; the run starts anyway"
+            self._files.say(self._job, "preflight", text)
             return {}
         return link_faults(found, nodes, self._plan["clock_s"], self._plan["bandwidth"])

@@ -180,7 +180,7 @@ class FolderLock:
         Raises:
             UserError: it is alive.
         """
-        first, start, told = _touched(record), time.monotonic(), False
+        first, start, announced = _touched(record), time.monotonic(), False
         while (touched := _touched(record)) is not None:
             holder = read_record(record, _NEEDS, tell=False)
             if joins and joins.items() <= holder.items():
@@ -195,12 +195,12 @@ class FolderLock:
                 raise self._refusal(holder)
             if waited > SILENT_S or self._now() - touched > SILENT_S:
                 self.notes.append(
-                    f"megarl: {_who(holder)} had this run folder and was silent for {SILENT_S:g} s: it is taken"
+                    f"megarl: {_owner(holder)} had this run folder and was silent for {SILENT_S:g} s: it is taken"
                 )
                 return False
-            if not told:
-                told = True
-                log.warning("%s had %s: waiting for a sign of life, %g s at most", _who(holder), record, SILENT_S)
+            if not announced:
+                announced = True
+                log.warning("%s had %s: waiting for a sign of life, %g s at most", _owner(holder), record, SILENT_S)
             time.sleep(_LOOK_S)
         return None
 
@@ -214,7 +214,7 @@ class FolderLock:
         return UserError(
             "another run is using this run folder",
             where="--run-dir",
-            found=f"{self._run_dir}, by {_who(holder)}" + (f", on {machines} machines" if machines > 1 else ""),
+            found=f"{self._run_dir}, by {_owner(holder)}" + (f", on {machines} machines" if machines > 1 else ""),
             fix="wait for it, or stop it"
             if self._joins is None
             else "wait for it, or stop it; machines of one command need the same MASTER_ADDR and MASTER_PORT, "
@@ -317,13 +317,13 @@ def _is_gone(holder: Mapping[str, Any], run_dir: Path, *, kernel: bool) -> bool 
     return True if kernel and here else None
 
 
-def _who(holder: Mapping[str, Any]) -> str:
+def _owner(holder: Mapping[str, Any]) -> str:
     return f"process {holder['pid']} on {holder['host']}" if "pid" in holder and "host" in holder else "a command"
 
 
 def _taken_text(run_dir: Path, holder: Mapping[str, Any]) -> str:
     return (
-        f"{_who(holder)} has taken the run folder {run_dir} (attempt {holder.get('attempt', 'unknown')}): process "
+        f"{_owner(holder)} has taken the run folder {run_dir} (attempt {holder.get('attempt', 'unknown')}): process "
         f"{os.getpid()} on {socket.gethostname()}, of an earlier attempt ({os.environ.get(ATTEMPT) or 'launcher'}), "
         "ends and writes nothing there"
     )

@@ -45,14 +45,14 @@ def end_token_ids(folder: Path) -> list[int]:
     if not file.is_file():
         return []
     try:
-        said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"the model's {GENERATION_CONFIG} cannot be read: {error}",
             where=str(file),
             fix="correct it, or copy or download the model again",
         ) from error
-    ids = said if isinstance(said, list) else [] if said is None else [said]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, int) or token < 0]:
         raise ConfigError(
             "an end token is no token id",

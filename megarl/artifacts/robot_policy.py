@@ -45,18 +45,18 @@ def whole_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if file is None:
         return dict(raw)
     size = read_projector(file)[f"{STATE_PROJECTOR}fc1.weight"].shape[1]
-    told = {key: raw[key] for key in ("use_proprio", "proprio_dim", "state_dim") if raw.get(key) is not None}
+    declared = {key: raw[key] for key in ("use_proprio", "proprio_dim", "state_dim") if raw.get(key) is not None}
     # `proprio_dim` proves nothing: SimpleVLA-RL writes it for policies without a state, too.
-    if told.keys() - {"proprio_dim"} and told != {"use_proprio": True} and state_size(raw, where) != size:
+    if declared.keys() - {"proprio_dim"} and declared != {"use_proprio": True} and state_size(raw, where) != size:
         raise ConfigError(
             "config.json contradicts the projector of the robot's state in a file of its own",
             where=where,
-            found=told,
+            found=declared,
             allowed=f"a state of {size} numbers, as {file.name} has it",
             fix=f"set use_proprio to true and proprio_dim to {size}, or take {file.name} away if the policy has no "
             "state",
         )
-    if "state_dim" in told:
+    if "state_dim" in declared:
         return dict(raw)
     return {**raw, "use_proprio": True, "proprio_dim": size}
 

@@ -80,8 +80,8 @@ def better_before(run_dir: Path) -> str | None:
     if not isinstance(metric, str):
         return None
     lines = read_jsonl(run_dir / "metrics.jsonl", needs=STEP)
-    told = [line for line in lines if line["stage"] == "train" and isinstance(line.get(metric), (int, float))]
-    values = {line["step"]: line[metric] for line in told}
+    logged = [line for line in lines if line["stage"] == "train" and isinstance(line.get(metric), (int, float))]
+    values = {line["step"]: line[metric] for line in logged}
     before = values.pop(0, None)
     if before is None or not values or before <= max(values.values()):
         return None

@@ -27,7 +27,7 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     here, lent = (workers + beside) // cluster.nnodes, beside // cluster.nnodes
     machines = f"{count(cluster.nnodes, 'machine')} of {count(here, 'GPU')}"
     parts = f"{here - lent} for workers, {lent} for servers beside them"
-    if here <= _has(config):
+    if here <= _usual_gpus(config):
         checks.ok("machines", f"{machines} ({parts})")
         return
     checks.warn(
@@ -39,10 +39,10 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     )
 
 
-def _has(config: RunConfig) -> int:
+def _usual_gpus(config: RunConfig) -> int:
     """Return the GPUs of a machine: as the recipe says, else the usual number."""
-    said = (config.launch.slurm.gpus_per_node, config.launch.kubernetes.gpus_per_node)
-    return max(USUAL_GPUS, *(number or 0 for number in said))
+    configured = (config.launch.slurm.gpus_per_node, config.launch.kubernetes.gpus_per_node)
+    return max(USUAL_GPUS, *(number or 0 for number in configured))
 
 
 def _more_machines(config: RunConfig, placement: Placement, workers: int, beside: int) -> str:
@@ -55,7 +55,7 @@ def _more_machines(config: RunConfig, placement: Placement, workers: int, beside
         workers, beside = workers + beside, 0
     even = [n for n in range(1, workers + 1) if workers % n == 0 and (not beside or servers.servers % n == 0)]
     unit = servers.ranks if settings else 1  # a server is on one machine
-    fit = (n for n in even if (workers + beside) // n <= _has(config) and (workers + beside) // n % unit == 0)
+    fit = (n for n in even if (workers + beside) // n <= _usual_gpus(config) and (workers + beside) // n % unit == 0)
     nnodes = next(fit, None)
     if nnodes is None:
         return "change cluster.nnodes and rollout.sglang.servers together: every machine has equally many of both"

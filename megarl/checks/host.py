@@ -44,7 +44,7 @@ def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: b
     """Estimate the host memory of all processes of one machine. `sizes` as in `device_memory`."""
     facts = sizes[Role.ACTOR]
     assert facts is not None, "the policy's sizes are known where memory is estimated"
-    ranks = sum(_here(config, team) for team in placement.teams)
+    ranks = sum(_ranks_here(config, team) for team in placement.teams)
     worker = term(f"{ranks} worker processes", ranks * (_GPU_WORKER if gpu else _WORKER), "cluster.nproc", rough=True)
     around = [worker, *_beside_terms(config, facts, placement, gpu=gpu, job=job)]
     teams = [_team_memory(config, sizes, facts, team, gpu=gpu, job=job) for team in placement.teams]
@@ -62,14 +62,14 @@ def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: b
     return Memory(tuple(Moment(moment.name, (*around, *moment.terms)) for moment in teams[0].moments))
 
 
-def _here(config: RunConfig, team: TeamPlan) -> int:
+def _ranks_here(config: RunConfig, team: TeamPlan) -> int:
     """Return the ranks of a team on one machine."""
     return -(-team.devices // config.cluster.nnodes)
 
 
 def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str) -> Memory:
     """Estimate the memory of a team's ranks on one machine. `facts`: of the policy."""
-    ranks, parallel, dp, actor = _here(config, team), team.parallel, team.replicas, config.actor
+    ranks, parallel, dp, actor = _ranks_here(config, team), team.parallel, team.replicas, config.actor
     state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp)
     own = ranks * (state["optimizer"] + state["parameters"] / dp) if Role.ACTOR in team.roles else 0.0
     layout = layout_key(config, team.roles[0])
@@ -100,7 +100,7 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     found = []
     generates = job in ("eval", "generate")
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
-    ranks = _here(config, team)
+    ranks = _ranks_here(config, team)
     files = [*([] if generates else config.data.train_files), *config.data.val_files]
     rows = ranks * _DATA * _file_bytes([file for file in files if file != SIMULATOR])
     if rows:
@@ -116,7 +116,7 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     actor = placement.of_role(Role.ACTOR)
     if actor is not None and job == "train" and (copies := policy_of(config).copies):
         # None where training bounds the run; one more while one of them is sent.
-        weights = _here(config, actor) * (copies + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
+        weights = _ranks_here(config, actor) * (copies + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
         found.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
     if config.robot is not None and job != "sft":
         found += _episode_terms(config, facts, team, job)
@@ -132,7 +132,7 @@ def _episode_terms(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: st
     robot, vision = config.robot, facts.vision
     if robot is None or vision is None:
         return []
-    ranks = _here(config, team)
+    ranks = _ranks_here(config, team)
     rows = config.data.batch_size * config.rollout.sampling.n
     if job != "train":
         rows = min(n for n in (config.data.val_batch_size, config.data.max_val_samples, 64) if n is not None)

@@ -254,7 +254,7 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
     if needed.least > capacity:
         key = needed.largest()[0].keys.partition(",")[0]
         message = (
-            f"{needed.name} needs {needed.least / 1e9:,.1f} GB or more{_about(needed)}, and "
+            f"{needed.name} needs {needed.least / 1e9:,.1f} GB or more{_estimate_text(needed)}, and "
             f"{what} holds {capacity / 1e9:,.1f}: {_largest(needed)}"
         )
         fix = f"change what takes the most: {'; '.join(dict.fromkeys(part.keys for part in needed.largest()))}"
@@ -286,7 +286,7 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
         checks.ok("memory", f"{name} takes about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}")
 
 
-def _about(moment: Moment) -> str:
+def _estimate_text(moment: Moment) -> str:
     """Return text about the estimate, where it is more than the certain part."""
     about = held(moment.terms)
     return f" (about {about / 1e9:,.1f})" if about > 1.01 * moment.least else ""

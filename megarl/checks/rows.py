@@ -104,21 +104,21 @@ class _Rows:
         known: list[Row] = []
         before = len(self.problems)
         for source in filter(_is_readable_here, sources):
-            with self._noted():
+            with self._recorded():
                 rows = load_rows(source)
                 known += rows
-                with self._noted():
+                with self._recorded():
                     for row in rows:
                         row.column(self.config.data.prompt_key, "data.prompt_key")
                 if scored:
-                    with self._noted():
+                    with self._recorded():
                         self._check_answers(rows, needless)
-                    with self._noted():
+                    with self._recorded():
                         self._check_parameters(rows)
         if scored:
             self._warn_of_names(known)
         if len(self.problems) == before:
-            with self._noted():
+            with self._recorded():
                 self._check_texts(split, sources, known, response)
         self.problems[:] = self.problems[before:] + self.problems[:before]  # the rows that are trained on come first
         return bool(known)
@@ -131,7 +131,7 @@ class _Rows:
         raise_problems([as_config_error(problem) for problem in each.values()])
 
     @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _recorded(self) -> Iterator[None]:
         try:
             yield
         except UserError as error:

@@ -139,8 +139,8 @@ def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stor
     wrong: dict[bool, list[int]] = {True: [], False: []}
     for layer in range(facts.layers) if facts.is_moe else ():
         sparse = _is_sparse(facts, layer)
-        told, other = (_feed_forward(facts, layer, kind) for kind in (sparse, not sparse))
-        if other and not told.keys() & place.keys() and other.keys() & place.keys():
+        expected, other = (_feed_forward(facts, layer, kind) for kind in (sparse, not sparse))
+        if other and not expected.keys() & place.keys() and other.keys() & place.keys():
             wrong[sparse].append(layer)
     for sparse, layers in wrong.items():
         if layers:

@@ -195,10 +195,10 @@ def _launcher(name: str, config: RunConfig) -> str:
 def _active_job(run_dir: Path) -> tuple[str, str] | None:
     from megarl.launchers.submit import jobs_of, state_of
 
-    for told in reversed(jobs_of(run_dir)):
-        state = state_of(told.number)
+    for job in reversed(jobs_of(run_dir)):
+        state = state_of(job.number)
         if state.active:
-            return told.number, state.name
+            return job.number, state.name
     return None
 
 
@@ -242,9 +242,9 @@ def _status(arguments: argparse.Namespace) -> int:
     table = Table(title=str(run_dir))
     for column in ("job", "submitted", "state", "ran", "limit", "nodes"):
         table.add_column(column)
-    for told in _submitted(run_dir):
-        state = state_of(told.number)
-        table.add_row(told.number, told.submitted, state.name, state.ran, state.limit, state.nodes or told.nodes)
+    for job in _submitted(run_dir):
+        state = state_of(job.number)
+        table.add_row(job.number, job.submitted, state.name, state.ran, state.limit, state.nodes or job.nodes)
     Console().print(table)
     print(f"run: {_run_text(run_dir)}")
     notes = notes_of(run_dir)

@@ -175,15 +175,16 @@ def _search(
         print(json.dumps(found_as_json(arguments.recipe, result), indent=1))
         return 0
     Console(highlight=False).print(found_table(arguments.recipe, result))
-    print(f"the recipe as it is: {_as_it_is(config, graph, hardware, given, result.best[0].plan.step_s)}")
+    print(f"the recipe as it is: {_describe_recipe(config, graph, hardware, given, result.best[0].plan.step_s)}")
     if arguments.write is not None:
         print(f"wrote {arguments.write}: megarl train {arguments.write} --dry-run checks it")
     return 0
 
 
-def _as_it_is(config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions, best_s: float) -> str:
-    """Describe the recipe's own step on this hardware, or why it cannot run there. `best_s`: seconds of the best
-    choice."""
+def _describe_recipe(
+    config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions, best_s: float
+) -> str:
+    """Describe the recipe's own step on this hardware, or why it cannot run. `best_s`: seconds of the best found."""
     from megarl.checks.planned import refuse_plan
     from megarl.commands.plan_report import doubts, misfits, tight
     from megarl.dag.placement import place

@@ -124,8 +124,8 @@ def misfits(plan: StepPlan) -> list[str]:
     needed = max(plan.filled, key=lambda one: one.moment.least)
     if needed.moment.least > limit * 1e9:
         least, about = needed.moment.least / 1e9, needed.bytes / 1e9
-        said = f"{needed.moment.name} holds {least:,.1f} GB or more (about {about:,.1f}) of {limit:.3g}"
-        found.append(f"{said}; {_keys(needed)}")
+        text = f"{needed.moment.name} holds {least:,.1f} GB or more (about {about:,.1f}) of {limit:.3g}"
+        found.append(f"{text}; {_keys(needed)}")
     if plan.room.certain:
         found += _no_room(plan)
     return found
@@ -200,8 +200,8 @@ def _memory(plan: StepPlan) -> Table:
     limit = plan.hardware.memory_gb
     made = _table(f"a device, of {limit:.3g} GB", "team", "moment", "GB", "by", "most of it")
     for one in plan.filled:
-        said = ", ".join(f"{part.what} {part.bytes / 1e9:.3g}" for part in _largest(one.moment))
-        made.add_row(one.team, one.moment.name, f"{one.bytes / 1e9:.3g}", "M1", said)
+        text = ", ".join(f"{part.what} {part.bytes / 1e9:.3g}" for part in _largest(one.moment))
+        made.add_row(one.team, one.moment.name, f"{one.bytes / 1e9:.3g}", "M1", text)
     return made
 
 

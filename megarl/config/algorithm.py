@@ -91,8 +91,8 @@ class DynamicSamplingConfig(Section):
             f"{word} {value:g}" for word, value in (("at least", self.low), ("at most", self.high)) if value is not None
         ]
         what = "scores that differ" if self.metric == "score" else "successes and failures"
-        said = f"a mean {self.metric} of {' and '.join(bounds)}" if bounds else what
-        return f"{said} and no episode that was cut" if self.drop_cut else said
+        condition = f"a mean {self.metric} of {' and '.join(bounds)}" if bounds else what
+        return f"{condition} and no episode that was cut" if self.drop_cut else condition
 
 
 class FilterConfig(ComponentSection):

@@ -32,8 +32,8 @@ def check_environment(config: RunConfig, limit_s: float = _LIMIT_S) -> ConfigErr
     from megarl.envs.registry import check_longest, load_environment
 
     if config.has_turns:
-        told = ask(__name__, dict(config.env), limit_s, where="env.name")
-        scores, longest_s = told if isinstance(told, list) else (None, None)
+        reply = ask(__name__, dict(config.env), limit_s, where="env.name")
+        scores, longest_s = reply if isinstance(reply, list) else (None, None)
         check_longest(longest_s, config.cluster.timeout_s / 2)
         default = type(config.reward)().model_dump()
         given = {key: value for key, value in config.reward.model_dump().items() if value != default[key]}

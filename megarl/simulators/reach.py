@@ -99,7 +99,7 @@ class Reach(Simulator):
             raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
         numbers = _random_numbers(self._kind, trial)
         if self._kind == "reach":
-            *squares, (self._x, self._y) = _apart(numbers, len(COLORS) + 1)
+            *squares, (self._x, self._y) = _separate_places(numbers, len(COLORS) + 1)
             self._squares = dict(zip(COLORS, squares, strict=True))
         else:
             orange = [next(numbers) * 0.7 - 0.35, next(numbers) * 0.7 - 0.35]
@@ -214,7 +214,7 @@ def _random_numbers(kind: str, trial: int) -> Iterator[float]:
             yield raw / 2.0**64
 
 
-def _apart(numbers: Iterator[float], count: int) -> list[Point]:
+def _separate_places(numbers: Iterator[float], count: int) -> list[Point]:
     """Return places on the table that do not touch."""
     places: list[Point] = []
     while len(places) < count:

@@ -37,7 +37,7 @@ def guarded(*close: int) -> None:
         return
     prctl, trainer = ctypes.CDLL(None).prctl, parents()
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, _told)
+    signal.signal(signal.SIGTERM, _on_signal)
     os.environ |= as_parent(os.environ.get(PARENTS))  # of the worker
     worker = os.fork()
     if worker == 0:
@@ -55,7 +55,7 @@ def guarded(*close: int) -> None:
     _end_as(status)
 
 
-def _told(number: int, frame: FrameType | None) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 

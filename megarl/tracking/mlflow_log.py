@@ -179,11 +179,11 @@ class MlflowLog:
     def _serve(self) -> None:
         self._is_ready()  # now, so that errors are reported at once
         while self._start_error is None and (call := self._calls.get()) is not None:
-            if not self._do(call):
+            if not self._make_call(call):
                 self.failures += self._calls.qsize()  # the end mark, which is no call, stands for this one
                 return
 
-    def _do(self, call: _Call) -> bool:
+    def _make_call(self, call: _Call) -> bool:
         """Make one call as soon as the server answers; return False when it does not until the run ends."""
         while self._await_server():
             assert self._opened is not None

@@ -20,7 +20,7 @@ def bounding_team(values: Values) -> str | None:
     'draw, in 67% of the steps'
     """
     shares = {
-        name.removeprefix(BOTTLENECK): _mean(some) for name, some in values.items() if name.startswith(BOTTLENECK)
+        name.removeprefix(BOTTLENECK): _mean(marks) for name, marks in values.items() if name.startswith(BOTTLENECK)
     }
     if not shares:
         return None

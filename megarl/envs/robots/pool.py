@@ -299,8 +299,8 @@ class SimulatorPool:
             if episode.record is not None:
                 clip = slot.process.clip(self.tasks[episode.task], episode.record, header.get("clip"))
             slot.episode, slot.failures = None, 0
-        said = (header[key] for key in ("executed", "success", "over", "progress", "parts"))
-        return dataclasses.replace(Outcome(observation, *said), clip=clip)
+        values = (header[key] for key in ("executed", "success", "over", "progress", "parts"))
+        return dataclasses.replace(Outcome(observation, *values), clip=clip)
 
     def _count(self, task: str, call: str, header: dict[str, Any]) -> None:
         counts = self.counts

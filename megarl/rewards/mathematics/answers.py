@@ -49,11 +49,11 @@ def unboxed(text: str) -> list[str]:
     >>> unboxed("The answer is $x = 5$."), unboxed("so we have 3 + 4 = 7")
     (['$x = 5$', 'x = 5'], ['so we have 3 + 4 = 7', '7'])
     """
-    said = _last(_SAID, text)
-    rest = text[said.end() :].strip() if said is not None else text.strip()
+    introduction = _last(_SAID, text)
+    rest = text[introduction.end() :].strip() if introduction is not None else text.strip()
     lines = rest.split("\n")
     formula, number = _last(_FORMULA, rest), _last(_NUMBER, rest)
-    found = [(lines[0] if said is not None else lines[-1]).strip().rstrip(" .")]
+    found = [(lines[0] if introduction is not None else lines[-1]).strip().rstrip(" .")]
     if formula is not None and (number is None or number.start() < formula.end()):
         found.append(next(group for group in formula.groups() if group is not None))
     elif number is not None:
@@ -97,8 +97,8 @@ def _equal(first: str, second: str, grouping: bool) -> bool:
     if canonical(left) == canonical(right):
         return True
     try:
-        gold, said = _read(left), _read(right)
-        return same(gold, said_value(said) if isinstance(gold, Number) else said)
+        gold, given = _read(left), _read(right)
+        return same(gold, said_value(given) if isinstance(gold, Number) else given)
     except (UnreadError, OutsideError, RecursionError):
         return False
 
@@ -176,10 +176,10 @@ def without_quantifier(text: str) -> str:
     ('f(x)=2x', 'f(x)=2x for all y')
     """
     function, place = _FUNCTION.match(text), max(text.rfind("for "), text.rfind("\\forall"))
-    said = None if function is None or place < 0 else _FOR_ALL.fullmatch(text, place)
-    if function is None or said is None or said["letter"] != function["letter"]:
+    quantifier = None if function is None or place < 0 else _FOR_ALL.fullmatch(text, place)
+    if function is None or quantifier is None or quantifier["letter"] != function["letter"]:
         return text
     head = text[:place].rstrip(" ,")
-    if head.endswith("\\text{") != bool(said["inner"] or said["outer"]):
+    if head.endswith("\\text{") != bool(quantifier["inner"] or quantifier["outer"]):
         return text
     return head.removesuffix("\\text{").rstrip(" ,")

@@ -137,8 +137,8 @@ def _numerals(found: re.Match[str]) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    said = _SAID.match(text)
-    text = text[said.end() :].strip() if said is not None else text.strip()
+    introduction = _SAID.match(text)
+    text = text[introduction.end() :].strip() if introduction is not None else text.strip()
     about = _ABOUT.match(text)
     text = text[about.end() :] if about is not None else text
     for left, right in (
