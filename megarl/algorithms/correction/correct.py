@@ -53,8 +53,7 @@ def correct(
     copies: Tensor | None = None,
     all_sum: AllSum = one_rank,
 ) -> Correction:
-    """Compute importance weights, rejection and metrics for rho = exp(clamp(logp - rollout_logp, -20, 20)), without
-    gradient.
+    """Compute weights, rejection and metrics for rho = exp(clamp(logp - rollout_logp, -20, 20)), without gradient.
 
     Args:
         logp: float [N] or [B, T], log-probs of the trainer's policy.
@@ -91,10 +90,8 @@ def correct(
             add_weights(moments, items, where, truncated)
             every = ratios.mask if is_level == "token" else ratios.live
             chosen = where if is_normalize_over == "trained" else every
-            own_copies = None if copies is None else copies[first:last].to(items)
-            normaliser += _total(
-                items, chosen, own_copies if own_copies is None or is_level != "token" else block.expand(own_copies)
-            )
+            times = None if copies is None else copies[first:last].to(items)
+            normaliser += _total(items, chosen, times if times is None or is_level != "token" else block.expand(times))
             weights[tokens] = items if is_level == "token" else block.expand(items)
     bag = moments.bag()
     if is_level != "none" and is_batch_normalize:
