@@ -1,4 +1,4 @@
-"""What the rollout's team has begun and no step has been trained on, in a checkpoint (`async.order=as_ready`).
+"""The part of a checkpoint with groups that no step has been trained on (`async.order=as_ready`).
 
 Each replica writes its groups; whoever reads them shares them out by their prompts' numbers:
 
@@ -116,7 +116,7 @@ def _batch(ready: FinishedGroups) -> Batch:
 
 @dataclass(frozen=True)
 class BufferedGroups:
-    """What all replicas wrote.
+    """The groups that all replicas wrote into a checkpoint.
 
     Attributes:
         versions: of the weights that the first tokens of every group were drawn with, by number.
@@ -156,7 +156,7 @@ class BufferedGroups:
 
 
 def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
-    """What `parts` replicas wrote into a checkpoint."""
+    """Read the groups that `parts` replicas wrote into a checkpoint."""
     from megarl.data.batch import Batch
     from megarl.data.trajectory import Trajectory
 

@@ -64,7 +64,7 @@ def goes_as_ready(c: RankState) -> bool:
 
 
 def find_buffered_groups(source: Path) -> BufferedGroups | None:
-    """What a checkpoint has of groups that no step was trained on; None: nothing."""
+    """Return the groups of a checkpoint that no step was trained on; None: it has none."""
     from megarl.disaggregated.as_ready_checkpoint import read_buffered_groups
     from megarl.training.checkpoint import read_state
 
@@ -73,7 +73,7 @@ def find_buffered_groups(source: Path) -> BufferedGroups | None:
 
 
 def tell_place(c: RankState) -> None:
-    """Where prompts stand, for the checkpoint of the step that the context has; nobody begins anything meanwhile."""
+    """Report where prompts stand, for the checkpoint of the context's step; no group begins meanwhile."""
     assert c.loader is not None, "checks refuse a training run without data"
     c.loader.go_to(store_of(c).flow_state()["next"])
     tell_loader(c)
@@ -98,7 +98,7 @@ class Scoring:
 
 @dataclass
 class AsReadyLoop:
-    """What a rollout's team does until the last weights have come. All ranks of a replica make the same calls.
+    """The loop of a rollout's team until the last weights have come. All ranks of a replica make the same calls.
 
     Attributes:
         c: this rank's state.
@@ -241,7 +241,7 @@ class AsReadyLoop:
             self._begin(stream, self._waiting.pop(0))
 
     def _is_due(self, most: int, *, empty: bool = False) -> bool:
-        """The store is to be called now. Collective over the replica."""
+        """Say whether the buffer is to be called now. Collective over the replica."""
         if not (most or self._over):
             return False
         lead, finished = self.c.layout.is_lead, self._over > 0
@@ -284,7 +284,7 @@ class AsReadyLoop:
         return self._wanted
 
     def _look(self) -> bool:
-        """Whether the actor's team wants the gate to be opened, as far as this rank has seen; the first one looks."""
+        """Say whether the actor's team wants to send weights, as far as this rank has seen; the first one looks."""
         now = time.monotonic()
         if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
@@ -319,7 +319,7 @@ class AsReadyLoop:
             context.metrics = kept
 
     def _next_is_scored(self) -> bool:
-        """The rewards of the first groups that wait for theirs are there. Collective over the replica."""
+        """Say whether the first groups that wait for rewards have theirs. Collective over the replica."""
         from megarl.runtime.stages.reward import is_scored
 
         if not self._scoring:
@@ -353,7 +353,7 @@ class AsReadyLoop:
             self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
 
     def _useless(self, numbers: Sequence[int], batch: Batch) -> set[int]:
-        """The groups that dynamic sampling or the filter rejects; equal on the ranks of a replica.
+        """Return the groups that dynamic sampling or the filter rejects; equal on the ranks of a replica.
 
         Raises:
             NoSignalError: they have rejected as many groups in a row as `max_rounds` rounds of a step would be.

@@ -1,5 +1,7 @@
-"""What another team than the actor's does for the checkpoints of a run: a critic saves itself, and comes back; a
-rollout its random states, and what it has drawn ahead (megarl.disaggregated.in_order_checkpoint).
+"""The part of another team than the actor's in the checkpoints of a run.
+
+A critic saves itself; a rollout its random states and the samples of later steps (in_order_checkpoint.py,
+as_ready_checkpoint.py).
 
 team of the actor (megarl.runtime.checkpoints)       this team
 find(): all files, where the run goes on    ----->   load(): its own files of that checkpoint
@@ -59,7 +61,7 @@ class CheckpointPart:
         self._under_way.poll()
 
     def may_save(self, step: int) -> bool:
-        """The actor's team tells."""
+        """Return False: the actor's team decides."""
         return False
 
     def begin(self) -> None:

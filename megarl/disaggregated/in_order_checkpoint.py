@@ -1,4 +1,4 @@
-"""What the rollout's team has drawn for steps that are not trained yet, in a checkpoint.
+"""The part of a checkpoint with samples of steps that are not trained yet (`async.order=in_order`).
 
 The weights of step t + 1 are gone when step t is trained, so nobody could draw it again. What is kept is what the team
 gave to others, under the nodes that wrote it, with its part of the step's metrics; each replica writes its groups, and

@@ -114,7 +114,7 @@ class InOrderLoop:
         return BufferedStep(self.channel.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
 
     def _give_held(self) -> BufferedStep:
-        """What the walk gave before the run was interrupted goes to the other teams in its place."""
+        """Send what the walk gave before the run was interrupted, in place of a walk."""
         c, drawn = self.c, self.held.pop(0)
         c.context.metrics.merge(drawn.metrics)
         with phase("give"):
@@ -145,7 +145,7 @@ class InOrderLoop:
 
 
 def find_buffered_steps(c: RankState, source: Path, step: int) -> list[BufferedStep]:
-    """What the checkpoint of `step` has for the steps after it, this replica's share, in a team that draws ahead."""
+    """Return this replica's share of the steps after `step` in its checkpoint, in a team that generates ahead."""
     from megarl.disaggregated.in_order_checkpoint import read_buffered_step
     from megarl.runtime.resume_compatibility import steps_held
     from megarl.training.checkpoint import read_state

@@ -35,7 +35,7 @@ class Pace:
         self._since: float | None = None
 
     def begin(self, now: float) -> None:
-        """A stretch begins, with one version of the weights; until the second one nothing is put off."""
+        """Begin a segment with one version of the weights; until the second one nothing is put off."""
         if self._began is not None:
             self._delay_s = min(_LONGEST_S, (now - self._began) / _SHARE)
         self._began, self._is_first = now, True
@@ -45,7 +45,7 @@ class Pace:
         return max(0, room + (0 if self._is_first else self.in_hand) - held)
 
     def is_due(self, now: float, missing: int, *, finished: bool, empty: bool) -> bool:
-        """Whether to call the store now.
+        """Say whether to call the buffer now.
 
         Args:
             now: seconds, of a clock that never goes back.
@@ -65,5 +65,5 @@ class Pace:
         return self._delay_s if self._since is None else max(0.0, self._delay_s - (now - self._since))
 
     def called(self) -> None:
-        """The store knows everything."""
+        """Note that the buffer knows everything."""
         self._since, self._is_first = None, False

@@ -46,8 +46,7 @@ class TeamTime:
         self._kinds = {SAMPLES, WEIGHTS}  # what has been waited for so far
 
     def start_step(self) -> None:
-        """A step begins. Of a team that does not lead it began with the end of the one before: it may have waited since
-        then."""
+        """Begin a step. In a team that does not lead, the step began when the one before ended: it may have waited."""
         if self._since is None or self._team.leads:
             self._since = time.time_ns()
 
@@ -87,13 +86,13 @@ class TeamTime:
 
 
 def _kind(event: PhaseEvent) -> str:
-    """What it waited for."""
+    """Return what it waited for."""
     name = event.path.rsplit("/", 1)[-1]
     return name.removeprefix(_AWAIT) if name.startswith(_AWAIT) else SAMPLES
 
 
 class AllTeams:
-    """What the leading team adds to what each team has counted.
+    """The comparison of teams that the leading one adds to what each has counted.
 
     Args:
         teams: names of all teams of the run.

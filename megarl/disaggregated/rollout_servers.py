@@ -47,7 +47,7 @@ def servers_key(config: RunConfig, run_dir: Path) -> str | None:
 
 
 def pump_engine(c: RankState, fleet: Fleet) -> SglangEngine:
-    """What draws on the servers of `fleet`, which the actor's team fills. Collective over the rollout's team.
+    """Make the engine of the servers of `fleet`, which the actor's team fills. Collective over the rollout's team.
 
     Every replica of the layout sends its own requests.
     """
@@ -86,7 +86,7 @@ def follow_servers(
 
 
 def connect_servers(c: RankState) -> Fleet:
-    """The servers that the rollout's team looks after. Collective over the actor's team.
+    """Connect to the servers that the rollout's team looks after. Collective over the actor's team.
 
     Raises:
         ConfigError: as `servers_key`.

@@ -96,7 +96,7 @@ def follow_weights(pushed: PushedWeights, version: int, mail: Mail, trainer: str
 
 
 def connect_engines(c: RankState) -> WeightSync:
-    """What pushes the actor's weights to the engines of the rollout's team. Collective over the actor's team.
+    """Connect to the engines of the rollout's team, to send them weights. Collective over the actor's team.
 
     Raises:
         WorkerError: on every rank alike: an engine does not answer.

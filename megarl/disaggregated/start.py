@@ -31,7 +31,7 @@ def announce_start(c: RankState, start: RunStart) -> None:
 
 
 def follow_start(c: RankState) -> RunStart:
-    """What the actor's team has announced."""
+    """Return the start that the actor's team has announced."""
     with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
         start = RunStart(**c.team.read(_START))
     c.context.step = max(start.resumed_at or 0, c.team.finished)

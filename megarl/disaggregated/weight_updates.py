@@ -45,7 +45,7 @@ class InOrderUpdates:
         self._push_waiting(lambda version: self._policy.weights_must_go(version - 1, step))
 
     def after_step(self, version: int, *, saves: bool) -> None:
-        """The weights after step `version` are those of now; `saves`: a checkpoint of it may be written."""
+        """Send the weights after step `version`, which are those of now; `saves`: a checkpoint of it may be written."""
         validated = validates(self._c.config, version)
         now = saves or validated or self._policy.weights_must_go(version - 1, version + 1)
         none_waits = self._push_waiting(lambda _: now)
@@ -68,7 +68,7 @@ class InOrderUpdates:
         return True
 
     def _may_go(self, version: int, *, wait: bool) -> bool:
-        """Whether nothing is sampled any more with the weights that `version` replaces; `wait` until it is so.
+        """Say whether nothing is sampled any more with the weights that `version` replaces; `wait` until it is so.
 
         Without staleness `version` is trained on all samples of the weights before it.
         """
@@ -111,7 +111,7 @@ class AsReadyUpdates:
             self._push(step - 1)
 
     def after_step(self, step: int, *, saves: bool) -> None:
-        """The weights after `step` go where they have to, or where the gate is open.
+        """Send the weights after `step` where they have to go, or where the rollout's team is ready for them.
 
         Args:
             step: that has been trained.

@@ -1,4 +1,4 @@
-"""What the numbers of a step say about a run that learns nothing, or is about to break."""
+"""Warnings from the numbers of a step: a run that learns nothing, or is about to break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run saves and how it comes back, critic and left-over samples included."""
+"""Checkpoints: what a run saves and how it comes back, critic and left-over samples included."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FOLDER = "checkpoints"
 
 
 def teams_of(c: RankState) -> Teams | None:
-    """The teams that write checkpoints, as one of them sees them; None: there are no others."""
+    """Return the teams that write checkpoints, as one of them sees them; None: there are no others."""
     team = c.team
     if team.store is None:
         return None
@@ -63,13 +63,13 @@ class SavedRun(Protocol):
     ends: bool
 
     def may_save(self, step: int) -> bool:
-        """Whether `step` may be saved; False where the actor's team decides that."""
+        """Say whether `step` may be saved; False where the actor's team decides that."""
 
     def load(self, source: Path) -> None:
         """Restore what this team has in the checkpoint that the run goes on from."""
 
     def begin(self) -> None:
-        """The start is accepted: nothing may refuse it any more."""
+        """Accept the start: nothing may refuse it any more."""
 
     def rate_start(self, numbers: dict[str, float]) -> None:
         """Held-out numbers of what RL starts from, before its first step."""
@@ -222,7 +222,7 @@ class Checkpoints:
             )
 
     def _refuse_without_metrics(self) -> None:
-        """A checkpoint that is all that is left of a folder somebody deleted would end as a run without its past."""
+        """Refuse a checkpoint that is all that is left of a deleted folder: the run would end without its past."""
         from megarl.training.shards import CheckpointError
 
         file = self._c.run_dir / "metrics.jsonl"
@@ -237,7 +237,7 @@ class Checkpoints:
             )
 
     def begin(self) -> None:
-        """The start is accepted: the run folder becomes that of this start.
+        """Accept the start: the run folder becomes that of this start.
 
         Checkpoints that the run does not continue, because it starts again or before them, are set aside, the reference
         of this start comes into its place, and the model that an earlier end of this run exported is not the run's
@@ -373,7 +373,7 @@ class Checkpoints:
             )
 
     def may_save(self, step: int) -> bool:
-        """Whether `after_step` may save `step`, as far as it is known before its weights go to other teams.
+        """Say whether `after_step` may save `step`, as far as it is known before its weights go to other teams.
 
         It may turn out to be the best one. Who asks for a checkpoint later than this gets that of the next step.
         """
@@ -383,7 +383,7 @@ class Checkpoints:
         return asked or due_now or step == trainer.steps or (bool(trainer.save_every) and validates(config, step))
 
     def _look(self, step: int) -> bool:
-        """Whether `step` is to be saved because somebody asks, or the job will end; answered once for each step."""
+        """Say whether `step` is to be saved because somebody asks, or the job will end; decided once for each step."""
         if self._looked[0] != step:
             mine = [
                 any(request.exists() for request in self._requests),
@@ -446,7 +446,7 @@ class Checkpoints:
 
 
 def _outlook(step: int, steps: int, key: str, source: str) -> str:
-    """What a run that resumes from `source` has before it."""
+    """Describe what a run that resumes from `source` has before it."""
     if step < steps:
         return f"resuming after step {step} of {steps}, from {source}"
     done = f"step {step} of {steps} is done" if step == steps else f"step {step} is done, and {key} is {steps}"
@@ -538,7 +538,7 @@ class SaveBy:
         self._longest_step = 0.0
 
     def steps_begin(self) -> None:
-        """The time since the start of the process is that of no step."""
+        """Start the clock of the first step: the time since the start of the process is that of no step."""
         self._last = self._now()
 
     def is_near(self, save_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""What every stage is given first: the settings, and what belongs to the step that runs."""
+"""The first argument of every stage: the settings, and what belongs to the step that runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _text() -> SequenceLayout:
 
 @dataclass(frozen=True)
 class Seeds:
-    """What is drawn at random in a run comes from its seed and from names; ranks and places in a batch do not enter."""
+    """Seeds of all that is random in a run: they follow from its seed and from names, not from ranks or places."""
 
     run: int
 

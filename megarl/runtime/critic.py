@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def make_critic(c: RankState, start: str | None) -> CriticRole:
-    """The critic of this run. Collective over its team.
+    """Make the critic of this run. Collective over its team.
 
     It starts from `critic.path`, else from the actor as it is where RL starts: from the one beside it, or in another
     team from the model at `start`. A resumed run then reads it from its checkpoint.

@@ -34,7 +34,7 @@ _BINS = 10
 
 
 class EpisodeScores:
-    """What scores episodes in the training steps of a run. Collective over the ranks of a team.
+    """The scores of episodes in the training steps of a run. Collective over the ranks of a team.
 
     Args:
         embedder: what episodes are compared by; None: success counts.
@@ -58,7 +58,7 @@ class EpisodeScores:
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> EpisodeScores:
-        """What the section `robot` asks for.
+        """Make the scores that the section `robot` asks for.
 
         Raises:
             ConfigError: a key that there is none of, or a value that it does not take.
@@ -82,7 +82,7 @@ class EpisodeScores:
 
     @property
     def recording(self) -> Recording | None:
-        """What simulators have to hold of each episode for its score; None: nothing."""
+        """Return what simulators have to keep of each episode for its score; None: nothing."""
         return None if self._embedder is None else self._embedder.recording
 
     def score(self, c: StepContext, samples: Batch) -> Tensor:
@@ -116,7 +116,7 @@ class EpisodeScores:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def files(self) -> dict[str, bytes]:
-        """What a checkpoint keeps, by file name; the first rank's is that of all."""
+        """Return the files that a checkpoint keeps, by name; the first rank's is that of all."""
         state: dict[str, Any] = {"scorer": self._scorer.state()}
         if self._embedder is not None:
             state["embedder"] = self._embedder.state()
@@ -162,7 +162,7 @@ class EpisodeScores:
 
 
 def _with_defaults(compared: Mapping[str, Any]) -> str:
-    """The mapping `robot.reward.embedding` as it counts: a default that is written out is the same embedding."""
+    """Return `robot.reward.embedding` with its defaults: one that is written out is the same embedding."""
     return json.dumps(EmbeddingSettings(**compared).model_dump(), sort_keys=True)
 
 

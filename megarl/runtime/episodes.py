@@ -56,7 +56,7 @@ class Episodes:
 def build_episodes(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int], layout: Layout
 ) -> Episodes | None:
-    """What the section `env` asks for; None for one prompt and one response, which need none of it.
+    """Make the environments that the section `env` asks for; None for one prompt and one response.
 
     Args:
         eos_ids: tokens that end a turn, in addition to `rollout.sampling.stop_token_ids`.
@@ -82,7 +82,7 @@ def build_episodes(
 
 
 def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, slots: int) -> Groups:
-    """Where samples of this run come from, up to `slots` at a time."""
+    """Make the producer of this run's samples, up to `slots` at a time."""
     config, episodes, rules = c.config, rollout.episodes, None
     if episodes is not None:
         limits, prompt_tokens = config.rollout.limits, config.data.max_prompt_tokens
@@ -114,7 +114,7 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
 
 
 def samples_of(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]]) -> Batch:
-    """The samples of `prompts`, equally many for all, with the fields of samples, and of turns where an environment is.
+    """Return the samples of `prompts`, equally many for each, with the fields of samples, and of turns of episodes.
 
     Raises:
         RolloutError: a log-prob is not finite.
@@ -133,7 +133,7 @@ def samples_of(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[T
 
 
 def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectories: list[Trajectory]) -> list[str]:
-    """The prompts of the data as they were, first observations of environments as text."""
+    """Return the prompts of the data as they were, and first observations of environments as text."""
     given = [ids.tolist() for ids in samples["prompt_ids"].unbind()]
     return [
         text if t.prompt_ids == ids else tokenizer.decode(t.prompt_ids)

@@ -80,7 +80,7 @@ class TokenExchange:
 
 
 def record_tokens(c: StepContext, samples: Batch) -> None:
-    """How even the tokens of the replicas are over the mini-batches, and how even they were if groups were dealt.
+    """Record how even the replicas' tokens are over the mini-batches, and how even round-robin would have made them.
 
     Collective over the replicas where groups are shared by tokens; elsewhere it does nothing.
     """
@@ -154,7 +154,7 @@ class GroupPool:
         return batch, mine.select(self._places(held, [k for k in ordered if k >= wanted]))
 
     def _moved(self, taker: list[int]) -> tuple[Batch, list[int]]:
-        """The samples of the groups that this replica gets, one group after the other; and which groups these are."""
+        """Return the samples of this replica's groups, one group after the other; and which groups these are."""
         mine = Batch.concat(self._mine)
         held = [k for k, owner in enumerate(self._owners) if owner == self._rank]
         if self._size == 1:
@@ -169,6 +169,6 @@ class GroupPool:
         return Batch.concat([mine.select(self._places(held, kept)), *arrived]), kept + came
 
     def _places(self, held: list[int], groups: list[int]) -> list[int]:
-        """Where the samples of `groups` are in a batch of the groups `held`, one after the other."""
+        """Return where the samples of `groups` are in a batch of the groups `held`, one after the other."""
         ends = dict(zip(held, accumulate(self._counts[k] for k in held), strict=True))
         return [place for k in groups for place in range(ends[k] - self._counts[k], ends[k])]

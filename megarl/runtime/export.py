@@ -1,4 +1,4 @@
-"""What a finished run leaves for others: the model of its last step, and the best one where that is another."""
+"""The export of a finished run: the model of its last step, and the best one where that is another."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def show_export(c: RankState) -> None:
 
 
 def trial_command(config: RunConfig, run_dir: Path) -> str:
-    """What a user may type to see what the model of a run does: answers, or episodes of a robot's policy."""
+    """Return commands that show what the model of a run does: answers, or episodes of a robot's policy."""
     if config.robot is not None:
         return shlex.join(["megarl", "eval", str(run_dir)])
     return f"{shlex.join(['megarl', 'generate', str(run_dir)])} --prompt TEXT"

@@ -94,7 +94,7 @@ def _note_origin(c: RankState, origin: str) -> None:
 
 
 def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
-    """The reference of the run that wrote `checkpoint`, kept for this one, too; errors as in `keep_reference`."""
+    """Keep the reference of the run that wrote `checkpoint` for this one, too; errors as in `keep_reference`."""
     recorded = frozen_in(checkpoint).get("reference")
     if recorded is not None and recorded.key == _INITIAL:  # the checkpoint tells all that the folder does
         _note_origin(c, recorded.path)
@@ -118,7 +118,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
 
 
 def _made_again(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
-    """The reference again in place of the damaged one in `folder`: the actor, which a resumed run has not trained yet.
+    """Make the reference again in place of the damaged one in `folder`, from the actor, which is not trained yet.
 
     Collective over the actor's team.
 
@@ -170,13 +170,13 @@ def _export_actor(c: RankState, folder: Path) -> None:
 
 
 def now_at(run_dir: Path, source: str) -> str:
-    """Where the weights at `source` (`keep_reference`) are by now: a start that was accepted has taken them up."""
+    """Return where the weights at `source` (`keep_reference`) are by now: an accepted start has taken them up."""
     taken_up = Path(source) == run_dir / NEXT_REFERENCE and not _is_model(Path(source))
     return str(run_dir / FOLDER) if taken_up else source
 
 
 def make_reference(c: RankState, begin: RunStart) -> ReferenceRole:
-    """The reference of this run, with the weights that `keep_reference` found. Collective over its team.
+    """Make the reference of this run, with the weights that `keep_reference` found. Collective over its team.
 
     Raises:
         ConfigError: as `record_frozen`.
@@ -213,7 +213,7 @@ def drop_refused_start(c: RankState) -> None:
 
 
 def take_up_reference(run_dir: Path) -> None:
-    """The start is accepted: the reference that it has made is that of the run from now on. One rank calls this."""
+    """Make the reference of an accepted start that of the run from now on. One rank calls this."""
     shutil.rmtree(run_dir / START_WEIGHTS, ignore_errors=True)
     if _is_model(run_dir / NEXT_REFERENCE):
         shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
@@ -221,8 +221,8 @@ def take_up_reference(run_dir: Path) -> None:
 
 
 def unchanged_model(config: RunConfig) -> str | None:
-    """The model that RL starts from, where that is `model.path` as it is on disk; None after a cold start, for a fresh
-    model, and with keys of its configuration changed."""
+    """Return the model that RL starts from, where that is `model.path` as it is on disk; None after a cold start, for a
+    fresh model, and with keys of its configuration changed."""
     model = config.model
     if model.path is None or model.hf_config is not None or config.sft.steps:
         return None
@@ -230,20 +230,20 @@ def unchanged_model(config: RunConfig) -> str | None:
 
 
 def _origin(folder: Path) -> str | None:
-    """Where the model is that a reference folder stands for; None where the folder holds it."""
+    """Return where the model is that a reference folder stands for; None where the folder holds it."""
     file = folder / _ORIGIN
     return str(json.loads(file.read_text())["path"]) if file.is_file() else None
 
 
 def find_kept(checkpoint: Path) -> Path | None:
-    """The folder of the reference that the run of a checkpoint (RUN_DIR/checkpoints/step_N) has kept, if it has one."""
+    """Find the folder of the reference that the run of a checkpoint (RUN_DIR/checkpoints/step_N) has kept."""
     checkpoints = checkpoint.resolve().parent
     places = [*_set_aside_since(checkpoints), checkpoints.parent]
     return next((f for place in places if _is_model(f := place / FOLDER)), None)
 
 
 def kept_reference(checkpoint: Path) -> Path:
-    """The same, which there has to be.
+    """Find it as `find_kept` does, where there has to be one.
 
     Raises:
         ConfigError: there is none.
@@ -428,7 +428,7 @@ def _other_files(where: str, folder: Path, lines: list[str]) -> ConfigError:
 
 
 def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
-    """The teacher of this run. Collective over its team.
+    """Make the teacher of this run. Collective over its team.
 
     Raises:
         ConfigError: token ids of the policy mean other things to the teacher, or nothing; or as `record_frozen`.

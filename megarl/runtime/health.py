@@ -1,4 +1,4 @@
-"""What a worker tells about itself while it runs and when it fails, and how a launcher reads it.
+"""Heartbeats and failure reports of a worker, and how a launcher reads them.
 
     worker                         RUN_DIR                          launcher
     megarl.tracing -> Heartbeat ->   heartbeats/rank_K   -> read_beat -> Watch   no beat for too long: a hang
@@ -102,7 +102,7 @@ class Heartbeat:
             self._record(path)
 
     def _make_again(self) -> None:
-        """A launcher that sees no beats would end a run that goes on."""
+        """Say loudly that beats cannot be written: a launcher that sees none would end a run that goes on."""
         self._looked = time.monotonic()
         with contextlib.suppress(OSError):  # the run folder is gone, which the launcher sees, too; or it is a moment's
             if not self._path.exists():
@@ -232,7 +232,7 @@ Old = frozenset[tuple[str, int, int]]
 
 
 def old_errors(run_dir: Path) -> Old:
-    """What is in RUN_DIR/errors now."""
+    """Read what is in RUN_DIR/errors now."""
     found = set()
     for path in (run_dir / "errors").glob("rank_*.json"):
         with contextlib.suppress(FileNotFoundError):  # the first machine removes them
@@ -336,7 +336,7 @@ class Watch:
         self._seen |= dict.fromkeys(ranks, (-1, time.monotonic()))
 
     def check(self, live: Iterable[int]) -> str | None:
-        """A sentence that says what is wrong with the `live` ranks, or None."""
+        """Say in a sentence what is wrong with the `live` ranks, or None."""
         live, now = sorted(live), time.monotonic()
         for rank in live:
             beat = read_beat(self._run_dir, rank)

@@ -168,12 +168,12 @@ def accept_start(c: RankState, graph: TaskGraph, checkpoints: SavedRun) -> None:
 
 
 def part_of(config: RunConfig) -> Part:
-    """Which part of the run RL is, for the tracker."""
+    """Return which part of the run RL is, for the tracker."""
     return "second" if config.sft.steps else "whole"
 
 
 def validates_first(config: RunConfig) -> bool:
-    """Whether the model that RL starts from is evaluated."""
+    """Say whether the model that RL starts from is evaluated."""
     return bool(config.validation.before_train and config.data.val_files)
 
 

@@ -95,17 +95,17 @@ class RankState:
 
     @property
     def roles(self) -> Mapping[str, object]:
-        """What stages may name in their signatures, as far as this team has it."""
+        """The roles that stages may name in their signatures, as far as this team has them."""
         return self.held
 
     @property
     def loading(self) -> PromptLoader | LoaderElsewhere | None:
-        """What knows where the loader stands, in this team or in another one; None: there is no training data."""
+        """The loader, or its stand-in where another team has it; None: there is no training data."""
         return self.loader or self.loader_elsewhere
 
     @property
     def mail(self) -> Mail:
-        """What this team and the others tell each other; only with several teams."""
+        """The mail between this team and the others; only with several teams."""
         assert self.team.store is not None, "the only team has nobody to write to"
         return self.team.store
 

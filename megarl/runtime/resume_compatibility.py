@@ -1,4 +1,4 @@
-"""What a resumed run does with settings that have changed since its checkpoint, key by key.
+"""The effect of settings that have changed since a checkpoint on the run that resumes from it, key by key.
 
 Most of what a run knows comes from the recipe again when it resumes. What comes from the checkpoint instead: weights,
 optimizer state and steps, random states, the loader's order and place, the adaptive KL coefficient, samples that wait,
@@ -147,7 +147,7 @@ BEFORE_FIRST_STEP = ("validation.before_train", "critic.path")
 
 
 def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
-    """What a changed `key` does to a run that resumes; the longest entry of EFFECTS counts.
+    """Return what a changed `key` does to a run that resumes; the longest entry of EFFECTS counts.
 
     An own key of a component needs no entry: components are made from the recipe again.
 
@@ -164,7 +164,7 @@ def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
 
 
 def _is_own(key: str) -> bool:
-    """Whether a component has this key for itself, in the section that names it."""
+    """Say whether a component has this key for itself, in the section that names it."""
     above = find_key(tuple(key.split(".")))
     return above is not None and above.path != key and names_component(above.section)
 
@@ -204,7 +204,7 @@ def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
 def announcements(
     before: Plain, now: Plain, command: Command, *, begun: bool = True, drawn: int | None = None
 ) -> list[str]:
-    """A line for every setting that has changed since the checkpoint, with what it does not do.
+    """Return a line for every setting that has changed since the checkpoint, with what it does not do.
 
     Not `begun`: the checkpoint is that of a cold start, and what comes before the first step is still to come. `drawn`:
     the checkpoint holds samples that no step has been trained on, until this step.
@@ -261,7 +261,7 @@ def _at(config: Plain, path: str) -> Any:
 
 
 def describe_buffered(config: RunConfig, placement: Placement, step: int) -> dict[str, Any] | None:
-    """What the state of a checkpoint after `step` says of the samples of the next ones; None: it has nothing of them.
+    """Describe the samples of later steps in the checkpoint after `step`, for its state; None: it has none.
 
     With `steps` 0 it has no samples: at the end of a run as ready there may still be prompts that it left out.
     """
@@ -391,7 +391,7 @@ def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]]
 
 
 def _way_out(step: int, held: int, before: str) -> str:
-    """What to do first: a run of `held` more steps uses all that the checkpoint after `step` has, in either order."""
+    """Say what to do first: `held` more steps use all that the checkpoint after `step` has, in either order."""
     last = step + held
     steps = f"step {last}" if held == 1 else f"steps {step + 1} to {last}"
     return (

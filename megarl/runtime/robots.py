@@ -80,7 +80,7 @@ class Body:
 
 
 def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
-    """How policy calls of the section `robot` go through the model.
+    """Return how policy calls of the section `robot` go through the model.
 
     Raises:
         ConfigError: the model is no robot policy, or the section has a name that there is not.
@@ -108,7 +108,7 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
 
 
 def body_of(config: RunConfig, sequences: VLALayout, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
-    """How the policy acts whose calls are of `sequences`; `data`: statistics of what it acts like.
+    """Return how the policy acts whose calls are of `sequences`; `data`: statistics of what it acts like.
 
     Raises:
         ConfigError: section, model and statistics do not fit.
@@ -165,7 +165,7 @@ def statistics_file(hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
 
 
 def _bounds(known: Mapping[str, DatasetStatistics]) -> str:
-    """Which statistics become -1 and 1, which dataset_statistics.json does not say."""
+    """Return which statistics become -1 and 1, which dataset_statistics.json does not say."""
     return json.dumps({name: entry.action.bounds for name, entry in known.items()})
 
 

@@ -98,7 +98,7 @@ class CriticRole(ModelRole):
     name = offload_schedule.CRITIC
 
     def values(self, samples: Batch) -> Jagged:
-        """The return that it predicts at every response token (float32), from the tokens before it."""
+        """Predict the return at every response token (float32), from the tokens before it."""
         with self._c.offload.phase("score", self.name):
             values = self.engine.values(samples)
         self._c.count_pass(samples, head=False)

@@ -78,7 +78,7 @@ def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -
 def build_rank_state(
     config: RunConfig, run_dir: Path, team: OwnTeam | None = None, *, trainable: bool = True, scored: Scored = SCORED
 ) -> RankState:
-    """What a rank needs of `team` (None: of one that holds an actor, and where it draws), with weights loaded.
+    """Build what a rank needs of `team` (None: of one with an actor that also generates), with weights loaded.
 
     The models that follow from where RL starts come later: critic, reference, teacher. Without `trainable` there is no
     optimizer and no training data. `scored`: splits whose samples get a score; without any there is no reward function.
@@ -138,7 +138,7 @@ def build_rank_state(
 
 @dataclass(frozen=True)
 class _Source:
-    """What the team has that draws samples: end tokens, prompts, an environment, and who scores."""
+    """The data side of the team that generates: end tokens, prompts, an environment, and who scores."""
 
     eos_ids: list[int]
     episodes: Episodes | None
@@ -192,7 +192,7 @@ class _Source:
         layout: Layout,
         chunks: Sequence[PolicyModel],
     ) -> dict[str, ModelRole | RolloutRole | ScorerRole]:
-        """The rollout, which decodes with `chunks` (none: servers will be opened), and the scorer."""
+        """Make the rollout, which decodes with `chunks` (none: servers will be opened), and the scorer."""
         lag, episodes = config.rollout.stale_steps, self.episodes
         engine: RolloutEngine = UnopenedEngine()
         stale = None
@@ -266,7 +266,7 @@ def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str
 
 
 def weights_of(config: RunConfig, hf_config: PretrainedConfig) -> Weights:
-    """How the policy's weights come into being: read from `model.path`, or drawn from `model.init_seed`."""
+    """Return how the policy's weights begin: read from `model.path`, or random from `model.init_seed`."""
     source = config.model.path
     if source is None:
         return lambda chunks: init_random(chunks, hf_config, config.model.init_seed)
@@ -282,7 +282,7 @@ def build_engine(
     trainable: bool,
     name: str = "actor",
 ) -> MegatronEngine:
-    """A model that gives log-probs, under its role's `name`: the policy on Megatron; frozen unless `trainable`."""
+    """Build a model that gives log-probs, under its role's `name`; frozen unless `trainable`."""
     return MegatronEngine(
         hf_config,
         config.parallel_of(name),
@@ -299,7 +299,7 @@ def build_engine(
 
 
 def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig) -> SequenceLayout:
-    """How samples of a run become sequences of its models."""
+    """Return how samples of a run become sequences of its models."""
     return TEXT if config.robot is None else vla_layout(config, hf_config)
 
 
@@ -311,7 +311,7 @@ def _prompts(
     *,
     scored: bool,
 ) -> PromptDataset:
-    """The prompts of a split, which have reference answers where they are `scored` by something that reads them."""
+    """Read the prompts of a split, with reference answers where they are `scored` by something that reads these."""
     answered = scored and reads_answers(config)
     whole = config.whole_conversations
     data = PromptDataset(config.data, tokenizer, split, tools, whole=whole, answered=answered)
@@ -321,7 +321,7 @@ def _prompts(
 
 
 def check_epochs(config: RunConfig, prompts: int) -> None:
-    """Whether `trainer.steps` are the epochs that the recipe asks for, now that all prompts are known.
+    """Refuse `trainer.steps` that are not the epochs the recipe asks for, now that all prompts are known.
 
     Raises:
         ConfigError: they are not: tools that an environment announces make more prompts overlong, for instance.

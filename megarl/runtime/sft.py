@@ -49,7 +49,7 @@ def cold_start(c: RankState, examples: PromptLoader) -> None:
 
 
 def train(config: RunConfig, run_dir: Path) -> None:
-    """A run of its own, with checkpoints and an export at the end."""
+    """Train in a run of its own, with checkpoints and an export at the end."""
     from megarl.runtime.checkpoints import FOLDER, Checkpoints
     from megarl.runtime.export import export, show_export
 
@@ -76,7 +76,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
 
 
 def load_examples(c: RankState) -> PromptLoader:
-    """The rows with answers that fine-tuning trains on.
+    """Read the rows with answers that fine-tuning trains on.
 
     Raises:
         DataError: a row cannot be trained on.

@@ -72,6 +72,6 @@ class OwnTeam:
             self.store.post(name, value)
 
     def read(self, name: str) -> Any:
-        """What another team has posted, as soon as it is there; only where there are several teams."""
+        """Wait for what another team has posted, and return it; only where there are several teams."""
         assert self.store is not None, "with one team nobody posts"
         return self.store.read(name)

@@ -1,1 +1,1 @@
-"""What one team makes and another one needs, when roles have devices of their own: who has it, and who gets it."""
+"""The buffer between teams: samples and mail that one team makes and another one needs."""

@@ -113,19 +113,19 @@ class StoreActor:
         return self._core.ask("read", name)
 
     async def drained(self, version: int) -> bool:
-        """Whether those who draw have nothing to do."""
+        """Say whether the replicas that generate have nothing to do."""
         return bool(self._core.ask("drained", version))
 
     async def flow_state(self) -> dict[str, Any]:
-        """What a checkpoint has to know."""
+        """Return where prompts stand, for a checkpoint."""
         return self._core.ask("flow_state")
 
     async def unused(self, team: str, step: int, slice_s: float) -> Answer[list[FlowGroup]]:
-        """What a checkpoint has to have, with references to the bytes."""
+        """Return finished groups for a checkpoint, with references to their bytes."""
         return await self._answer(team, lambda: self._core.unused(step), ("unused",), slice_s)
 
     async def queues(self) -> dict[str, int]:
-        """How many groups wait for whom."""
+        """Count the groups that wait for each team."""
         return self._core.ask("queues")
 
     async def _answer(self, team: str, ask: Callable[[], T | None], topic: Topic, slice_s: float) -> Answer[T]:

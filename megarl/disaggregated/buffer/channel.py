@@ -40,7 +40,7 @@ NAMES = ("uid", "sample_id")
 
 @dataclass(frozen=True)
 class SentSamples:
-    """What a rank has handed over in one walk under one key: its groups, and the samples with the fields that went."""
+    """The groups that a rank has sent in one walk under one key, and their samples with the fields that went."""
 
     node: str
     groups: list[GroupInfo]
@@ -204,7 +204,7 @@ class TeamChannel:
         return [group.ordinal % parts for group in groups] if self._dealt or parts == 1 else []
 
     def _held(self, batch: Batch | None) -> list[GroupInfo]:
-        """The groups of the batch, which come from the store, or are of samples that this team made itself."""
+        """Return the groups of the batch, which come from the buffer, or are of samples that this team made itself."""
         if self._groups is None:
             assert batch is not None, "a batch that is not there yet has groups from the store"
             self._groups = groups_of(batch, self._replica, self._team.replicas)
@@ -218,13 +218,13 @@ class TeamChannel:
 
 
 def outgoing(handover: Handover, batch: Batch) -> Batch:
-    """What `handover` takes of a batch to other teams: its fields, and the names of the samples; on the CPU."""
+    """Return the part of a batch that `handover` takes: its fields and the names of the samples, on the CPU."""
     keep = {*handover.fields, *NAMES}
     return batch.drop([name for name in batch.names() if name not in keep]).to("cpu")
 
 
 def groups_of(batch: Batch, replica: int = 0, replicas: int = 1) -> list[GroupInfo]:
-    """The groups of a batch. They have their numbers from it, or as prompts are dealt to `replica` of `replicas`."""
+    """List the groups of a batch, numbered as there, or as `replica` of `replicas` gets prompts in turn."""
     tokens, ids = tokens_of(batch), batch["sample_id"]
     return [
         GroupInfo(
@@ -300,7 +300,7 @@ class GroupChannel:
                 self.aside[handover.key] = outgoing(handover, batch)
 
     def collect(self, numbers: Sequence[int], batch: Batch, metrics: Metrics) -> FinishedGroups | None:
-        """What was put aside, as the groups of the prompts `numbers`, in the order of `batch`.
+        """Return what was put aside as the groups of the prompts `numbers`, in the order of `batch`.
 
         Args:
             numbers: of the prompts.

@@ -70,7 +70,7 @@ class StoreClient:
 
     @classmethod
     def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> StoreClient:
-        """The store that `start_store` started under this name; this process has initialised Ray.
+        """Connect to the store that `start_store` started under this name; this process has initialised Ray.
 
         Args:
             name, team, rank, deadline_s, start: see the class.
@@ -102,17 +102,17 @@ class StoreClient:
         self._change(f"hear of {name!r}", "arrive", self.team, self.rank, name)
 
     def read(self, name: str) -> Any:
-        """The value under a name, as soon as somebody has posted it; any number of workers may read it."""
+        """Wait until somebody has posted a value under a name, and return it; any number of workers may read it."""
         (text,) = self._wait(f"mail {name!r}", "read", self.team, name)
         return json.loads(text)
 
     def peek(self, name: str) -> Any:
-        """The value under a name, or None where nobody has posted it."""
+        """Return the value under a name, or None where nobody has posted it."""
         found = self._call(f"the store to look for mail {name!r}", "peek", name)
         return None if found is None else json.loads(found[0])
 
     def has_come(self, name: str) -> bool:
-        """Whether somebody has posted this, as `buffer.notice` looks for it: it may be asked all the time."""
+        """Say whether somebody has posted this; cheap enough to be asked all the time (`Mailbox`)."""
         return self._notice.has_come(name)
 
     # -- samples -----------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class StoreClient:
             raise StoreError(f"{self._who()}: {whole}: {why}") from error
 
     def assignment(self, step: int, samples: str, part: int) -> list[GroupInfo]:
-        """The groups that part `part` of this team works on, in order, as soon as all of the step have been given.
+        """Wait until all groups of the step are there, and return those of part `part` of this team, in order.
 
         Args:
             step: of the training.
@@ -175,7 +175,7 @@ class StoreClient:
         return self._wait(f"the groups of {samples!r} in step {step}", "assignment", self.team, step, samples, part)
 
     def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Span]:
-        """The payloads of these groups, read-only, as soon as all replicas of the giver have given.
+        """Wait until all replicas of the giver have sent these groups, and return their payloads, read-only.
 
         Without `uids` it is the payload of any one group, which tells what the fields are.
         """
@@ -235,7 +235,7 @@ class StoreClient:
         return self._change(what, "swap", *where, list(finished), *rest, refs=refs), size
 
     def drained(self, version: int) -> bool:
-        """Whether nothing is drawn before there are newer weights, see `buffer.flow.Flow.drained`."""
+        """Say whether nothing is generated before there are newer weights, see `buffer.flow.Flow.drained`."""
         return bool(self._call("the store to say whether all is drawn", "drained", version))
 
     def flow_state(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class StoreClient:
     # -- calls and waits ---------------------------------------------------------------------------------------------
 
     def _change(self, what: str, method: str, *arguments: Any, refs: Sequence[Any] = ()) -> Any:
-        """A call that changes something and does not wait for another team, one at a time; it is heard once.
+        """Call what changes something and waits for no other team, one call at a time; it takes effect once.
 
         Args:
             what: it does.
@@ -297,7 +297,7 @@ class StoreClient:
             self._call(what, "give_again", self.team, self.rank, list(again), list(again.values()))
 
     def _call(self, what: str, method: str, *arguments: Any, waits_s: float = 0.0) -> Any:
-        """What the store answers, which takes it `waits_s`. One that dies is asked again, if Ray restarts it."""
+        """Return the store's answer, which takes it `waits_s`. One that dies is asked again, if Ray restarts it."""
         import ray
 
         limit_s, dead = waits_s + self._deadline_s, False
@@ -409,7 +409,7 @@ class Mailbox:
         self._name, self._call = "", None
 
     def has_come(self, name: str) -> bool:
-        """Whether there is mail under this name, as far as the store has told."""
+        """Say whether there is mail under this name, as far as the store has answered."""
         import ray
 
         if self._call is None or self._name != name:
@@ -430,7 +430,7 @@ _FREED_S = 7.0  # until all givers have heard what nobody needs, in their words 
 
 
 def payloads_of(pieces: Sequence[Piece], limit_s: float) -> list[Span]:
-    """What these pieces are, as soon as their objects are on this machine."""
+    """Wait until the objects of these pieces are on this machine, and return their bytes."""
     import ray
 
     from megarl.data.wire import Span
@@ -441,7 +441,7 @@ def payloads_of(pieces: Sequence[Piece], limit_s: float) -> list[Span]:
 
 
 def put_object(block: Block) -> Any:
-    """A reference to `block` in this machine's object store. What takers are done with leaves it seconds later."""
+    """Put `block` into this machine's object store, as soon as there is room: used blocks leave seconds later."""
     import ray
 
     end = time.monotonic() + _FREED_S

@@ -1,4 +1,4 @@
-"""What the store knows: which groups of samples there are in a step, who gets which, and where their bytes are.
+"""The state of the buffer: groups of samples of each step, who gets which, and where their bytes are.
 
     giver                     core                                              taker
     give(step, key, groups)   groups of the step -> parts of every team    <-     assignment(step, samples, part)
@@ -40,7 +40,7 @@ FORMED = "formed"
 
 
 class StoreError(MegarlError):
-    """What crosses between teams does not fit together, or did not come; the message names what, team and rank."""
+    """Samples or mail between teams do not fit together, or did not come; the message names what, team and rank."""
 
 
 class GroupInfo(NamedTuple):
@@ -60,9 +60,9 @@ class GroupInfo(NamedTuple):
 
 
 @dataclass
-class _Gift:
-    """What has been handed over under one key in one step: who gave, the reference to each group's bytes, and which
-    groups each taker has fetched."""
+class _Sent:
+    """The groups sent under one key in one step: by whom, the reference to each group's bytes, and which groups each
+    taker has fetched."""
 
     givers: set[int] = field(default_factory=set)
     refs: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class _Gift:
 
 @dataclass
 class _Step:
-    gifts: dict[str, _Gift] = field(default_factory=dict)
+    gifts: dict[str, _Sent] = field(default_factory=dict)
     #: by the node that made the samples; then by uid.
     groups: dict[str, dict[str, GroupInfo]] = field(default_factory=dict)
     ordinals: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class _Step:
 
 
 #: Classes of what a core holds, beside plain values.
-STATE: tuple[type, ...] = (GroupInfo, _Gift, _Step, Flow, FlowGroup, StalenessSettings)
+STATE: tuple[type, ...] = (GroupInfo, _Sent, _Step, Flow, FlowGroup, StalenessSettings)
 
 
 class Core:
@@ -139,7 +139,7 @@ class Core:
         if handover.giver != team:
             raise StoreError(f"{at}: it is team {handover.giver!r} that gives this")
         state = self._steps.get(step) or _Step()
-        gift = state.gifts.get(key) or _Gift()
+        gift = state.gifts.get(key) or _Sent()
         if self._is_finished(step):
             raise StoreError(f"{at}: all takers are done with this step")
         known = state.groups.get(handover.samples, {})
@@ -167,7 +167,7 @@ class Core:
 
     @staticmethod
     def _check(
-        at: str, groups: Sequence[GroupInfo], gift: _Gift, known: dict[str, GroupInfo], ordinals: dict[int, str]
+        at: str, groups: Sequence[GroupInfo], gift: _Sent, known: dict[str, GroupInfo], ordinals: dict[int, str]
     ) -> None:
         """Groups come once under each key, and are the same under all keys; each has a number of its own."""
         for group in groups:
@@ -185,7 +185,7 @@ class Core:
                 raise StoreError(f"{at}: groups {group.uid!r} and {other!r} are both number {group.ordinal}")
 
     def assignment(self, team: str, step: int, samples: str, part: int) -> list[GroupInfo] | None:
-        """The groups of one part of a team, of the samples that node `samples` made; None: not all have been given.
+        """Return the groups of one part of a team, of the samples that node `samples` made; None: some are missing.
 
         Raises:
             StoreError: the team has no such part.
@@ -273,7 +273,7 @@ class Core:
         return self._finished
 
     def starts(self, team: str) -> int:
-        """How often this team has begun again."""
+        """Return how often this team was restarted."""
         return self._starts.get(team, 0)
 
     def queues(self) -> dict[str, int]:
@@ -359,7 +359,7 @@ class Core:
         return self._need_flow().drained(version)
 
     def flow_state(self) -> dict[str, Any]:
-        """Where prompts stand.
+        """Return where prompts stand.
 
         Returns:
             next: number of the first one that nobody has drawn; None: it is not open. again: earlier ones that are to
@@ -391,7 +391,7 @@ class Core:
                 state.groups[one.samples] = {info.uid: info for info in infos}
                 state.ordinals[one.samples] = {info.ordinal: info.uid for info in infos}
                 refs = {info.uid: group.refs[one.key] for info, group in zip(infos, chosen, strict=True)}
-                state.gifts[one.key] = _Gift(set(range(self._parts[one.giver])), refs)
+                state.gifts[one.key] = _Sent(set(range(self._parts[one.giver])), refs)
                 topics += [("handover", flow.step, one.key), ("samples", flow.step, one.samples)]
             metrics = Metrics()  # of all groups together: this is kept for many steps
             for group in chosen:
@@ -437,7 +437,7 @@ class Core:
         return [("mail", name)]
 
     def arrive(self, team: str, rank: int, name: str) -> list[Topic]:
-        """A replica of `team` has come so far: when all have, there is mail under `name`. It may say so again."""
+        """Note that a replica of `team` has come so far: when all have, there is mail under `name`. Idempotent."""
         if name in self._mail or self._is_forgotten(name):
             return []
         workers = self._arrived.setdefault(name, set())
@@ -448,7 +448,7 @@ class Core:
         return self.post(name, json.dumps(True))
 
     def read(self, name: str) -> tuple[Any] | None:
-        """The value under a name, or None.
+        """Return the value under a name, or None.
 
         Raises:
             StoreError: it is of a series that has gone on since.
@@ -469,7 +469,7 @@ class Core:
             raise StoreError(f"nothing is handed over as {key!r}; known: {', '.join(self._handovers) or 'nothing'}")
         return self._handovers[key]
 
-    def _is_complete(self, handover: Handover, gift: _Gift) -> bool:
+    def _is_complete(self, handover: Handover, gift: _Sent) -> bool:
         return len(gift.givers) == self._parts[handover.giver]
 
     def _is_finished(self, step: int) -> bool:

@@ -127,7 +127,7 @@ class Flow:
         return found
 
     def finish(self, number: int, info: GroupInfo, refs: Mapping[str, Any], metrics: str | None) -> None:
-        """The samples of a group are there.
+        """Take in the samples of a group.
 
         Raises:
             ValueError: nobody has begun it, or it was finished before.
@@ -154,7 +154,7 @@ class Flow:
         self._begun -= 1
 
     def form(self) -> list[FlowGroup] | None:
-        """The groups of the next step, by number; None: it has to wait.
+        """Choose the groups of the next step, by number; None: it has to wait.
 
         Raises:
             PolicyError: the policy chooses what no run can go by.

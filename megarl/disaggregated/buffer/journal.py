@@ -44,7 +44,7 @@ class Journal:
         self.size = 0
 
     def records(self) -> Iterator[bytes]:
-        """What was appended since the journal began, or since it was last replaced; then it is open.
+        """Return what was appended since the journal began or was last replaced; then it is open.
 
         Raises:
             StoreError: a record is damaged, and others come after it.
@@ -154,7 +154,7 @@ class PayloadPiece(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """What a worker is told of the bytes that it gave.
+    """The buffer's acknowledgement of bytes that a worker sent.
 
     Attributes:
         heard: number of the last call of this worker.
@@ -192,7 +192,7 @@ def _swap(core: Core, arguments: list[Any], pieces: list[PayloadPiece]) -> _Outc
 
 
 def _plain(method: str, *, tells: bool = False, answers: bool = False) -> _Change:
-    """A method without groups and references. It returns what has come by it, or its answer, or nothing of interest."""
+    """Wrap a method without groups and references. It returns the mail that came by it, its answer, or nothing."""
 
     def change(core: Core, arguments: list[Any], pieces: list[PayloadPiece]) -> _Outcome:
         found = getattr(core, method)(*arguments)
@@ -292,7 +292,7 @@ class DurableCore:
         return answer, topics
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What the core answers. Where it has made up its mind to answer so, that is in the journal."""
+        """Return the core's answer. Where the answer decides something, the decision is in the journal."""
         before = self._core.decisions
         try:
             return getattr(self._core, method)(*arguments)
@@ -345,7 +345,7 @@ class DurableCore:
         return self._said[team, rank][0] if (team, rank) in self._said else 0
 
     def _do(self, team: str, rank: int, serial: int, count: int, call: list[Any]) -> list[Topic]:
-        """A call, now or as the journal has it; without a number: what the core made up its mind about."""
+        """Make a call, now or as the journal has it; without a number: a decision of the core."""
         method, *arguments = call
         pieces: list[PayloadPiece] = []
         if count:
@@ -362,7 +362,7 @@ class DurableCore:
         return topics
 
     def _of(self, team: str, rank: int) -> weakref.WeakValueDictionary[int, Payload]:
-        """What a worker gave that is needed."""
+        """List what a worker sent that is still needed."""
         worker = (team, rank)
         if worker not in self._parcels:
             self._parcels[worker] = weakref.WeakValueDictionary()

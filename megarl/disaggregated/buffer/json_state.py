@@ -45,7 +45,7 @@ def freeze(value: Any, classes: Iterable[type]) -> Any:
 
 
 def thaw(data: Any, classes: Iterable[type]) -> Any:
-    """What `freeze` was given, of new objects; classes are not called, their attributes are set."""
+    """Rebuild what `freeze` was given, of new objects; classes are not called, their attributes are set."""
     named = {one.__name__: one for one in classes}
     seen: list[Any] = []
 

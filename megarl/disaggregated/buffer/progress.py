@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Ping(NamedTuple):
-    """What a worker tells about itself every few seconds.
+    """A worker's report on itself, sent every few seconds.
 
     Attributes:
         changes: counts what it has done; waiting in the store does not count.
@@ -57,7 +57,7 @@ class ProgressTable:
         self._last: dict[str, tuple[int, float]] = dict.fromkeys(teams, (0, now))  # who moved last, and when
 
     def ping(self, team: str, rank: int, ping: Ping, now: float) -> None:
-        """A worker's word."""
+        """Take in a worker's report."""
         before = self._pings.get((team, rank))
         self._pings[team, rank] = ping
         if before is None or ping.changes != before.changes:

@@ -1,1 +1,1 @@
-"""What the nodes of the task graphs do. One file per role; nothing heavy is imported until a stage runs."""
+"""The work of the task graphs' nodes. One file per role; nothing heavy is imported until a stage runs."""

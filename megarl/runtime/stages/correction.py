@@ -77,7 +77,7 @@ def _measure(c: StepContext, samples: Batch, knobs: ResolvedCorrection) -> Corre
 
 
 def ages(c: StepContext, samples: Batch) -> Metrics:
-    """How old the weights were that drew the tokens of this rank's samples; those of an environment have no age."""
+    """Record how old the weights were that sampled this rank's tokens; those of an environment have no age."""
     from megarl.algorithms.correction import staleness
     from megarl.data.versions import tokens_by_version
 

@@ -74,7 +74,7 @@ def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
 
 
 def _record(c: StepContext, samples: Batch) -> None:
-    """What the values of before the update were worth."""
+    """Record what the values of before the update were worth."""
     from megarl.algorithms.stats import explained_variance
 
     values, returns, mask = (samples[name].values for name in ("values", "returns", "response_mask"))

@@ -115,7 +115,7 @@ def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Bat
 
 @_scores(writes=["teacher_topk"], role=Role.TEACHER)
 def teacher_topk(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
-    """The tokens that the frozen teacher finds likeliest in the place of every response token.
+    """Compute the tokens that the frozen teacher finds likeliest in the place of every response token.
 
     float32 [tokens, k, 2]: ids and log-probs.
     """

@@ -15,35 +15,35 @@ if TYPE_CHECKING:
 
 
 def needed_fields(config: RunConfig) -> set[str]:
-    """What models have to say about the samples, for any part of the recipe."""
+    """List the log-probs and values of models that any part of the recipe reads."""
     in_reward = ["old_logp", "ref_logp"] if config.algorithm.kl.use == "reward" else []
     return {*estimator_fields(config), *update_fields(config), *filter_fields(config), *in_reward}
 
 
 def estimator_fields(config: RunConfig) -> list[str]:
-    """What the advantage estimator reads in addition to rewards."""
+    """List what the advantage estimator reads in addition to rewards."""
     return needs.estimator_fields(config.algorithm)
 
 
 def filter_fields(config: RunConfig) -> list[str]:
-    """What the sample filter reads in addition to scores."""
+    """List what the sample filter reads in addition to scores."""
     return needs.filter_fields(config.algorithm)
 
 
 def part_fields(config: RunConfig) -> list[str]:
-    """What rewards are written as in addition to the score."""
+    """List what rewards are written as in addition to the score."""
     return ["reward_parts"] if config.algorithm.advantage.parts else []
 
 
 def call_fields(config: RunConfig) -> list[str]:
-    """What a model reads of samples beside their tokens: what a robot policy sees, and its calls' borders."""
+    """List what a model reads of samples beside their tokens: what a robot policy sees, and its calls' borders."""
     if config.robot is None:
         return []
     return ["turn_starts", "turn_ends", "states", *(FRAMES + camera for camera in config.robot.cameras)]
 
 
 def update_fields(config: RunConfig) -> list[str]:
-    """What the policy update reads in addition to advantages."""
+    """List what the policy update reads in addition to advantages."""
     algorithm = config.algorithm
     wanted = {
         "old_logp": config.rollout_correction.resolved().bypass or needs_old_logp(config),

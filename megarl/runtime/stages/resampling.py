@@ -16,7 +16,7 @@ COPIES = "copies"
 
 @stage(reads=["score", "sample_id", "response_mask"], writes=[COPIES], role=Role.ADVANTAGE)
 def resample(c: StepContext, samples: Batch) -> Batch:
-    """How often each sample of all ranks is trained on, by `algorithm.resampling`.
+    """Return how often each sample of all ranks is trained on, by `algorithm.resampling`.
 
     Samples that are masked entirely are not drawn. The draws follow from the run's seed, the step and the names of the
     samples: ranks and places in the batch do not enter.

@@ -96,14 +96,14 @@ def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], s
 
 
 def is_scored(samples: Batch) -> bool:
-    """The results of what `submit` started for `samples` are there, if anything was; of the rank that has them."""
+    """Say whether the results of what `submit` started for `samples` are there; asked on the rank that has them."""
     if PENDING not in samples:
         return True
     return all(one is None or one.handle.outcomes.done() for one in samples[PENDING])
 
 
 def _own_results(runner: RewardRunner | None, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
-    """What this rank's reward function says; None where it has none."""
+    """Wait for the answers of this rank's reward function; None where it has none."""
     if runner is None:
         return None
     mine = [one for one in pending if one is not None]

@@ -42,14 +42,14 @@ _OF_PROMPTS = ("prompt_text", *_OF_ROWS)
 
 
 def _of_prompts(config: RunConfig) -> list[str]:
-    """What an environment, or a simulator, is told of a prompt."""
+    """List the columns of a prompt that an environment or a simulator reads."""
     if config.robot is not None:
         return ["row", "prompt_text"]
     return list(_OF_PROMPTS) if config.has_turns else []
 
 
 def _of_episodes(config: RunConfig) -> list[str]:
-    """What samples of several turns have in addition."""
+    """List the fields that samples of several turns have in addition."""
     if config.robot is not None:
         pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in config.robot.cameras]
         return [*EPISODE_FIELDS, *pictures, *clip_fields(config)]
@@ -57,12 +57,12 @@ def _of_episodes(config: RunConfig) -> list[str]:
 
 
 def _data_prompt(config: RunConfig) -> list[str]:
-    """What a greedy episode begins with, where one is played."""
+    """List the fields that a greedy episode begins with, where one is played."""
     return list(DATA_PROMPT) if config.has_turns and "greedy_score" in needed_fields(config) else []
 
 
 def _of_greedy(config: RunConfig) -> list[str]:
-    """What greedy responses begin with; and the mask, without samples that have none to be compared with."""
+    """List the fields that greedy responses begin with, and the mask of samples that are compared with one."""
     return [*DATA_PROMPT, "response_mask"] if config.has_turns else ["prompt_ids", "prompt_text"]
 
 
@@ -71,7 +71,7 @@ def _masked(config: RunConfig) -> list[str]:
 
 
 def generated_fields(config: RunConfig) -> list[str]:
-    """What generation gives every sample."""
+    """List the fields that generation gives every sample."""
     if config.robot is not None:
         return [*SAMPLE_FIELDS, *_of_episodes(config)]
     return [*SAMPLE_FIELDS, *(TURN_FIELDS if config.has_turns else []), *_data_prompt(config)]
@@ -151,7 +151,7 @@ def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scor
 
 
 def _given_prompts(samples: Batch, prefix: str) -> Batch:
-    """The prompts of the data, one per sample; `prefix`: of the fields that have them."""
+    """Return the prompts of the data, one per sample; `prefix`: of the fields that have them."""
     from megarl.data.batch import Batch
 
     columns = {"prompt_text": samples[f"{prefix}prompt_text"], **{name: samples[name] for name in _OF_ROWS}}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _read(config: RunConfig) -> list[str]:
-    """What groups are judged by, and what tells episodes whose environment failed."""
+    """List the fields that groups are judged by, and that tell episodes whose environment failed."""
     settings = config.algorithm.dynamic_sampling
     cut = ["finish_step", "max_steps"] if settings.drop_cut else []
     mask = ["response_mask"] if config.has_episodes else []
@@ -92,7 +92,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
 
 
 def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
-    """Which groups `algorithm.dynamic_sampling` keeps; adds the scores of this rank's groups to `seen`."""
+    """Say which groups `algorithm.dynamic_sampling` keeps; add the scores of this rank's groups to `seen`."""
     from megarl.algorithms.group_filter import informative_groups, live_rows, uncut_groups
     from megarl.data.groups import by_group
 
@@ -112,7 +112,7 @@ def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool
 
 
 def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
-    """Which groups are handed over where they come as they get ready; adds their scores to `seen`.
+    """Say which groups are handed over where they come as they get ready; add their scores to `seen`.
 
     Those that dynamic sampling keeps, and of which `algorithm.filter` left a sample: other prompts take the place of
     the rest.
@@ -136,7 +136,7 @@ def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bo
 
 
 def asked_of_groups(config: RunConfig) -> str | None:
-    """The condition that `admitted` sets for a group, for messages; None: there is none."""
+    """Return the condition that `admitted` sets for a group, for messages; None: there is none."""
     sampling, chosen = config.algorithm.dynamic_sampling, config.algorithm.filter
     asked = [sampling.kept_groups] if sampling.enabled else []
     asked += [f"a sample that the filter {chosen.name} keeps"] if config.filter_admits else []

@@ -1,4 +1,4 @@
-"""What depends on a response's form, or on how its group did: the length penalty, and filters."""
+"""Rewards and masks by a response's form, or by how its group did: the length penalty, and filters."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def trained_mask(samples: Batch) -> Jagged:
 def token_inputs(
     samples: Batch, own: Mapping[str, str] | None = None, device: torch.device | str = "cpu"
 ) -> TokenInputs:
-    """What the objective takes of `samples`, on `device`; `own` maps what the policy loss wants to fields."""
+    """Return what the objective takes of `samples`, on `device`; `own` maps what the policy loss wants to fields."""
     from megarl.algorithms.objective import TokenInputs
     from megarl.data.batch import Jagged
 
