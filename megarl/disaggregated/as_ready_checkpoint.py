@@ -4,7 +4,7 @@ Each replica writes its groups; whoever reads them shares them out by their prom
 
     flow_0.safetensors    finished ones: number of the group, uid, sample_id, fields as node/field; one row per sample
     flow_0.json           versions of all, by number; finished: what they hold, their metrics; drafts of the others;
-                          prompts to be drawn again; metrics of samples that came to nothing
+                          prompts to be generated again; metrics of samples that came to nothing
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def files_of_flow(
 
     Args:
         c: in a team whose samples go to training as they get ready; the actor's waits for these files.
-        version: of the weights, which nobody has drawn with.
-        under_way: versions of the weights that the first tokens of unfinished groups were drawn with, by number.
+        version: of the weights, which nobody has generated with.
+        under_way: versions of the weights that the first tokens of unfinished groups were generated with, by number.
         drafts: of these.
         carried: metrics of samples that came to nothing, which no finished group has.
     """
@@ -71,9 +71,9 @@ def flow_files(
     Args:
         layout: of this rank.
         ready: finished groups.
-        versions: of the weights that the first tokens of all groups were drawn with, by number.
-        drafts: of groups that are under way, as far as something of them was drawn.
-        again: prompts that nobody draws, and that have to be drawn; of the team's first rank.
+        versions: of the weights that the first tokens of all groups were generated with, by number.
+        drafts: of groups that are under way, as far as something of them was generated.
+        again: prompts that nobody generates, and that have to be generated; of the team's first rank.
         carried: metrics of samples that came to nothing, which no finished group has.
     """
     if not layout.is_lead:
@@ -119,10 +119,10 @@ class BufferedGroups:
     """The groups that all replicas wrote into a checkpoint.
 
     Attributes:
-        versions: of the weights that the first tokens of every group were drawn with, by number.
+        versions: of the weights that the first tokens of every group were generated with, by number.
         finished: numbers of those that are finished.
-        drafts: of the others, as far as something was drawn.
-        again: prompts that nobody had begun to draw again.
+        drafts: of the others, as far as something was generated.
+        again: prompts that nobody had begun to generate again.
         carried: metrics of samples that came to nothing, which no finished group has.
     """
 

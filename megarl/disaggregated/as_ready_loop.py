@@ -2,21 +2,22 @@
 
     rollout's team, every replica by itself              store                    actor's team
     prompts that may begin             <-.
-    draw, walk the nodes: groups       --+-- swap ---->  forms steps  --------->  train v + 1
-    gate n: nothing is drawn   open/n ----------------------------------------->  which has trained v since
-    follow                     <--- gate/n: v, weights/v ----------------------   push
+    generate, walk the nodes: groups   --+-- swap ---->  forms steps  --------->  train v + 1
+    gate n: nothing is generated         open/n ------------------------------->  which has trained v since
+    follow                     <-------- gate/n: v, weights/v ------------------  push
 
-Between two gates a replica draws with one version of the weights. With `async.partial` the actor's team asks for the
-gate after every step (`wanted/n`); what is under way stops, and goes on with the new weights. Without, a gate opens
-when everything is drawn that may begin with this version, and the actor's team comes to it between two steps; it asks
-and waits only where it has to: at a validation, where a save may be due, at the end, and when these weights are too old
+Between two gates a replica generates with one version of the weights. With `async.partial` the actor's team asks for
+the gate after every step (`wanted/n`); what is under way stops, and goes on with the new weights. Without, a gate opens
+when everything is generated that may begin with this version, and the actor's team comes to it between two steps; it
+asks and waits only where it has to: at a validation, where a save may be due, at the end, and when these weights are
+    too old
 for the next step.
 
-A group whose rewards are being computed is put aside at the node that waits for them, and drawing goes on. With
+A group whose rewards are being computed is put aside at the node that waits for them, and generation goes on. With
 `async.partial` the weights may change meanwhile; a checkpoint waits for these rewards.
 
 Metrics of samples travel with them. What a replica measures of itself is counted in the step whose weights end its
-stretch. What is finished is in the store: a checkpoint takes it from there.
+segment. What is finished is in the store: a checkpoint takes it from there.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class AsReadyLoop:
 
     Attributes:
         c: this rank's state.
-        executor: walks this team's nodes after the one that draws, as far as they do not wait for rewards.
+        executor: walks this team's nodes after the one that generates, as far as they do not wait for rewards.
         scored: walks those after them.
         crossing: of the executor.
         recorder: of this rank.
@@ -146,7 +147,7 @@ class AsReadyLoop:
             while version < c.config.trainer.steps:
                 set_step(version + 1)
                 with phase("step"):
-                    self._draw(stream, version)
+                    self._generate(stream, version)
                     version = self._pass_gate()
                     self._validate(version)
                 self._save(version, stream)
@@ -177,7 +178,9 @@ class AsReadyLoop:
             store.post(PLACE, c.loader.state_dict())
             late = store.open_flow(c.context.step, c.loader.number, begun, again)
             if late:
-                print(f"{len(late)} groups of the checkpoint come too late with these settings, and are drawn again")
+                print(
+                    f"{len(late)} groups of the checkpoint come too late with these settings, and are generated again"
+                )
             store.post(OPENED, late)
         late = store.read(OPENED)
         if held is None:
@@ -190,17 +193,18 @@ class AsReadyLoop:
                 self.channel.swap(c.context, [ready], [], c.context.step, 0)
         self._waiting = [number for number in mine if number not in held.finished]
         self._versions = {number: held.versions[number] for number in self._waiting}
-        # Not of those that are too old: they are drawn again from their first token on; and so are all if n changed.
+        # Not of those that are too old: they are generated again from their first token on; and so are all if n
+        # changed.
         n, found = c.config.rollout.sampling.n, held.drafts
         self._drafts = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
         self.held = None  # its samples are the store's now
 
-    # -- one stretch -------------------------------------------------------------------------------------------------
+    # -- one segment -------------------------------------------------------------------------------------------------
 
-    def _draw(self, stream: Groups, version: int) -> None:
-        """Draw with `version` until the gate is to be opened."""
+    def _generate(self, stream: Groups, version: int) -> None:
+        """Generate with `version` until the gate is to be opened."""
         c, interrupts = self.c, self.c.config.async_.partial
-        # Ranks that meet while they draw: replicas that ask the same servers do so together.
+        # Ranks that meet while they generate: replicas that ask the same servers do so together.
         together = c.layout.mp_group if c.fleet is None else c.layout.world
         self._pace.begin(time.monotonic())
         with c.rollout.generating(c.context, 0):
@@ -209,15 +213,15 @@ class AsReadyLoop:
                 self._admit(stream, version)
                 told = together.all_gather_json([self._look(), stream.busy, bool(self._scoring)])
                 self._wanted = self._wanted or any(wanted for wanted, _, _ in told)
-                drawing, scoring = any(busy for _, busy, _ in told), any(some for _, _, some in told)
-                if not (drawing or scoring) or (interrupts and self._wanted):
+                generating, scoring = any(busy for _, busy, _ in told), any(some for _, _, some in told)
+                if not (generating or scoring) or (interrupts and self._wanted):
                     break
-                if drawing:
+                if generating:
                     with phase("rollout"):
                         groups = stream.wait(self._is_called)
                     if groups:
                         self._score(groups)
-                self._finish_scored(least=0 if drawing else 1)
+                self._finish_scored(least=0 if generating else 1)
             stream.interrupt()
         self._swap(version, 0)
 
@@ -273,7 +277,7 @@ class AsReadyLoop:
         stream.add(group, self._drafts.pop(number, None))
 
     def _is_called(self) -> bool:
-        """Something else is to be done than drawing. Collective over the replica."""
+        """Something else is to be done than generation. Collective over the replica."""
         group = self.c.layout.mp_group
         if self._next_is_scored() or self._is_due(0):
             return True
@@ -292,7 +296,7 @@ class AsReadyLoop:
         return store_of(self.c).has_come(f"{WANTED}/{self._gate}")
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
-        """Walk the nodes after the one that draws, as far as they do not wait for rewards."""
+        """Walk the nodes after the one that generates, as far as they do not wait for rewards."""
         from megarl.data.batch import Batch
         from megarl.runtime.episodes import samples_of
         from megarl.runtime.stages.rollout import record_samples, refuse_broken_logprobs
@@ -377,7 +381,7 @@ class AsReadyLoop:
     # -- between two stretches ---------------------------------------------------------------------------------------
 
     def _pass_gate(self) -> int:
-        """Let the actor's team replace the weights; the version that is drawn with from here on."""
+        """Let the actor's team replace the weights; the version that is generated with from here on."""
         c, gate = self.c, self._gate
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
@@ -402,7 +406,7 @@ class AsReadyLoop:
             return
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
-        tell_place(c)  # nobody begins anything before the next stretch
+        tell_place(c)  # nobody begins anything before the next segment
         drafts = stream.partial() | self._drafts
         files = partial(self._files, version, drafts)
         self.checkpoints.after_step(version, last=version == c.config.trainer.steps, files=files)

@@ -1,8 +1,8 @@
 """The part of a checkpoint with samples of steps that are not trained yet (`async.order=in_order`).
 
-The weights of step t + 1 are gone when step t is trained, so nobody could draw it again. What is kept is what the team
-gave to others, under the nodes that wrote it, with its part of the step's metrics; each replica writes its groups, and
-group number k goes to replica k modulo their number of whoever reads them:
+The weights of step t + 1 are gone when step t is trained, so nobody could generate it again. What is kept is what the
+team gave to others, under the nodes that wrote it, with its part of the step's metrics; each replica writes its groups,
+and group number k goes to replica k modulo their number of whoever reads them:
 
     drawn_0.safetensors    uid, sample_id, number and tokens of the group, fields as node/field; one row per sample
     drawn_0.json           metrics of the walk
@@ -50,7 +50,7 @@ class BufferedStep:
 
         if not layout.is_lead:
             return {}
-        batch = merge_handovers({key: gift.samples for key, gift in self.given.items()})
+        batch = merge_handovers({key: sent.samples for key, sent in self.given.items()})
         number, tokens = (torch.zeros(len(batch), dtype=torch.int64) for _ in range(2))
         groups = next(iter(self.given.values())).groups  # of all handovers
         for group, where in zip(groups, group_places(batch["uid"]), strict=True):
@@ -64,10 +64,11 @@ class BufferedStep:
         }
 
 
-def files_ahead(layout: Layout, version: int, drawn: Iterable[BufferedStep]) -> dict[str, bytes]:
-    """Name and content of what this rank adds to the checkpoint of step `version`: what is drawn for later steps."""
+def files_ahead(layout: Layout, version: int, generated: Iterable[BufferedStep]) -> dict[str, bytes]:
+    """Name and content of what this rank adds to the checkpoint of step `version`: what is generated for later
+    steps."""
     files: dict[str, bytes] = {}
-    for one in drawn:
+    for one in generated:
         files |= one.files(layout, version)
     return files
 

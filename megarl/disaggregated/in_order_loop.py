@@ -1,17 +1,18 @@
-"""The team of the rollout when it is not the actor's: it draws, `async.max_staleness` steps ahead of training.
+"""The team of the rollout when it is not the actor's: it generates, `async.max_staleness` steps ahead of training.
 
     rollout's team (k = 1)                              actor's team
-    draw 2, weights 0        drawn/2 -------------->    train 1
-    take weights 1           <------ weights/1 -----    push them: nothing is drawn with weights 0 any more
+    generate 2, weights 0    drawn/2 -------------->    train 1
+    take weights 1           <------ weights/1 -----    push them: nothing is generated with weights 0 any more
     validate them            validation/1 --------->    record of step 1
-    what was drawn for 2     checkpoint/draw/1 ---->    checkpoint of step 1
-    draw 3, weights 1        drawn/3 -------------->    train 2
+    samples of 2             checkpoint/draw/1 ---->    checkpoint of step 1
+    generate 3, weights 1    drawn/3 -------------->    train 2
     take weights 2           <------ weights/2 -----    push them
 
-With k = 0 it draws step t + 1 after weights t have come, and nothing of it is in a checkpoint. At the end of a run, T,
-nothing is drawn for weights T - k to T - 1: those that are not validated do not come.
+With k = 0 it generates step t + 1 after weights t have come, and nothing of it is in a checkpoint. At the end of a run,
+T, nothing is generated for weights T - k to T - 1: those that are not validated do not come.
 
-No wait closes a circle: weights t wait for what is drawn for step t + k, which waits for weights t - 1 and no others.
+No wait closes a circle: weights t wait for what is generated for step t + k, which waits for weights t - 1 and no
+    others.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ DRAWN = "drawn"  # mail: all replicas have drawn this step
 
 
 def generates_apart(c: RankState) -> bool:
-    """This team draws samples, and another one trains on them."""
+    """This team generates samples, and another one trains on them."""
     return c.team.holds(Role.ROLLOUT) and not c.team.leads
 
 
@@ -84,9 +85,9 @@ class InOrderLoop:
             set_step(step)
             self.recorder.start_step()
             with phase("step"):
-                drawn = self._give_held() if self.held else self._draw()
-                if policy.max_staleness and drawn is not None:
-                    self._ahead.append(drawn)
+                generated = self._give_held() if self.held else self._generate()
+                if policy.max_staleness and generated is not None:
+                    self._ahead.append(generated)
                 self._tell()
                 if version > first:
                     self._follow(version)
@@ -102,7 +103,7 @@ class InOrderLoop:
     def _policy(self) -> StalenessPolicy:
         return policy_of(self.c.config)
 
-    def _draw(self) -> BufferedStep | None:
+    def _generate(self) -> BufferedStep | None:
         """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""
         c = self.c
         assert c.loader is not None, "checks refuse a training run without data"
@@ -115,14 +116,14 @@ class InOrderLoop:
 
     def _give_held(self) -> BufferedStep:
         """Send what the walk gave before the run was interrupted, in place of a walk."""
-        c, drawn = self.c, self.held.pop(0)
-        c.context.metrics.merge(drawn.metrics)
+        c, generated = self.c, self.held.pop(0)
+        c.context.metrics.merge(generated.metrics)
         with phase("give"):
-            self.channel.give_again(c.context.step, drawn.given)
-        return drawn
+            self.channel.give_again(c.context.step, generated.given)
+        return generated
 
     def _tell(self) -> None:
-        """This replica has drawn this step, and measured that; and that is where the loader stands."""
+        """This replica has generated this step, and measured that; and that is where the loader stands."""
         c = self.c
         tell_loader(c)
         # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
@@ -139,7 +140,7 @@ class InOrderLoop:
 
     def _save(self, version: int) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
-        self._ahead = [drawn for drawn in self._ahead if drawn.step > version]
+        self._ahead = [generated for generated in self._ahead if generated.step > version]
         files = partial(files_ahead, self.c.layout, version, self._ahead)
         self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
 

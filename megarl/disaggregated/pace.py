@@ -6,13 +6,13 @@
 A call costs the store's process about a millisecond, whatever it carries. What is put off comes later to a step that
 waits for it, so the time is short beside that from one version of the weights to the next one. Nothing stands still
 meanwhile: a replica has some prompts in hand, which begin as soon as there is room. It takes these only after its first
-call of a stretch: by then the others have called, too, and no place of theirs is empty for what waits here.
+call of a segment: by then the others have called, too, and no place of theirs is empty for what waits here.
 """
 
 from __future__ import annotations
 
 _PART = 8  # of a replica's places: prompts in hand
-_SHARE = 32  # of a stretch that a call is put off
+_SHARE = 32  # of a segment that a call is put off
 _LONGEST_S = 2.0  # that a call is put off
 
 
@@ -20,17 +20,17 @@ class Pace:
     """Of one replica.
 
     Args:
-        places: groups that it draws at a time.
+        places: groups that it generates at a time.
         most: groups that it may hold, those in hand included, so that there is as much for the others.
 
     Attributes:
-        in_hand: prompts that it holds and does not draw yet.
+        in_hand: prompts that it holds and does not generate yet.
     """
 
     def __init__(self, places: int, most: int) -> None:
         self.in_hand = max(0, min(places // _PART, most - places))
         self._delay_s = 0.0
-        self._is_first = True  # nothing has been asked for in this stretch
+        self._is_first = True  # nothing has been asked for in this segment
         self._began: float | None = None
         self._since: float | None = None
 
@@ -51,7 +51,7 @@ class Pace:
             now: seconds, of a clock that never goes back.
             missing: prompts that it would ask for.
             finished: there are groups that the store has not been told of.
-            empty: nothing is being drawn, or some of the prompts could begin at once.
+            empty: nothing is being generated, or some of the prompts could begin at once.
         """
         if not (missing or finished):
             return False

@@ -104,8 +104,8 @@ class AllTeams:
     def look(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """`perf/bottleneck/NAME`: 1 for the busiest team, which bounds the run, 0 for the others.
 
-        A team that draws until it is called may have told nothing of this step. Then it has spent 0 seconds on it, and
-        is as busy as it last was. As long as one has told nothing at all, nobody is the busiest.
+        A team that generates until it is called may have told nothing of this step. Then it has spent 0 seconds on it,
+        and is as busy as it last was. As long as one has told nothing at all, nobody is the busiest.
         """
         found: dict[str, float] = {}
         for name in self._busy:

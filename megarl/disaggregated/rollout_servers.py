@@ -65,7 +65,7 @@ def pump_engine(c: RankState, fleet: Fleet) -> SglangEngine:
 def follow_servers(
     engine: SglangEngine, fleet: Fleet, version: int, mail: Mail, world: WorkerGroup, trainer: str
 ) -> None:
-    """Draw with `version` from here on, on the servers that hold it. Collective over the rollout's team.
+    """Generate with `version` from here on, on the servers that hold it. Collective over the rollout's team.
 
     The team `trainer` fills them.
     """

@@ -3,7 +3,7 @@
     team of the actor                                                     team of the rollout
                       <-- loader: its data, and where it begins --------
                       <-- engines: addresses of the ranks' inboxes -----   an embedded engine, frozen, no weights yet
-    push version t, then weights/t ------------------------------------>   follow(t): draws step t + 1 and validates t
+    push version t, then weights/t ------------------------------------>   follow(t): generate step t + 1, validate t
     checkpoint        <-- loader/t: where it stands after step t --------
     record, best      <-- validation/t: accuracy, rows for the report ---
 
@@ -86,7 +86,7 @@ def address_of_worker(config: RunConfig) -> str:
 
 
 def follow_weights(pushed: PushedWeights, version: int, mail: Mail, trainer: str) -> None:
-    """Draw with `version`, which the team `trainer` pushes, from here on. Collective over the rollout's team."""
+    """Generate with `version`, which the team `trainer` pushes, from here on. Collective over the rollout's team."""
     with phase("await_weights", waits_for=trainer):
         mail.read(f"{WEIGHTS}/{version}")
         pushed.follow(version)
@@ -127,7 +127,7 @@ def push_weights(c: RankState, version: int) -> SyncReport:
     """Push the actor's weights to the engines, and tell the rollout's team. Collective over the actor's team.
 
     Raises:
-        WorkerError: an engine did not take them: the rollout's team can draw nothing, and with it the run ends.
+        WorkerError: an engine did not take them: the rollout's team can generate nothing, and with it the run ends.
     """
     report = c.sync.push(version)
     if report.failed:
@@ -159,12 +159,13 @@ class LoaderElsewhere:
         self._state: dict[str, Any] = mail.read(LOADER)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `PromptLoader.state_dict`, after the last step that is drawn when this one is trained; waits for it."""
+        """As `PromptLoader.state_dict`, after the last step that is generated when this one is trained; waits for
+        it."""
         if self._context.step != self._step:
             self._step = self._context.step
-            drawn = self._step + (0 if self._policy is None else self._policy.steps_ahead(self._step))
+            generated = self._step + (0 if self._policy is None else self._policy.steps_ahead(self._step))
             with phase("await_loader", waits_for=self._team):
-                self._state = self._mail.read(f"{LOADER}/{drawn}")
+                self._state = self._mail.read(f"{LOADER}/{generated}")
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -178,14 +179,14 @@ class LoaderElsewhere:
 
 
 def share_loader(c: RankState) -> None:
-    """Before a checkpoint is looked for: the actor's team learns what the rollout's loader draws from.
+    """Before a checkpoint is looked for: the actor's team learns what the rollout's loader generates from.
 
     Every team calls; where one holds both roles there is nothing to tell.
     """
-    draws, leads = c.team.holds(Role.ROLLOUT), c.team.leads
-    if draws and not leads and c.layout.rank == 0:
+    generates, leads = c.team.holds(Role.ROLLOUT), c.team.leads
+    if generates and not leads and c.layout.rank == 0:
         c.mail.post(LOADER, _state_of(c))
-    elif leads and not draws:
+    elif leads and not generates:
         with phase("await_loader", waits_for=c.team.of(Role.ROLLOUT)):
             policy = policy_of(c.config) if c.config.async_.in_order else None
             c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, c.team.of(Role.ROLLOUT), policy)
@@ -202,7 +203,7 @@ def resume_loader(c: RankState, checkpoint: Path) -> None:
     from megarl.training.checkpoint import read_state
 
     if c.team.holds(Role.ROLLOUT) and not c.team.leads:
-        assert c.loader is not None, "the team that draws has the data"
+        assert c.loader is not None, "the team that generates has the data"
         c.loader.load_state_dict(read_state(checkpoint)["loader"])
 
 
@@ -217,7 +218,8 @@ def _state_of(c: RankState) -> dict[str, Any]:
 def post_validation(
     step: int, accuracy: float, metrics: Metrics, rows: list[dict[str, Any]], world: WorkerGroup, mail: Mail
 ) -> None:
-    """Tell the actor's team what the rollout's has measured after `step`, which may have drawn a later one since."""
+    """Tell the actor's team what the rollout's has measured after `step`, which may have generated a later one
+    since."""
     if world.rank == 0:
         mail.post(f"{VALIDATION}/{step}", {"accuracy": accuracy, "metrics": metrics.to_json(), "rows": rows})
 
@@ -248,7 +250,7 @@ def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
         return evaluate(c, recorder, step, films=True)
     begun = time.perf_counter()
     result = validate(c)
-    assert result is not None, "the team that draws has the held-out prompts"
+    assert result is not None, "the team that generates has the held-out prompts"
     result.metrics.max(f"timing_s/{VALIDATE}", time.perf_counter() - begun)
     metrics = c.layout.dp_group.reduce_metrics(result.metrics)
     accuracy = metrics.result()["val/acc"]

@@ -109,7 +109,7 @@ class Run:
 
     def draw(self, lengths: dict[int, int], after_token: Callable[[int], None]) -> Stream:
         self.stream = Stream(lengths, after_token)
-        self.steps._draw(self.stream, 0)  # type: ignore[arg-type]
+        self.steps._generate(self.stream, 0)  # type: ignore[arg-type]
         return self.stream
 
     def _give(self, context: Any, node: Any, batch: Batch) -> None:

@@ -373,7 +373,7 @@ def merge_handovers(given: Mapping[str, Batch]) -> Batch:
         for name in samples.names():
             if name not in NAMES:
                 batch.set(_place(node, name), samples[name])
-    assert batch is not None, "what is drawn is used by other teams"
+    assert batch is not None, "what is generated is used by other teams"
     return batch
 
 

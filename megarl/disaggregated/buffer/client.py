@@ -220,11 +220,11 @@ class StoreClient:
             finished: groups of prompts that were taken before.
             payloads: of each of them, by key of handover, as in `give`.
             useless: prompts taken before, whose samples no step is to be trained on; others may begin in their place.
-            version: of the weights that the next ones are drawn with.
+            version: of the weights that the next ones are generated with.
             most: of them. Fewer are handed out where no more may begin before there is a newer version.
 
         Returns:
-            Numbers of the prompts to draw, and bytes of all blocks.
+            Numbers of the prompts to generate, and bytes of all blocks.
         """
         refs, size, numbers = list[Any](), 0, [*(one.number for one in finished), *useless]
         for key, some in payloads.items():
@@ -236,7 +236,7 @@ class StoreClient:
 
     def drained(self, version: int) -> bool:
         """Say whether nothing is generated before there are newer weights, see `buffer.flow.Flow.drained`."""
-        return bool(self._call("the store to say whether all is drawn", "drained", version))
+        return bool(self._call("the store to say whether all is generated", "drained", version))
 
     def flow_state(self) -> dict[str, Any]:
         """See `megarl.disaggregated.buffer.core.Core.flow_state`."""

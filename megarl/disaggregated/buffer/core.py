@@ -5,8 +5,8 @@
       one reference to bytes  handover key -> references by group          <-     fetch(step, key, uids)
       per group               all workers of all takers are done -> free   <-     done(step)
 
-A step is known from its first gift until the last worker of the last taker is done with it, and leaves only its number.
-Where groups do not come step by step (`async.order=as_ready`), they are put into a pool, of which buffer.flow
+A step is known from its first samples until the last worker of the last taker is done with it; then only its number
+is kept. Where groups do not come step by step (`async.order=as_ready`), they are put into a pool, of which buffer.flow
 forms the samples of a step when a taker first asks for them; from then on they are like any others.
 
 A team whose processes died begins again with the step after the last one that is over: all that it took since is
@@ -71,7 +71,7 @@ class _Sent:
 
 @dataclass
 class _Step:
-    gifts: dict[str, _Sent] = field(default_factory=dict)
+    sent_by_key: dict[str, _Sent] = field(default_factory=dict)
     #: by the node that made the samples; then by uid.
     groups: dict[str, dict[str, GroupInfo]] = field(default_factory=dict)
     ordinals: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -139,16 +139,16 @@ class Core:
         if handover.giver != team:
             raise StoreError(f"{at}: it is team {handover.giver!r} that gives this")
         state = self._steps.get(step) or _Step()
-        gift = state.gifts.get(key) or _Sent()
+        sent = state.sent_by_key.get(key) or _Sent()
         if self._is_finished(step):
             raise StoreError(f"{at}: all takers are done with this step")
         known = state.groups.get(handover.samples, {})
-        if rank in gift.givers:
+        if rank in sent.givers:
             raise StoreError(f"{at}: this rank has given it before")
-        if len(gift.givers) == self._parts[team]:
-            raise StoreError(f"{at}: all {self._parts[team]} replicas have given before, ranks {sorted(gift.givers)}")
+        if len(sent.givers) == self._parts[team]:
+            raise StoreError(f"{at}: all {self._parts[team]} replicas have given before, ranks {sorted(sent.givers)}")
         ordinals = state.ordinals.get(handover.samples, {})
-        self._check(at, groups, gift, known, ordinals)
+        self._check(at, groups, sent, known, ordinals)
         new = {group.uid: group for group in groups}
         numbers = {group.ordinal: group.uid for group in groups}
         if not len(groups) == len(new) == len(numbers) == len(refs):
@@ -156,24 +156,24 @@ class Core:
             raise StoreError(f"{at}: {len(groups)} groups have {counts}")
         if len(known) + sum(uid not in known for uid in new) > self._limit:
             raise StoreError(f"{at}: more groups than the {self._limit} of a step (data.batch_size)")
-        self._steps[step], state.gifts[key] = state, gift
+        self._steps[step], state.sent_by_key[key] = state, sent
         state.groups.setdefault(handover.samples, {}).update(new)
         state.ordinals.setdefault(handover.samples, {}).update(numbers)
-        gift.givers.add(rank)
-        gift.refs.update(zip(new, refs, strict=True))
-        if not self._is_complete(handover, gift):
+        sent.givers.add(rank)
+        sent.refs.update(zip(new, refs, strict=True))
+        if not self._is_complete(handover, sent):
             return []
         return [("handover", step, key), ("samples", step, handover.samples)]
 
     @staticmethod
     def _check(
-        at: str, groups: Sequence[GroupInfo], gift: _Sent, known: dict[str, GroupInfo], ordinals: dict[int, str]
+        at: str, groups: Sequence[GroupInfo], sent: _Sent, known: dict[str, GroupInfo], ordinals: dict[int, str]
     ) -> None:
         """Groups come once under each key, and are the same under all keys; each has a number of its own."""
         for group in groups:
-            if group.uid in gift.refs:
+            if group.uid in sent.refs:
                 raise StoreError(
-                    f"{at}: group {group.uid!r} has been given before by one of ranks {sorted(gift.givers)}"
+                    f"{at}: group {group.uid!r} has been given before by one of ranks {sorted(sent.givers)}"
                 )
             if known.get(group.uid, group) != group:
                 raise StoreError(
@@ -195,8 +195,8 @@ class Core:
         self._form_until(step)
         state = self._steps.get(step)
         if state is None or not any(
-            self._handovers[key].samples == samples and self._is_complete(self._handovers[key], gift)
-            for key, gift in state.gifts.items()
+            self._handovers[key].samples == samples and self._is_complete(self._handovers[key], sent)
+            for key, sent in state.sent_by_key.items()
         ):
             return None
         if (samples, team) not in state.parts:
@@ -219,22 +219,22 @@ class Core:
         handover = self._known(key)
         self._form_until(step)
         state = self._steps.get(step)
-        gift = None if state is None else state.gifts.get(key)
-        if gift is None or not self._is_complete(handover, gift):
+        sent = None if state is None else state.sent_by_key.get(key)
+        if sent is None or not self._is_complete(handover, sent):
             return None
-        if not gift.refs:
+        if not sent.refs:
             raise StoreError(f"step {step}, {key!r}: team {handover.giver!r} has given no group at all")
-        missing = [uid for uid in uids if uid not in gift.refs]
+        missing = [uid for uid in uids if uid not in sent.refs]
         if missing:
             raise StoreError(
-                f"step {step}, {key!r}: group {missing[0]!r} is not one of the {len(gift.refs)} groups that team "
+                f"step {step}, {key!r}: group {missing[0]!r} is not one of the {len(sent.refs)} groups that team "
                 f"{handover.giver!r} has given"
             )
-        taken = gift.taken.setdefault(team, set())
+        taken = sent.taken.setdefault(team, set())
         if not taken.issuperset(uids):
             self.decisions += 1
             taken.update(uids)
-        return [gift.refs[uid] for uid in uids] or [next(iter(gift.refs.values()))]
+        return [sent.refs[uid] for uid in uids] or [next(iter(sent.refs.values()))]
 
     def done(self, team: str, rank: int, step: int) -> None:
         """This worker needs nothing more of `step`. What all takers are done with is forgotten."""
@@ -251,7 +251,8 @@ class Core:
     def restart_team(self, team: str, number: int) -> int | None:
         """This team begins again, for the `number`-th time, and is to make what it made of steps that are not over.
 
-        Nobody finds its earlier gifts of these steps until it has given them again; that others took them stays known.
+        Nobody finds its earlier sent_by_key of these steps until it has given them again; that others took them stays
+        known.
 
         Returns:
             The last step that is over; None: there is none yet. The team begins after it.
@@ -267,9 +268,9 @@ class Core:
             self._starts[team] = number
             for state in self._steps.values():
                 state.done = {worker for worker in state.done if worker[0] != team}
-                for key, gift in state.gifts.items():
+                for key, sent in state.sent_by_key.items():
                     if self._handovers[key].giver == team:
-                        gift.givers, gift.refs = set(), {}
+                        sent.givers, sent.refs = set(), {}
         return self._finished
 
     def starts(self, team: str) -> int:
@@ -285,10 +286,10 @@ class Core:
         found = {f"{one.node}/{taker}": 0 for one in self._handovers.values() for taker in one.takers}
         for state in self._steps.values():
             left: dict[str, int] = {}
-            for key, gift in state.gifts.items():
+            for key, sent in state.sent_by_key.items():
                 one = self._handovers[key]
                 for taker in one.takers:
-                    name, count = f"{one.node}/{taker}", len(gift.refs.keys() - gift.taken.get(taker, set()))
+                    name, count = f"{one.node}/{taker}", len(sent.refs.keys() - sent.taken.get(taker, set()))
                     left[name] = max(left.get(name, 0), count)
             for name, count in left.items():
                 found[name] += count
@@ -333,7 +334,7 @@ class Core:
             most: how many of them.
 
         Returns:
-            Numbers of the prompts that may be drawn, and what is complete.
+            Numbers of the prompts that may be generated, and what is complete.
 
         Raises:
             StoreError: it does not fit what the run's teams hand over, or the prompts that have been handed out.
@@ -362,8 +363,9 @@ class Core:
         """Return where prompts stand.
 
         Returns:
-            next: number of the first one that nobody has drawn; None: it is not open. again: earlier ones that are to
-            be drawn again.
+            next: number of the first one that nobody has generated; None: it is not open. again: earlier ones that are
+                to
+            be generated again.
         """
         flow = self._need_flow()
         return {"next": flow.next, "again": flow.again}
@@ -391,7 +393,7 @@ class Core:
                 state.groups[one.samples] = {info.uid: info for info in infos}
                 state.ordinals[one.samples] = {info.ordinal: info.uid for info in infos}
                 refs = {info.uid: group.refs[one.key] for info, group in zip(infos, chosen, strict=True)}
-                state.gifts[one.key] = _Sent(set(range(self._parts[one.giver])), refs)
+                state.sent_by_key[one.key] = _Sent(set(range(self._parts[one.giver])), refs)
                 topics += [("handover", flow.step, one.key), ("samples", flow.step, one.samples)]
             metrics = Metrics()  # of all groups together: this is kept for many steps
             for group in chosen:
@@ -469,8 +471,8 @@ class Core:
             raise StoreError(f"nothing is handed over as {key!r}; known: {', '.join(self._handovers) or 'nothing'}")
         return self._handovers[key]
 
-    def _is_complete(self, handover: Handover, gift: _Sent) -> bool:
-        return len(gift.givers) == self._parts[handover.giver]
+    def _is_complete(self, handover: Handover, sent: _Sent) -> bool:
+        return len(sent.givers) == self._parts[handover.giver]
 
     def _is_finished(self, step: int) -> bool:
         return self._finished is not None and step <= self._finished

@@ -39,7 +39,7 @@ class FlowGroup:
 
     Attributes:
         number: of its prompt.
-        version: of the weights that its first tokens were drawn with.
+        version: of the weights that its first tokens were generated with.
         info: None: it is not finished.
         refs: to its bytes, by handover.
         metrics: of its samples, as text.
@@ -81,12 +81,12 @@ class Flow:
 
         Args:
             step: the last one that is trained.
-            number: of the first prompt that nobody has drawn.
+            number: of the first prompt that nobody has generated.
             begun: version of every group that is finished or under way, by number.
-            again: numbers of prompts before `number` that have to be drawn again.
+            again: numbers of prompts before `number` that have to be generated again.
 
         Returns:
-            Those of `begun` that cannot be used in time with these settings: they are drawn again.
+            Those of `begun` that cannot be used in time with these settings: they are generated again.
 
         Raises:
             ValueError: it is open.
@@ -106,7 +106,7 @@ class Flow:
         return late
 
     def admit(self, version: int, most: int) -> list[int]:
-        """Numbers of up to `most` prompts that may be drawn from now on with `version` of the weights.
+        """Numbers of up to `most` prompts that may be generated from now on with `version` of the weights.
 
         Fewer than `most`: nothing more may begin before there is a newer version.
 
@@ -149,7 +149,7 @@ class Flow:
         """
         group = self._groups.get(number)
         if group is None or group.info is not None:
-            raise ValueError(f"prompt {number} is not being drawn")
+            raise ValueError(f"prompt {number} is not being generated")
         self._remove(group)
         self._begun -= 1
 
@@ -185,12 +185,12 @@ class Flow:
 
     @property
     def next(self) -> int | None:
-        """Number of the first prompt that nobody has drawn; None: it is not open."""
+        """Number of the first prompt that nobody has generated; None: it is not open."""
         return self._next
 
     @property
     def again(self) -> list[int]:
-        """Prompts before `next` that nobody draws yet."""
+        """Prompts before `next` that nobody generates yet."""
         return list(self._again)
 
     @property

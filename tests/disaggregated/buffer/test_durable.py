@@ -112,7 +112,7 @@ class Workers:
         """What the core that never dies holds: numbers of calls by worker."""
         found: dict[tuple[str, int], set[int]] = {worker: set() for worker in self.serials}
         for step in self.core._steps.values():
-            for gift in step.gifts.values():
+            for gift in step.sent_by_key.values():
                 for ref in gift.refs.values():
                     team, rank, serial, _ = ref.split("/")
                     found[team, int(rank)].add(int(serial))
