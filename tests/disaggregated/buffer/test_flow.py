@@ -105,7 +105,7 @@ def test_a_step_does_not_wait_for_a_group_that_is_of_no_use():
     flow.reject(0)
     assert numbers_of(flow) == [3, 4]
     assert flow.admit(1, 9) == [6]  # another one in its place
-    with pytest.raises(ValueError, match="not being drawn"):
+    with pytest.raises(ValueError, match="not being generated"):
         flow.reject(0)
 
 
