@@ -13,7 +13,6 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megarl import device
 from megarl.errors import ConfigError, UserError, close_matches
 
 _SPEC = re.compile(r"([a-z]+\d*[a-z]*)(?:x(\d+)x(\d+))?")
@@ -305,6 +304,8 @@ _COPIED = 1 << 26  # bytes: more than caches hold
 def measure_peak(dtype: str) -> float:
     """Return the FLOP/s of the best of the square matrix products done in a while on this process's device."""
     import torch
+
+    from megarl import device
 
     if dtype not in device.DTYPES:
         raise UserError("unknown dtype", where="peak_flops", found=dtype, allowed=sorted(device.DTYPES))

@@ -1,4 +1,8 @@
-"""Rollout correction in one pass over the tokens."""
+"""Rollout correction in one pass over the tokens.
+
+Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al. 2025)
+for sequence and geometric rejection; decoupled PPO (arXiv 2110.00641) for the three policies.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +72,6 @@ def correct(
         veto: reject sequences with a ratio, not clamped, below this; 0: none.
         copies: int64 [B], how often each sequence counts in that mean; None: once.
         all_sum: adds over ranks; called once, by every rank, when weights are normalised.
-
-    Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al.
-    2025) for sequence and geometric rejection; decoupled PPO (arXiv 2110.00641) for the three policies.
     """
     rows = Rows.of(mask, offsets)
     flat = [x.detach().reshape(-1) for x in (logp, rollout_logp)]
