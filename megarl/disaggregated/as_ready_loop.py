@@ -156,7 +156,7 @@ class AsReadyLoop:
     # -- begin -------------------------------------------------------------------------------------------------------
 
     def _make_groups(self) -> Groups:
-        from megarl.runtime.episodes import open_groups
+        from megarl.runtime.samples import open_groups
 
         c, config = self.c, self.c.config
         sampling, most = config.rollout.sampling, config.rollout.max_running
@@ -267,7 +267,7 @@ class AsReadyLoop:
         self._waiting += numbers
 
     def _begin(self, stream: Groups, number: int) -> None:
-        from megarl.runtime.episodes import groups_of_prompts
+        from megarl.runtime.samples import groups_of_prompts
 
         c = self.c
         assert c.loader is not None, "it has given numbers"
@@ -297,7 +297,7 @@ class AsReadyLoop:
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
         """Walk the nodes after the one that generates, as far as they do not wait for rewards."""
         from megarl.data.batch import Batch
-        from megarl.runtime.episodes import samples_of
+        from megarl.runtime.samples import samples_of
         from megarl.runtime.stages.rollout import record_samples, refuse_broken_logprobs
 
         c, numbers = self.c, [number for number, _ in groups]

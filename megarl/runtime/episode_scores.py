@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.config.run import RunConfig
+    from megarl.metrics import Metrics
     from megarl.models.episodes import EpisodeEmbedder
-    from megarl.runtime.context import StepContext
     from megarl.simulators.protocol import Recording
     from megarl.training.parallel import Layout
 
@@ -85,16 +85,16 @@ class EpisodeScores:
         """Return what simulators have to keep of each episode for its score; None: nothing."""
         return None if self._embedder is None else self._embedder.recording
 
-    def score(self, c: StepContext, samples: Batch) -> Tensor:
+    def score(self, samples: Batch, step: int, metrics: Metrics) -> Tensor:
         """Scores float32 [B] of this replica's episodes, and their metrics."""
         if self._embedder is None:
             return samples["success"].float() * self._coef
-        if c.step != self._learned:
+        if step != self._learned:
             with phase("learn"):
-                learned = self._embedder.learn(samples, c.step)
+                learned = self._embedder.learn(samples, step)
             if learned is not None:
-                c.metrics.merge(learned)
-            self._learned = c.step
+                metrics.merge(learned)
+            self._learned = step
         with phase("embed"):
             mine = self._embedder.embed(samples)
         # Ranks of a replica may round differently on GPUs; the scores of a sample must be the same on all of them.
@@ -106,10 +106,10 @@ class EpisodeScores:
         )
         parts = [Batch.from_bytes(data) for data in self._layout.dp_group.all_gather_bytes(told.to_bytes())]
         every = Batch.concat(parts)
-        report = self._scorer.score(every["embedding"], every["success"], every["task"], step=c.step)
+        report = self._scorer.score(every["embedding"], every["success"], every["task"], step=step)
         if self._layout.rank == 0:  # of all ranks
             played = torch.tensor([not error for error in every["env_error"]], dtype=torch.bool)
-            _record(c, report, every["progress"], played, every["uid"])
+            _record(metrics, report, every["progress"], played, every["uid"])
         first = sum(map(len, parts[: self._layout.dp_rank]))
         return report.scores[first : first + len(samples)].float() * self._coef
 
@@ -177,9 +177,9 @@ def _flatten(state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], 
             plain[prefix + name] = value
 
 
-def _record(c: StepContext, report: ProgressReport, progress: Tensor, played: Tensor, uid: Sequence[str]) -> None:
+def _record(m: Metrics, report: ProgressReport, progress: Tensor, played: Tensor, uid: Sequence[str]) -> None:
     """Metrics `srpo/...` of a global batch; `played`: bool [B], false where the simulator failed."""
-    m, failures = c.metrics, int((report.failed & played).sum())
+    failures = int((report.failed & played).sum())
     if failures:
         m.mean("srpo/shaped_share", float(report.shaped.sum()), failures)
     m.sum("srpo/invalid", float((report.invalid & played).sum()))

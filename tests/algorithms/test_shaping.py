@@ -24,7 +24,7 @@ from megarl.dag.pipeline import Pipeline
 from megarl.data.batch import Batch, Jagged
 from megarl.errors import UserError
 from megarl.metrics import Metrics
-from megarl.runtime.episodes import record_episodes
+from megarl.runtime.samples import record_episodes
 from megarl.runtime.stages.sampling import dynamic_sampling, signal
 from megarl.runtime.stages.shaping import filter_samples, overlong, own_filter
 

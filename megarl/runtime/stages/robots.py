@@ -28,7 +28,7 @@ def episode_reward(c: StepContext, samples: Batch) -> Batch:
     from megarl.runtime.stages.reward import record_scores
 
     assert c.scores is not None, "a run with the section `robot` has it"
-    score = c.scores.score(c, samples)
+    score = c.scores.score(samples, c.step, c.metrics)
     samples = samples.drop(clip_fields(c.config))
     mask = samples["response_mask"]
     place = torch.arange(len(mask.values))

@@ -102,7 +102,7 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
             samples.set(name, given[name.removeprefix("data_")])
     record_samples(c, samples)
     if rollout.robots is not None:
-        from megarl.runtime.robots import record_robots
+        from megarl.runtime.samples import record_robots
 
         record_robots(c, samples, rollout.robots.counts)
     return samples
@@ -180,12 +180,12 @@ def generate(
     """
     with rollout.generating(c, len(prompts) * sampling.n) as advance:
         if rollout.robots is not None:
-            from megarl.runtime.robots import play_robots
+            from megarl.runtime.samples import play_robots
 
             record = c.scores.recording if scored and c.scores is not None else None
             samples = play_robots(c, rollout, prompts, sampling, advance, record)
         else:
-            from megarl.runtime.episodes import groups_of_prompts, open_groups, samples_of
+            from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 
             with closing(open_groups(c, rollout, sampling, len(prompts) * sampling.n)) as groups:
                 for group in groups_of_prompts(c, prompts, sampling.n, range(len(prompts))):
@@ -238,7 +238,7 @@ def record_samples(c: StepContext, samples: Batch) -> None:
     m.max("prompt_length/max", float(prompt_lengths.max()))
     _record_work(c, samples)
     if c.config.has_turns:
-        from megarl.runtime.episodes import record_episodes
+        from megarl.runtime.samples import record_episodes
 
         record_episodes(c, samples)
 

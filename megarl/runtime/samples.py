@@ -1,0 +1,185 @@
+"""From prompts to samples: groups of trajectories of text, with or without an environment, or episodes of robots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from megarl.config.rollout import env_section
+from megarl.data.trajectory import Trajectory, add_fields
+from megarl.rollout.answers import EpisodeLimits, EpisodeRules
+from megarl.rollout.groups import Group, Groups
+from megarl.rollout.robots.episode import Episode, add_episodes
+from megarl.rollout.robots.play import EpisodeStart, PlayCounts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config.rollout import SamplingConfig
+    from megarl.data.batch import Batch
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import RolloutRole
+    from megarl.simulators.protocol import Recording
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, slots: int) -> Groups:
+    """Make the producer of this run's samples, up to `slots` at a time."""
+    config, episodes, rules = c.config, rollout.episodes, None
+    if episodes is not None:
+        limits, prompt_tokens = config.rollout.limits, config.data.max_prompt_tokens
+        rules = EpisodeRules(
+            episodes.host,
+            episodes.turns,
+            lambda ids: (rollout.decode(ids), rollout.tokenizer.batch_decode(ids)),
+            c.layout.mp_group.broadcast_json,
+            EpisodeLimits(limits.turns, prompt_tokens, limits.response_tokens(sampling), limits.seconds),
+            env_section(config.env)[1],
+            episodes.replayable,
+        )
+    longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
+    return Groups(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules)
+
+
+def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[int]) -> Iterator[Group]:
+    """Groups of `n` samples of `prompts`, under these numbers."""
+    columns = ("prompt_text", "answer", "data_source", "row")
+    told = zip(*(prompts[name] for name in columns), strict=True) if c.config.has_turns else repeat(None)
+    for number, ids, uid, about in zip(numbers, prompts["prompt_ids"].unbind(), prompts["uid"], told, strict=False):
+        seeds = [partial(c.seeds.sample, uid, sample) for sample in range(n)]
+        if about is None:
+            yield Group(number, ids.tolist(), seeds, uid)
+            continue
+        text, answer, source, row = about
+        of_row = {**row, "prompt": text, "answer": answer, "data_source": source}
+        yield Group(number, ids.tolist(), seeds, uid, of_row, c.seeds.env(uid))
+
+
+def samples_of(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]]) -> Batch:
+    """Return the samples of `prompts`, equally many for each, with the fields of samples, and of turns of episodes.
+
+    Raises:
+        RolloutError: a log-prob is not finite.
+    """
+    n = len(groups[0]) if groups else 1
+    trajectories = [trajectory for group in groups for trajectory in group]
+    samples = prompts.repeat(n)
+    if rollout.episodes is not None and trajectories:
+        samples.set("prompt_text", _prompt_texts(rollout.tokenizer, samples, trajectories))
+    add_fields(samples, trajectories, by_turn=rollout.episodes is not None)
+    samples.set("sample_id", [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])])
+    samples.set("response_text", rollout.decode([t.last_turn for t in trajectories]))
+    if rollout.episodes is not None:
+        samples.set("transcript", rollout.decode([t.token_ids for t in trajectories]))
+    return samples
+
+
+def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectories: list[Trajectory]) -> list[str]:
+    """Return the prompts of the data as they were, and first observations of environments as text."""
+    given = [ids.tolist() for ids in samples["prompt_ids"].unbind()]
+    return [
+        text if t.prompt_ids == ids else tokenizer.decode(t.prompt_ids)
+        for text, ids, t in zip(samples["prompt_text"], given, trajectories, strict=True)
+    ]
+
+
+def record_episodes(c: StepContext, samples: Batch) -> None:
+    """Metrics `env/...` of episodes. Those whose environment failed are only counted."""
+    m, good = c.metrics, [place for place, error in enumerate(samples["env_error"]) if not error]
+    m.sum("env/errors", len(samples) - len(good))
+    if not good:
+        return
+    turns = samples["turn_ends"].lengths[good]
+    m.mean("env/turns/mean", float(turns.sum()), len(good))
+    m.max("env/turns/max", float(turns.max()))
+    lengths = samples["response_ids"].lengths[good]
+    m.mean("env/tokens/mean", float(lengths.sum()), len(good))
+    m.max("env/tokens/max", float(lengths.max()))
+    ends = [(samples["ended_by"][place], samples["finish_reason"][place]) for place in good]
+    m.mean("env/cut", sum(by != "done" or reason != "stop" for by, reason in ends), len(good))
+    infos = [samples["env_info"][place] for place in good]
+    for name in sorted({name for info in infos for name in info}):
+        m.mean(f"env/{name}", sum(info.get(name, 0.0) for info in infos), len(good))
+
+
+# -- robots ----------------------------------------------------------------------------------------------------------
+
+
+def play_robots(
+    c: StepContext,
+    rollout: RolloutRole,
+    prompts: Batch,
+    sampling: SamplingConfig,
+    advance: Callable[[int], None],
+    record: Recording | None = None,
+) -> Batch:
+    """`sampling.n` episodes of each of `prompts`, with the fields of EPISODE_FIELDS, and clips as `record` says."""
+    import torch
+
+    from megarl.data.batch import Jagged
+
+    robots = rollout.robots
+    assert robots is not None, "a run with the section `robot`"
+    assert robots.player is not None, "`take_policy` comes first"
+    assert robots.policy is not None, "with the player"
+    robots.policy.temperature = sampling.temperature
+    starts = [
+        EpisodeStart(f"{uid}#{i}", row["task"], row["trial"], ids.tolist(), partial(c.seeds.sample, uid, i))
+        for ids, uid, row in zip(prompts["prompt_ids"].unbind(), prompts["uid"], prompts["row"], strict=True)
+        for i in range(sampling.n)
+    ]
+    episodes, counts = robots.player.play(starts, advance, record)
+    samples = prompts.repeat(sampling.n)
+    add_episodes(samples, episodes, rollout.engine.weight_version)
+    samples.set("prompt_ids", Jagged.from_list([episode.prompt_ids for episode in episodes], dtype=torch.int64))
+    texts = zip(episodes, samples["prompt_text"], strict=True)
+    samples.set("prompt_text", [episode.instruction or text for episode, text in texts])
+    samples.set("sample_id", [start.sample_id for start in starts])
+    samples.set("response_text", [_told(episode.success, episode.finish_step, episode.failure) for episode in episodes])
+    samples.set("finish_reason", [_end(episode) for episode in episodes])
+    ends = samples["turn_ends"]
+    rewards = ends.values.new_zeros(len(ends.values)).float()
+    rewards[ends.offsets[1:] - 1] = samples["success"].float()
+    samples.set("turn_rewards", Jagged(rewards, ends.offsets))
+    robots.counts = counts
+    return samples
+
+
+def _end(episode: Episode) -> str:
+    if episode.failure:
+        return "abort"
+    cut = episode.finish_step >= episode.spec.max_steps and not episode.success
+    return "length" if cut else "stop"
+
+
+def _told(success: bool, steps: int, failure: str) -> str:
+    if failure:
+        return f"not played: {failure}"
+    return f"{'success' if success else 'no success'} after {steps} environment steps"
+
+
+def record_robots(c: StepContext, samples: Batch, counts: PlayCounts) -> None:
+    """Metrics `env/...` of what `play_robots` made. Episodes whose simulator failed are only counted."""
+    m = c.metrics
+    m.sum("env/errors", sum(counts.failures.values()))
+    for kind, number in counts.failures.items():
+        m.sum(f"env/errors/{kind}", number)
+    m.sum("env/steps/total", counts.steps)
+    m.sum("env/calls/total", counts.calls)
+    m.max("timing_s/act", counts.act_s)
+    m.max("timing_s/wait_for_simulators", counts.wait_s)
+    m.mean("perf/wait_for_simulators", counts.wait_s, max(counts.wait_s + counts.act_s, 1e-9))
+    played = samples.select([place for place, error in enumerate(samples["env_error"]) if not error])
+    count = len(played)
+    if not count:
+        return
+    m.mean("env/success", float(played["success"].sum()), count)
+    m.mean("env/steps/mean", float(played["finish_step"].sum()), count)
+    m.mean("env/calls/mean", float(played["turn_ends"].lengths.sum()), count)
+    m.max("env/calls/max", float(played["turn_ends"].lengths.max()))
