@@ -51,11 +51,9 @@ def test_rounds_of_a_step_share_one_encoder_and_its_successes():
     names = {"task": ["a"] * 4, "env_error": [""] * 4, "uid": ["p0", "p0", "p1", "p1"]}
 
     def scored(step, success):
-        c = SimpleNamespace(metrics=Metrics(), step=step)
-        progress = torch.tensor([0.1, 0.2, 0.4, 0.3])
-        return scorer.score(
-            c, Batch({"success": torch.tensor(success), "progress": progress}, names, size=4)
-        ), c.metrics
+        metrics, progress = Metrics(), torch.tensor([0.1, 0.2, 0.4, 0.3])
+        samples = Batch({"success": torch.tensor(success), "progress": progress}, names, size=4)
+        return scorer.score(samples, step, metrics), metrics
 
     scores, metrics = scored(1, [False, False, False, True])
     assert embedder.learned == 1
