@@ -143,7 +143,7 @@ class Workers(Callers):
         self.fetches = 0
 
     def drive(self, step: int, groups: list[GroupInfo]) -> None:
-        """All calls of all workers in one step."""
+        """Make all calls of all workers in one step."""
         there, back = "rollout>score", "ref_logp>train"
         held = [groups[worker::WORKERS] for worker in range(WORKERS)]
         for worker, mine in enumerate(held):

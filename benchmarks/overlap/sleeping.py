@@ -215,12 +215,12 @@ class Thinking(Environment):
         return Counter()
 
     async def reset(self, row: dict[str, Any], seed: int) -> None:
-        """The prompt stays as it is."""
+        """Keep the prompt as it is."""
         self.answer_s = CASES[self.settings.case].answer_s(seed, self.shared[seed])
         self.shared[seed] += 1
 
     async def step(self, action: Action) -> Step:
-        """The episode is over."""
+        """End the episode."""
         await asyncio.sleep(self.answer_s)
         return Step(done=True)
 

@@ -15,7 +15,7 @@ from megarl.architectures.generic import GENERIC
 from megarl.errors import close_matches
 
 OLDER = frozenset({"model_type", "output_attentions", "rope_scaling", "rope_theta", "torch_dtype"})
-"""What every class takes in addition to its fields: names that older versions wrote."""
+"""Keys that every class takes in addition to its fields: names that older versions wrote."""
 
 # Of no class here, and in config.json files of supported models: Qwen's distillations of R1 (use_mrope), quantised
 # ones, models with their own code, and keys of earlier versions and other trainers.

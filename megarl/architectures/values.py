@@ -9,7 +9,7 @@ from megarl.architectures import ARCHITECTURES
 from megarl.errors import ConfigError
 
 KINDS = ("full_attention", "sliding_attention")
-"""What a layer may be in `layer_types`."""
+"""The kinds of layers in `layer_types`."""
 
 
 def read_keys(raw: Mapping[str, Any]) -> dict[str, Any]:

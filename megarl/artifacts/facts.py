@@ -60,7 +60,7 @@ class ModelFacts:
     labels: int | None = None
     """Outputs per token of a classifier, None for a language model."""
     vision: VisionShape | None = None
-    """What a robot policy sees with; None: a language model."""
+    """The vision part of a robot policy; None: a language model."""
     windows: tuple[int | None, ...] = ()
     """Keys that a query of each layer sees at most, itself included; None, or no entries: all before it."""
 

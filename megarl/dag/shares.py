@@ -174,7 +174,8 @@ USUAL_GPUS = 8
 
 
 def workers_of_machine(config: RunConfig) -> int:
-    """Workers that a machine of this run may have: as many as the recipe says, and with GPUs no more than is usual."""
+    """Count the workers that a machine of this run may have: as the recipe says, and with GPUs no more than is
+    usual."""
     cluster = config.cluster
     if cluster.device_memory_gb is None:
         return -(-cluster.nproc // cluster.nnodes)
@@ -183,7 +184,8 @@ def workers_of_machine(config: RunConfig) -> int:
 
 
 def settings_of_workers(config: RunConfig, workers: int, unit: int = 1) -> str | None:
-    """Overrides for a run of so many workers, its machines about as full as now; None: they fill no whole machines.
+    """Return the overrides for a run of so many workers, its machines about as full as now; None: they fill no whole
+    machines.
 
     Args:
         unit: workers of a machine are a multiple of it.

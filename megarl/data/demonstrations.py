@@ -139,7 +139,7 @@ def moves(actions: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
 def open_libero(
     path: str | Path, task: str, *, cameras: Iterable[str] = tuple(LIBERO_CAMERAS)
 ) -> Iterator[OpenDemonstration]:
-    """Do as `libero_demonstrations`, without the frames: a step's frame is read from the file when it is asked for.
+    """Yield the demonstrations of one of LIBERO's files, in order; a step's frame is read from the file on demand.
 
     OpenVLA's script plays them again at 256 pixels without the no-ops and keeps those that still succeed; here frames
     and states are the recorded ones, 128 pixels, without the steps of no-ops.
@@ -227,7 +227,7 @@ def write_demonstrations(folder: str | Path, demonstrations: Iterable[Demonstrat
 
 
 def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) -> Iterator[OpenDemonstration]:
-    """Demonstrations of a folder that `write_demonstrations` made, in order; frames are read when they are asked for.
+    """Yield the demonstrations of a folder that `write_demonstrations` made, in order; frames are read on demand.
 
     Args:
         folder: their folder.

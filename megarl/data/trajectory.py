@@ -79,7 +79,7 @@ class Trajectory:
         self._append(token_ids, drawn=False, logprobs=[0.0] * len(token_ids), versions=versions)
 
     def end(self, by: str) -> None:
-        """Nothing follows; turns that the environment has not answered have no reward."""
+        """End the episode; turns that the environment has not answered have no reward."""
         self.ended_by = by
         self.turn_rewards += [0.0] * (self.turns - len(self.turn_rewards))
 
@@ -140,16 +140,16 @@ class Trajectory:
         return self.turn(self.turns - 1) if self.turn_ends else []
 
     def turn(self, number: int) -> list[int]:
-        """Tokens of a turn of the policy that is over."""
+        """Return the tokens of a turn of the policy that is over."""
         return self.token_ids[self.turn_starts[number] : self.turn_ends[number]]
 
     def observation(self, turn: int) -> list[int]:
-        """Tokens that the environment said after a turn; none where nothing followed."""
+        """Return the tokens of the environment's answer to a turn; none where nothing followed."""
         begins = [*self.turn_starts[turn + 1 : turn + 2], len(self.token_ids)]
         return self.token_ids[self.turn_ends[turn] : begins[0]]
 
     def copy(self) -> Trajectory:
-        """One that shares no list with this."""
+        """Return a copy that shares no list with this one."""
         return Trajectory(**asdict(self))
 
 

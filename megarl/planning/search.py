@@ -209,8 +209,8 @@ class Search:
                 yield self._retimed(replace(choice, memory_fraction=fractions[offload]), first)
 
     def timed(self, choice: Choice) -> tuple[float, StepFormulas] | None:
-        """(seconds of a step, its formulas) of one choice, with the cache that its servers have room for; None: it does
-        not fit into memory."""
+        """Return (seconds of a step, its formulas) of one choice, with the cache that its servers have room for; None:
+        it does not fit."""
         config = choice.apply(self._config, self._hardware, self.space.trains)
         fraction = self._fraction(self._formulas(config, place(self._graph, config)))
         if fraction == 0:

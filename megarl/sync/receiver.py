@@ -32,7 +32,7 @@ class Checksum(Protocol):
         ...
 
     def hexdigest(self) -> str:
-        """16 digits."""
+        """Return the checksum as 16 digits."""
         ...
 
 
@@ -47,7 +47,7 @@ class HostChecksum:
         self._sha.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def hexdigest(self) -> str:
-        """16 digits."""
+        """Return the checksum as 16 digits."""
         return self._sha.hexdigest()[:16]
 
 
