@@ -23,7 +23,7 @@ class Listed(Work):
 
 
 def work(training: float, listed: list[list[int]] | None = None, groups=2, samples=2, slots=4) -> Listed:
-    return Listed(groups, samples, slots, 1.0, 0.5, 100, training, listed)
+    return Listed(groups, samples, slots, 1.0, 0.5, 100, training, listed=listed)
 
 
 def steady(ends: list[float]) -> float:

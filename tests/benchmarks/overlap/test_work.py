@@ -7,7 +7,8 @@ import statistics
 import pytest
 
 from megarl.benchmarks.overlap.ideal import makespan
-from megarl.benchmarks.overlap.work import CASES, TOKEN_S, Work
+from megarl.benchmarks.overlap.work import CASES, SEED, TOKEN_S, Work
+from megarl.rollout.seeds import env_seed
 
 
 def test_samples_are_log_normal_and_their_own(tmp_path):
@@ -27,3 +28,10 @@ def test_phases_are_balanced_where_the_case_says_so():
     }
     assert mean["balanced"] == pytest.approx(CASES["balanced"].training_s, rel=0.1)
     assert mean["tails"] > 2 * CASES["tails"].training_s
+
+
+def test_an_environment_takes_the_seconds_of_its_sample_and_decoding_those_of_a_token():
+    work = CASES["environments"]
+    seconds = [work.answer_s(env_seed(SEED, "train-0-3"), sample) for sample in range(work.samples)]
+    assert work.seconds(3) == [TOKEN_S + each for each in seconds]
+    assert len(set(seconds)) > 1
