@@ -198,7 +198,7 @@ class Hints(Environment):
     """Says the same three tokens after every turn."""
 
     def step(self, action: Action) -> Step:
-        return Step([40, 41, 42])
+        return Step([7, 8, 10])
 
 
 def test_episodes_that_are_interrupted_keep_log_probs_of_all_that_was_said_before(some: Fleet, model: Path) -> None:
