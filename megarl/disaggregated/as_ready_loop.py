@@ -139,19 +139,19 @@ class AsReadyLoop:
         """Draw until the weights of the last step have come."""
         c = self.c
         version = c.context.step
-        stream = self._make_groups()
+        producer = self._make_groups()
         try:
             self._open()
             self.recorder.start_step()
             while version < c.config.trainer.steps:
                 set_step(version + 1)
                 with phase("step"):
-                    self._generate(stream, version)
+                    self._generate(producer, version)
                     version = self._pass_gate()
                     self._validate(version)
-                self._save(version, stream)
+                self._save(version, producer)
         finally:
-            stream.close()
+            producer.close()
 
     # -- begin -------------------------------------------------------------------------------------------------------
 
@@ -200,48 +200,48 @@ class AsReadyLoop:
 
     # -- one segment -------------------------------------------------------------------------------------------------
 
-    def _generate(self, stream: Groups, version: int) -> None:
+    def _generate(self, producer: Groups, version: int) -> None:
         """Generate with `version` until the gate is to be opened."""
         c, interrupts = self.c, self.c.config.async_.partial
         # Ranks that meet while they generate: replicas that ask the same servers do so together.
         together = c.layout.mp_group if c.fleet is None else c.layout.world
         self._pace.begin(time.monotonic())
         with c.rollout.generating(c.context, 0):
-            stream.open()
+            producer.open()
             while True:
-                self._admit(stream, version)
-                told = together.all_gather_json([self._look(), stream.busy, bool(self._scoring)])
+                self._admit(producer, version)
+                told = together.all_gather_json([self._look(), producer.busy, bool(self._scoring)])
                 self._wanted = self._wanted or any(wanted for wanted, _, _ in told)
                 generating, scoring = any(busy for _, busy, _ in told), any(some for _, _, some in told)
                 if not (generating or scoring) or (interrupts and self._wanted):
                     break
                 if generating:
                     with phase("rollout"):
-                        groups = stream.wait(self._is_called)
+                        groups = producer.wait(self._is_called)
                     if groups:
                         self._score(groups)
                 self._finish_scored(least=0 if generating else 1)
-            stream.interrupt()
+            producer.interrupt()
         self._swap(version, 0)
 
-    def _admit(self, stream: Groups, version: int) -> None:
+    def _admit(self, producer: Groups, version: int) -> None:
         """Begin what may begin, as far as there is room; from time to time the store takes and hands out groups."""
         room, most = 0, 0
         if not self._wanted:
-            self._begin_waiting(stream)
-            room = stream.free // self.c.config.rollout.sampling.n
+            self._begin_waiting(producer)
+            room = producer.free // self.c.config.rollout.sampling.n
             most = self._pace.missing(room, len(self._waiting))
         if self._dry:  # others may begin only in the place of those that are of no use
             most = min(most, len(self._refused))
-        idle = not stream.busy and not self._next_is_scored()
+        idle = not producer.busy and not self._next_is_scored()
         if self._is_due(most, empty=idle or min(room, most) > 0):
             self._swap(version, most)
             if not self._wanted:
-                self._begin_waiting(stream)
+                self._begin_waiting(producer)
 
-    def _begin_waiting(self, stream: Groups) -> None:
-        while self._waiting and stream.free >= self.c.config.rollout.sampling.n:
-            self._begin(stream, self._waiting.pop(0))
+    def _begin_waiting(self, producer: Groups) -> None:
+        while self._waiting and producer.free >= self.c.config.rollout.sampling.n:
+            self._begin(producer, self._waiting.pop(0))
 
     def _is_due(self, most: int, *, empty: bool = False) -> bool:
         """Say whether the buffer is to be called now. Collective over the replica."""
@@ -266,14 +266,14 @@ class AsReadyLoop:
         self._versions |= dict.fromkeys(numbers, version)
         self._waiting += numbers
 
-    def _begin(self, stream: Groups, number: int) -> None:
+    def _begin(self, producer: Groups, number: int) -> None:
         from megarl.runtime.samples import groups_of_prompts
 
         c = self.c
         assert c.loader is not None, "it has given numbers"
         self._prompts[number] = prompt = c.loader.at([number])
         [group] = groups_of_prompts(c.context, prompt, c.config.rollout.sampling.n, [number])
-        stream.add(group, self._drafts.pop(number, None))
+        producer.add(group, self._drafts.pop(number, None))
 
     def _is_called(self) -> bool:
         """Something else is to be done than generation. Collective over the replica."""
@@ -397,7 +397,7 @@ class AsReadyLoop:
         if validates(self.c.config, version):
             evaluate_teams(self.c, self.recorder, version)
 
-    def _save(self, version: int, stream: Groups) -> None:
+    def _save(self, version: int, producer: Groups) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
         c = self.c
         if not c.mail.read(f"{SAVES}/{version}"):
@@ -406,7 +406,7 @@ class AsReadyLoop:
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
         tell_place(c)  # nobody begins anything before the next segment
-        drafts = stream.partial() | self._drafts
+        drafts = producer.partial() | self._drafts
         files = partial(self._files, version, drafts)
         self.checkpoints.after_step(version, last=version == c.config.trainer.steps, files=files)
 
