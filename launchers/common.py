@@ -33,12 +33,12 @@ from megarl.artifacts.run_folder import (
     CONFIG,
     SAVE_REQUEST,
     RunFolder,
+    accept_config,
+    discard_config,
     drop_start,
-    propose_config,
     repair,
     restore_config,
-    take_up_config,
-    withdraw_config,
+    write_next_config,
 )
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
@@ -302,7 +302,7 @@ def _leave_folder(job: Job, ended: Status, started: bool) -> None:
     from megarl.config.load import dump_config
 
     if ended == "finished":
-        take_up_config(job.run_dir)
+        accept_config(job.run_dir)
     clear(job.run_dir)
     if started and ended != "finished":
         close_run(job.run_dir, ended)
@@ -322,7 +322,7 @@ def prepare(job: Job) -> Job:
     if job.machine:
         return job
     attempt = "" if job.lock is None else job.lock.begin_attempt()
-    propose_config(job.run_dir, dump_config(job.config))
+    write_next_config(job.run_dir, dump_config(job.config))
     write_token(job.run_dir)
     return dataclasses.replace(job, attempt=attempt)
 
@@ -331,7 +331,7 @@ def clear(run_dir: Path) -> None:
     """Remove the files of a start whose workers have ended, except those that the run has accepted."""
     forget_token(run_dir)
     (run_dir / SAVE_REQUEST).unlink(missing_ok=True)
-    withdraw_config(run_dir)
+    discard_config(run_dir)
     drop_start(run_dir)
 
 

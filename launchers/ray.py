@@ -32,7 +32,7 @@ from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, re
 from megarl.launchers.common import Job, layout_environment, own_environment, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, within
-from megarl.launchers.seats import Place, ranks_of, seats_apart
+from megarl.launchers.seats import Place, assign_seats_by_team, ranks_of
 from megarl.launchers.supervise import signal_rank
 from megarl.leftovers import ray_folder
 from megarl.machine import available_cores
@@ -226,7 +226,7 @@ class RayWorkers:
 
         places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._seconds_left())
         units = {team.name: whole(self._job.config, team) for team in self._job.teams}
-        order = seats_apart(places, self._job.teams, units, self._apart)
+        order = assign_seats_by_team(places, self._job.teams, units, self._apart)
         self._actors = [self._actors[i] for i in order]
         self._bundles = [self._bundles[i] for i in order]
         self._places = [places[i] for i in order]

@@ -59,7 +59,7 @@ def seats(places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str
     return [index for team in teams for index in chosen[team.name]]
 
 
-def seats_apart(
+def assign_seats_by_team(
     places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str, int], apart: Collection[str]
 ) -> list[int]:
     """Return `seats` where processes of the teams `apart` are on their own nodes, in the workers' order."""

@@ -22,7 +22,7 @@ from megarl.commands.parser import Parser
 from megarl.credentials import mask
 from megarl.errors import MegarlError, UserError
 from megarl.processes import Stopped, signals_raise
-from megarl.unread import nobody_reads, run_quietly
+from megarl.unread import reader_is_gone, run_quietly
 
 if TYPE_CHECKING:
     pass
@@ -244,7 +244,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         print(f"megarl: stopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
             raise
         # A new file for its owner only, with an unpredictable name.
         with tempfile.NamedTemporaryFile(

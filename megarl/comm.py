@@ -221,7 +221,7 @@ class WorkerGroup:
             ) from error
 
 
-def own_world(backend: str, deadline_s: float) -> WorkerGroup:
+def single_world(backend: str, deadline_s: float) -> WorkerGroup:
     """Return the world of a process that works by itself: the one it has joined, else a new one of its own."""
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

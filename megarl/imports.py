@@ -155,7 +155,7 @@ def import_file(path: str | Path) -> ModuleType:
     return module
 
 
-class LeftError(ImportError):
+class ModuleExitError(ImportError):
     """A module tried to end the program while it was imported."""
 
 
@@ -164,7 +164,7 @@ def _exits_are_errors() -> Iterator[None]:
     """Convert exceptions that only end programs (SystemExit, KeyboardInterrupt, ...) to an error of the module.
 
     Raises:
-        LeftError: the module raised one.
+        ModuleExitError: the module raised one.
     """
     try:
         yield
@@ -174,7 +174,7 @@ def _exits_are_errors() -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt) and not _is_raised_by_code(error):
             raise  # a signal, received anywhere
         text = f"it raises {type(error).__name__} while it is imported: {error}".rstrip(": ")
-        raise LeftError(text).with_traceback(error.__traceback__) from error
+        raise ModuleExitError(text).with_traceback(error.__traceback__) from error
 
 
 def _is_raised_by_code(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 EXIT_CODE = 141
 
 
-def nobody_reads() -> bool:
+def reader_is_gone() -> bool:
     """Return whether the reader of this program's output has gone."""
     return any(_gone(file) for file in _outputs())
 
@@ -29,7 +29,7 @@ def run_quietly(run: Callable[[], int]) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()  # the interpreter flushes at its end, where nobody can catch the error
     except BrokenPipeError:
-        if not nobody_reads():
+        if not reader_is_gone():
             raise
     except SystemExit as end:  # rich converts the error, and closes the output
         if not isinstance(end.__context__, BrokenPipeError):

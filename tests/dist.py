@@ -128,9 +128,9 @@ def _servers(preload: str) -> list[forkserver.ForkServer]:
 
 def world() -> WorkerGroup:
     """All ranks of this process's torch world; made for only this process where there is none."""
-    from megarl.comm import own_world
+    from megarl.comm import single_world
 
-    return own_world("gloo", 120.0)
+    return single_world("gloo", 120.0)
 
 
 def join_team(teams: Mapping[str, Sequence[int]], ports: Mapping[str, int], run_dir: Path) -> str:

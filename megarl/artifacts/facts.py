@@ -25,7 +25,7 @@ from megarl.architectures.values import (
 from megarl.architectures.vision import VisionShape
 from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.artifacts.other_folders import no_model
-from megarl.artifacts.robot_policy import ROBOT_POLICY, whole_config
+from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError, close_matches
 
@@ -212,7 +212,8 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
     folder = local_folder(model.path)
     if folder is not None:
         raw = _read_json(folder / "config.json")
-        return whole_config(raw, folder) if raw.get("model_type") == ROBOT_POLICY else raw, str(folder / "config.json")
+        known = complete_config(raw, folder) if raw.get("model_type") == ROBOT_POLICY else raw
+        return known, str(folder / "config.json")
     if not is_hub_name(model.path):
         folder = Path(model.path).expanduser()
         raise ConfigError(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.artifacts.records import Needs, parse_object, set_aside, tell_once
+from megarl.artifacts.records import Needs, parse_object, set_aside, warn_once
 
 Record = dict[str, Any]
 #: The fields of every line of metrics.jsonl and samples.jsonl.
@@ -66,7 +66,7 @@ def read_jsonl(path: Path, *, needs: Needs | None = None, must_exist: bool = Fal
         return []
     records, damaged = _parsed(path.read_bytes()[: _complete_bytes(path)], needs or {})
     if damaged:
-        tell_once(path, f"{path}: {_lines_text([*damaged])} left out: {next(iter(damaged.values()))[1]}")
+        warn_once(path, f"{path}: {_lines_text([*damaged])} left out: {next(iter(damaged.values()))[1]}")
     return records
 
 
@@ -85,7 +85,7 @@ def rewrite_jsonl(path: Path, keep: Callable[[Record], bool], *, needs: Needs | 
         with open(aside, "ab") as file:
             file.writelines(line + b"\n" for line, _ in damaged.values())
         reason = next(iter(damaged.values()))[1]
-        tell_once(path, f"{path}: {_lines_text([*damaged])} moved to {aside.name}: {reason}")
+        warn_once(path, f"{path}: {_lines_text([*damaged])} moved to {aside.name}: {reason}")
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         for record in records:

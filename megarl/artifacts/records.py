@@ -57,7 +57,7 @@ def read_record(path: Path, needs: Needs | None = None, *, tell: bool = True) ->
     except ValueError as error:
         reason = str(error)
     if tell:
-        tell_once(path, f"{path} cannot be read and does not count: {reason}")
+        warn_once(path, f"{path} cannot be read and does not count: {reason}")
     return {}
 
 
@@ -114,7 +114,7 @@ def set_aside(path: Path, why: str) -> Path:
     return target
 
 
-def tell_once(path: Path, text: str) -> None:
+def warn_once(path: Path, text: str) -> None:
     """Log a warning about a file once per process."""
     if path not in _told:
         _told.add(path)

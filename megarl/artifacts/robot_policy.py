@@ -34,7 +34,7 @@ _OTHER_PARTS = {
 _PROJECTOR_TENSORS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
 
-def whole_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return config.json of a policy, `raw`, completed from the files beside it: the size of the state.
 
     Raises:

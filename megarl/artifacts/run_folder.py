@@ -121,19 +121,19 @@ def drop_start(run_dir: Path) -> None:
         shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
-def propose_config(run_dir: Path, text: str) -> None:
-    """Write the configuration of a start; the previous one stays until `take_up_config`."""
-    withdraw_config(run_dir)
+def write_next_config(run_dir: Path, text: str) -> None:
+    """Write the configuration of a start; the previous one stays until `accept_config`."""
+    discard_config(run_dir)
     path = run_dir / CONFIG
     write_atomically(run_dir / NEXT_CONFIG if path.is_file() and path.read_bytes() != text.encode() else path, text)
 
 
-def proposed_config(run_dir: Path) -> Path:
+def next_config(run_dir: Path) -> Path:
     """Return the configuration that the ranks of this start read."""
     return path if (path := run_dir / NEXT_CONFIG).is_file() else run_dir / CONFIG
 
 
-def take_up_config(run_dir: Path) -> None:
+def accept_config(run_dir: Path) -> None:
     """Accept the start: its configuration becomes the run's. One process calls this."""
     if (run_dir / NEXT_CONFIG).is_file():
         (run_dir / NEXT_CONFIG).replace(run_dir / CONFIG)
@@ -145,7 +145,7 @@ def restore_config(run_dir: Path, text: str) -> None:
         write_atomically(run_dir / CONFIG, text)
 
 
-def withdraw_config(run_dir: Path) -> None:
+def discard_config(run_dir: Path) -> None:
     """Remove a configuration that was never accepted."""
     (run_dir / NEXT_CONFIG).unlink(missing_ok=True)
 

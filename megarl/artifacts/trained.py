@@ -46,7 +46,7 @@ def exported(run_dir: Path) -> list[Exported]:
     return [model for model in found if (run_dir / model.folder / "config.json").is_file()]
 
 
-def withdraw_exported(run_dir: Path) -> None:
+def forget_exported(run_dir: Path) -> None:
     """Forget the exported models, since the run resumes or starts over; the folders stay until they are rewritten."""
     (run_dir / _RECORD).unlink(missing_ok=True)
 
@@ -69,7 +69,7 @@ def best_step(checkpoints: Path) -> int | None:
         return None
 
 
-def better_before(run_dir: Path) -> str | None:
+def untrained_best_note(run_dir: Path) -> str | None:
     """Return a note if no step beat the model before training, which was not kept as step 0; else None.
 
     It compares `trainer.best_metric`, from run.json and metrics.jsonl; without these there is no note.
@@ -98,7 +98,7 @@ def run_folder_fix(folder: Path) -> str:
     return "name RUNS/<name>/<stamp>, such as runs/my_run/20261122-142359"
 
 
-def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
+def overrides_for_model(run_dir: Path, which: Which) -> tuple[list[str], str]:
     """Return overrides of the run's own config.yaml that select a model of the run, and a description of the model.
 
     Exported models are preferred to checkpoints. Without a known best model the last one is taken.

@@ -92,7 +92,7 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
     )
 
 
-def check_asking(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
+def check_request_workers(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
     """Check a team whose workers only send requests to servers: they hold no model and lend the servers their GPUs."""
     layout, servers, key = config.rollout.parallel, config.rollout.sglang, devices_key(config, team)
     if layout is not None and layout != ParallelConfig():

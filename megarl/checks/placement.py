@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.checks.checklist import Checklist
 from megarl.checks.layout import devices_key
-from megarl.checks.lent import check_asking, check_lent
+from megarl.checks.lent import check_lent, check_request_workers
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement, place, together
@@ -130,7 +130,7 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
     if config.rollout.engine == "sglang" and config.cluster.nnodes > 1 and not servers.urls:
         check_lent(config, placement, team, checks)
     if lends(config, team):
-        check_asking(config, placement, team, checks)
+        check_request_workers(config, placement, team, checks)
 
 
 def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -> None:

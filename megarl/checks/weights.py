@@ -17,7 +17,7 @@ from megarl.architectures.tensors import HEAD, VALUE_BIAS, VALUE_HEAD, WeightRul
 from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
 from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, weight_files
 from megarl.artifacts.facts import ModelFacts
-from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector, whole_config
+from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config, projector_file, read_projector
 from megarl.artifacts.unread_tensors import refuse_unread
 from megarl.errors import ConfigError
 
@@ -59,7 +59,7 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
         own = projector_file(folder)
         place |= {} if own is None else _in_its_file(own)
         files = files if own is None else [*files, own]
-        sight = VisionShape.from_config(whole_config(raw, folder), facts.hidden, where)
+        sight = VisionShape.from_config(complete_config(raw, folder), facts.hidden, where)
         _check_tensors(folder, [dict(sight.tensors.values())], place, block)
         read |= dict(sight.tensors.values()).keys()
     refuse_unread(place, read, sight, str(folder))

@@ -58,7 +58,7 @@ def describe(folder: Path) -> str:
 def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard_gb: float) -> None:
     """Load a checkpoint of any layout into one process and export it."""
     from megarl.artifacts.action_statistics import FILE, read_statistics
-    from megarl.comm import own_world
+    from megarl.comm import single_world
     from megarl.config.load import load_config
     from megarl.data.tokenizer import load_tokenizer
     from megarl.device import DTYPES, dist_backend
@@ -78,7 +78,7 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
     config = load_config(recipe)
     whole = config.actor.model_copy(update={"parallel": ParallelConfig()})
     config = config.model_copy(update={"actor": whole})
-    world = own_world(dist_backend(), config.cluster.timeout_s)
+    world = single_world(dist_backend(), config.cluster.timeout_s)
     with closing(init_parallel(ParallelConfig(), world)) as layout:
         meta = checkpoint.verify(folder, world)
         hf_config = _config_of(config.model, checkpoint.stored_names(folder, meta))

@@ -187,15 +187,15 @@ def _warn_of_servers(config: RunConfig) -> None:
 
 def _use_run(arguments: argparse.Namespace) -> None:
     """Let the command use configuration and model of the run folder that is named in place of a recipe."""
-    from megarl.artifacts.trained import better_before, use_model_of
+    from megarl.artifacts.trained import overrides_for_model, untrained_best_note
     from megarl.tracking.close import close_if_killed
 
     run_dir = Path(arguments.recipe).resolve()
     close_if_killed(run_dir)
-    overrides, what = use_model_of(run_dir, arguments.weights)
+    overrides, what = overrides_for_model(run_dir, arguments.weights)
     arguments.recipe, arguments.overrides = str(run_dir / "config.yaml"), [*overrides, *arguments.overrides]
     print(f"model: {what}", flush=True)
-    better = better_before(run_dir) if arguments.weights == "best" else None
+    better = untrained_best_note(run_dir) if arguments.weights == "best" else None
     if better is not None:
         print(f"megarl: warning: {better}", file=sys.stderr)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.comm import WorkerGroup, own_world
+from megarl.comm import WorkerGroup, single_world
 from megarl.compat.sglang import find_python
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.sglang import SGLangConfig
@@ -213,7 +213,7 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
         sequences = [torch.randint(hf.vocab_size, (n,), generator=g) for n in LENGTHS]
         # First: a server takes most of a GPU's memory, and has given it back when the models come.
         others = {} if python is None else {"server": _server_logprobs(folder, dtype, sequences)}
-        layout = init_parallel(ParallelConfig(), own_world(dist_backend(), _DEADLINE_S))
+        layout = init_parallel(ParallelConfig(), single_world(dist_backend(), _DEADLINE_S))
         stack.callback(layout.close)
         reference, policy = _load_both(folder, hf, DTYPES[dtype])
         return compare(reference, policy, sequences, others)

@@ -81,7 +81,7 @@ def load_config(
     del defaults.data["cluster"]["max_restarts"]  # follows from the placement
     _merge(defaults, document)
     document = defaults
-    overrides, problems = take_apart(overrides)
+    overrides, problems = split_overrides(overrides)
     given: set[tuple[str, ...]] = set()
     for text in overrides:
         try:
@@ -493,11 +493,11 @@ def _origin(document: Document, path: tuple[str, ...], file: str) -> str:
 FORM = "an override has the form key.path=value"
 
 
-def take_apart(overrides: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
     """Return the overrides without keys whose value is a separate argument, as in `trainer.steps 10`, and errors for
     these.
 
-    >>> take_apart(["trainer.steps", "10", "data.shuffle=true"])[0]
+    >>> split_overrides(["trainer.steps", "10", "data.shuffle=true"])[0]
     ['data.shuffle=true']
     """
     kept, problems, waiting = [], [], list(overrides)

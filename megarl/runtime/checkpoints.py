@@ -244,7 +244,7 @@ class Checkpoints:
         result any more; a run that has nothing left to train keeps its model. Called after everything that may refuse
         the start, and before a cold start as well as after it.
         """
-        from megarl.artifacts.trained import withdraw_exported
+        from megarl.artifacts.trained import forget_exported
         from megarl.training.checkpoint import keep_best
 
         refuse_if_taken(self._c.run_dir)
@@ -255,7 +255,7 @@ class Checkpoints:
             take_up_reference(self._c.run_dir)
             self._requests[-1].unlink(missing_ok=True)  # of a launcher that was killed
             if self._withdraws:
-                withdraw_exported(self._c.run_dir)
+                forget_exported(self._c.run_dir)
             if self.best_step is not None:
                 keep_best(self._root, self.best_step)
         self._begun = True

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from megarl.artifacts.lock import ATTEMPT, FolderLock, FolderTaken, join_attempt, refuse_if_taken
-from megarl.artifacts.run_folder import SAVE_REQUEST, held, proposed_config, withdraw_config
+from megarl.artifacts.run_folder import SAVE_REQUEST, discard_config, held, next_config
 from megarl.errors import UserError
 from megarl.imports import import_callable
 from megarl.processes import die_with_parents, own_worker_name, raise_descriptor_limit, worker_number
@@ -64,8 +64,8 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
             from megarl.config.load import hide_credentials, load_config
 
             if WATCHED not in os.environ and worker == 0:
-                withdraw_config(run_dir)  # of a launcher that was killed: the record of this start is not to take it up
-            path = proposed_config(run_dir) if WATCHED in os.environ else config_path
+                discard_config(run_dir)  # of a launcher that was killed: the record of this start is not to take it up
+            path = next_config(run_dir) if WATCHED in os.environ else config_path
             config = hide_credentials(load_config(path))
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)

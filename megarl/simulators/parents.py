@@ -55,7 +55,7 @@ def parents() -> list[Parent]:
     return [(int(pid), int(when)) for pid, _, when in (one.partition(":") for one in told.split(","))]
 
 
-def one_has_ended(of: list[Parent]) -> bool:
+def any_parent_ended(of: list[Parent]) -> bool:
     """Return whether one of them is certainly gone."""
     with contextlib.suppress(OSError):
         return any(began(pid) != when for pid, when in of)
@@ -67,10 +67,10 @@ def end_with_parents(poll_s: float = 1.0) -> None:
     of = parents()
 
     def watch() -> None:
-        while not one_has_ended(of):
+        while not any_parent_ended(of):
             time.sleep(poll_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if one_has_ended(of):
+    if any_parent_ended(of):
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=watch, name="watch-parents", daemon=True).start()

@@ -17,7 +17,7 @@ import sys
 import time
 from types import FrameType
 
-from .parents import PARENTS, as_parent, one_has_ended, parents
+from .parents import PARENTS, any_parent_ended, as_parent, parents
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _END_S = 5.0  # for code that keeps starting processes while it is killed
@@ -50,7 +50,7 @@ def guarded(*close: int) -> None:
     for descriptor in close:
         os.close(descriptor)
     # If the trainer ended before this request to the kernel, no signal comes.
-    status = None if one_has_ended(trainer) else _wait_for(worker)
+    status = None if any_parent_ended(trainer) else _wait_for(worker)
     _end_all()
     _end_as(status)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.artifacts.jsonl import JsonlWriter
-from megarl.artifacts.records import Needs, parse_object, tell_once
+from megarl.artifacts.records import Needs, parse_object, warn_once
 from megarl.tracing import PhaseEvent
 from megarl.tracking.restarts import read_restarts
 
@@ -161,7 +161,7 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
             times = record["start_ns"], record["end_ns"], record["step"]
             found.append(_Slice(record["rank"], path, *times, team, waits_for))
     if damaged:
-        tell_once(source, f"{source}: {damaged} damaged lines are left out of trace.json: {reason}")
+        warn_once(source, f"{source}: {damaged} damaged lines are left out of trace.json: {reason}")
     whole = itertools.dropwhile(lambda one: one.of_step == found[0].of_step, found) if cut else found
     kept = sorted(whole, key=lambda one: one.start_ns) if cut else found
     return kept or found, cut

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.artifacts.jsonl import STEP, JsonlWriter, read_jsonl, rewrite_jsonl
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.records import RUN, read_run, write_record
-from megarl.artifacts.run_folder import take_up_config
+from megarl.artifacts.run_folder import accept_config
 from megarl.errors import ConfigError
 from megarl.machine import machine_info
 from megarl.processes import identity
@@ -89,7 +89,7 @@ class Tracker:
         self._cfg, self._name, self._stage, self._part, self._last = cfg, name, stage, part, last
         self._restarts = restarts
         refuse_if_taken(self.run_dir)
-        take_up_config(self.run_dir)
+        accept_config(self.run_dir)
         for file in ("metrics.jsonl", "samples.jsonl"):
             self._prepare(self.run_dir / file, resume_step)
         self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl")

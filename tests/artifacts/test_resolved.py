@@ -7,33 +7,33 @@ from unittest import mock
 
 import pytest
 
-from megarl.artifacts.run_folder import propose_config, proposed_config, take_up_config, withdraw_config
+from megarl.artifacts.run_folder import accept_config, discard_config, next_config, write_next_config
 from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
 from megarl.runtime import worker
 
 
 def test_a_new_folder_has_its_configuration_at_once(tmp_path: Path) -> None:
-    propose_config(tmp_path, "a: 1\n")
-    assert proposed_config(tmp_path) == tmp_path / "config.yaml"
-    assert proposed_config(tmp_path).read_text() == "a: 1\n"
+    write_next_config(tmp_path, "a: 1\n")
+    assert next_config(tmp_path) == tmp_path / "config.yaml"
+    assert next_config(tmp_path).read_text() == "a: 1\n"
 
 
 def test_another_one_is_proposed_until_it_is_taken_up(tmp_path: Path) -> None:
-    propose_config(tmp_path, "a: 1\n")
-    propose_config(tmp_path, "a: 2\n")
-    assert proposed_config(tmp_path).read_text() == "a: 2\n"
+    write_next_config(tmp_path, "a: 1\n")
+    write_next_config(tmp_path, "a: 2\n")
+    assert next_config(tmp_path).read_text() == "a: 2\n"
     assert (tmp_path / "config.yaml").read_text() == "a: 1\n"
-    take_up_config(tmp_path)
-    withdraw_config(tmp_path)
+    accept_config(tmp_path)
+    discard_config(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     assert (tmp_path / "config.yaml").read_text() == "a: 2\n"
 
 
 def test_what_a_killed_start_left_is_not_read(tmp_path: Path) -> None:
     for text in ("a: 1\n", "a: 2\n", "a: 1\n"):
-        propose_config(tmp_path, text)
-    assert proposed_config(tmp_path).read_text() == "a: 1\n"
+        write_next_config(tmp_path, text)
+    assert next_config(tmp_path).read_text() == "a: 1\n"
 
 
 @pytest.mark.parametrize(("rank", "watched", "left"), [(0, False, False), (1, False, True), (0, True, True)])
@@ -41,7 +41,7 @@ def test_a_worker_that_is_started_by_hand_forgets_what_a_killed_launcher_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, watched: bool, left: bool
 ) -> None:
     for name in ("of the run", "of a killed start"):
-        propose_config(tmp_path, dump_config(RunConfig(name=name)))
+        write_next_config(tmp_path, dump_config(RunConfig(name=name)))
     names: list[str] = []
     monkeypatch.setattr(worker, "Heartbeat", lambda run_dir, rank: mock.Mock())
     monkeypatch.setattr(worker, "raise_descriptor_limit", lambda: None)

@@ -11,10 +11,10 @@ from megarl.artifacts.trained import (
     BEST,
     LAST,
     Exported,
-    better_before,
     exported,
-    use_model_of,
-    withdraw_exported,
+    forget_exported,
+    overrides_for_model,
+    untrained_best_note,
     write_exported,
 )
 from megarl.errors import UserError
@@ -45,26 +45,26 @@ def export(run_dir: Path, *models: Exported) -> None:
 def test_the_exported_models_come_first(run_dir: Path) -> None:
     save(run_dir, 3, 6, best=3)
     export(run_dir, Exported(LAST, 6, "last"), Exported(BEST, 3, "best"))
-    settings, what = use_model_of(run_dir, "best")
+    settings, what = overrides_for_model(run_dir, "best")
     assert settings == [f"model.path={run_dir / 'hf_best'}", "model.hf_config=null", "trainer.resume=auto"]
     assert what.endswith("hf_best (best, step 3)")
-    assert use_model_of(run_dir, "last")[1].endswith("hf (last, step 6)")
+    assert overrides_for_model(run_dir, "last")[1].endswith("hf (last, step 6)")
 
 
 def test_the_last_is_the_best_where_no_other_is_known(run_dir: Path) -> None:
     export(run_dir, Exported(LAST, 6, "last"))
-    assert use_model_of(run_dir, "best")[1].endswith("hf (last, step 6; no best one is known)")
+    assert overrides_for_model(run_dir, "best")[1].endswith("hf (last, step 6; no best one is known)")
     save(run_dir, 6, best=6)
-    assert use_model_of(run_dir, "best")[1].endswith("hf (last, step 6, which is the best)")
+    assert overrides_for_model(run_dir, "best")[1].endswith("hf (last, step 6, which is the best)")
     (run_dir / "checkpoints" / "best.json").write_text('{"step": 3}')
-    assert use_model_of(run_dir, "best")[1].endswith("hf (last, step 6; the best one, of step 3, is not here)")
-    assert use_model_of(run_dir, "last")[1].endswith("hf (last, step 6)")
+    assert overrides_for_model(run_dir, "best")[1].endswith("hf (last, step 6; the best one, of step 3, is not here)")
+    assert overrides_for_model(run_dir, "last")[1].endswith("hf (last, step 6)")
 
 
 @pytest.mark.parametrize(("which", "step"), [("best", 3), ("last", 9)])
 def test_a_run_under_way_has_checkpoints(run_dir: Path, which: str, step: int) -> None:
     save(run_dir, 3, 9, best=3)
-    settings, what = use_model_of(run_dir, which)
+    settings, what = overrides_for_model(run_dir, which)
     assert settings == [f"trainer.resume={run_dir / 'checkpoints' / f'step_{step}'}"]
     assert what.endswith(f"step_{step} ({which})")
 
@@ -80,7 +80,7 @@ def test_notes_that_were_cut_count_as_none_with_a_warning(run_dir: Path, caplog:
     export(run_dir, Exported(LAST, 9, "last"))
     for note in (run_dir / "exported.json", run_dir / "checkpoints" / "best.json"):
         note.write_text(note.read_text()[:-4])
-    assert use_model_of(run_dir, "best")[1].endswith("step_9 (last; no best one is known)")
+    assert overrides_for_model(run_dir, "best")[1].endswith("step_9 (last; no best one is known)")
     assert "exported.json cannot be read" in caplog.text
     assert "best.json cannot be read" in caplog.text
 
@@ -88,17 +88,17 @@ def test_notes_that_were_cut_count_as_none_with_a_warning(run_dir: Path, caplog:
 def test_what_was_exported_can_be_withdrawn(run_dir: Path) -> None:
     save(run_dir, 3)
     export(run_dir, Exported(LAST, 3, "last"))
-    withdraw_exported(run_dir)
-    withdraw_exported(run_dir)
-    assert use_model_of(run_dir, "best")[1].endswith("step_3 (last; no best one is known)")
+    forget_exported(run_dir)
+    forget_exported(run_dir)
+    assert overrides_for_model(run_dir, "best")[1].endswith("step_3 (last; no best one is known)")
 
 
 def test_folders_without_a_run_or_a_model_are_refused(run_dir: Path) -> None:
     with pytest.raises(UserError, match="has left no model yet"):
-        use_model_of(run_dir, "best")
+        overrides_for_model(run_dir, "best")
     (run_dir / "config.yaml").unlink()
     with pytest.raises(UserError, match=r"holds no run(?s:.*)such as runs/my_run/20261122-142359"):
-        use_model_of(run_dir, "best")
+        overrides_for_model(run_dir, "best")
 
 
 def test_of_a_folder_of_runs_the_newest_is_named(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_of_a_folder_of_runs_the_newest_is_named(tmp_path: Path) -> None:
         if name != "notes":
             (tmp_path / name / "config.yaml").touch()
     with pytest.raises(UserError, match=r"did you mean .*/20260102-000000, the newest run in it"):
-        use_model_of(tmp_path, "best")
+        overrides_for_model(tmp_path, "best")
 
 
 def test_a_run_that_was_better_before_training_says_so(tmp_path):
@@ -115,7 +115,7 @@ def test_a_run_that_was_better_before_training_says_so(tmp_path):
         lines = [json.dumps({"step": step, "stage": "train", "val/acc": value}) for step, value in values]
         half = '{"step": 3, "st'  # of a run that was killed
         (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, half]))
-        return better_before(tmp_path)
+        return untrained_best_note(tmp_path)
 
     assert record((0, 0.4), (2, 0.1)) is None  # not a run's folder
     (tmp_path / "run.json").write_text('{"config": {"trainer": {"best_metric": "val/acc"}}}')

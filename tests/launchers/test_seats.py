@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import TeamPlan
-from megarl.launchers.seats import ranks_of, seats, seats_apart
+from megarl.launchers.seats import assign_seats_by_team, ranks_of, seats
 
 
 def teams(*sizes: int, tp: int = 1) -> list[TeamPlan]:
@@ -75,10 +75,10 @@ def test_a_team_with_nodes_of_its_own_is_seated_there_whatever_its_size() -> Non
         ("3", ["2"]),
     ]
     plans = [first, second, third]
-    found = seats_apart(places, plans, units(plans), [second.name])
+    found = assign_seats_by_team(places, plans, units(plans), [second.name])
     assert found[4:6] == [5, 4]
     assert sorted(found) == list(range(8))
-    assert seats_apart(places, plans, units(plans), []) == seats(places, plans, units(plans))
+    assert assign_seats_by_team(places, plans, units(plans), []) == seats(places, plans, units(plans))
 
 
 def test_workers_are_told_their_place_in_their_team() -> None:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megarl.simulators.parents import PARENTS, as_parent, began, one_has_ended, parents
+from megarl.simulators.parents import PARENTS, any_parent_ended, as_parent, began, parents
 
 CHILD = "from megarl.simulators.parents import end_with_parents; end_with_parents({}); print('lives', flush=True)"
 
@@ -46,8 +46,8 @@ def test_a_child_whose_parent_was_gone_before_it_began_ends_at_once(other: subpr
 def test_a_later_process_with_the_number_of_a_parent_is_none() -> None:
     told = began(os.getpid())
     assert told is not None
-    assert not one_has_ended([(os.getpid(), told)])
-    assert one_has_ended([(os.getpid(), told - 1)])
+    assert not any_parent_ended([(os.getpid(), told)])
+    assert any_parent_ended([(os.getpid(), told - 1)])
 
 
 def test_without_a_word_it_is_the_parent_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_what_cannot_be_found_out_ends_nobody(monkeypatch: pytest.MonkeyPatch) -
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr("builtins.open", no_file)
-    assert not one_has_ended([(os.getpid(), 0)])
+    assert not any_parent_ended([(os.getpid(), 0)])
 
 
 def test_a_guardian_whose_trainer_was_gone_before_it_began_ends_its_worker(other: subprocess.Popen[bytes]) -> None:

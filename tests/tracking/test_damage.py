@@ -12,7 +12,7 @@ import pytest
 from megarl.artifacts import records
 from megarl.artifacts.run_folder import repair
 from megarl.artifacts.timings import read_timings
-from megarl.artifacts.trained import best_step, better_before, exported
+from megarl.artifacts.trained import best_step, exported, untrained_best_note
 from megarl.commands.cluster import last_step
 from megarl.config.run import TrackingConfig
 from megarl.launchers.common import process_of
@@ -76,7 +76,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def look(folder: Path) -> None:
     """What commands that only read do with a run folder."""
     close_if_killed(folder)
-    process_of(folder), last_step(folder), better_before(folder), best_step(folder / "checkpoints"), exported(folder)
+    (
+        process_of(folder),
+        last_step(folder),
+        untrained_best_note(folder),
+        best_step(folder / "checkpoints"),
+        exported(folder),
+    )
     read_restarts(folder), read_errors(folder)
     close_run(folder, "killed")
     close_open_run(folder / "mlflow.train.json", "KILLED")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.architectures.vision import VisionShape
-from megarl.artifacts.robot_policy import ROBOT_POLICY, read_preprocessor, whole_config
+from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config, read_preprocessor
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
@@ -60,4 +60,4 @@ def read_policy_config(folder: Path) -> PretrainedConfig:
     if not path.is_file():
         raise ConfigError("no config.json here", where="model.path", found=str(folder), fix="check the path")
     raw = json.loads(path.read_text(encoding="utf-8"))
-    return policy_config(whole_config(raw, folder), str(path), read_preprocessor(folder))
+    return policy_config(complete_config(raw, folder), str(path), read_preprocessor(folder))

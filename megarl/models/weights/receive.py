@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def held_boxes(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[Box]]:
+def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[Box]]:
     """Return the boxes of each tensor that the process at `at` holds, as often as it holds them."""
     found: dict[str, list[Box]] = {}
     for shard in slices_for(hf, at):

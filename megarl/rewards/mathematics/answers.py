@@ -98,7 +98,7 @@ def _equal(first: str, second: str, grouping: bool) -> bool:
         return True
     try:
         gold, given = _read(left), _read(right)
-        return same(gold, said_value(given) if isinstance(gold, Number) else given)
+        return same(gold, stated_value(given) if isinstance(gold, Number) else given)
     except (UnreadError, OutsideError, RecursionError):
         return False
 
@@ -141,7 +141,7 @@ _FOR_ALL = re.compile(
 )
 
 
-def said_value(answer: Node) -> Node:
+def stated_value(answer: Node) -> Node:
     """Return the number of `72 clips` or `m + n = 73`, else the answer unchanged."""
     if isinstance(answer, Apply) and answer.name == "*" and len(answer.args) == 2:
         number, noun = answer.args

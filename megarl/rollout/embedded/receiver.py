@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.errors import ServerError
 from megarl.models.weights.plan import Box, Coordinate
-from megarl.models.weights.receive import held_boxes, part_name
+from megarl.models.weights.receive import held_slices, part_name
 from megarl.rollout.embedded.inbox import PEER
 from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import Entry
@@ -54,7 +54,7 @@ class EngineLayout:
 
     @functools.cached_property
     def _boxes(self) -> list[dict[str, list[Box]]]:
-        return [held_boxes(self.hf, at) for at in self.coordinates]
+        return [held_slices(self.hf, at) for at in self.coordinates]
 
     def needs(self, rank: int, tensor: str) -> bool:
         """Tell whether `rank` holds any part of this tensor."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.architectures.vision import state_size
 from megarl.artifacts.action_statistics import FILE, ActionStatistics, DatasetStatistics, write_statistics
 from megarl.artifacts.facts import facts_from_config, raw_config
-from megarl.artifacts.robot_policy import PREPROCESSOR, policy_statistics, refuse_other_state, whole_config
+from megarl.artifacts.robot_policy import PREPROCESSOR, complete_config, policy_statistics, refuse_other_state
 from megarl.checks.weights import check_weights
 from megarl.config.load import load_config
 from megarl.config.model import ModelConfig
@@ -151,7 +151,7 @@ class _Code:
 def test_files_that_fit_nothing_are_refused(tmp_path: Path) -> None:
     def refused(text: str, config: dict[str, Any] | None = None) -> None:
         with pytest.raises(ConfigError, match=text):
-            whole_config(config or {}, tmp_path)
+            complete_config(config or {}, tmp_path)
 
     file = tmp_path / FILE_OF_ITS_OWN
     file.write_bytes(pickle.dumps(_Code()))
@@ -161,7 +161,7 @@ def test_files_that_fit_nothing_are_refused(tmp_path: Path) -> None:
     publish(tmp_path, own_file=True)
     refused("contradicts", {"use_proprio": False})
     refused("contradicts", {"use_proprio": True, "proprio_dim": 8})
-    assert whole_config({"proprio_dim": 8}, tmp_path) == {"use_proprio": True, "proprio_dim": 5}
+    assert complete_config({"proprio_dim": 8}, tmp_path) == {"use_proprio": True, "proprio_dim": 5}
     save_small(tmp_path)
     with pytest.raises(ConfigError, match="there twice"):
         build(tmp_path)
