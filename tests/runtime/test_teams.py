@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,17 @@ def test_ppo_whose_critic_and_reference_have_other_layouts_is_the_same_up_to_rou
     teams = {"train": (["actor", "rollout"], 1), "value": (["critic"], 2), "frozen": (["reference"], 2)}
     steps = apart(recipe, "ppo-layouts", (*PPO, *layouts), **teams)
     assert_near(ppo, of_training(steps))
+
+
+@pytest.mark.campaign("teams")
+def test_a_run_that_ends_before_the_limit_of_its_job_ends_all_its_teams_and_goes_on(recipe, ppo):
+    teams = {"train": (["actor"], 1), "value": (["critic"], 1), "frozen": (["reference"], 1), "draw": (["rollout"], 1)}
+    settings = (*PPO, *placed(teams), "cluster.timeout_s=240")
+    run_dir = recipe.parent / "ppo-saved-by"
+    for step in (1, 2):
+        assert max(harness.run(recipe, run_dir, *settings, "trainer.save_by_s=0.001")) == step
+        assert json.loads((run_dir / "run.json").read_text())["status"] == "stopped"
+    assert of_training(harness.run(recipe, run_dir, *settings)) == ppo
 
 
 # -- many layouts: a campaign -----------------------------------------------------------------------------------------
