@@ -243,6 +243,9 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
     except Stopped as stopped:
         print(f"megarl: stopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
+    except KeyboardInterrupt:  # outside of the main thread, where no handler may be set
+        print("megarl: interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             raise

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -263,7 +264,13 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[Callable[[], None]]:
-    """Turn the signals of `CAUGHT` into `Stopped`, until the yielded function is called to ignore them."""
+    """Turn the signals of `CAUGHT` into `Stopped`, until the yielded function is called to ignore them.
+
+    Outside of the main thread, which alone may set handlers, signals stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
     came = [-math.inf]
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -1,10 +1,11 @@
-"""A policy of a user: groups begin at most half a step ahead of training, whatever k allows."""
+"""Policies of a user: groups begin at most half a step ahead of training, whatever k allows; and one that hangs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.staleness import AsReady
+from megarl.staleness import AsReady, ByVersion
 
 
 class HalfStep(AsReady):
@@ -17,3 +18,15 @@ class HalfStep(AsReady):
 
 #: As `async.order` names it.
 HALF_STEP = f"{Path(__file__).resolve()}:HalfStep"
+
+
+class WaitsAtStep(AsReady):
+    """Waits for ever at one step that no check before the start looks at."""
+
+    def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> Sequence[int] | None:
+        """None at step 9."""
+        return None if step == 9 else super().forms_step(step, under_way, finished)
+
+
+#: As `async.order` names it.
+WAITS_AT_STEP = f"{Path(__file__).resolve()}:WaitsAtStep"

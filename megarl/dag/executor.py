@@ -60,7 +60,7 @@ class Executor:
         graph: to walk.
         roles: by the names under which stages take them (`megarl.dag.stage.ROLES`).
         nodes: those that this worker's team walks, in the graph's order; None: all.
-        crossing: to and from other teams; None: there are none.
+        channel: to and from other teams; None: there are none.
         exchange: exchange of new samples inside the team; None: every replica keeps its own.
     """
 

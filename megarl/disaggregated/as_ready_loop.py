@@ -104,7 +104,7 @@ class AsReadyLoop:
         c: this rank's state.
         executor: walks this team's nodes after the one that generates, as far as they do not wait for rewards.
         scored: walks those after them.
-        crossing: of the executor.
+        channel: of the executor.
         recorder: of this rank.
         checkpoints: this team's part of them.
         held: what a checkpoint has of groups that were begun; None: nothing, or it has been taken up.
@@ -136,7 +136,7 @@ class AsReadyLoop:
     _refused: list[int] = field(default_factory=list)  # the others
 
     def run(self) -> None:
-        """Draw until the weights of the last step have come."""
+        """Generate until the weights of the last step have come."""
         c = self.c
         version = c.context.step
         producer = self._make_groups()
@@ -377,7 +377,7 @@ class AsReadyLoop:
             raise sampling.no_signal(what, "these groups", self._rejected, others)
         return {number for number, kept in zip(numbers, good, strict=True) if not kept}
 
-    # -- between two stretches ---------------------------------------------------------------------------------------
+    # -- between two segments ----------------------------------------------------------------------------------------
 
     def _pass_gate(self) -> int:
         """Let the actor's team replace the weights; the version that is generated with from here on."""

@@ -61,7 +61,7 @@ class InOrderLoop:
     Attributes:
         c: this rank's state.
         executor: walks this team's nodes.
-        crossing: of the executor.
+        channel: of the executor.
         recorder: of this rank.
         checkpoints: this team's part of them.
         held: what a checkpoint has for the first steps.

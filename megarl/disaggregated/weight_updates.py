@@ -153,7 +153,7 @@ class AsReadyUpdates:
         self._gate, self._version = self._gate + 1, version
 
     def metrics(self, step: int) -> list[dict[str, Any]]:
-        """Of the samples of `step`, and of the stretches of the rollout's team that have ended in it."""
+        """Of the samples of `step`, and of the segments of the rollout's team that have ended in it."""
         c, told = self._c, self._told
         self._told = []
         found = [c.mail.read(f"metrics/{self._team.name}/{gate}") for gate in told]

@@ -19,6 +19,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -84,8 +85,9 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
 
 class _Beats(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find nothing."""
-        beat()
+        """Find nothing; beat for the main thread, whose hang other threads' imports must not hide."""
+        if threading.current_thread() is threading.main_thread():
+            beat()
 
 
 @contextlib.contextmanager

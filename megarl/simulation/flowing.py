@@ -144,18 +144,18 @@ class _Replica:
             self.process.interrupt()
 
     def run(self) -> Steps:
-        """Draw until the weights of the last step have come."""
+        """Generate until the weights of the last step have come."""
         rules = self._rules
         while rules._version < self._s.steps:
             self._pace.begin(self._env.now)
             self._dry = False
-            yield from self._stretch()
+            yield from self._segment()
             if self._done:
                 yield from self._swap(0)
             yield rules.open_gate()
             self._drawing.reread()
 
-    def _stretch(self) -> Steps:
+    def _segment(self) -> Steps:
         """Generate with one version of the weights."""
         rules = self._rules
         while True:

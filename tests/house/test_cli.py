@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,9 @@ def test_the_command_to_go_on_shows_no_password(tmp_path: Path) -> None:
     arguments = cli.build_parser().parse_args(["train", "r.yaml", "tracking.mlflow_uri=https://me:secret@host"])
     shown = job.command_to_go_on(arguments, tmp_path, "auto", begun=True)
     assert "'tracking.mlflow_uri=https://***@host'" in shown
+
+
+def test_a_command_runs_outside_of_the_main_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cli.main, ["convert", "/nowhere", "/elsewhere"]).result() == 2
+    assert "main thread" not in capsys.readouterr().err

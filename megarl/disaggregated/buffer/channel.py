@@ -133,7 +133,7 @@ class TeamChannel:
                 self._client.done(context.step)
 
     def done(self, step: int) -> None:
-        """All that other teams may want of `step` is theirs: a crossing that `stays` needs nothing of it any more."""
+        """All that other teams may want of `step` is theirs: a channel that `stays` needs nothing of it any more."""
         if self._stays:
             self._client.done(step)
 
@@ -143,11 +143,11 @@ class TeamChannel:
         Raises:
             StoreError: the store refuses it.
         """
-        for key, gift in given.items():
+        for key, sent in given.items():
             takers = next(one.takers for one in self._placement.given_by(self._team.name) if one.key == key)
-            together = self._together(takers, gift.groups)
-            payloads = gift.samples.to_blocks(group_places(gift.samples["uid"]), together)
-            self._client.give(step, key, gift.groups, payloads)
+            together = self._together(takers, sent.groups)
+            payloads = sent.samples.to_blocks(group_places(sent.samples["uid"]), together)
+            self._client.give(step, key, sent.groups, payloads)
         self._client.done(step)
 
     # ----------------------------------------------------------------------------------------------------------------

@@ -251,8 +251,7 @@ class Core:
     def restart_team(self, team: str, number: int) -> int | None:
         """This team begins again, for the `number`-th time, and is to make what it made of steps that are not over.
 
-        Nobody finds its earlier sent_by_key of these steps until it has given them again; that others took them stays
-        known.
+        Nobody finds what it sent for these steps until it has sent that again; that others took it stays known.
 
         Returns:
             The last step that is over; None: there is none yet. The team begins after it.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.staleness import StalenessPolicy, StalenessSettings, choose, make_policy
+from megarl.staleness import PolicyError, StalenessPolicy, StalenessSettings, choose, make_policy
 
 if TYPE_CHECKING:
     from megarl.disaggregated.buffer.core import GroupInfo
@@ -164,6 +164,12 @@ class Flow:
             return None
         chosen = choose(policy, step, self._under_way, self._finished)
         if chosen is None:
+            under_way, finished = self.counts
+            if finished >= policy.groups and policy.weights_may_go(self.step, self._begun, under_way):
+                raise PolicyError(
+                    f"forms_step({step}) of the policy {policy.name} waits with {finished} finished groups, where "
+                    "nothing is under way and nothing more may begin: the run would stand still"
+                )
             return None
         self.step = step
         groups = [self._groups[number] for number in sorted(chosen)]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.buffer.flow import Flow
-from megarl.staleness import StalenessSettings
-from tests.half_step import HALF_STEP
+from megarl.staleness import PolicyError, StalenessSettings
+from tests.half_step import HALF_STEP, WAITS_AT_STEP
 
 
 def info(number: int) -> GroupInfo:
@@ -68,6 +68,21 @@ def test_a_policy_of_a_user_admits():
     finish(flow, 3, 5)
     assert flow.drained(0)
     assert flow.admit(1, 99) == [6, 7, 8, 9]
+
+
+def test_a_policy_that_waits_where_nothing_can_come_ends_the_run():
+    flow = opened(groups=2, lag=1, order=WAITS_AT_STEP)
+    for version in range(8):
+        finish(flow, *flow.admit(version, 99))
+        assert flow.form()
+    assert flow.form() is None, "newer weights may still bring a group"
+    finish(flow, *flow.admit(8, 1))
+    assert flow.form() is None, "one more group may begin"
+    number, *_ = flow.admit(8, 99)
+    assert flow.form() is None, "a group is under way"
+    finish(flow, number)
+    with pytest.raises(PolicyError, match=r"forms_step\(9\) of the policy \S*WaitsAtStep waits with 4 finished groups"):
+        flow.form()
 
 
 def test_nothing_begins_that_no_step_of_the_run_needs():
