@@ -301,8 +301,8 @@ _MEASURE_SIZE = 1024
 _COPIED = 1 << 26  # bytes: more than caches hold
 
 
-def measure_peak(dtype: str) -> float:
-    """Return the FLOP/s of the best of the square matrix products done in a while on this process's device."""
+def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
+    """Return the FLOP/s of the best of the square matrix products done in `seconds` on this process's device."""
     import torch
 
     from megarl import device
@@ -313,7 +313,7 @@ def measure_peak(dtype: str) -> float:
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)
     device.synchronize()
-    best, end = float("inf"), time.perf_counter() + _MEASURE_S
+    best, end = float("inf"), time.perf_counter() + seconds
     while (start := time.perf_counter()) < end or best == float("inf"):
         torch.mm(a, a, out=out)
         device.synchronize()
