@@ -12,7 +12,7 @@ Of a sample's tokens `prompt_ids` is the first observation and `response_ids` ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from megarl.data.versions import VersionRuns, append_runs, set_versions
 class Trajectory:
     """A sample: an episode of any number of turns. A plain answer is one of one turn.
 
-    It is partial until `ended_by` says how it ended; `Trajectory(**json)` of `dataclasses.asdict(partial)` is equal to
+    It is partial until `ended_by` says how it ended; its fields are JSON values, and `Trajectory(**fields)` is equal to
     it. A turn is sampled in segments: one, unless it is interrupted.
 
     Attributes:
@@ -150,7 +150,11 @@ class Trajectory:
 
     def copy(self) -> Trajectory:
         """Return a copy that shares no list with this one."""
-        return Trajectory(**asdict(self))
+        own: dict[str, Any] = {
+            name: value.copy() for name, value in vars(self).items() if isinstance(value, list | dict)
+        }
+        own["versions"] = [[*run] for run in self.versions]
+        return replace(self, **own)
 
 
 def add_fields(samples: Batch, trajectories: Sequence[Trajectory], *, by_turn: bool = True) -> None:

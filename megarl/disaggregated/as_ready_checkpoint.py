@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ def flow_files(
             }
             for one in ready
         ],
-        "drafts": {str(number): [asdict(draft) for draft in some] for number, some in drafts.items()},
+        "drafts": {str(number): [vars(draft) for draft in some] for number, some in drafts.items()},
         "again": list(again),
         "carried": carried.to_json(),
     }
@@ -122,6 +122,7 @@ class BufferedGroups:
         versions: of the weights that the first tokens of every group were generated with, by number.
         finished: numbers of those that are finished.
         drafts: of the others, as far as something was generated.
+        outdated: number of the others whose drafts an older version wrote, which cannot go on.
         again: prompts that nobody had begun to generate again.
         carried: metrics of samples that came to nothing, which no finished group has.
     """
@@ -129,6 +130,7 @@ class BufferedGroups:
     versions: dict[int, int]
     finished: dict[int, tuple[list[Any], dict[str, Any]]]
     drafts: dict[int, list[Trajectory]]
+    outdated: int
     again: list[int]
     carried: Metrics
     _batch: Batch | None
@@ -163,6 +165,7 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
     versions: dict[int, int] = {}
     finished: dict[int, tuple[list[Any], dict[str, Any]]] = {}
     drafts: dict[int, list[Trajectory]] = {}
+    outdated = 0
     again: list[int] = []
     carried = Metrics()
     batches = []
@@ -170,8 +173,10 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
         told = json.loads((folder / f"{_stem(part)}.json").read_text())
         versions |= {int(number): version for number, version in told["versions"].items()}
         for number, some in told["drafts"].items():
-            if all("segments" in draft for draft in some):  # what an older version wrote is sampled again
+            if all("segments" in draft for draft in some):
                 drafts[int(number)] = [Trajectory(**draft) for draft in some]
+            else:
+                outdated += 1
         again += told["again"]
         carried.merge(Metrics.from_json(told.get("carried", {})))  # an older version did not keep them
         for one in told["finished"]:
@@ -179,7 +184,8 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
                 finished[number] = group, {} if place else one["metrics"]
         if told["finished"]:
             batches.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
-    return BufferedGroups(versions, finished, drafts, again, carried, Batch.concat(batches) if batches else None)
+    batch = Batch.concat(batches) if batches else None
+    return BufferedGroups(versions, finished, drafts, outdated, again, carried, batch)
 
 
 def _stem(part: int) -> str:

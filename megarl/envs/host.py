@@ -62,9 +62,6 @@ class Host:
         settings: its validated keys.
         answer_s: seconds that one call of an environment may take; None: any.
 
-    Attributes:
-        replayable: an episode may be played again (`Environment.replayable`).
-
     Raises:
         Exception: whatever `kind.open` raises.
     """

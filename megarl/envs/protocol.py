@@ -126,7 +126,7 @@ class Environment:
 
 
 class SingleTurn(Environment):
-    """An environment that ends after the first turn. Its responses are generated all together, without the driver."""
+    """An environment that ends after the first turn. Its responses are generated all together, like plain answers."""
 
     scores: ClassVar[bool] = False
 

@@ -6,6 +6,7 @@ is tokenised once, there.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class Answer(NamedTuple):
     Attributes:
         reply: without the observation.
         token_ids: of the observation; None: the prompt of the data, or nothing follows.
-        differs: turns that were played again were answered otherwise than before.
+        differs: turns that were played again were answered otherwise than before, or not at all.
     """
 
     reply: Reply
@@ -86,7 +87,7 @@ class Answers:
         self._begun.add(number)
         if self._session is not None:
             said = self._actions([(trajectory, turn) for turn in range(trajectory.turns)])
-            self._session.begin(number, row, seed, said)
+            self._session.begin(number, copy.deepcopy(row), seed, said)  # samples of a prompt have the same row
 
     def ask(self, said: Mapping[int, Trajectory]) -> None:
         """Give the last turns of these episodes to their environments."""
@@ -153,16 +154,20 @@ class Answers:
             ids = self._first(first)
             if not trajectory.segments:
                 return Answer(reply, ids)
-            if not reply.error and not self._is_repeated(trajectory, ids, again):
+            if first.error or not self._is_repeated(trajectory, ids, again):
                 return Answer(reply, None, differs=True)
         return Answer(reply, self._following(trajectory, reply) if trajectory.is_unanswered else None)
 
     def _is_repeated(self, trajectory: Trajectory, first: list[int] | None, again: Sequence[Reply]) -> bool:
-        """Tell whether turns that were played again were answered as before, as far as they had been."""
+        """Tell whether turns that were played again were answered as before, as far as they had been.
+
+        An error is another answer; one in the turn that had not been answered is the answer to it.
+        """
         if (trajectory.prompt_ids if first is None else first) != trajectory.prompt_ids:
             return False
         for turn, (reply, reward) in enumerate(zip(again, trajectory.turn_rewards, strict=False)):
-            if reply.done or reply.reward != reward or self._ids(reply) != trajectory.observation(turn):
+            ids = [] if reply.error or reply.done else self._ids(reply)
+            if reply.error or reply.done or reply.reward != reward or ids != trajectory.observation(turn):
                 return False
         return True
 

@@ -164,7 +164,8 @@ class Groups:
         Args:
             group: what is asked for.
             partial: what there is of the samples; None: nothing. An episode that is not over goes on after its turns
-                were played again into a new environment, or begins again where this is not `replayable`.
+                were played again into a new environment, or begins again where this is not `replayable`. So does every
+                sample that is beyond the present limits, or that has no environment any more.
 
         Raises:
             ValueError: more samples than are `free`, a number that is under way, or not a trajectory per sample.
@@ -175,7 +176,7 @@ class Groups:
         if partial is not None and len(partial) != count:
             raise ValueError(f"group {number} has {count} samples and {len(partial)} partial trajectories")
         found = [None] * count if partial is None else partial
-        under_way = _UnderWay(group, [self._taken_up(group, one) for one in found])
+        under_way = _UnderWay(group, [self._resume_partial(group, one) for one in found])
         needed = list(under_way.unfinished())
         if len(needed) > self.free:
             raise ValueError(f"group {number} needs {len(needed)} slots, and {self.free} of {self._slots} are free")
@@ -272,8 +273,8 @@ class Groups:
         ended: list[int] = []
         while generation.any_busy(bool(self._in_turn)):
             ended += self._collect(generation.wait())
-        self._ask(ended)
-        self._leave()
+        self._send_turns_to_environments(ended)
+        self._close_generation()
         now = time.monotonic()
         for under_way in self._groups.values():
             assert under_way.since is not None, "it is open"
@@ -293,7 +294,7 @@ class Groups:
         """Give up everything. Not collective."""
         self._groups, self._samples, self._free = {}, {}, list(range(self._slots))
         self._late = set()
-        self._leave()
+        self._close_generation()
         if self._answers is not None:
             self._answers.close()
 
@@ -328,7 +329,7 @@ class Groups:
             while generation.any_busy(bool(self._samples)):
                 advance(self._go_on(generation, look, whole=whole))
         finally:
-            self._leave()
+            self._close_generation()
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
@@ -357,7 +358,7 @@ class Groups:
         before = len(self._samples)
         ended = self._collect(generation.wait(enough))
         self._cut_late(generation)
-        asked = self._ask(ended)
+        asked = self._send_turns_to_environments(ended)
         if whole:
             wait_s = None
         elif self._in_turn and not asked:
@@ -424,7 +425,7 @@ class Groups:
         if self._answers is not None:
             self._answers.forget(slot)
 
-    def _leave(self) -> None:
+    def _close_generation(self) -> None:
         """Generate no more."""
         generation, self._generation = self._generation, None
         self._submitted, self._in_turn, self._cut = set(), set(), set()
@@ -436,23 +437,31 @@ class Groups:
         self._late.difference_update(complete)
         return [(number, self._groups.pop(number).trajectories) for number in complete]
 
-    def _taken_up(self, group: Group, partial: Trajectory | None) -> Trajectory:
-        """Return the trajectory of a sample that is added: a partial one, or a new one."""
-        if partial is None:
+    def _resume_partial(self, group: Group, partial: Trajectory | None) -> Trajectory:
+        """Return the trajectory of a sample that is added: a partial one that can go on, or a new one."""
+        if partial is None or not (partial.ended_by or self._can_go_on(group, partial)):
             return Trajectory([*group.prompt_ids])
         trajectory = partial.copy()
-        if trajectory.ended_by:
-            return trajectory
-        if self._rules is not None and not self._rules.replayable:
-            return Trajectory([*group.prompt_ids])
-        self._end_if_full(trajectory)
-        if self._rules is None and trajectory.turns:
-            trajectory.end("done")
+        if not trajectory.ended_by:
+            self._end_if_full(trajectory)
+            if self._rules is None and trajectory.turns:
+                trajectory.end("done")
         return trajectory
+
+    def _can_go_on(self, group: Group, partial: Trajectory) -> bool:
+        """Tell whether a partial trajectory goes on under the rules and limits of now: they may have changed since."""
+        room = self._room(partial)
+        between_turns = not (partial.in_turn or partial.is_unanswered)
+        if not partial.segments or room < 0 or (room == 0 and between_turns):
+            return False
+        if self._rules is None:  # not where it is an episode, whose environment was taken away
+            return partial.prompt_ids == group.prompt_ids and len(partial.turn_starts) == 1 and all(partial.drawn)
+        turns = partial.turns + (not partial.is_unanswered)
+        return self._rules.replayable and turns <= self._rules.limits.turns
 
     # -- environments ------------------------------------------------------------------------------------------------
 
-    def _ask(self, ended: Iterable[int]) -> list[int]:
+    def _send_turns_to_environments(self, ended: Iterable[int]) -> list[int]:
         """Give turns that are over to their environments; their slots. A sample that has none is over, too."""
         said: dict[int, Trajectory] = {}
         for slot in ended:
@@ -472,11 +481,11 @@ class Groups:
         if self._answers is None or self._rules is None:
             return 0
         answers, over = self._answers.take(wait_s, to), 0
-        self._look_at_time()
+        self._sync_deadlines()
         for slot, answer in answers.items():
             sample = self._samples[slot]
             if answer.differs:
-                self._begin_again(slot)
+                self._begin_again(slot, answer.reply.error)
                 continue
             if answer.reply.error:
                 self._fail(sample, answer)
@@ -490,14 +499,15 @@ class Groups:
                 self._submit(slot)
         return over
 
-    def _begin_again(self, slot: int) -> None:
-        """Forget what there is of an episode that cannot be played again."""
+    def _begin_again(self, slot: int, error: str) -> None:
+        """Forget what there is of an episode that cannot be played again, perhaps because of an error."""
         assert self._answers is not None, "there is an environment"
         assert self._rules is not None, "there is an environment"
         sample = self._samples[slot]
         group, place = sample.under_way.group, sample.place
         if self._rules.host is not None:
-            print(f"sample {group.uid}#{place} begins again: its environment now answers its recorded turns otherwise")
+            said = f"its environment now answers its recorded turns otherwise{': ' * bool(error)}{error}"
+            print(f"sample {group.uid}#{place} begins again: {said}")
         sample.under_way.trajectories[place] = fresh = Trajectory([*group.prompt_ids])
         self._answers.begin(slot, group.row, group.env_seed, fresh)
 
@@ -524,10 +534,10 @@ class Groups:
 
     def _is_overdue(self) -> bool:
         """Tell whether turns are to be cut. Collective over the replica."""
-        self._look_at_time()
+        self._sync_deadlines()
         return self._has_overdue()
 
-    def _look_at_time(self) -> None:
+    def _sync_deadlines(self) -> None:
         """Learn whose time is over, by the clock of the replica's first rank. Collective over it."""
         if self._seconds is not None and self._rules is not None:
             self._late.update(self._rules.share(self._late_now()))

@@ -35,17 +35,20 @@ class Rounds:
         self._turns[sequence] = (tokens, seed, room)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """See `Generation`; `enough` is asked before a round."""
-        if self._turns and enough is not None and enough():
-            return {}
+        """See `Generation`; `enough` is asked before a round, and then its turns wait for the next one.
+
+        A round without turns is one, too: ranks that have some wait for this one in it.
+        """
+        kept = self._turns if self._turns and enough is not None and enough() else {}
+        turns = {} if kept else self._turns
         groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for sequence, (tokens, _, room) in self._turns.items():
+        for sequence, (tokens, _, room) in turns.items():
             groups.setdefault((room, tuple(tokens)), []).append(sequence)
         requests = [
-            Request(list(tokens), [self._turns[sequence][1] for sequence in members], room)
+            Request(list(tokens), [turns[sequence][1] for sequence in members], room)
             for (room, tokens), members in groups.items()
         ]
-        self._turns = {}
+        self._turns = kept
         done = self.generate(requests, self.sampling, self.eos_ids)
         aborted, self._aborted = self._aborted, []
         return {sequence: Completion([], [], "abort", []) for sequence in aborted} | {

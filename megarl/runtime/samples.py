@@ -62,11 +62,7 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
 
 
 def samples_of(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]]) -> Batch:
-    """Return the samples of `prompts`, equally many for each, with the fields of samples, and of turns of episodes.
-
-    Raises:
-        RolloutError: a log-prob is not finite.
-    """
+    """Return the samples of `prompts`, equally many for each, with the fields of samples, and of turns of episodes."""
     n = len(groups[0]) if groups else 1
     trajectories = [trajectory for group in groups for trajectory in group]
     samples = prompts.repeat(n)

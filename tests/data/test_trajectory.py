@@ -73,3 +73,13 @@ def test_versions_of_single_turns_do_not_grow_with_the_tokens():
         return len(plain.to_bytes()) - before
 
     assert size(1000) < 500, "two numbers and an offset per sample, and names, for 4,000 tokens"
+
+
+def test_a_copy_is_equal_and_shares_no_list():
+    one = played([([3, 4], 2), ([5], 1)])
+    one.turn_rewards, one.info = [1.0, 0.0], {"tries": 2.0}
+    two = one.copy()
+    assert two == one
+    for name, value in vars(one).items():
+        assert value is not getattr(two, name) or not isinstance(value, list | dict), name
+    assert not {id(run) for run in one.versions} & {id(run) for run in two.versions}

@@ -15,6 +15,7 @@ from megarl.data.batch import Batch
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
+from megarl.rollout.rounds import Rounds
 from tests.dist import single_process
 from tests.envs import playing
 from tests.envs.playing import group, rules_of
@@ -163,6 +164,22 @@ def test_an_engine_in_rounds_ends_before_a_round_that_would_come_too_late():
     finally:
         slow.close()
     assert (over.ended_by, over.token_ids, over.drawn) == ("seconds", [END], [False])
+
+
+def test_a_round_that_would_come_too_late_is_still_one_for_the_replicas_that_wait_for_it_in_theirs(ticking):
+    """Experts are shared: the calls of all replicas must pair off, whoever has how many turns."""
+    calls: list[str] = []
+
+    class Together(Scripted):
+        def generate(self, requests, sampling, eos_ids, advance=None):
+            calls.append(f"generate {len(requests)}")
+            return super().generate(requests, sampling, eos_ids, advance)
+
+        def open(self, sampling, eos_ids, sequences, longest):
+            return Rounds(self.generate, lambda busy: calls.append("busy") or busy, sampling, eos_ids)
+
+    assert [t.ended_by for t in play(Together("1"), 3.5, [[3], [4]])] == ["seconds"] * 2
+    assert calls == ["busy", "generate 2", "busy", "generate 0", "busy", "generate 0", "busy"]
 
 
 def test_an_episode_that_said_nothing_in_a_later_turn_drops_what_it_was_told():

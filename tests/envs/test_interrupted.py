@@ -289,6 +289,101 @@ def test_an_episode_whose_environment_says_something_else_the_second_time_begins
     groups.close()
 
 
+class Fails(Chain):
+    """Answers nothing any more."""
+
+    async def step(self, action: Action) -> Step:
+        raise ConnectionError("no service")
+
+
+def test_an_episode_whose_environment_fails_where_it_had_answered_begins_again(capsys):
+    """The environment's failure is one of the new episode, which has other turns."""
+    broken = Host(Fails, Fails.Settings())
+    groups = Groups(ScriptedEngine(), SAMPLING, STOPS, 8, LONGEST, rules_of(broken, "mark", replayable=True))
+    groups.add(asked(1, 1), [between_turns()])
+    groups.open()
+    [found] = until_idle(groups)
+    assert (found.ended_by, found.turns, found.turn_starts) == ("error", 1, [0])
+    assert "g1#0 begins again" in capsys.readouterr().out
+    groups.close()
+    broken.close()
+
+
+def between_turns() -> Trajectory:
+    """Episode 0 of group 1, which waits for its third turn."""
+    made, state = Trajectory(first(1)), 1
+    for _ in range(2):
+        made.add_segment([9] * (MOST - 1) + [STOPS[0]], [-1.0] * MOST, [[0, MOST]])
+        made.end_turn("stop")
+        state = following(state, made.last_turn)
+        said = answer(state)
+        assert not said.done
+        made.turn_rewards.append(said.reward)
+        made.add_observation(said.observation)
+    return made
+
+
+LOWER = [{"tokens": 16}, {"tokens": 15}, {"tokens": 8}, {"turns": 2}, {"prompt_tokens": 1}]
+
+
+@pytest.mark.parametrize("limits", LOWER)
+def test_what_is_beyond_limits_that_were_lowered_begins_again(host, limits):
+    made, kept = ScriptedEngine(), between_turns()
+    assert len(kept.token_ids) == 16
+    made.weight_version = 1
+    rules = rules_of(host, "mark", **{"turns": 4, "tokens": TOKENS, "replayable": True, **limits})
+    groups = Groups(made, SAMPLING, STOPS, 8, LONGEST, rules)
+    groups.add(asked(1, 1), [kept])
+    groups.open()
+    [found] = until_idle(groups)
+    assert {version for version, _ in found.versions} == {1}
+    assert len(found.token_ids) <= limits.get("tokens", TOKENS)
+    assert found.turns <= limits.get("turns", 4)
+    assert ("max_prompt_tokens" in found.error) == ("prompt_tokens" in limits)
+    groups.close()
+
+
+def test_an_episode_whose_environment_was_taken_away_is_no_plain_answer():
+    made, one_turn = ScriptedEngine(), Trajectory([9])
+    made.weight_version = 1
+    one_turn.add_segment([7, 8], [-1.0, -2.0], [[0, 2]])
+    elsewhere = replace(one_turn.copy(), prompt_ids=[6])
+    groups = Groups(made, SAMPLING, STOPS, 8, LONGEST)
+    groups.add(asked(1, 3), [between_turns(), elsewhere, one_turn])
+    groups.open()
+    begun, again, gone_on = until_idle(groups)
+    for place, found in enumerate((begun, again)):
+        assert (found.prompt_ids, found.turns, all(found.drawn)) == ([9], 1, True)
+        assert found.versions == [[1, len(found.token_ids)]]
+        assert found.token_ids[0] == rule([9], 1000 + 10 * place, 0, 1)[0]
+    assert (gone_on.token_ids[:2], gone_on.versions[0]) == ([7, 8], [0, 2])
+    groups.close()
+
+
+class Takes(Chain):
+    """Takes its row apart."""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> list[int]:
+        self.tasks = row.pop("tasks")
+        row["name"] = 0
+        return [self.tasks.pop()]
+
+    async def step(self, action: Action) -> Step:
+        return Step(done=True)
+
+
+def test_an_environment_may_change_its_row(host):
+    """Neither the other samples of the prompt nor a later beginning see it."""
+    taking = Host(Takes, Takes.Settings())
+    row = {"name": 1, "tasks": [3, 4]}
+    groups = opened(ScriptedEngine(), taking)
+    groups.add(replace(asked(1, 3), row=row))
+    assert [one.prompt_ids for one in until_idle(groups)] == [[4]] * 3
+    assert row == {"name": 1, "tasks": [3, 4]}
+    groups.close()
+    taking.close()
+
+
 class Says(Environment):
     """Two tokens, after a while."""
 

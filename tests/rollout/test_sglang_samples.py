@@ -39,6 +39,8 @@ def test_the_request_carries_ids_seed_and_limits() -> None:
         "sampling_seed": 77,
         "stop_token_ids": [2, 9],
     }
+    for room in (0, 2):
+        assert ServedSample(0, [5], 1, room=room).payload(SAMPLING, STOP)["sampling_params"]["max_new_tokens"] == room
     everything = SamplingConfig(ignore_eos=True, top_k=0)
     settings = ServedSample(0, [5], 1).payload(everything, [])["sampling_params"]
     assert settings["ignore_eos"] is True

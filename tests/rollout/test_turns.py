@@ -63,6 +63,22 @@ def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, mo
             torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)
 
 
+def test_whether_to_go_on_is_asked_as_often_where_turns_are_short(dense):
+    """Every 8 decode steps, in however many calls."""
+    generation, over, asked = engine(dense).open(sampled(ignore_eos=True), STOP, 1, 80), 0, []
+
+    def enough() -> bool:
+        asked.append(over)
+        return False
+
+    while over < 8:
+        generation.submit(0, [4] * (1 + 4 * over), over, 3)
+        while not (done := generation.wait(enough)):
+            pass
+        over += len(done)
+    assert asked == [2, 5, 7]
+
+
 def test_a_cache_of_fixed_layout_keeps_rows_apart_from_padding(dense, monkeypatch):
     free = play_turns(engine(dense), PROMPTS)
     from megarl.rollout.embedded import session

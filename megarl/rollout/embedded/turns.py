@@ -47,6 +47,7 @@ class TurnSession(Session):
         self._cached: dict[int, int] = {}  # positions of a kept sequence whose keys and values are there
         self._queue: list[int] = []
         self._aborted: set[int] = set()
+        self._steps = 0  # of all calls of `wait`: short turns end calls before there are enough for a question
         # The rows after the running ones are kept: padded rows of a GPU's buckets write where no sequence reaches.
         self._idle = torch.tensor([[sequences], [0], [self._cache.max_length - 1], [0]], device=device)
 
@@ -81,10 +82,10 @@ class TurnSession(Session):
             if rows == 0 or (len(drawn) >= wanted):
                 return drawn
             self._decode(rows, rows)
-            steps += 1
+            steps, self._steps = steps + 1, self._steps + 1
             if steps % self._check_every == 0:
                 drawn |= self._retire_turns(rows)
-            if enough is not None and steps % _LOOK_EVERY == 0 and enough():
+            if enough is not None and self._steps % _LOOK_EVERY == 0 and enough():
                 return drawn
 
     def _cut_aborted(self) -> dict[int, Drawn]:

@@ -46,7 +46,7 @@ class ServedSample:
 
     def _most(self, sampling: SamplingConfig) -> int:
         """Return the tokens of this sample, at most."""
-        return min(self.room or sampling.max_new_tokens, sampling.max_new_tokens)
+        return sampling.max_new_tokens if self.room is None else min(self.room, sampling.max_new_tokens)
 
     def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int]) -> dict[str, Any]:
         """Return the body of the /generate request for the rest of this sample."""
