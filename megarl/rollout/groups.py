@@ -439,7 +439,7 @@ class Groups:
 
     def _resume_partial(self, group: Group, partial: Trajectory | None) -> Trajectory:
         """Return the trajectory of a sample that is added: a partial one that can go on, or a new one."""
-        if partial is None or not (partial.ended_by or self._can_go_on(group, partial)):
+        if partial is None or not self._is_usable(group, partial):
             return Trajectory([*group.prompt_ids])
         trajectory = partial.copy()
         if not trajectory.ended_by:
@@ -448,16 +448,18 @@ class Groups:
                 trajectory.end("done")
         return trajectory
 
-    def _can_go_on(self, group: Group, partial: Trajectory) -> bool:
-        """Tell whether a partial trajectory goes on under the rules and limits of now: they may have changed since."""
-        room = self._room(partial)
+    def _is_usable(self, group: Group, partial: Trajectory) -> bool:
+        """Tell whether a trajectory is over or goes on under the rules and limits of now: they may have changed."""
+        plain = partial.prompt_ids == group.prompt_ids and len(partial.turn_starts) == 1 and all(partial.drawn)
+        if self._rules is None and not plain:  # an episode, whose environment was taken away
+            return False
+        if partial.ended_by:
+            return True
+        room, turns = self._room(partial), partial.turns + (not partial.is_unanswered)
         between_turns = not (partial.in_turn or partial.is_unanswered)
         if not partial.segments or room < 0 or (room == 0 and between_turns):
             return False
-        if self._rules is None:  # not where it is an episode, whose environment was taken away
-            return partial.prompt_ids == group.prompt_ids and len(partial.turn_starts) == 1 and all(partial.drawn)
-        turns = partial.turns + (not partial.is_unanswered)
-        return self._rules.replayable and turns <= self._rules.limits.turns
+        return self._rules is None or (self._rules.replayable and turns <= self._rules.limits.turns)
 
     # -- environments ------------------------------------------------------------------------------------------------
 

@@ -347,12 +347,13 @@ def test_an_episode_whose_environment_was_taken_away_is_no_plain_answer():
     made, one_turn = ScriptedEngine(), Trajectory([9])
     made.weight_version = 1
     one_turn.add_segment([7, 8], [-1.0, -2.0], [[0, 2]])
-    elsewhere = replace(one_turn.copy(), prompt_ids=[6])
+    elsewhere, over = replace(one_turn.copy(), prompt_ids=[6]), between_turns()
+    over.end("turns")
     groups = Groups(made, SAMPLING, STOPS, 8, LONGEST)
-    groups.add(asked(1, 3), [between_turns(), elsewhere, one_turn])
+    groups.add(asked(1, 4), [between_turns(), elsewhere, over, one_turn])
     groups.open()
-    begun, again, gone_on = until_idle(groups)
-    for place, found in enumerate((begun, again)):
+    *begun, gone_on = until_idle(groups)
+    for place, found in enumerate(begun):
         assert (found.prompt_ids, found.turns, all(found.drawn)) == ([9], 1, True)
         assert found.versions == [[1, len(found.token_ids)]]
         assert found.token_ids[0] == rule([9], 1000 + 10 * place, 0, 1)[0]
