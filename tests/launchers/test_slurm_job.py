@@ -293,7 +293,7 @@ def test_steps_of_jobs_that_share_their_first_node_meet_at_different_ports():
 
 
 def test_a_warning_counts_from_its_signal(here, monkeypatch):
-    monkeypatch.setattr(here, "_told", dict)  # Slurm does not answer
+    monkeypatch.setattr(here, "_slurm_fields", dict)  # Slurm does not answer
     here.warned = time.monotonic() - 100
     assert here._left_s() == pytest.approx(200, abs=5)  # the recipe's launch.slurm.warn_s is 300
 
