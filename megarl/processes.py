@@ -266,7 +266,7 @@ class Stopped(KeyboardInterrupt):
 def signals_raise() -> Iterator[Callable[[], None]]:
     """Turn the signals of `CAUGHT` into `Stopped`, until the yielded function is called to ignore them.
 
-    Outside of the main thread, which alone may set handlers, signals stay as they are.
+    Only the main thread may set handlers: in others signals stay as they are.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
