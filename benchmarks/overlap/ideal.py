@@ -40,19 +40,19 @@ def in_order(work: Work, steps: int, lag: int = 1) -> list[float]:
     Weights go between two steps of training: v, when step v + k is sampled, and at the latest before step v + k is
     trained. With k = 1 training waits for that after every step.
     """
-    drawn: list[float] = []  # ends, by step; what is sampled waits only for weights that have gone
+    generated: list[float] = []  # ends, by step; what is sampled waits only for weights that have gone
     pushed: list[float] = []  # the moments at which weights 1, 2, ... go
     ends: list[float] = []
     now, policy = 0.0, InOrder(lag, work.groups, steps)
     for step in range(1, steps + 1):
         while _is_there(policy, pushed, step - 1) and policy.weights_must_go(len(pushed), step):
-            now = _push(work, policy, drawn, pushed, now)
-        while len(drawn) < step:
-            _draw(work, policy, drawn, pushed)
-        now = max(now, drawn[step - 1]) + work.training_s
+            now = _push(work, policy, generated, pushed, now)
+        while len(generated) < step:
+            _generate(work, policy, generated, pushed)
+        now = max(now, generated[step - 1]) + work.training_s
         must = policy.weights_must_go(step - 1, step + 1)
-        while _is_there(policy, pushed, step) and (must or _last_drawn(work, policy, drawn, pushed) <= now):
-            now = _push(work, policy, drawn, pushed, now)
+        while _is_there(policy, pushed, step) and (must or _last_generated(work, policy, generated, pushed) <= now):
+            now = _push(work, policy, generated, pushed, now)
         ends.append(now)
     return ends
 
@@ -63,25 +63,25 @@ def _is_there(policy: InOrder, pushed: list[float], trained: int) -> bool:
     return version <= trained and version < policy.steps and policy.samples_with(version)
 
 
-def _draw(work: Work, policy: InOrder, drawn: list[float], pushed: list[float]) -> None:
+def _generate(work: Work, policy: InOrder, generated: list[float], pushed: list[float]) -> None:
     """Generate the next step, as soon as the one before it is generated and its weights are there."""
-    step = len(drawn) + 1
+    step = len(generated) + 1
     version = policy.oldest(step)
-    begin = max(drawn[-1] if drawn else 0.0, pushed[version - 1] if version else 0.0)
-    drawn.append(begin + _generation(work, step))
+    begin = max(generated[-1] if generated else 0.0, pushed[version - 1] if version else 0.0)
+    generated.append(begin + _generation(work, step))
 
 
-def _last_drawn(work: Work, policy: InOrder, drawn: list[float], pushed: list[float]) -> float:
+def _last_generated(work: Work, policy: InOrder, generated: list[float], pushed: list[float]) -> float:
     """Return the end of the last step that is sampled with the weights which the next ones replace."""
     step = policy.last_step(len(pushed))
-    while len(drawn) < step:
-        _draw(work, policy, drawn, pushed)
-    return drawn[step - 1]
+    while len(generated) < step:
+        _generate(work, policy, generated, pushed)
+    return generated[step - 1]
 
 
-def _push(work: Work, policy: InOrder, drawn: list[float], pushed: list[float], now: float) -> float:
+def _push(work: Work, policy: InOrder, generated: list[float], pushed: list[float], now: float) -> float:
     """Push the next weights when they may go; the moment."""
-    pushed.append(max(now, _last_drawn(work, policy, drawn, pushed)))
+    pushed.append(max(now, _last_generated(work, policy, generated, pushed)))
     return pushed[-1]
 
 
@@ -115,13 +115,13 @@ class _Flowing:
     def run(self) -> list[float]:
         """Return the ends of all steps."""
         while len(self._ends) < self._steps:
-            while self._draw() or self._train():
+            while self._generate() or self._train():
                 pass
             if len(self._ends) < self._steps:
                 self._advance()
         return self._ends
 
-    def _draw(self) -> bool:
+    def _generate(self) -> bool:
         """Advance the replica; True: it was ready for new weights, so that the trainer may have something to do."""
         if self._is_open:
             return False

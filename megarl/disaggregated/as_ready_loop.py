@@ -130,9 +130,7 @@ class AsReadyLoop:
     _rejected: list[list[float]] = field(default_factory=list)  # scores of groups, since the last one that was not
     _pace: Pace = field(init=False)
     _over: int = 0  # groups that are finished, and that the store has not been told of
-    _unsent: list[FinishedGroups] = field(
-        default_factory=list
-    )  # those of them that are of use, where this rank gives them
+    _unsent: list[FinishedGroups] = field(default_factory=list)  # useful ones among them, where this rank sends them
     _refused: list[int] = field(default_factory=list)  # the others
 
     def run(self) -> None:

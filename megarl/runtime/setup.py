@@ -52,7 +52,9 @@ if TYPE_CHECKING:
 
     from megarl.config.model import ParallelConfig
     from megarl.data.render import Split
+    from megarl.data.sft import SFTDataset
     from megarl.models.policy import PolicyModel
+    from megarl.models.vla.cloning import CloningExamples
     from megarl.rewards.runner import RewardRunner
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.robots.trials import Trials
@@ -160,7 +162,7 @@ class _Source:
     ) -> _Source:
         robots = open_robots(config, hf_config, tokenizer, layout)
         if robots is not None:
-            loader = _loader(config, robots.trials["train"], layout) if trainable else None
+            loader = _training_loader(config, robots.trials["train"], layout) if trainable else None
             return cls(
                 [tokenizer.eos_token_id],
                 None,
@@ -179,7 +181,7 @@ class _Source:
             data = prompts("train", scored="train" in scored)
             if "train" in scored and config.trainer.epochs is not None:  # supervised runs have steps of their own
                 check_epochs(config, len(data))
-            loader = _loader(config, data, layout)
+            loader = _training_loader(config, data, layout)
         if config.data.val_files:
             val_data = prompts("val", scored="val" in scored)
         reward = build_reward(config.reward) if scored and layout.is_lead else None
@@ -338,13 +340,18 @@ def check_epochs(config: RunConfig, prompts: int) -> None:
         )
 
 
-def _loader(config: RunConfig, data: PromptDataset | Trials, layout: Layout) -> PromptLoader:
+def _training_loader(config: RunConfig, data: PromptDataset | Trials, layout: Layout) -> PromptLoader:
+    return open_loader(config, data, layout, "data.batch_size", config.data.batch_size)
+
+
+def open_loader(
+    config: RunConfig, data: PromptDataset | Trials | SFTDataset | CloningExamples, layout: Layout, key: str, size: int
+) -> PromptLoader:
+    """Describe the training data once, and load batches of `size` (configuration key `key`) of it."""
     if layout.rank == 0:
         print(data.describe(), flush=True)
-        warn_if_repeated("data.batch_size", config.data.batch_size, len(data))
-    return PromptLoader(
-        data, config.data.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle
-    )
+        warn_if_repeated(key, size, len(data))
+    return PromptLoader(data, size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle)
 
 
 def warn_if_repeated(key: str, size: int, samples: int) -> None:

@@ -20,7 +20,7 @@ from megarl.errors import ConfigError
 from megarl.models.vla.cloning import CloningExamples
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.setup import build_rank_state, warn_if_repeated
+from megarl.runtime.setup import build_rank_state, open_loader
 from megarl.runtime.validate import due, evaluate
 from megarl.tracing import keep_beating, phase, set_step
 
@@ -93,12 +93,7 @@ def load_examples(c: RankState) -> PromptLoader:
         tools=() if c.rollout.episodes is None else c.rollout.episodes.tools,
         stop_ids=[*c.rollout.eos_ids, *config.rollout.sampling.stop_token_ids],
     )
-    if layout.rank == 0:
-        print(data.describe(), flush=True)
-        warn_if_repeated("sft.batch_size", config.sft.batch_size, len(data))
-    return PromptLoader(
-        data, config.sft.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle
-    )
+    return open_loader(config, data, layout, "sft.batch_size", config.sft.batch_size)
 
 
 def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: Checkpoints | None) -> None:
@@ -180,12 +175,7 @@ def load_calls(c: RankState, robots: Robots) -> PromptLoader:
         chunk=config.robot.chunk,
         states=_as_they_are if states is None else states.normalise,
     )
-    if layout.rank == 0:
-        print(data.describe(), flush=True)
-        warn_if_repeated("sft.batch_size", config.sft.batch_size, len(data))
-    return PromptLoader(
-        data, config.sft.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle
-    )
+    return open_loader(config, data, layout, "sft.batch_size", config.sft.batch_size)
 
 
 def _show(c: RankState, robots: Robots, folder: Path) -> int:
