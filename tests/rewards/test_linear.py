@@ -20,51 +20,17 @@ from megarl.rewards.numbers import find_numbers, parse_number
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_64k_characters_take_no_time(name):
-    text = hostile(name)
-    for scorer, score in scorers().items():
+def test_a_quarter_of_a_million_characters_take_no_time(name):
+    text = hostile(name, 4 * LENGTH)
+    for reader, read in (scorers() | {"math": as_math, "box": boxed}).items():
         start = time.process_time()
-        score(text)
-        # About 0.03 s on one core; what grows with the square of the length takes minutes.
-        assert time.process_time() - start < 2.0, scorer
+        read(text)
+        # 0.25 s of CPU at most on one core; what grows with the square of the length takes minutes.
+        assert time.process_time() - start < 5.0, reader
 
 
-@pytest.mark.parametrize("name", [name for name in HOSTILE if "box" in name or "brace" in name])
-def test_math_reads_its_box_in_no_time(name):
-    start = time.process_time()
-    math({"response": hostile(name), "answer": "18"}, timeout_s=0.5)
-    assert time.process_time() - start < 3.0
-
-
-def seconds(score, text, repeats=3):
-    found = []
-    for _ in range(repeats):
-        start = time.process_time()
-        score(text)
-        found.append(time.process_time() - start)
-    return min(found)
-
-
-def grows_with_the_square(score, name, length=LENGTH):
-    """Whether four times the text takes more than 9 times the CPU time: it is 4 if linear, 16 if quadratic."""
-    # At 64k characters what is quadratic takes seconds, and the ratio of times under 10 ms says nothing.
-    if seconds(score, hostile(name, length), 1) < 0.01:
-        return False
-    ratios = (
-        seconds(score, hostile(name, length)) / max(seconds(score, hostile(name, length // 4)), 1e-3) for _ in range(3)
-    )
-    return all(ratio > 9 for ratio in ratios)
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_four_times_the_text_takes_four_times_the_time(name):
-    readers = scorers() | {"math": lambda text: math({"response": text, "answer": "18"}), "box": boxed}
-    assert [reader for reader, score in readers.items() if grows_with_the_square(score, name)] == []
-
-
-def test_a_quadratic_scorer_is_noticed():
-    # Again where a busy machine spoilt one of its measurements.
-    assert any(grows_with_the_square(lambda text: re.search(r"\n+x", text), "newlines", 8192) for _ in range(5))
+def as_math(text):
+    return math({"response": text, "answer": "18"}, timeout_s=0.5)
 
 
 # -- the same as plain regular expressions ------------------------------------------------------------------------

@@ -332,4 +332,4 @@ def test_hostile_answers_are_bounded(text):
 def test_no_form_takes_long(answer):
     began = time.process_time()
     assert not equal("5", answer)
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 5  # a few hundredths; the forms that took long took minutes
