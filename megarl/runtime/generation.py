@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.tracing import keep_beating, phase
@@ -184,8 +185,10 @@ def account_update(c: RankState, report: SyncReport) -> None:
     with phase("probe"), c.offload.phase("probe"):
         assert isinstance(c.sync, WeightSync), "servers get their weights from it"
         tag = version_tag(report.version, c.sync.run)
-        vocabulary, limit = c.hf_config.vocab_size, c.config.sync.timeout_s
-        probes = probe_servers(c.fleet, report.to_probe, vocabulary, limit, tag, c.layout.world)
+        limit = c.config.sync.timeout_s
+        if c.team.holds(Role.ROLLOUT):  # a server that another team draws on may have a queue; this one is idle
+            limit = min(limit, c.fleet.answer_s)
+        probes = probe_servers(c.fleet, report.to_probe, c.hf_config.vocab_size, limit, tag, c.layout.world)
         if not probes:
             return
         batch = Batch(

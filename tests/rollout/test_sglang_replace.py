@@ -25,6 +25,8 @@ from megarl.rollout.sglang import engine as engine_module
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.rollout.sglang.probe import probe_servers
+from megarl.sync.protocol import version_tag
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import PROMPTS, RUN, token
 from tests.rollout.test_sglang_engine import acknowledge
@@ -190,4 +192,13 @@ def test_memory_is_not_left_to_a_server_that_hangs(tmp_path: Path, capsys: Any) 
         os.kill(stopped, signal.SIGSTOP)
         ServerMemory(fleet, 0.5, ALONE).hold(WEIGHTS)
         assert "memory (/abort_request): no answer within 0.5 s" in fleet.servers[0].why
+        assert has_ended(stopped)
+
+
+def test_a_server_that_answers_no_probe_is_killed(tmp_path: Path, capsys: Any) -> None:
+    with alone(tmp_path, None, servers=1, max_restarts=0) as (fleet, _):
+        stopped = fleet._owned[0].pid
+        os.kill(stopped, signal.SIGSTOP)
+        assert probe_servers(fleet, [0], 20, 0.5, version_tag(1, RUN), ALONE) == []
+        assert fleet.servers[0].why == "probe (/generate): no answer within 0.5 s"
         assert has_ended(stopped)

@@ -13,11 +13,12 @@ from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
 from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.rollout.engine import Completion
-from megarl.rollout.sglang import launch
+from megarl.rollout.sglang import launch, probe
 from megarl.runtime import generation
 from megarl.runtime.context import Seeds, no_progress
 from megarl.runtime.roles import RolloutRole
 from megarl.runtime.stages.rollout import generate
+from megarl.sync import updater
 from tests.runtime.harness import RECIPE
 
 
@@ -116,6 +117,19 @@ def test_servers_elsewhere_move_nothing_of_the_trainer(controller, monkeypatch, 
         generation.open_rollout(controller)
     generation.publish(controller, 3)
     assert controller.calls == ["refresh", "push"]
+
+
+@pytest.mark.parametrize(("draws", "limit"), [(True, 60.0), (False, 300.0)])
+def test_a_probe_of_idle_servers_waits_no_longer_than_other_calls_that_move_no_weights(
+    controller, monkeypatch, draws, limit
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(probe, "probe_servers", lambda *args: asked.append(args[3]) or [])
+    monkeypatch.setattr(updater, "WeightSync", SimpleNamespace)
+    controller.sync, controller.hf_config = SimpleNamespace(run="a run"), SimpleNamespace(vocab_size=20)
+    controller.team, controller.fleet.answer_s = SimpleNamespace(holds=lambda role: draws), 60.0
+    generation.account_update(controller, updater.SyncReport(3, "tensor", updated=[0], to_probe=[0]))
+    assert asked == [limit]
 
 
 def test_any_generation_has_the_servers_cache(controller) -> None:

@@ -40,25 +40,23 @@ def probe_servers(
 ) -> list[Probe]:
     """Return a greedy probe of each of these servers, the same on every rank.
 
-    One that does not answer, or not with the weights that are called `tag`, is marked failed.
+    One that does not answer, or not with the weights that are called `tag`, is marked failed and killed.
 
     Collective: the servers are shared out over the ranks of `world`. The prompt is the same for all.
     """
     prompt = [(7919 * i + 11) % vocabulary for i in range(_PROBE_TOKENS)]
-    probes, failed = [], []
-    for number in numbers[world.rank :: world.size]:
+    probes = []
+    for server in (fleet.servers[number] for number in numbers[world.rank :: world.size]):
         try:
-            probe = greedy_probe(fleet.servers[number].api, prompt, _PROBE_TOKENS, deadline_s)
+            probe = greedy_probe(server.api, prompt, _PROBE_TOKENS, deadline_s)
             if probe.version == tag:
                 probes.append(asdict(probe))
             else:
-                failed.append([number, f"probe: drawn with the weights {probe.version!r}; this run has sent {tag!r}"])
+                fleet.mark_failed(server, f"probe: drawn with the weights {probe.version!r}; this run has sent {tag!r}")
         except ServerError as error:
-            failed.append([number, error.reason])
-    everyone = world.all_gather_json([probes, failed])
-    for number, why in (pair for _, part in everyone for pair in part):
-        fleet.mark_failed(fleet.servers[number], why)
-    return [Probe(**fields) for part, _ in everyone for fields in part]
+            fleet.mark_failed(server, f"{error.phase}: {error.reason}")
+    fleet.share_failures()
+    return [Probe(**fields) for part in world.all_gather_json(probes) for fields in part]
 
 
 def probe_gap(probes: Sequence[Probe], trainer: Sequence[Sequence[float]]) -> float:
