@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -11,16 +14,19 @@ import pytest
 import torch
 
 from megarl.comm import WorkerGroup
+from megarl.compat.sglang import shared_memory
 from megarl.config.load import load_config
 from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import load_hf_config
 from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.runtime.health import read_beat
 from tests.disaggregated import test_as_ready_loop as test_flow
+from tests.forked import Command
 from tests.rollout.forked import forked_servers
 from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
-from tests.runtime.harness import metrics, run, start, wait_for, write_recipe
+from tests.runtime.harness import finish, metrics, run, start, wait_for, write_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(900)]
 KEY_NAME = "MEGARL_TEST_SERVER_KEY"
@@ -29,6 +35,8 @@ LEARNING = ("sft.steps=0", "trainer.steps=6", "trainer.save_every=0", "validatio
 #: On a CPU these calls free nothing, but they must be taken at the right moments all the same.
 COLOCATED = ("rollout.sglang.colocated=true", "actor.engine.offload=true")
 SGLANG = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", *LEARNING)
+#: The phase of rank 0 while samples are drawn.
+DRAWS = "step/rollout"
 GUESSING = (*harness.GUESSING, "algorithm.kl.use=none")
 
 
@@ -114,29 +122,115 @@ def test_samples_go_to_training_as_they_get_ready_on_a_server(recipe, external, 
     assert any(len(sample["versions"]) > 1 for sample in samples) == bool(overrides)
 
 
-def test_own_server_ends_with_a_killed_run_and_the_resumed_run_starts_another(recipe):
+#: One batch of samples that takes longer than anything else in a step.
+DRAWING = (
+    "rollout.sampling={n: 4, max_new_tokens: 48, ignore_eos: true}",
+    "actor.engine.micro_batch_tokens=256",
+    "rollout.sglang.health_timeout_s=15",
+)
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    """A server that a run has started, and what it may leave: all its processes, its shared memory, its folder."""
+
+    pid: int
+    family: list[psutil.Process]
+    instance: str
+    temporary: Path
+
+    def is_gone(self) -> bool:
+        alive = [one for one in self.family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        return not alive and not shared_memory(self.instance) and not self.temporary.exists()
+
+
+def own_servers(process: Command) -> list[OwnServer]:
+    """Servers of this run that are there; those that are only just starting may miss some processes."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(child.pid) == child.pid and "serve.py" in " ".join(child.cmdline()):
+                family, variables = [child, *child.children(recursive=True)], child.environ()
+                instance, temporary = variables["MEGARL_SERVER_INSTANCE"], Path(variables["TMPDIR"])
+                found.append(OwnServer(child.pid, family, instance, temporary))
+    return found
+
+
+def stop_scheduler(process: Command, run_dir: Path, step: int, phase: str) -> OwnServer:
+    """Stop the scheduler of the run's first server from `step` on, as soon as rank 0 is in `phase`; the server."""
+    began = time.time()
+
+    def phase_from(first: int) -> str:
+        now = read_beat(run_dir, 0)
+        if now is None or now.time < began or now.step < first:  # it may be that of a run that was killed
+            return ""
+        return now.phase if phase != DRAWS or time.time() - now.time > 0.1 else ""  # drawing is all that takes so long
+
+    wait_for(lambda: phase_from(step - 1), process)
+    server = min(own_servers(process), key=lambda server: server.pid)
+    (scheduler,) = (one for one in server.family if one.cmdline()[0].startswith("sglang::scheduler"))
+    wait_for(lambda: f"/{phase_from(step)}/".endswith(f"/{phase}/"), process)
+    scheduler.suspend()
+    return server
+
+
+def run_with_a_hang(
+    recipe: Path, run_dir: Path, *settings: str, first: int = 1, phase: str = DRAWS
+) -> tuple[dict[int, dict[str, float]], str]:
+    """A run of three steps from `first` on; a server hangs in the second. Its metrics, and its output."""
+    process = start(recipe, run_dir, *settings, f"trainer.steps={first + 2}")
+    try:
+        hung = stop_scheduler(process, run_dir, first + 1, phase)
+        wait_for(lambda: (run_dir / "metrics.jsonl").is_file() and first + 1 in metrics(run_dir), process)
+        others = own_servers(process)
+        output = finish(process)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-4000:]
+    assert output.count("server 0 has failed and was killed; restart 1 of 3 follows") == 1
+    assert [server for server in (hung, *others) if not server.is_gone()] == []
+    steps = metrics(run_dir)
+    assert max(steps[step]["rollout/servers_replaced"] for step in range(first, first + 3)) == 1
+    for step in range(first, first + 3):
+        assert steps[step]["rollout_corr/logp_diff_max"] < 1e-4  # the new one was started with random weights
+        assert steps[step]["rollout_corr/staleness_max"] == 0  # versions go on with the steps
+        if phase == DRAWS or step != first + 1:  # elsewhere the step may end before another server has its weights
+            assert steps[step]["sync/verified_tensors"] > 0
+            assert 0 < steps[step]["sync/probe_gap"] < 1e-4
+    return steps, output
+
+
+def test_own_server_ends_with_a_killed_run_and_is_replaced_in_the_round_in_which_it_hangs(recipe):
+    """Killed after step 3, the run is resumed; its server hangs in the step after the next."""
     need_interpreter()
     run_dir = recipe.parent / "own"
-    settings = (*SGLANG, *COLOCATED, "actor.parallel.tp=2", "trainer.save_every=1")
+    settings = (*SGLANG, *COLOCATED, *DRAWING, "actor.parallel.tp=2", "trainer.save_every=1")
     process = start(recipe, run_dir, *settings, "trainer.steps=100")
     try:
         wait_for(lambda: (run_dir / "metrics.jsonl").is_file() and 3 in metrics(run_dir), process)
-        family = psutil.Process(process.pid).children(recursive=True)
-        servers = [child for child in family if "serve.py" in " ".join(child.cmdline())]
-        assert servers
+        (server,) = own_servers(process)
     finally:
         process.kill()  # nobody gets to tidy up
         process.communicate()
-    _, alive = psutil.wait_procs(servers, timeout=60)
+    _, alive = psutil.wait_procs(server.family, timeout=60)
     assert not alive
     log = (run_dir / "servers" / "server_0.log").read_text()
     assert "POST /release_memory_occupation" in log
     assert "POST /resume_memory_occupation" in log
 
-    last = max(metrics(run_dir)) + 2
-    steps = run(recipe, run_dir, *settings, f"trainer.steps={last}")
-    for step in (3, last - 1, last):
-        assert steps[step]["rollout_corr/logp_diff_max"] < 1e-4
-        assert steps[step]["rollout_corr/staleness_max"] == 0  # versions go on with the steps
-        assert steps[step]["sync/verified_tensors"] > 0
-        assert 0 < steps[step]["sync/probe_gap"] < 1e-4
+    first = max(metrics(run_dir)) + 1
+    steps, output = run_with_a_hang(recipe, run_dir, *settings, first=first)
+    assert "no sign of life from its scheduler (/health_generate) for 15 s" in output
+    assert [steps[step]["rollout/servers_replaced"] for step in range(first, first + 3)] == [0, 1, 1]
+
+
+@pytest.mark.campaign("servers")
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("phase", [DRAWS, "weight_sync", "probe", "residency"])
+def test_a_server_that_hangs_in_any_phase_is_replaced(recipe, tmp_path, phase, servers):
+    need_interpreter()
+    settings = (*SGLANG, *COLOCATED, *DRAWING, "actor.parallel.tp=2", f"rollout.sglang.servers={servers}")
+    began = time.monotonic()
+    _, output = run_with_a_hang(recipe, tmp_path, *settings, "sync.timeout_s=30", phase=phase)
+    why = [line for line in output.splitlines() if "has failed and was killed" in line]
+    print(f"{phase}, {servers} servers: {time.monotonic() - began:.0f} s in all; {why}")
