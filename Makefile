@@ -1,4 +1,4 @@
-# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | bench-trl-env | older-env | sglang-env | libero-env | metaworld-env
+# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | gpu-check | bench-trl-env | older-env | sglang-env | libero-env | metaworld-env
 # Everything runs in .venv, which is made when it is missing.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: quickstart srpo-quickstart test lint bench bench-trl-env older-env sglang-env libero-env metaworld-env
+.PHONY: quickstart srpo-quickstart test lint bench gpu-check bench-trl-env older-env sglang-env libero-env metaworld-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
@@ -32,6 +32,10 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/megarl bench
+
+# What works on this machine's GPUs, and how fast (docs/gpu.md): ARGS='--only kernels'.
+gpu-check: $(STAMP)
+	$(BIN)/megarl doctor gpu $(ARGS)
 
 # TRL for the side by side (benchmarks/peers): its requirements are its own, so it gets its own environment.
 TRL_ENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/trl

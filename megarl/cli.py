@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from megarl import __version__
 from megarl.benchmarks import algorithms, checkpoint, envs, plan_truth, throughput
 from megarl.benchmarks.sync import measure as sync_bench
+from megarl.certificate import command as certificate
 from megarl.commands import cluster, job
 from megarl.commands import plan as planning
 from megarl.commands import simulate as simulation
@@ -93,7 +94,16 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
     doctor.add_argument("--clean", action="store_true", help="remove what killed processes left in /tmp and /dev/shm")
     doctor.set_defaults(run=_doctor)
-    _add_parity(doctor.add_subparsers(dest="check", metavar="CHECK"))
+    checks = doctor.add_subparsers(dest="check", metavar="CHECK")
+    _add_parity(checks)
+    gpu = checks.add_parser(
+        "gpu",
+        help="certify this machine: what works on its GPUs, and how fast",
+        description=certificate.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    certificate.add_arguments(gpu)
+    gpu.set_defaults(run=certificate.run)
     return parser
 
 

@@ -1,0 +1,82 @@
+"""`megarl doctor gpu`: what works on this machine, and how fast. Parts that need GPUs are skipped where there are none.
+
+    megarl doctor gpu                                # all sections; those that have passed before are kept
+    megarl doctor gpu --only kernels,training        # some of them
+    megarl doctor gpu --skip steps --again           # all others, also those that have passed
+    megarl doctor gpu --out /shared/certificate      # where results are kept (default: runs/certificate)
+
+Exit code 1: a section has failed. docs/gpu.md says what each section does, and what its figures should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.errors import UserError, close_matches
+
+FOLDER = Path("runs/certificate")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `megarl doctor gpu`."""
+    for name, what in (("--only", "run these sections, in their order"), ("--skip", "leave these sections out")):
+        parser.add_argument(name, metavar="A,B", action="append", default=[], help=f"{what}; may be repeated")
+    parser.add_argument("--again", action="store_true", help="also repeat sections that have passed")
+    parser.add_argument("--list", action="store_true", help="print the sections, and stop there")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, default=FOLDER, help=f"of the results (default: {FOLDER})"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the sections, show and save what they found; return the exit code."""
+    from rich.console import Console
+
+    from megarl.certificate.catalogue import SECTIONS
+    from megarl.certificate.harness import certify, machine_key, read_result
+    from megarl.certificate.report import as_table, bug_report, write_reports
+    from megarl.processes import write_atomically
+
+    if arguments.list:
+        print("\n".join(f"{one.name:<14} {one.title}" for one in SECTIONS))
+        return 0
+    names = chosen([one.name for one in SECTIONS], arguments.only, arguments.skip)
+    folder = arguments.out.resolve()
+    console = Console(highlight=False)
+    by_name = {one.name: one for one in SECTIONS}
+
+    def tell(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    results = certify([by_name[name] for name in names], folder, again=arguments.again, tell=tell)
+    failed = [one for one in results if one.status == "failed"]
+    for one in failed:
+        text = bug_report(by_name[one.section], one, folder)
+        write_atomically(folder / one.section / "bug.txt", text)
+        console.print(f"\n== {one.section} failed ==\n{text}", markup=False, soft_wrap=True)
+    machine = machine_key()
+    kept = (read_result(folder / name) for name in by_name)
+    everything = [result for result in kept if result is not None and result.machine == machine]
+    write_reports(everything, folder)
+    console.print(as_table(everything))
+    console.print(f"saved: {folder / 'certificate.html'}, certificate.json")
+    return 1 if failed else 0
+
+
+def chosen(names: Sequence[str], only: Sequence[str], skip: Sequence[str]) -> list[str]:
+    """Return the sections that `--only` and `--skip` leave, in their order.
+
+    Raises:
+        UserError: one of them is no section.
+    """
+    wanted = [name for text in only for name in text.split(",")]
+    unwanted = [name for text in skip for name in text.split(",")]
+    for option, given in (("--only", wanted), ("--skip", unwanted)):
+        for name in given:
+            if name not in names:
+                near = close_matches(name, list(names))
+                fix = f"did you mean {near[0]}?" if near else None
+                raise UserError("there is no such section", where=option, found=name, allowed=list(names), fix=fix)
+    return [name for name in names if (not wanted or name in wanted) and name not in unwanted]

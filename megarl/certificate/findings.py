@@ -1,0 +1,72 @@
+"""The findings of a section, written line by line: a process that dies leaves what it had found."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megarl.artifacts.jsonl import read_jsonl
+
+
+class Skipped(Exception):
+    """A section, or a part of it, cannot run here; the message says why."""
+
+
+class Findings:
+    """Checks with a verdict, figures beside what is expected, and facts; each is a JSON line of a file.
+
+    Args:
+        path: file of the lines, which is written anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._began = time.monotonic()
+        path.write_text("")
+
+    def check(self, name: str, passed: bool, detail: str = "") -> bool:
+        """Record a check and return its verdict."""
+        self._write("check", name, passed=bool(passed), detail=detail)
+        return bool(passed)
+
+    def within(self, name: str, error: float, limit: float) -> bool:
+        """Record a check of a difference, which passes up to `limit`; NaN fails."""
+        return self.check(name, error <= limit, f"{error:.2g}, at most {limit:g}")
+
+    def skip(self, name: str, why: object) -> None:
+        """Record that a part of the section cannot run here."""
+        self._write("skip", name, detail=str(why))
+
+    def part(self, name: str, work: Callable[[], None]) -> None:
+        """Do a part of the section that raises `Skipped` where it cannot run here."""
+        try:
+            work()
+        except Skipped as why:
+            self.skip(name, why)
+
+    def fact(self, name: str, value: Any) -> None:
+        """Record something to know, without a verdict."""
+        self._write("fact", name, detail=str(value))
+
+    def figure(self, name: str, value: float, unit: str, expected: float | None = None, source: str = "") -> None:
+        """Record a measured number, and what is expected of it with its source."""
+        self._write("figure", name, value=value, unit=unit, expected=expected, source=source)
+
+    def _write(self, kind: str, name: str, **values: Any) -> None:
+        finite = {
+            key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in values.items()
+        }
+        line = {"kind": kind, "name": name, **finite, "at_s": round(time.monotonic() - self._began, 2)}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        told = "; ".join(f"{one}" for key, one in values.items() if one not in ("", None) and key != "passed")
+        print(f"[{kind}{'' if values.get('passed', True) else ' FAILED'}] {name}: {told}", flush=True)
+
+
+def read_findings(path: Path) -> list[dict[str, Any]]:
+    """Return the lines that a section has written so far."""
+    return list(read_jsonl(path)) if path.is_file() else []

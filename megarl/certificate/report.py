@@ -1,0 +1,127 @@
+"""The certificate as a table, as JSON and as a page; what the report of a bug needs."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.certificate.harness import Result, Section
+from megarl.credentials import CREDENTIAL, mask
+from megarl.processes import write_atomically
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_LAST = 40  # lines of a log
+_VARIABLES = re.compile(
+    r"CUDA|NVIDIA|NCCL|TORCH|PYTORCH|TRITON|SGLANG|MEGARL|OMP_|MASTER_|LD_LIBRARY_PATH$|LD_PRELOAD$|PATH$|PYTHON|UCX|GLOO"
+)
+_STYLE = (
+    "body{font:14px sans-serif;margin:2em;max-width:72em}table{border-collapse:collapse;margin-bottom:1em}"
+    "td,th{padding:2px 10px;text-align:left;vertical-align:top;border-bottom:1px solid #ddd}"
+    ".failed{color:#c0392b;font-weight:bold}.passed{color:#1e8449}.skipped{color:#888}pre{background:#f4f4f4;padding:1em}"
+)
+
+
+def as_table(results: Sequence[Result]) -> Table:
+    """Return a line per section, and below it what failed and every figure."""
+    from rich.table import Table
+
+    table = Table("section", "", "s", "found", title="megarl doctor gpu", title_justify="left")
+    for one in results:
+        table.add_row(one.section, one.status, f"{one.seconds:.0f}", "\n".join(_notable(one)))
+    return table
+
+
+def _notable(result: Result) -> list[str]:
+    checks = [line for line in result.findings if line["kind"] == "check"]
+    lines = [f"{sum(line['passed'] for line in checks)} of {len(checks)} checks passed"] if checks else []
+    lines += [f"FAILED {line['name']}: {line['detail']}" for line in checks if not line["passed"]]
+    lines += [figure_text(line) for line in result.findings if line["kind"] == "figure"]
+    lines += [f"not run, {line['name']}: {line['detail']}" for line in result.findings if line["kind"] == "skip"]
+    return lines + ([result.reason] if result.status == "failed" and result.reason not in "".join(lines) else [])
+
+
+def figure_text(line: dict[str, Any]) -> str:
+    """Return a figure with what is expected of it.
+
+    >>> figure_text({"name": "copy", "value": 2.0, "unit": "GB/s", "expected": 4.0, "source": "data sheet"})
+    'copy: 2 GB/s, 50% of 4 (data sheet)'
+    """
+    value = "none" if line["value"] is None else f"{line['value']:,.4g}"
+    text = f"{line['name']}: {value} {line['unit']}"
+    if line["expected"] and line["value"] is not None:
+        return f"{text}, {line['value'] / line['expected']:.0%} of {line['expected']:,.4g} ({line['source']})"
+    return f"{text} ({line['source']})" if line["source"] else text
+
+
+def write_reports(results: Sequence[Result], folder: Path) -> None:
+    """Write certificate.json and certificate.html."""
+    made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    data = {"made": made, "platform": platform.platform(), "sections": [asdict(one) for one in results]}
+    write_atomically(folder / "certificate.json", json.dumps(data, indent=1) + "\n")
+    write_atomically(folder / "certificate.html", page(results, folder, made))
+
+
+def page(results: Sequence[Result], folder: Path, made: str) -> str:
+    """Return the page: a summary, and all findings by section; of a failed one what the report of a bug needs."""
+    e = html.escape
+    machine = results[0].machine if results else {}
+    parts = ["<!doctype html><meta charset='utf-8'><title>megarl doctor gpu</title>", f"<style>{_STYLE}</style>"]
+    parts += [f"<h1>megarl doctor gpu</h1><p>{e(made)}, {e(platform.platform())}</p><table>"]
+    for key, value in machine.items():
+        parts.append(f"<tr><th>{e(key)}<td>{e(_plain(value))}</tr>")
+    parts.append("</table><table><tr><th>section<th><th>seconds<th></tr>")
+    for one in results:
+        state = f"<td class='{one.status}'>{one.status}<td>{one.seconds:.0f}<td>{e(one.reason)}"
+        parts.append(f"<tr><td><a href='#{one.section}'>{one.section}</a>{state}</tr>")
+    parts.append("</table>")
+    for one in results:
+        parts.append(f"<h2 id='{one.section}'>{one.section}</h2><table>")
+        for line in one.findings:
+            passed = {True: "passed", False: "failed", None: line["kind"]}[line.get("passed")]
+            told = figure_text(line).partition(": ")[2] if line["kind"] == "figure" else str(line["detail"])
+            parts.append(f"<tr><td class='{passed}'>{passed}<td>{e(line['name'])}<td>{e(mask(told))}</tr>")
+        parts.append("</table>")
+        bug = folder / one.section / "bug.txt"
+        if one.status == "failed" and bug.is_file():
+            parts.append(f"<pre>{e(bug.read_text())}</pre>")
+    return "\n".join(parts) + "\n"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def bug_report(section: Section, result: Result, folder: Path) -> str:
+    """Return what the report of a bug needs: versions, command, checks that failed, last lines, environment.
+
+    Args:
+        folder: of all sections.
+    """
+    log = folder / section.name / "log.txt"
+    last = log.read_text(errors="replace").splitlines()[-_LAST:] if log.is_file() else []
+    failed = [line for line in result.findings if line["kind"] == "check" and not line["passed"]]
+    variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.search(name)}
+    lines = [
+        f"section      {section.name}: {result.reason}",
+        f"command      megarl doctor gpu --only {section.name} --out {folder}",
+        *(f"{key:<12} {_plain(value)}" for key, value in result.machine.items()),
+        f"platform     {platform.platform()}",
+        *(f"failed       {line['name']}: {line['detail']}" for line in failed),
+        "environment",
+        *(f"  {name}={'***' if CREDENTIAL.search(name) else value}" for name, value in variables.items()),
+        f"last lines of {log}",
+        *(f"  {line}" for line in last),
+    ]
+    return mask("\n".join(lines)) + "\n"

@@ -1,0 +1,1 @@
+"""Sections of the certificate, one file each: `run(found, folder)` in a process of its own."""

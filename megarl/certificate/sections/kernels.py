@@ -1,0 +1,150 @@
+"""Attention, log-probs, norm and activation against float64, forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.certificate.findings import Findings
+from megarl.device import device, has_cuda
+
+#: Norm of the difference over the norm of the result. bf16 keeps 8 bits: an element is off by up to 4e-3, and
+#: probabilities of attention are rounded once more (0.006 on a CPU); float32 is off by 1e-7 per operation, and sums are
+#: in another order.
+LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+_LENGTHS = ([37, 512, 5], [1], [1024, 130, 130], [64] * 7)
+_HEADS, _GROUPS, _DIM = 16, 4, 128
+_NOTHING = (
+    1e-3  # share of the upstream gradient's norm below which a gradient is rounding (one token attends to itself)
+)
+
+
+def run(found: Findings, folder: Path) -> None:
+    """Check every kernel in both dtypes."""
+    torch.manual_seed(0)
+    for dtype, limit in LIMITS.items():
+        name = str(dtype).removeprefix("torch.")
+        for window in (None, 64):
+            worst = max(_attention(lengths, dtype, window) for lengths in _LENGTHS)
+            found.within(f"attention {name}{f', window {window}' if window else ''}", worst, limit)
+        for tokens, vocabulary in ((300, 20_000), (3000, 1001)) if has_cuda() else ((300, 5000), (700, 301)):
+            for part, error in _head(tokens, vocabulary, dtype).items():
+                found.within(f"{part} of {tokens} tokens over {vocabulary}, {name}", error, limit)
+        found.within(f"norm {name}", _norm(dtype), limit)
+        found.within(f"SwiGLU {name}", _swiglu(dtype), limit)
+
+
+def difference(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
+    """Return the norm of the difference over that of `wanted`, in float64; `floor` is added to the latter."""
+    wanted = wanted.detach().double()
+    return float((got.detach().double() - wanted).norm() / (wanted.norm() + floor))
+
+
+def _attention(lengths: Sequence[int], dtype: torch.dtype, window: int | None) -> float:
+    from megarl.models.attention import attend
+    from megarl.models.packing import pack_stream
+
+    total = sum(lengths)
+    shapes = ((total, _HEADS, _DIM), (total, _GROUPS, _DIM), (total, _GROUPS, _DIM))
+    inputs = [torch.randn(shape, device=device()).to(dtype).requires_grad_() for shape in shapes]
+    packed = pack_stream(list(lengths), device=device()).params
+    reach = window if window is not None and window < max(lengths) else None
+    q, k, v = inputs
+    out = attend(q, k, v, packed, _DIM**-0.5, reach)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    q, k, v = exact
+    wanted = exact_attention(q, k, v, lengths, window)
+    wanted.backward(upstream.double())
+    floor = _NOTHING * float(upstream.double().norm())
+    pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(inputs, exact, strict=True))]
+    return max(difference(got, want, floor) for got, want in pairs if got is not None and want is not None)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
+    """Return causal attention [t, heads, d] of every sequence to itself, written out."""
+    parts, repeat = [], q.shape[1] // k.shape[1]
+    for one in zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True):
+        a, b, c = (x.transpose(0, 1) for x in one)
+        b, c = b.repeat_interleave(repeat, 0), c.repeat_interleave(repeat, 0)
+        places = torch.arange(a.shape[1], device=a.device)
+        distance = places[:, None] - places
+        hidden = (distance < 0) | (distance >= (window or len(places)))
+        scores = (a @ b.transpose(1, 2) * a.shape[2] ** -0.5).masked_fill(hidden, float("-inf"))
+        parts.append((scores.softmax(-1) @ c).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _head(tokens: int, vocabulary: int, dtype: torch.dtype, temperature: float = 0.9) -> dict[str, float]:
+    from megarl.training.logprob import linear_logprob
+
+    hidden = torch.randn(tokens, 256, device=device()).to(dtype)
+    weight = torch.randn(vocabulary, 256, device=device()).to(dtype) * 0.1
+    targets = torch.randint(0, vocabulary, (tokens,), device=device())
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logp, entropy = linear_logprob(h, w, targets, temperature=temperature)
+    (logp.sum() + 0.1 * entropy.sum()).backward()
+    eh, ew = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    rows = torch.log_softmax(eh @ ew.t() / temperature, 1)
+    wanted, spread = rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(1)
+    (wanted.sum() + 0.1 * spread.sum()).backward()
+    assert h.grad is not None
+    assert w.grad is not None
+    assert eh.grad is not None
+    assert ew.grad is not None
+    return {
+        "log-probs": difference(logp, wanted),
+        "entropy": difference(entropy, spread),
+        "gradient of hidden states": difference(h.grad, eh.grad),
+        "gradient of the output embedding": difference(w.grad, ew.grad),
+    }
+
+
+def _with_gradients(ours: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor]) -> float:
+    """Return the largest difference of result and gradients."""
+    mine = [one.clone().requires_grad_() for one in inputs]
+    theirs = [one.double().requires_grad_() for one in inputs]
+    out, wanted = ours(*mine), exact(*theirs)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    wanted.backward(upstream.double())
+    pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]
+    return max(difference(got, want) for got, want in pairs if got is not None and want is not None)
+
+
+def _norm(dtype: torch.dtype) -> float:
+    from megarl.models.norm import RMSNorm
+
+    x, weight = (torch.randn(shape, device=device()).to(dtype) for shape in ((200, 768), (768,)))
+    settings: Any = SimpleNamespace(params_dtype=dtype, sequence_parallel=False)
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        norm = RMSNorm(settings, 768, eps=1e-6)
+        del norm.weight
+        norm.weight = weight  # type: ignore[assignment]
+        return norm(x)
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    return _with_gradients(ours, exact, [x, weight])
+
+
+def _swiglu(dtype: torch.dtype) -> float:
+    from megarl.models.swiglu import SwiGLU
+
+    settings: Any = SimpleNamespace()
+    ours = SwiGLU(settings)
+    x = torch.randn(200, 1024, device=device()).to(dtype)
+
+    def exact(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return gate * gate.sigmoid() * up
+
+    return _with_gradients(ours, exact, [x])
