@@ -6,13 +6,14 @@
 
 A run that survives a fault is compared at once, and the next moment is one of a new run. A moment is a phase: the
 module of the rows holds every rank that opens it until the fault has happened. Results go to FAULTS (faults.json),
-where a chain that is over is not repeated; `python -m tests.test_faults faults.json` prints the table of
-docs/launching.md.
+where a chain that was cut goes on with its next moment, and one that is over is not repeated; `python -m
+tests.test_faults faults.json` prints the table of docs/launching.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -30,17 +31,18 @@ import pytest
 from megarl.runtime.health import read_beat
 from tests.forked import Command
 from tests.runtime import harness
+from tests.runtime.robots import write_robots_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(3600), pytest.mark.campaign("faults")]
 
 RESULTS = Path(os.environ.get("FAULTS", "faults.json"))
 LAUNCHERS = ("local", "torchrun", "ray")
-#: Phases, and the first step in which they count. The first two are no phases: a rank's process, and its first beat.
+#: Ends of phases, and the first step in which they count. "imports" is a rank's process, "loading" its first beat.
 MOMENTS = {
     "generation": (3, "step/rollout"),
     "imports": (0, ""),
     "loading": (0, ""),
-    "reward": (3, "step/reward"),
+    "reward": (3, "reward"),
     "update": (3, "step/actor_train/forward_backward"),
     "save": (4, "checkpoint"),
     "export": (4, "export"),
@@ -59,6 +61,7 @@ ROWS = """
 import os, time
 from pathlib import Path
 from megarl import tracing
+from megarl.recipes.srpo import build_graph as srpo
 from megarl.recipes.arithmetic import make_rows
 
 FILE = Path(__file__).with_name("hold")
@@ -68,20 +71,58 @@ def hold(path):
         step, wanted = FILE.read_text().split()
     except (FileNotFoundError, ValueError):
         return
-    if path == wanted and tracing.step_now >= int(step) and "RANK" in os.environ:
+    if path.endswith(wanted) and tracing.step_now >= int(step) and "RANK" in os.environ:
         FILE.with_name("held_" + os.environ["RANK"]).touch()
         while FILE.exists():
             time.sleep(0.002)
 
 tracing.on_change(hold)
 """
+ASKS = '''
+from megarl.envs import Step
+from megarl.envs.tools.environment import Tools
+from megarl.envs.tools.parsers import Call
+
+def digits(text: str) -> str:
+    """Number of digits in a text.
+
+    Args:
+        text: of a turn.
+    """
+    return str(sum(c.isdigit() for c in text))
+
+class Asks(Tools):
+    """Every turn calls a tool, whatever the model writes, and a call that fails is an error."""
+
+    def step(self, action):
+        [(answer, failed)] = self._run([Call("digits", {"text": action.text})])
+        if failed:
+            raise RuntimeError(answer)
+        return Step(answer, done=action.finish_reason != "stop" or action.turn > 0)
+'''
+#: What is trained, as settings beside SETTINGS.
+SCENES = {
+    "text": (),
+    "tools": (
+        "env={name: 'asks.py:Asks', tools: ['asks.py:digits'], timeout_s: 5, turn_timeout_s: 15}",
+        "rollout.sampling.stop_token_ids=[4,5,6,7,8,9,10,11,12,13]",
+        "rollout.limits.tokens=20",
+    ),
+    "robots": ("algorithm.pipeline=held.py:srpo", "robot.simulator.retries=2"),
+    "teams": (
+        "async.max_staleness=1",
+        "placement.teams.train={roles: [actor, reference], devices: 1}",
+        "placement.teams.draw={roles: [rollout], devices: 1}",
+    ),
+}
 
 
 class Run:
     """One command after the other on a run folder, which may be a small file system of its own."""
 
     def __init__(self, launcher: str, kind: Kind, recipe: Path, folder: Path) -> None:
-        self.settings, self.last = (*SETTINGS, f"cluster.nproc={kind.ranks}"), kind.ranks - 1
+        self.last = kind.ranks - 1
+        self.settings = (*SETTINGS, *SCENES[kind.scene], f"cluster.nproc={kind.ranks}")
         self.settings += (f"cluster.timeout_s={kind.timeout_s}",)
         self.launcher, self.recipe, self.folder, self.run_dir = launcher, recipe, folder, folder / "run"
         self.command: Command | subprocess.Popen[bytes]
@@ -239,6 +280,10 @@ def rank(number: int) -> Callable[[Run], list[psutil.Process]]:
     return lambda run: [run.ranks()[number]]
 
 
+def named(part: str) -> Callable[[Run], list[psutil.Process]]:
+    return lambda run: run.named(part)
+
+
 def agent(run: Run) -> list[psutil.Process]:
     if run.launcher == "ray":
         return run.named("raylet")[:1]
@@ -303,6 +348,7 @@ class Kind(NamedTuple):
 
     Attributes:
         timeout_s: `cluster.timeout_s`, where that is what ends the run.
+        scene: what is trained, of SCENES.
     """
 
     deed: Callable[[Run], bool]
@@ -310,6 +356,7 @@ class Kind(NamedTuple):
     ranks: int = 1
     launchers: tuple[str, ...] = LAUNCHERS
     timeout_s: int = 150
+    scene: str = "text"
 
 
 KINDS = {
@@ -317,15 +364,20 @@ KINDS = {
     "SIGKILL of rank 0": Kind(signals(signal.SIGKILL, rank(0)), (1,), 2),
     "SIGKILL of rank 1": Kind(signals(signal.SIGKILL, rank(1)), (1,), 2),
     "SIGKILL of all processes": Kind(then_all_die(lambda run: True), (-9,)),
+    "SIGUSR1 to the launcher": Kind(signals(signal.SIGUSR1, launcher), (138, 0)),
     "SIGTERM to the launcher": Kind(signals(signal.SIGTERM, launcher), (143, 0)),
     "terminal closed (SIGHUP)": Kind(signals(signal.SIGHUP, launcher), (129, 0)),
     "console pipe closed": Kind(close_console, (0,)),
-    "SIGKILL of the reward workers": Kind(
-        signals(signal.SIGKILL, lambda run: run.named("megarl.rewards.pool_worker")), (0, 2)
+    "SIGKILL of the reward workers": Kind(signals(signal.SIGKILL, named("megarl.rewards.pool_worker")), (0, 2)),
+    "SIGSTOP of the reward workers": Kind(signals(signal.SIGSTOP, named("megarl.rewards.pool_worker")), (0, 2)),
+    "SIGKILL of the tool processes": Kind(
+        signals(signal.SIGKILL, named("megarl.envs.tools.worker")), (0,), scene="tools"
     ),
-    "SIGSTOP of the reward workers": Kind(
-        signals(signal.SIGSTOP, lambda run: run.named("megarl.rewards.pool_worker")), (0, 2)
+    "SIGSTOP of the tool processes": Kind(
+        signals(signal.SIGSTOP, named("megarl.envs.tools.worker")), (0, 1, 2), scene="tools"
     ),
+    "SIGKILL of the simulators": Kind(signals(signal.SIGKILL, named("simulators/start.py")), (0,), 2, scene="robots"),
+    "SIGSTOP of the simulators": Kind(signals(signal.SIGSTOP, named("simulators/start.py")), (0,), 2, scene="robots"),
     "disk full": Kind(fill, (0, 1, 2)),
     "newest checkpoint cut": Kind(then_all_die(cut_shard), (-9,)),
     "newest checkpoint deleted": Kind(then_all_die(delete(Run.checkpoint)), (-9,)),
@@ -337,8 +389,12 @@ KINDS = {
     "SIGKILL of torchrun's agent, of Ray's node manager": Kind(
         signals(signal.SIGKILL, agent), (1,), 1, ("torchrun", "ray")
     ),
-    "SIGKILL of Ray's control store": Kind(
-        signals(signal.SIGKILL, lambda run: run.named("gcs_server")), (1,), 1, ("ray",)
+    "SIGKILL of Ray's control store": Kind(signals(signal.SIGKILL, named("gcs_server")), (1,), 1, ("ray",)),
+    "SIGKILL of the buffer": Kind(
+        signals(signal.SIGKILL, named("ray::StoreActor")), (0, 1), 2, ("ray",), scene="teams"
+    ),
+    "SIGSTOP of the buffer": Kind(
+        signals(signal.SIGSTOP, named("ray::StoreActor")), (0, 1), 2, ("ray",), timeout_s=60, scene="teams"
     ),
 }
 
@@ -346,9 +402,10 @@ KINDS = {
 # -- chains -----------------------------------------------------------------------------------------------------------
 
 
-def write_recipe(folder: Path) -> Path:
+def write_recipe(folder: Path, scene: str) -> Path:
     (folder / "held.py").write_text(ROWS)
-    recipe = harness.write_recipe(folder)
+    (folder / "asks.py").write_text(ASKS)
+    recipe = write_robots_recipe(folder) if scene == "robots" else harness.write_recipe(folder)
     recipe.write_text(recipe.read_text().replace("megarl.recipes.arithmetic:make_rows", "held:make_rows"))
     return recipe
 
@@ -363,14 +420,17 @@ class Numbers(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Numbers]:
-    """By the number of ranks."""
-    found = {}
-    for ranks in (1, 2):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Numbers]:
+    """Of a run that nothing happens to, of a kind's recipe and ranks."""
+
+    @functools.cache
+    def numbers(scene: str, ranks: int) -> Numbers:
         folder = tmp_path_factory.mktemp("undisturbed")
-        harness.run(write_recipe(folder), folder / "run", *SETTINGS, f"cluster.nproc={ranks}")
-        found[ranks] = Numbers.of(folder / "run")
-    return found
+        settings = (*SETTINGS, *SCENES[scene], f"cluster.nproc={ranks}")
+        harness.run(write_recipe(folder, scene), folder / "run", *settings)
+        return Numbers.of(folder / "run")
+
+    return lambda kind: numbers(kind.scene, kind.ranks)
 
 
 @pytest.fixture
@@ -395,22 +455,27 @@ def note(chain: str, told: dict[str, str]) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
-    kind: str, launcher: str, undisturbed: dict[int, Numbers], tmp_path: Path, request: pytest.FixtureRequest
+    kind: str,
+    launcher: str,
+    undisturbed: Callable[[Kind], Numbers],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     chain = f"{launcher}: {kind}"
-    if launcher not in KINDS[kind].launchers or "end" in results().get(chain, {}):
+    told = {moment: code for moment, code in results().get(chain, {}).items() if "failed" not in moment}
+    if launcher not in KINDS[kind].launchers or "end" in told:
         pytest.skip("it has happened, or cannot")
-    ranks = KINDS[kind].ranks
-    run = Run(launcher, KINDS[kind], write_recipe(tmp_path), tmp_path)
+    numbers = undisturbed(KINDS[kind])
+    run = Run(launcher, KINDS[kind], write_recipe(tmp_path, KINDS[kind].scene), tmp_path)
     if kind == "disk full":
         run.run_dir = request.getfixturevalue("disk") / "run"
-    told: dict[str, str] = {}
     try:
-        for moment in MOMENTS:
+        for moment in [moment for moment in MOMENTS if moment not in told]:
             began = time.monotonic()
-            told[moment] = disturb(run, kind, moment, undisturbed[ranks])
+            told[moment] = disturb(run, kind, moment, numbers)
             print(f"{chain}: {moment}: {told[moment]} ({time.monotonic() - began:.0f} s)", flush=True)
-        finish(run, undisturbed[ranks])
+        moment = "end"
+        finish(run, numbers)
         told["end"] = "equal"
     except BaseException as error:
         told[f"{moment} failed"] = str(error)[:3000]
