@@ -167,14 +167,24 @@ class TorchrunWorkers:
 
     def stop(self) -> None:
         """End the agent, which ends its workers; then any remaining process of either."""
+        import psutil
+
+        below: set[psutil.Process] = (
+            set()
+        )  # workers have sessions of their own, and a stopped one takes no other signal
         for number in (_END, signal.SIGKILL):
             if self._agent.poll() is None:
+                with contextlib.suppress(psutil.Error):
+                    below.update(psutil.Process(self._agent.pid).children(recursive=True))
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._agent.pid, number)
                 deadline = time.monotonic() + GRACE_S
                 while self._agent.poll() is None and time.monotonic() < deadline:
                     time.sleep(0.05)
         self._agent.wait()
+        for process in below:
+            with contextlib.suppress(psutil.Error):  # none of another process that has its number by now
+                process.kill()
         self._follower.close()
 
 

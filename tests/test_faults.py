@@ -54,7 +54,6 @@ SETTINGS = (
     "sft.steps=0",
     "validation.every=0",
     "data.val_files=[]",
-    "cluster.start_timeout_s=300",
     "reward.timeout_s=15",
 )
 ROWS = """
@@ -123,7 +122,7 @@ class Run:
     def __init__(self, launcher: str, kind: Kind, recipe: Path, folder: Path) -> None:
         self.last = kind.ranks - 1
         self.settings = (*SETTINGS, *SCENES[kind.scene], f"cluster.nproc={kind.ranks}")
-        self.settings += (f"cluster.timeout_s={kind.timeout_s}",)
+        self.settings += (f"cluster.timeout_s={kind.timeout_s}", f"cluster.start_timeout_s={3 * kind.timeout_s}")
         self.launcher, self.recipe, self.folder, self.run_dir = launcher, recipe, folder, folder / "run"
         self.command: Command | subprocess.Popen[bytes]
         self._seen: set[psutil.Process] = set()

@@ -243,17 +243,18 @@ def of_run(mark: str) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "program"),
+    ("launcher", "program", "stopped"),
     [
-        ("local", "megarl.runtime.worker"),
-        ("torchrun", "megarl.launchers.torchrun"),
-        ("torchrun", "megarl.runtime.worker"),
+        ("local", "megarl.runtime.worker", False),
+        ("torchrun", "megarl.launchers.torchrun", False),
+        ("torchrun", "megarl.runtime.worker", False),
+        ("torchrun", "megarl.runtime.worker", True),
     ],
 )
-def test_a_launcher_that_is_killed_while_its_processes_start_leaves_none(
-    launcher: str, program: str, tmp_path: Path
+def test_a_launcher_that_ends_while_its_processes_start_leaves_none(
+    launcher: str, program: str, stopped: bool, tmp_path: Path
 ) -> None:
-    """They have taken no id of a parent yet: it is told them."""
+    """They have taken no id of a parent yet: it is told them. One that is stopped cannot look after it."""
     mark = str(tmp_path)
     process = subprocess.Popen(command(launcher, "wait", tmp_path), env=environment() | {"MEGARL_TEST_RUN": mark})
     deadline = time.monotonic() + DEADLINE_S
@@ -264,8 +265,12 @@ def test_a_launcher_that_is_killed_while_its_processes_start_leaves_none(
             children = psutil.Process(process.pid).children(recursive=True)
             started = [child for child in children if _runs(child, program)]
 
-    process.kill()
-    process.wait()
+    if stopped:
+        started[0].suspend()
+        process.terminate()
+    else:
+        process.kill()
+    process.wait(DEADLINE_S)
 
     ended = time.monotonic() + 30
     while (left := of_run(mark)) and time.monotonic() < ended:
