@@ -1,4 +1,4 @@
-# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | gpu-check | bench-trl-env | older-env | sglang-env | libero-env | metaworld-env
+# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | gpu-check | bench-trl-env | older-env | triton-test | sglang-env | libero-env | metaworld-env
 # Everything runs in .venv, which is made when it is missing.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: quickstart srpo-quickstart test lint bench gpu-check bench-trl-env older-env sglang-env libero-env metaworld-env
+.PHONY: quickstart srpo-quickstart test lint bench gpu-check bench-trl-env older-env triton-test sglang-env libero-env metaworld-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
@@ -51,6 +51,13 @@ older-env:
 	test -x $(OLDER_ENV)/bin/python || $(PYTHON) -m venv $(OLDER_ENV)
 	$(OLDER_ENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(OLDER_ENV)/bin/python -m pip install --quiet $(OLDER) jinja2
+
+# Kernels of a GPU in Triton's interpreter, on a CPU. Triton has 0.7 GB, and comes to the cache folder.
+TRITON := triton==3.7.1
+TRITON_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/$(subst ==,-,$(TRITON))
+triton-test: $(STAMP)
+	test -d $(TRITON_DIR)/triton || $(BIN)/python -m pip install --quiet --no-deps --target $(TRITON_DIR) $(TRITON)
+	PYTHONPATH=$(TRITON_DIR) $(BIN)/pytest tests/kernels/test_logits_gpu.py
 
 # The interpreter of SGLang servers, in the cache folder: SGLANG_KIND=cpu (3 GB), cuda (11 GB) or auto.
 SGLANG_KIND ?= auto

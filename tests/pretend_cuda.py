@@ -291,5 +291,6 @@ class Capture:
 def install() -> None:
     """Let torch say that there is one GPU. For ever: only in a process that does nothing else."""
     torch.manual_seed(0)
+    sys.modules["triton"] = None  # type: ignore[assignment]  # its kernels are launched by a driver
     pretend_torch_cuda.replace(SEEN, Graph, Capture)
     pretend_torch_cuda.replace_movers(CudaTensor, SEEN)

@@ -193,18 +193,18 @@ class Activations:
 
     @property
     def head(self) -> float:
-        """The vocabulary's head: logits of one chunk in several forms, and gradients of its weight and its rows."""
+        """The vocabulary's head: logits of one chunk and their gradient, and gradients of its weight and its rows."""
         n, h, columns, element = self.passes.rows, self.facts.hidden, self._columns, self.element
         if self.value_head:
             return FULL * 4 * self.held * h  # hidden states and their gradients in float32
         chunk = min(self.engine.logits_chunk_tokens, n)
-        logits, weight = 3 * FULL * chunk * columns, h * columns
+        logits, weight = chunk * columns, h * columns
         rows = (element + FULL) * n * h
-        if not self.gpu:  # a float32 sum over chunks, and one chunk's part
-            return logits + (FULL + element) * weight + rows
-        if n <= chunk:  # kept, and the weight's gradient at once
-            return max(logits + FULL * weight, logits / 2 + (FULL + element) * weight) + rows
-        return logits + element * weight + rows
+        if not self.gpu:  # exponentials in addition; a float32 sum over chunks, and one chunk's part
+            return 3 * FULL * logits + (FULL + element) * weight + rows
+        if n <= chunk:  # kept, and a float32 copy of the weight's gradient
+            return (FULL + element) * logits + (FULL + element) * weight + rows
+        return (FULL + element) * logits + element * weight + rows
 
     # -- together -------------------------------------------------------------------------------------------------
 

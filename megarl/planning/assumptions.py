@@ -137,7 +137,7 @@ class PlanAssumptions:
     expert_ms: float = 0.02
     element_bytes: float = 20.0
     element_flops: float = 0.0
-    logit_elements: float = 4.5
+    logit_elements: float = 1.1
     memory_share: float = 0.6
     decode_ms: float = 3.0
     decode_layer_ms: float = 0.0
@@ -175,6 +175,7 @@ CPU = PlanAssumptions(
     expert_ms=0.5,
     element_bytes=0.0,
     element_flops=410.0,
+    logit_elements=4.5,
     memory_share=0.5,
     decode_ms=0.0,
     decode_layer_ms=0.3,

@@ -8,7 +8,8 @@ chunk, which is then kept). On a GPU it goes in blocks of columns where there ar
 row of the weight's gradient is written once, and the gradient that all blocks add to is the smaller one, [N, H]; else
 in chunks of tokens, as on a CPU always, whose products of bf16 are rounded before they can be added. With a
 tensor-parallel group each rank reduces its own columns to four numbers per token, and one all-gather of [4, N] combines
-them; the backward pass needs no communication at all:
+them; the backward pass needs no communication at all. On a GPU a Triton kernel reduces the logits in one pass, and
+another one makes their gradient (megarl/kernels/logits_gpu.py); on a CPU, and in float64, torch operations do.
 
     rank r:   m_r = max l,  s_r = sum exp(l - m_r),  t_r = sum exp(l - m_r) (l - m_r),  l[target] or 0
     together: M = max m_r,  S = sum s_r e^(m_r - M),  logZ = M + log S,
@@ -17,14 +18,22 @@ them; the backward pass needs no communication at all:
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.comm import WorkerGroup
 from megarl.models.head import head_logits, wide_product
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+_ALIGNED = 16  # columns of a block: rows of logits, and of their gradients in bf16, then begin at multiples of 32 bytes
 
 
 class _Shard(NamedTuple):
@@ -84,14 +93,16 @@ class _LinearLogprob(torch.autograd.Function):
         count = hidden.shape[0]
         keep = count <= shard.chunk and any(ctx.needs_input_grad)
         stats = hidden.new_empty((4, count), dtype=_wide(hidden.dtype))
-        logits = None
+        kept = None
         for begin in range(0, count, shard.chunk):
             part = slice(begin, begin + shard.chunk)
             logits = head_logits(hidden[part], weight)
             _reduce(logits, targets[part], shard, stats[:, part], keep)
+            kept = logits if keep else None
+            del logits  # before there are those of the next chunk
         logp, log_z, entropy = _combine(stats, shard)
         ctx.shard = shard
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, logits if keep else None)
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, kept)
         return logp, entropy
 
     @staticmethod
@@ -134,7 +145,7 @@ def _by_tokens(
     for begin in range(0, hidden.shape[0], shard.chunk):
         part = slice(begin, begin + shard.chunk)
         logits = head_logits(hidden[part], weight) if kept is None else kept
-        grad_logits = _grad_logits(logits, rows.part(part), shard, kept is not None).to(weight.dtype)
+        grad_logits = _grad_logits(logits, rows.part(part), shard, kept is not None, weight.dtype)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[part])
         if grad_weight is not None:
@@ -150,20 +161,38 @@ def _by_columns(
     hidden = rows.hidden
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=rows.log_z.dtype) if wants[0] else None
     grad_weight = torch.empty_like(weight)
-    columns = max(1, shard.chunk * len(weight) // len(hidden))
+    columns = shard.chunk * len(weight) // len(hidden)
+    columns = max(1, columns - columns % _ALIGNED if columns > _ALIGNED else columns)
     for begin in range(0, len(weight), columns):
         part = slice(begin, begin + columns)
-        logits = head_logits(hidden, weight[part])
-        grad_logits = _grad_logits(logits, rows, shard._replace(start=shard.start + begin), False).to(weight.dtype)
+        place = shard._replace(start=shard.start + begin)
+        grad_logits = _grad_logits(head_logits(hidden, weight[part]), rows, place, False, weight.dtype)
         torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
         if grad_hidden is not None:
             grad_hidden += wide_product(grad_logits, weight[part])
+        del grad_logits  # before there are logits of the next block
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
 
 
 def _adds_wide(hidden: Tensor) -> bool:
     """Tell whether `wide_product` is not rounded, so that a sum of many is as exact as one product."""
     return hidden.is_cuda
+
+
+def _kernels(logits: Tensor) -> ModuleType | None:
+    """Return the kernels for such logits; None: torch operations."""
+    return _triton_kernels() if logits.is_cuda and logits.dtype == torch.float32 else None
+
+
+@functools.cache
+def _triton_kernels() -> ModuleType | None:
+    """Return megarl/kernels/logits_gpu.py; None, with a warning, where there is no Triton."""
+    try:
+        from megarl.kernels import logits_gpu
+    except ImportError as error:
+        warnings.warn(f"log-probs are computed by torch operations, which is slower: {error}", stacklevel=2)
+        return None
+    return logits_gpu
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -189,6 +218,11 @@ def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor, keep: b
     if logits.shape[1] == 0:  # no column here: a contribution of zero that stays finite
         out.zero_()
         out[0] = torch.finfo(out.dtype).min / 2
+        return
+    kernels = _kernels(logits)
+    if kernels is not None:
+        place = {"start": shard.start, "inverse_temperature": shard.inverse_temperature}
+        kernels.statistics(logits, targets, out, entropy=shard.entropy, **place)
         return
     logits = _scaled(logits, shard, keep)
     column, here = _local(targets, shard, logits.shape[1])
@@ -221,9 +255,14 @@ def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
     return target.sum(0) - log_z, log_z, entropy
 
 
-def _grad_logits(logits: Tensor, rows: _Rows, shard: _Shard, keep: bool) -> Tensor:
-    """Return the gradient [C, V] of the unscaled logits: g (onehot - p) - e p (log p + entropy), divided by the
-    temperature."""
+def _grad_logits(logits: Tensor, rows: _Rows, shard: _Shard, keep: bool, dtype: torch.dtype) -> Tensor:
+    """Return the gradient [C, V] of the unscaled logits in `dtype`: g (onehot - p) - e p (log p + entropy), divided by
+    the temperature."""
+    kernels = _kernels(logits) if logits.shape[1] else None
+    if kernels is not None:
+        given = rows.targets, rows.log_z, rows.entropy, rows.grad_logp, rows.grad_entropy
+        place = {"start": shard.start, "inverse_temperature": shard.inverse_temperature}
+        return kernels.gradients(logits, *given, dtype, **place)
     logp = _scaled(logits, shard, keep).sub_(rows.log_z[:, None])
     grad_logp, grad = rows.grad_logp, logp.exp()
     if rows.grad_entropy is not None and rows.entropy is not None:
@@ -238,4 +277,4 @@ def _grad_logits(logits: Tensor, rows: _Rows, shard: _Shard, keep: bool) -> Tens
     if grad_logp is not None and grad.shape[1]:
         column, here = _local(rows.targets, shard, grad.shape[1])
         grad.scatter_add_(1, column[:, None], (grad_logp * here)[:, None])
-    return grad if shard.inverse_temperature == 1.0 else grad.mul_(shard.inverse_temperature)
+    return (grad if shard.inverse_temperature == 1.0 else grad.mul_(shard.inverse_temperature)).to(dtype)

@@ -11,9 +11,9 @@ norms and head.
 Where numbers decide about shapes, or the device about the code, it is told what to do, and nothing else is changed:
 
 * `is_cuda` of fake tensors is True to Python code, so that the form of the code for GPUs is what runs: no kernels of
-  ours for the CPU, attention by torch's variable-length kernel (under context parallelism by the kernel that torch has
-  for CPUs), and what torch's fused RMSNorm would keep. (Fake tensors that say so to C++ as well need a CUDA build of
-  torch: autograd asks for the device.)
+  ours for the CPU, those for the GPU as what they allocate, attention by torch's variable-length kernel (under context
+  parallelism by the kernel that torch has for CPUs), and what torch's fused RMSNorm would keep. (Fake tensors that say
+  so to C++ as well need a CUDA build of torch: autograd asks for the device.)
 * A mixture's router sends every expert equally many tokens.
 * A pipeline stage is told the shapes of what it receives.
 * Metrics, gradient norm and the check of non-finite numbers are left out; the optimizer steps once.
@@ -160,6 +160,7 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
 
     from megarl.models import attention, norm
     from megarl.models.policy import PolicyModel
+    from megarl.training import logprob
 
     plain, begin = Dispatcher.preprocess, Dispatcher.__init__
 
@@ -183,6 +184,7 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
         (Dispatcher, "preprocess", preprocess),
         (P2PCommunicator, "_communicate_shapes", shapes),
         (attention, "varlen_kernel", lambda q: attention._torch_varlen if q.dtype == torch.bfloat16 else None),
+        (logprob, "_kernels", lambda logits: _LogitsKernels if logits.dtype == torch.float32 else None),
         (norm.RMSNorm, "forward", lambda self, x: _FusedNorm.apply(x, self.weight)),
         (PolicyModel, "to", lambda self, device: self),  # it is there; torch cannot swap fake parameters
         (FakeTensor, "is_cuda", property(lambda self: True)),
@@ -200,6 +202,17 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+class _LogitsKernels:
+    """The memory of megarl/kernels/logits_gpu.py."""
+
+    @staticmethod
+    def statistics(logits: Tensor, *given: Any, **place: Any) -> None: ...
+
+    @staticmethod
+    def gradients(logits: Tensor, *given: Any, **place: Any) -> Tensor:
+        return torch.empty_like(logits, dtype=given[-1])
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -1,0 +1,169 @@
+"""Triton kernels of a GPU over logits [n, V] in float32; their torch references are in `megarl/training/logprob.py`.
+
+    statistics   reads a logit once (4 bytes)                             about 9 FLOPs, 2 of them exponentials
+    gradients    reads it once and writes its gradient (4 + 2 of bf16)    about 7 FLOPs, one of them an exponential
+
+Both are bound by the memory: one logit in 1.2 ps at 3.35 TB/s, in which an H100 computes 80 FLOPs. The products before
+and after them are cuBLAS's. Sums run in float32 over blocks of columns, in an order that depends on nothing but the
+number of columns: the same logits give the same bits in every run and on every rank, which the usual timing of several
+block sizes at the first call would not. `python -m megarl.benchmarks.logits` times the block sizes on a GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Columns of a block and warps of a program, 16 columns per thread: four 16-byte loads of each are under way.
+STATISTICS, GRADIENTS = (4096, 8), (2048, 4)
+
+
+def statistics(
+    logits: Tensor,
+    targets: Tensor,
+    out: Tensor,
+    *,
+    start: int,
+    inverse_temperature: float,
+    entropy: bool,
+    launch: tuple[int, int] = STATISTICS,
+) -> None:
+    """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of each row to `out`.
+
+    Args:
+        logits: float32 [n, V], contiguous, V at least 1. They are divided by the temperature here.
+        targets: int64 [n], indices into the whole vocabulary.
+        out: float32 [4, n], contiguous in its last dimension; row 2 is left alone without `entropy`.
+        start: vocabulary index of the first column.
+        launch: columns of a block and warps of a program.
+    """
+    count, columns = logits.shape
+    block, warps = _fitting(columns, launch)
+    chosen = targets.contiguous()
+    _statistics[(count,)](
+        logits, chosen, out, out.stride(0), columns, start, inverse_temperature, block, entropy, num_warps=warps
+    )
+
+
+def gradients(
+    logits: Tensor,
+    targets: Tensor,
+    log_z: Tensor,
+    entropy: Tensor | None,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    start: int,
+    inverse_temperature: float,
+    launch: tuple[int, int] = GRADIENTS,
+) -> Tensor:
+    """Return the gradient [n, V] in `dtype` of the logits before their division by the temperature.
+
+    Args:
+        logits, targets, start, launch: as of `statistics`.
+        log_z, entropy: float32 [n], of the whole vocabulary.
+        grad_logp, grad_entropy: float32 [n], gradients of both results; None: there is none. That of the entropy
+            counts where `entropy` is given.
+    """
+    count, columns = logits.shape
+    block, warps = _fitting(columns, launch)
+    out = torch.empty_like(logits, dtype=dtype)
+    of_logp, of_entropy = grad_logp is not None, grad_entropy is not None and entropy is not None
+    _gradients[(count, triton.cdiv(columns, block))](
+        logits,
+        targets.contiguous(),
+        log_z,
+        *(log_z if given is None else given.contiguous() for given in (entropy, grad_logp, grad_entropy)),
+        out,
+        columns,
+        start,
+        inverse_temperature,
+        block,
+        of_logp,
+        of_entropy,
+        num_warps=warps,
+    )
+    return out
+
+
+def _fitting(columns: int, launch: tuple[int, int]) -> tuple[int, int]:
+    """Return columns of a block and warps for rows that may be shorter than a block."""
+    block, warps = launch
+    fitting = min(block, triton.next_power_of_2(columns))
+    return fitting, max(1, warps * fitting // block)
+
+
+@triton.jit
+def _statistics(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+    logits,
+    targets,
+    out,
+    out_stride,
+    columns,
+    start,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One row: blocks in turn, with the sums so far as relative to the largest logit so far."""
+    row = tl.program_id(0)
+    own = logits + row.to(tl.int64) * columns
+    peak = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    weighted = tl.zeros((), tl.float32)
+    for begin in range(0, columns, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(own + column, mask=inside, other=-float("inf")) * inverse_temperature
+        new = tl.maximum(peak, tl.max(x, 0))
+        first = peak == -float("inf")  # nothing so far: no difference of infinities
+        factor = tl.where(first, 0.0, tl.exp(peak - new))
+        x -= new
+        exp = tl.exp(x)
+        if ENTROPY:
+            weighted = factor * (weighted + total * tl.where(first, 0.0, peak - new))
+            weighted += tl.sum(tl.where(inside, exp * x, 0.0), 0)
+        total = total * factor + tl.sum(exp, 0)
+        peak = new
+    target = tl.load(targets + row) - start
+    here = (target >= 0) & (target < columns)
+    chosen = tl.load(own + tl.where(here, target, 0), mask=here, other=0.0) * inverse_temperature
+    tl.store(out + row, peak)
+    tl.store(out + out_stride + row, total)
+    if ENTROPY:
+        tl.store(out + 2 * out_stride + row, weighted)
+    tl.store(out + 3 * out_stride + row, chosen)
+
+
+@triton.jit
+def _gradients(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+    logits,
+    targets,
+    log_z,
+    entropy,
+    grad_logp,
+    grad_entropy,
+    out,
+    columns,
+    start,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+    OF_LOGP: tl.constexpr,
+    OF_ENTROPY: tl.constexpr,
+):
+    """One block of a row: g (onehot - p) - e p (log p + entropy), divided by the temperature."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    place = row.to(tl.int64) * columns + column
+    logp = tl.load(logits + place, mask=inside, other=0.0) * inverse_temperature - tl.load(log_z + row)
+    upstream = tl.zeros((BLOCK,), tl.float32)
+    if OF_ENTROPY:
+        upstream += (logp + tl.load(entropy + row)) * tl.load(grad_entropy + row)
+    if OF_LOGP:
+        upstream += tl.load(grad_logp + row)
+    grad = -tl.exp(logp) * upstream
+    if OF_LOGP:
+        grad += tl.where(column == tl.load(targets + row) - start, tl.load(grad_logp + row), 0.0)
+    tl.store(out + place, (grad * inverse_temperature).to(out.dtype.element_ty), mask=inside)
