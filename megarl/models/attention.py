@@ -14,6 +14,7 @@ that do so from their first token on go to the variable-length kernel without ca
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -145,10 +146,17 @@ def _torch_varlen(
 
     cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     span = (-1, -1) if packed.open_from else (-1 if window is None else window - 1, 0)
-    context = varlen_attn(
-        q, k, v, cu, cu, longest, longest, scale=scale, window_size=span, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _varlen_names_grouped_queries() else {}
+    context = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=span, **grouped)
     return cast(torch.Tensor, context)  # a tuple only when it is asked for more
+
+
+@functools.cache
+def _varlen_names_grouped_queries() -> bool:
+    """Tell whether torch wants to be told of fewer key/value heads, as it does from 2.12 on; before, it sees them."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
