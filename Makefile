@@ -5,7 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TORCH := $(shell grep '^torch==' constraints.txt)
+# GPU=1: for machines with GPUs, where this one has none. Their torch is that of SGLang's servers.
+GPU ?= $(wildcard /dev/nvidia0)
+TORCH := $(shell grep '^torch==' $(if $(GPU),constraints-gpu.txt,constraints.txt))
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl
 
 .PHONY: quickstart srpo-quickstart test lint bench gpu-check bench-trl-env older-env triton-test sglang-env libero-env metaworld-env
 
@@ -24,6 +27,15 @@ test: $(STAMP)
 campaign-%: $(STAMP)
 	$(BIN)/pytest --campaign=$* --durations=0
 
+# What depends on torch, with another version of it: `make campaign-torch-2.11.0`. 6 GB in the cache folder.
+TORCH_SLICE := algorithms compat data evaluation kernels models rollout sync training test_pretend_cuda.py
+campaign-torch-%:
+	test -x $(CACHE)/torch-$*/bin/python || $(PYTHON) -m venv $(CACHE)/torch-$*
+	$(CACHE)/torch-$*/bin/python -m pip install --quiet "torch==$*"
+	(echo "torch==$*"; grep -v '^torch==' constraints.txt) > $(CACHE)/torch-$*/constraints.txt
+	$(CACHE)/torch-$*/bin/python -m pip install --quiet -c $(CACHE)/torch-$*/constraints.txt -e '.[dev]'
+	$(CACHE)/torch-$*/bin/pytest -n $(JOBS) --dist loadfile -m "not servers" $(addprefix tests/,$(TORCH_SLICE))
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,7 +50,7 @@ gpu-check: $(STAMP)
 	$(BIN)/megarl doctor gpu $(ARGS)
 
 # TRL for the side by side (benchmarks/peers): its requirements are its own, so it gets its own environment.
-TRL_ENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/trl
+TRL_ENV ?= $(CACHE)/trl
 bench-trl-env:
 	test -x $(TRL_ENV)/bin/python || $(PYTHON) -m venv $(TRL_ENV)
 	$(TRL_ENV)/bin/python -m pip install --quiet "$(TORCH)"
@@ -46,7 +58,7 @@ bench-trl-env:
 
 # transformers 4, which must read exports as they are (make campaign-exports): 1.1 GB in the cache folder.
 OLDER := transformers==4.57.6
-OLDER_ENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/$(subst ==,-,$(OLDER))
+OLDER_ENV ?= $(CACHE)/$(subst ==,-,$(OLDER))
 older-env:
 	test -x $(OLDER_ENV)/bin/python || $(PYTHON) -m venv $(OLDER_ENV)
 	$(OLDER_ENV)/bin/python -m pip install --quiet "$(TORCH)"
@@ -73,11 +85,12 @@ metaworld-env: $(STAMP)
 	$(BIN)/python tools/simulator_env.py metaworld
 
 # torch comes first, by itself: resolved together with the rest, pip may choose another build of several gigabytes.
-$(STAMP): setup.py pyproject.toml constraints.txt
+$(STAMP): setup.py pyproject.toml constraints.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "megarl needs Python 3.11 or newer, $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12 ..." % v[:2])'
 	@echo 'installing into $(VENV): this takes some minutes'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	(echo "$(TORCH)"; grep -v '^torch==' constraints.txt) > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@

@@ -46,13 +46,15 @@ setup(
     },
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
     install_requires=[
-        "torch>=2.13",
+        # 2.11, 2.13 and 2.14 are tested (make campaign-torch-2.11.0); 2.12 is not, and is left to the user.
+        "torch>=2.11,<2.15",
         "megatron-core>=0.16.1,<0.17",
         "transformers>=5,<6",
         "tensordict>=0.9",
         "safetensors>=0.5",
         "pydantic>=2.11",
         "numpy>=1.26",
+        "packaging>=24.2",
         "aiohttp>=3.9",
         "pyyaml>=6",
         "jinja2>=3.1",
@@ -73,6 +75,8 @@ setup(
         # What building flash-attn and transformer-engine takes: they have no wheels on the package index, and build
         # with --no-build-isolation only, against the torch that is installed.
         "gpu": ["ninja", "packaging", "pybind11>=2.12", "setuptools>=77", "wheel>=0.45"],
+        # After `gpu`, with --no-build-isolation: the versions of transformer-engine that megatron-core 0.16.1 asks for.
+        "te": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
         # Tools of MCP servers (environment `tools`).
         "mcp": ["mcp>=2.3,<3"],
         # Demonstrations of robots: LIBERO's files, videos of LeRobot's data sets.

@@ -22,12 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "constraints-sglang.txt"
 sys.path.insert(0, str(ROOT))
 
-from megarl.compat.sglang import (  # noqa: E402
-    COMPLETE,
-    STAND_INS,
-    environments_folder,
-    wheel_of,
-)
+from megarl.compat.cuda import driver_problem, nccl_wheel, toolkit_problem, version_in  # noqa: E402
+from megarl.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noqa: E402
 
 #: Version of NCCL that both interpreters get: that of the torch which SGLang asks for, the newer of the two.
 NCCL = "2.30.7"
@@ -69,10 +65,26 @@ def agree_on_nccl(*pythons: Path) -> None:
     Each torch names one exact version, so both cannot be asked for in one resolution; newer ones keep the interface.
     """
     for python in pythons:
-        wheel = wheel_of(python)
-        if wheel is not None and wheel[1] != NCCL:
-            command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", f"{wheel[0]}=={NCCL}"]
+        found = nccl_wheel(python)
+        if found is not None and found.version != NCCL:
+            command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", f"{found.wheel}=={NCCL}"]
             subprocess.run(command, check=True)
+
+
+def advice(servers: Path, trainer: Path) -> list[str]:
+    """Return what still keeps servers on GPUs from starting here, or from taking weights of this trainer."""
+    notes = [
+        f"{problem.what}: {problem.found}; {problem.fix}"
+        for problem in (driver_problem(), toolkit_problem())
+        if problem
+    ]
+    ours, theirs = (str(version_in(python, "torch")).partition("+")[0] for python in (trainer, servers))
+    if ours != theirs:
+        notes.append(
+            f"the trainer has torch {ours} and the servers {theirs}, which were not tried together on GPUs: install "
+            "the trainer with constraints-gpu.txt"
+        )
+    return notes
 
 
 def main() -> None:
@@ -93,7 +105,10 @@ def main() -> None:
             install(folder, kind)
             (folder / COMPLETE).write_text(json.dumps({"kind": kind, "sglang": version}))
         if kind == "cuda":
-            agree_on_nccl(folder / "bin" / "python", Path(sys.executable))
+            python, trainer = folder / "bin" / "python", Path(sys.executable)
+            agree_on_nccl(python, trainer)
+            for note in advice(python, trainer):
+                print(f"warning: {note}", file=sys.stderr)
     print(folder / "bin" / "python")
 
 

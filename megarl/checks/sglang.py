@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
 from megarl.checks.checklist import Checklist
 from megarl.checks.server_places import NAME as _NAME
 from megarl.checks.server_places import check_colocated, check_gpus
-from megarl.compat.sglang import check_same_nccl, find_python, sglang_version
+from megarl.compat.cuda import check_same_nccl, driver_problem, toolkit_problem, version_in
+from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
 from megarl.config.run import RunConfig
 from megarl.config.sglang import url_problem
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
+from megarl.imports import installed_version
 from megarl.processes import nvidia_devices
 
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
@@ -160,13 +163,35 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         broadcast = config.sync.transport == "distributed" or (
             config.sync.transport == "auto" and not servers.colocated
         )
-        if broadcast and here and nvidia_devices():  # without GPUs it is gloo that broadcasts
-            check_same_nccl(python)
+        if here and nvidia_devices() and not hidden:
+            _check_cuda(config, python, checks)
+            if broadcast:  # without GPUs by gloo
+                check_same_nccl(python)
     except ConfigError as error:
         if not here or (config.cluster.device_memory_gb is not None and not nvidia_devices()):  # for another machine
             checks.warn(_NAME, "rollout.sglang.python", f"not here: {error.what}", fix=error.fix)
         else:
             checks.from_error(_NAME, error)
+
+
+def _check_cuda(config: RunConfig, python: Path, checks: Checklist) -> None:
+    """Warn of a driver, toolkit or torch with which servers on this machine's GPUs may not start or take weights."""
+    for problem in (driver_problem(), toolkit_problem()):
+        if problem is not None:
+            checks.warn(_NAME, problem.where or "", problem.what, found=problem.found, fix=problem.fix)
+    ours, theirs = installed_version("torch"), version_in(python, "torch")
+    if config.sync.transport not in ("disk", "delta") and ours and theirs and _public(ours) != _public(theirs):
+        checks.warn(
+            _NAME,
+            "rollout.sglang.python",
+            "weights go from one torch to another on GPUs, which was not tried",
+            found=f"trainer {ours}, servers {theirs}",
+            fix=f"install the trainer with torch {_public(theirs)} (constraints-gpu.txt), or set sync.transport=disk",
+        )
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
 
 
 def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: bool) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from megarl.compat.cuda import compiler_version, driver_problem, driver_version, toolkit_home, toolkit_problem
 from megarl.errors import ConfigError
 from megarl.imports import installed_version
 from megarl.leftovers import remove_leftovers
@@ -21,6 +26,8 @@ REQUIRED = (
     "ray",
     "mlflow",
 )
+#: Series of torch that the tests were run with: make campaign-torch-VERSION.
+TESTED_TORCH = ("2.11", "2.13", "2.14")
 OPTIONAL = {
     "flash-attn": "variable-length attention kernels on GPUs (else: scaled-dot-product attention of torch)",
     "transformer-engine": "Megatron-Core takes its fused AdamW and gradient norm on GPUs (else: torch's)",
@@ -32,10 +39,14 @@ OPTIONAL = {
 def report() -> str:
     """Return the text of `megarl doctor`."""
     lines = [f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores", ""]
-    lines += [f"  {name:<20} {installed_version(name) or 'MISSING'}" for name in REQUIRED]
+    lines += [f"  {name:<20} {installed_version(name) or 'MISSING'}{_tested(name)}" for name in REQUIRED]
     lines += ["", "optional"]
-    lines += [f"  {name:<20} {installed_version(name) or '-':<14} {enables}" for name, enables in OPTIONAL.items()]
+    lines += [
+        f"  {name:<20} {installed_version(name) or '-':<14} {enables}{_unfit(name)}"
+        for name, enables in OPTIONAL.items()
+    ]
     lines += ["", "SGLang servers (rollout.engine: sglang)", f"  {_servers()}"]
+    lines += ["", "CUDA", *(f"  {line}" for line in _cuda())]
     return "\n".join([*lines, "", "devices", *(f"  {line}" for line in _devices())])
 
 
@@ -46,6 +57,50 @@ def clean() -> str:
     if not removed:
         return "nothing is left of processes that were killed"
     return "\n".join(["removed, of processes that were killed:", *(f"  {path}" for path in removed)])
+
+
+def _tested(name: str) -> str:
+    """Return a note on a version of torch, the package whose behaviour differs most between versions."""
+    version = installed_version(name)
+    if name != "torch" or version is None:
+        return ""
+    series = ", ".join(TESTED_TORCH)
+    return (
+        f"  (tested: {series})"
+        if version.startswith(tuple(f"{one}." for one in TESTED_TORCH))
+        else (f"  NOT TESTED: the tests were run with {series}")
+    )
+
+
+def _unfit(name: str) -> str:
+    """Return a note if Megatron-Core names other versions of this package, as it does of transformer-engine."""
+    version = installed_version(name)
+    if version is None or installed_version("megatron-core") is None:
+        return ""
+    wanted = wanted_by("megatron-core", name)
+    return (
+        f"; megatron-core asks for {wanted}"
+        if wanted and not SpecifierSet(wanted).contains(version, prereleases=True)
+        else ""
+    )
+
+
+def wanted_by(package: str, name: str) -> str:
+    """Return the versions of package `name` that an installed package asks for, in any of its extras; "": any."""
+    found = map(Requirement, importlib.metadata.requires(package) or [])
+    return str(next((one.specifier for one in found if one.name.lower().replace("_", "-") == name), ""))
+
+
+def _cuda() -> list[str]:
+    """Return lines on driver and toolkit, which servers on GPUs need to compile kernels."""
+    driver = driver_version()
+    if driver is None:
+        return ["no NVIDIA driver is loaded"]
+    home = toolkit_home()
+    version = compiler_version(home)
+    toolkit = f"nvcc {version[0]}.{version[1]} in {home}" if version else f"no nvcc in {home}"
+    problems = [problem for problem in (driver_problem(), toolkit_problem()) if problem is not None]
+    return [f"driver {driver}, {toolkit}", *(f"{one.what} ({one.found}): {one.fix}" for one in problems)]
 
 
 def _servers() -> str:

@@ -7,16 +7,15 @@ imported here.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-import sysconfig
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megarl.compat.cuda import runtime_libraries
 from megarl.errors import ConfigError
 
 # A server makes a buffer for every bucket that it gets by broadcast. Kept on one heap, in huge pages, the buffers of
@@ -151,6 +150,7 @@ def shared_memory(instance: str) -> list[Path]:
 def server_environment(
     base: Mapping[str, str],
     *,
+    python: Path,
     api_key: str,
     instance: str,
     cuda: bool,
@@ -163,6 +163,8 @@ def server_environment(
 
     Args:
         base: environment to start from; the trainer's own variables are taken out.
+        python: the servers' interpreter. Its programs (ninja) come first, and on GPUs its CUDA runtime: the memory
+            saver of colocated servers is loaded before torch, and names that library without saying where it is.
         api_key: handed over here, so that no process list shows it.
         instance: the server's name of its shared memory, which no other server has.
         cuda: the server runs on GPUs.
@@ -181,6 +183,7 @@ def server_environment(
         "MEGARL_SERVER_INSTANCE": instance,
         "MEGARL_SERVER_PARENT": str(os.getpid()),
         "MEGARL_SERVER_PDEATHSIG": str(int(threading.current_thread() is threading.main_thread())),
+        "PATH": _in_front([python.absolute().parent], env.get("PATH") or os.defpath),
         "PYTHONUNBUFFERED": "1",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature, as Completion has them
     }
@@ -190,6 +193,9 @@ def server_environment(
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if colocated:
         env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+    libraries = runtime_libraries(python) if cuda else []
+    if libraries:
+        env["LD_LIBRARY_PATH"] = _in_front(libraries, env.get("LD_LIBRARY_PATH"))
     if not cuda:
         env |= {
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -205,43 +211,6 @@ def server_environment(
     return env
 
 
-def nccl_wheel(*folders: str) -> tuple[str, str] | None:
-    """Return (package, version) of the NCCL wheel in these site-packages folders; None without one."""
-    for found in importlib.metadata.distributions(path=list(folders)):
-        name = (found.metadata["Name"] or "").lower().replace("_", "-")
-        if name.startswith("nvidia-nccl-"):
-            return name, found.version
-    return None
-
-
-def wheel_of(python: Path) -> tuple[str, str] | None:
-    """Return `nccl_wheel` of an interpreter in a virtual environment."""
-    return nccl_wheel(*map(str, (python.parent.parent / "lib").glob("python3*/site-packages")))
-
-
-def check_same_nccl(servers: Path, *, trainer: str | None = None) -> None:
-    """Refuse interpreters whose NCCL wheels differ; one without a wheel (a CPU build, an image's own) is not judged.
-
-    Args:
-        servers: the servers' interpreter, in a virtual environment.
-        trainer: site-packages of the trainer; None: of this interpreter.
-
-    Raises:
-        ConfigError: the versions differ.
-    """
-    theirs = wheel_of(servers)
-    ours = nccl_wheel(trainer or sysconfig.get_paths()["purelib"])
-    if ours is None or theirs is None or ours[1] == theirs[1]:
-        return
-    number = [tuple(int(part) for part in version.split(".") if part.isdigit()) for _, version in (ours, theirs)]
-    newer = ours if number[0] > number[1] else theirs
-    older = ours if newer is theirs else theirs
-    where = "the trainer's interpreter" if older is ours else str(servers)
-    raise ConfigError(
-        "the trainer and its servers have different versions of NCCL, which do not join one group",
-        where="sync.transport",
-        found=f"trainer {ours[1]}, servers {theirs[1]}",
-        allowed="one version in both",
-        fix=f"run `make sglang-env`, or in {where}: pip install --no-deps {older[0]}=={newer[1]}; or set "
-        "sync.transport=disk or delta",
-    )
+def _in_front(folders: Sequence[Path], path: str | None) -> str:
+    """Return a search path with `folders` before the others of `path`."""
+    return os.pathsep.join([*map(str, folders), *([path] if path else [])])

@@ -16,6 +16,7 @@ from megarl.config.load import load_config
 from megarl.config.rollout import RolloutConfig
 from megarl.config.sync import SyncConfig
 from megarl.device import DTYPES
+from megarl.errors import ConfigError
 
 URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
 
@@ -82,7 +83,7 @@ def test_a_recipe_for_gpus_does_not_take_an_environment_for_cpus(
 
 def test_on_a_gpu_machine_the_environment_is_one_for_gpus(failures, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(server_checks, "find_python", lambda configured, *, cuda: asked.append(cuda) or sys.executable)
+    monkeypatch.setattr(server_checks, "find_python", lambda configured, *, cuda: asked.append(cuda) or Path(sys.executable))
     monkeypatch.setattr(server_checks, "sglang_version", lambda python, *, cuda: sglang.TESTED)
     monkeypatch.setattr(server_checks, "check_same_nccl", lambda python: None)
     failures("rollout.engine=sglang")
@@ -311,6 +312,25 @@ def test_versions_of_nccl_are_compared_where_nccl_joins_them(failures, on, monke
     monkeypatch.setattr(server_checks, "check_same_nccl", asked.append)
     failures(*on, "cluster.nproc=2", *settings)
     assert bool(asked) is judged
+
+
+def test_servers_on_gpus_are_told_what_they_would_miss(warned, on, monkeypatch) -> None:
+    for module in (server_checks, server_places):
+        monkeypatch.setattr(module, "nvidia_devices", lambda: 8)
+    monkeypatch.setattr(server_checks, "check_same_nccl", lambda python: None)
+    monkeypatch.setattr(server_checks, "version_in", lambda python, package: "2.10.0")
+    old = ConfigError("the driver is too old", where="driver", found="575", fix="install another")
+    monkeypatch.setattr(server_checks, "driver_problem", lambda: old)
+    monkeypatch.setattr(server_checks, "toolkit_problem", lambda: None)
+
+    def told(*settings: str) -> list[str]:
+        found = warned(*on, "cluster.nproc=2", *settings)
+        return [check.message for check in found if check.key in ("driver", "rollout.sglang.python")]
+
+    assert told() == ["the driver is too old", "weights go from one torch to another on GPUs, which was not tried"]
+    assert told("sync.transport=disk") == ["the driver is too old"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # they are on the CPU then
+    assert told() == []
 
 
 def test_interrupted_samples_must_fit_when_they_are_sent_again(failures, on) -> None:

@@ -68,12 +68,16 @@ def test_an_interpreter_without_sglang_is_refused() -> None:
 def test_the_environment_has_nothing_of_the_trainer_and_the_key_nowhere_else() -> None:
     base = {"PATH": "/bin", "RANK": "1", "MASTER_PORT": "1", "PYTHONPATH": "/x", "TORCHELASTIC_RUN_ID": "1"}
     base |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    env = sglang.server_environment(base, api_key="secret", instance="a", cuda=False, tp_size=2)
+    env = sglang.server_environment(
+        base, python=Path(sys.executable), api_key="secret", instance="a", cuda=False, tp_size=2
+    )
     assert not set(env) & (set(base) - {"PATH"})
     assert [name for name, value in env.items() if "secret" in value] == ["MEGARL_SERVER_KEY"]
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
     assert env["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
-    on_gpu = sglang.server_environment(base, api_key="secret", instance="a", cuda=True, gpus=["2", "3"])
+    on_gpu = sglang.server_environment(
+        base, python=Path(sys.executable), api_key="secret", instance="a", cuda=True, gpus=["2", "3"]
+    )
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "SGLANG_USE_CPU_ENGINE" not in on_gpu
     assert "secret" not in " ".join(sglang.server_command(Path("python"), ["--port", "1"]))
@@ -81,7 +85,9 @@ def test_the_environment_has_nothing_of_the_trainer_and_the_key_nowhere_else() -
 
 def test_health_checks_of_a_colocated_server_do_not_generate() -> None:
     def environment(colocated: bool) -> dict[str, str]:
-        return sglang.server_environment({}, api_key="secret", instance="a", cuda=True, colocated=colocated)
+        return sglang.server_environment(
+            {}, python=Path(sys.executable), api_key="secret", instance="a", cuda=True, colocated=colocated
+        )
 
     switch = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     assert dict(environment(True).items() - environment(False).items()) == switch

@@ -145,6 +145,7 @@ class ServerProcess:
             self._temporary = Path(tempfile.mkdtemp(prefix="megarl-"))  # paths of sockets must be short
         environment = server_environment(
             os.environ,
+            python=self._python,
             api_key=spec.api_key,
             instance=self.instance,
             cuda=spec.cuda,

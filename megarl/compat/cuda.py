@@ -1,0 +1,207 @@
+"""CUDA around an interpreter's torch: driver, toolkit, runtime libraries, NCCL; read without touching a device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.errors import ConfigError
+
+#: CUDA of the packages that the tested SGLang asks for, and of torch from 2.11 on the package index.
+MAJOR = 13
+#: First driver of each CUDA: an older one does not load its runtime, but for NVIDIA's compatibility packages.
+FIRST_DRIVER = {12: 525, 13: 580}
+_ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
+# Of the library that torch loads, not of its headers: `torch.cuda.nccl.version()` is the latter, and a wheel may have
+# been exchanged. Where NCCL is part of torch's own library there is nothing else to ask.
+_ASK_NCCL = """
+import ctypes, torch
+if hasattr(torch._C, "_nccl_version"):
+    try:
+        files = {line.split()[-1] for line in open("/proc/self/maps") if "libnccl.so" in line}
+    except OSError:
+        files = set()
+    number = ctypes.c_int()
+    for file in files:
+        ctypes.CDLL(file).ncclGetVersion(ctypes.byref(number))
+    n = number.value
+    parts = (n // 10000, n // 100 % 100, n % 100) if n else torch.cuda.nccl.version()[:3]
+    print(".".join(map(str, parts)))
+"""
+
+
+def site_folders(python: Path) -> list[Path]:
+    """Return the folders of packages of an interpreter, in a virtual environment or of a system."""
+    root = python.absolute().parent.parent
+    forms = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
+    return [folder for form in forms for folder in sorted(root.glob(form))]
+
+
+def version_in(python: Path, package: str) -> str | None:
+    """Return the version of a package in an interpreter, from its metadata; None: it is not there."""
+    folders = list(map(str, site_folders(python)))
+    return next((found.version for found in importlib.metadata.distributions(name=package, path=folders)), None)
+
+
+def runtime_libraries(python: Path) -> list[Path]:
+    """Return the folders of `libcudart` in the wheels of an interpreter, newest CUDA first; none where torch brings
+    its own or the system has it."""
+    found = {file.parent for site in site_folders(python) for file in site.glob("nvidia/*/lib/libcudart.so.*")}
+    return sorted(found, reverse=True, key=lambda folder: max(file.name for file in folder.glob("libcudart.so.*")))
+
+
+def driver_version(root: Path = Path("/")) -> str | None:
+    """Return the version of the loaded NVIDIA driver, as `580.65.06`; None without one.
+
+    Args:
+        root: parent of `proc`.
+    """
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def driver_problem(major: int = MAJOR, root: Path = Path("/")) -> ConfigError | None:
+    """Return why the loaded driver cannot run CUDA `major`; None: it can, or there is no driver.
+
+    Args:
+        major: major version of CUDA, as of `torch.version.cuda`.
+        root: parent of `proc`.
+    """
+    version, needed = driver_version(root), FIRST_DRIVER.get(major)
+    if version is None or needed is None or int(version.partition(".")[0]) >= needed:
+        return None
+    return ConfigError(
+        f"the NVIDIA driver of this machine is too old for CUDA {major}",
+        where="driver",
+        found=version,
+        allowed=f"{needed} or newer",
+        fix=f"install a driver from {needed} on; on data-centre GPUs NVIDIA's package cuda-compat-{major}-0 stands in",
+    )
+
+
+def toolkit_home(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of the CUDA toolkit that SGLang's compilation at run time takes: the same order of search."""
+    configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    if configured:
+        return Path(configured)
+    compiler = shutil.which("nvcc", path=environment.get("PATH"))
+    return Path(compiler).parent.parent if compiler else Path("/usr/local/cuda")
+
+
+@functools.lru_cache
+def compiler_version(home: Path) -> tuple[int, int] | None:
+    """Return the version of the toolkit's nvcc, as (13, 0); None: there is none, or it does not run."""
+    try:
+        done = subprocess.run(
+            [home / "bin/nvcc", "--version"], capture_output=True, text=True, check=False, timeout=_ANSWER_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return (int(found.group(1)), int(found.group(2))) if found else None
+
+
+def toolkit_problem(environment: Mapping[str, str] = os.environ) -> ConfigError | None:
+    """Return why servers on GPUs cannot compile kernels here, as SGLang does when it starts; None: they can."""
+    home = toolkit_home(environment)
+    version = compiler_version(home)
+    install = (
+        f"install the toolkit of CUDA {MAJOR} (NVIDIA's package cuda-toolkit-{MAJOR}-0) and set CUDA_HOME to its "
+        "folder, or start in an image that has it"
+    )
+
+    def problem(what: str, found: object, allowed: str, fix: str) -> ConfigError:
+        what = f"servers compile kernels when they start, and {what}"
+        return ConfigError(what, where="CUDA_HOME", found=str(found), allowed=allowed, fix=fix)
+
+    if version is None:
+        return problem("there is no CUDA compiler", home / "bin/nvcc", f"nvcc of CUDA {MAJOR}", install)
+    if version[0] != MAJOR:
+        found = f"{home / 'bin/nvcc'} of CUDA {version[0]}.{version[1]}"
+        return problem("the CUDA compiler is of another CUDA than their torch", found, f"CUDA {MAJOR}", install)
+    if not (home / "lib64/libcudart.so").exists():
+        fix = "set CUDA_HOME to the toolkit's own folder; a script or link called nvcc elsewhere does not lead there"
+        return problem("there is no runtime library to link them with", home, "a folder with lib64/libcudart.so", fix)
+    host = environment.get("CXX", "c++")
+    if shutil.which(host, path=environment.get("PATH")) is None:
+        return problem("there is no C++ compiler", host, "a C++17 compiler", "install g++, or set CXX")
+    return None
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """NCCL of an interpreter's torch.
+
+    Attributes:
+        version: as `2.30.7`.
+        wheel: package that it comes from; None: an image's own, or part of torch.
+    """
+
+    version: str
+    wheel: str | None = None
+
+    @property
+    def number(self) -> tuple[int, ...]:
+        """The version, to compare."""
+        return tuple(int(part) for part in self.version.split(".") if part.isdigit())
+
+
+def nccl_wheel(python: Path) -> Nccl | None:
+    """Return NCCL of an interpreter if a wheel has it, from the packages' metadata."""
+    for found in importlib.metadata.distributions(path=list(map(str, site_folders(python)))):
+        name = (found.metadata["Name"] or "").lower().replace("_", "-")
+        if name.startswith("nvidia-nccl-"):
+            return Nccl(found.version, name)
+    return None
+
+
+@functools.lru_cache
+def nccl_of(python: Path) -> Nccl | None:
+    """Return NCCL of an interpreter: of its wheel, else what its torch answers, in seconds; None: it has none."""
+    wheel = nccl_wheel(python)
+    if wheel is not None:
+        return wheel
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", _ASK_NCCL], capture_output=True, text=True, check=False, timeout=_ANSWER_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    version = done.stdout.strip()
+    return Nccl(version) if version else None
+
+
+def check_same_nccl(servers: Path, trainer: Path = Path(sys.executable)) -> None:
+    """Refuse interpreters with different versions of NCCL; one without NCCL (a CPU build of torch) is not judged.
+
+    Raises:
+        ConfigError: the versions differ.
+    """
+    ours, theirs = nccl_of(trainer), nccl_of(servers)
+    if ours is None or theirs is None or ours.number == theirs.number:
+        return
+    older, newer = sorted((ours, theirs), key=lambda nccl: nccl.number)
+    where = "the trainer's interpreter" if older is ours else str(servers)
+    if older.wheel:
+        fix = f"run `make sglang-env`, or in {where}: pip install --no-deps {older.wheel}=={newer.version}"
+    else:
+        fix = f"{where} has the older one as part of its image or torch: take a newer image, or torch from the index"
+    raise ConfigError(
+        "the trainer and its servers have different versions of NCCL, which do not join one group",
+        where="sync.transport",
+        found=f"trainer {ours.version}, servers {theirs.version}",
+        allowed="one version in both",
+        fix=f"{fix}; or set sync.transport=disk or delta",
+    )
