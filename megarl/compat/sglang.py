@@ -163,8 +163,8 @@ def server_environment(
 
     Args:
         base: environment to start from; the trainer's own variables are taken out.
-        python: the servers' interpreter. Its programs (ninja) come first, and on GPUs its CUDA runtime: the memory
-            saver of colocated servers is loaded before torch, and names that library without saying where it is.
+        python: the servers' interpreter. Its programs (ninja) come first, and on GPUs its CUDA runtime, which the
+            memory saver of colocated servers needs before torch is loaded.
         api_key: handed over here, so that no process list shows it.
         instance: the server's name of its shared memory, which no other server has.
         cuda: the server runs on GPUs.
@@ -187,14 +187,12 @@ def server_environment(
         "PYTHONUNBUFFERED": "1",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature, as Completion has them
     }
-    if temporary is not None:
-        env["TMPDIR"] = str(temporary)
+    env |= {} if temporary is None else {"TMPDIR": str(temporary)}
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if colocated:
         env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
-    libraries = runtime_libraries(python) if cuda else []
-    if libraries:
+    if cuda and (libraries := runtime_libraries(python)):
         env["LD_LIBRARY_PATH"] = _in_front(libraries, env.get("LD_LIBRARY_PATH"))
     if not cuda:
         env |= {

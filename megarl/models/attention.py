@@ -146,7 +146,9 @@ def _torch_varlen(
 
     cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     span = (-1, -1) if packed.open_from else (-1 if window is None else window - 1, 0)
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _varlen_names_grouped_queries() else {}
+    grouped: dict[str, Any] = (
+        {"enable_gqa": True} if q.shape[1] != k.shape[1] and _varlen_names_grouped_queries() else {}
+    )
     context = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=span, **grouped)
     return cast(torch.Tensor, context)  # a tuple only when it is asked for more
 
