@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,16 @@ from pathlib import Path
 import torch
 
 from megarl.certificate.findings import Findings, Skipped
-from megarl.compat.sglang import check_same_nccl, find_python, sglang_version
+from megarl.compat.cuda import (
+    check_same_nccl,
+    compiler_version,
+    driver_problem,
+    driver_version,
+    nccl_of,
+    toolkit_home,
+    toolkit_problem,
+)
+from megarl.compat.sglang import find_python, sglang_version
 from megarl.device import has_cuda
 from megarl.errors import ConfigError
 from megarl.machine import machine_info
@@ -20,9 +27,6 @@ from megarl.processes import has_nvidia_device
 
 _WAIT_S = 120.0  # for one command, or one message of the other process
 _SHARED_BYTES = 1 << 20
-_NCCL = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else '')"
-#: Least driver for the CUDA that torch was built with: CUDA's release notes, minor version compatibility.
-_DRIVERS = {13: 580, 12: 525}
 
 
 def run(found: Findings, folder: Path) -> None:
@@ -68,31 +72,29 @@ def _devices(found: Findings) -> None:
 
 
 def _driver(found: Findings) -> None:
-    text = said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0]
-    cuda = torch.version.cuda or "0"
-    least = _DRIVERS.get(int(cuda.split(".")[0]), 0)
-    found.check("driver", int(text.split(".")[0]) >= least, f"{text}; CUDA {cuda} needs {least} or newer")
+    version, cuda = driver_version(), torch.version.cuda
+    if version is None:
+        raise Skipped("no NVIDIA driver is loaded")
+    problem = driver_problem(int((cuda or "0").split(".")[0]))
+    found.check("driver", problem is None, f"{version}, for CUDA {cuda}" + (f": {problem}" if problem else ""))
 
 
 def _compiler(found: Findings) -> None:
     """SGLang and FlashInfer compile kernels at their first use."""
-    home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=os.pathsep.join([f"{home}/bin"] * bool(home) + [os.environ.get("PATH", "")]))
     if not has_cuda():
         raise Skipped("no GPU")
-    detail = "none on PATH or in CUDA_HOME: servers compile kernels at run time; install the CUDA toolkit"
-    if found.check("nvcc", nvcc is not None, nvcc or detail):
-        found.fact("nvcc", said([str(nvcc), "--version"]).splitlines()[-1])
-    found.fact("CUDA_HOME", home)
+    problem, home = toolkit_problem(), toolkit_home()
+    found.check("toolkit", problem is None, str(problem or home))
+    found.fact("nvcc", f"{compiler_version(home)} in {home}")
 
 
-def nccl(found: Findings, servers: Path | None = None, trainer: str | None = None) -> None:
-    """Check that trainer and servers have one version of NCCL: by their wheels, and by what their torch has loaded.
+def nccl(found: Findings, servers: Path | None = None, trainer: Path = Path(sys.executable)) -> None:
+    """Check that trainer and servers have one version of NCCL: of their wheels, or of what their torch has loaded.
 
     Args:
         found: takes the checks.
         servers: interpreter of the servers; None: the one that a run would find.
-        trainer: site-packages of the trainer; None: of this interpreter.
+        trainer: interpreter of the trainer.
 
     Raises:
         Skipped: there is no interpreter for servers.
@@ -104,13 +106,10 @@ def nccl(found: Findings, servers: Path | None = None, trainer: str | None = Non
     except ConfigError as error:
         raise Skipped(f"{error.what}: {error.fix}") from error
     try:
-        check_same_nccl(python, trainer=trainer)
-        found.check("NCCL wheels", True, "one version, or no wheel to compare")
+        check_same_nccl(python, trainer)
+        found.check("NCCL", True, f"trainer {nccl_of(trainer)}, servers {nccl_of(python)}")
     except ConfigError as error:
-        found.check("NCCL wheels", False, f"{error.found}; {error.fix}")
-    if has_cuda():
-        ours, theirs = (said([str(one), "-c", _NCCL]) for one in (sys.executable, python))
-        found.check("NCCL loaded", ours == theirs, f"trainer {ours or 'none'}, servers {theirs or 'none'}")
+        found.check("NCCL", False, f"{error.found}; {error.fix}")
 
 
 def _peers(found: Findings) -> None:
