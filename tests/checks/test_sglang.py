@@ -83,7 +83,9 @@ def test_a_recipe_for_gpus_does_not_take_an_environment_for_cpus(
 
 def test_on_a_gpu_machine_the_environment_is_one_for_gpus(failures, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(server_checks, "find_python", lambda configured, *, cuda: asked.append(cuda) or Path(sys.executable))
+    monkeypatch.setattr(
+        server_checks, "find_python", lambda configured, *, cuda: asked.append(cuda) or Path(sys.executable)
+    )
     monkeypatch.setattr(server_checks, "sglang_version", lambda python, *, cuda: sglang.TESTED)
     monkeypatch.setattr(server_checks, "check_same_nccl", lambda python: None)
     failures("rollout.engine=sglang")
