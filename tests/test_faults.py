@@ -6,8 +6,8 @@
 
 A run that survives a fault is compared at once, and the next moment is one of a new run. A moment is a phase: the
 module of the rows holds every rank that opens it until the fault has happened. Results go to FAULTS (faults.json),
-where a chain that was cut goes on with its next moment, and one that is over is not repeated; `python -m
-tests.test_faults faults.json` prints the table of docs/launching.md.
+where a chain that was cut goes on with its next moment in the same folder beside them, and one that is over is not
+repeated; `python -m tests.test_faults faults.json` prints the table of docs/launching.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.runtime.robots import write_robots_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(3600), pytest.mark.campaign("faults")]
 
-RESULTS = Path(os.environ.get("FAULTS", "faults.json"))
+RESULTS = Path(os.environ.get("FAULTS", "faults.json")).resolve()
 LAUNCHERS = ("local", "torchrun", "ray")
 #: Ends of phases, and the first step in which they count. "imports" is a rank's process, "loading" its first beat.
 MOMENTS = {
@@ -327,7 +327,7 @@ def delete(find: Callable[[Run], Path | None]) -> Callable[[Run], bool]:
 
 def fill(run: Run) -> bool:
     """The file system of the run folder, to the last byte, until the command has ended."""
-    with (run.folder / "disk" / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    with (run.run_dir.parent / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
     return True
@@ -358,6 +358,11 @@ class Kind(NamedTuple):
     scene: str = "text"
 
 
+def helpers(number: int, name: str, codes: tuple[int, ...], ranks: int, scene: str) -> Kind:
+    """A signal to processes of the workers, which are the same with every launcher."""
+    return Kind(signals(number, named(name)), codes, ranks, ("local",), scene=scene)
+
+
 KINDS = {
     "SIGKILL of the launcher": Kind(signals(signal.SIGKILL, launcher), (-9,)),
     "SIGKILL of rank 0": Kind(signals(signal.SIGKILL, rank(0)), (1,), 2),
@@ -369,14 +374,10 @@ KINDS = {
     "console pipe closed": Kind(close_console, (0,)),
     "SIGKILL of the reward workers": Kind(signals(signal.SIGKILL, named("megarl.rewards.pool_worker")), (0, 2)),
     "SIGSTOP of the reward workers": Kind(signals(signal.SIGSTOP, named("megarl.rewards.pool_worker")), (0, 2)),
-    "SIGKILL of the tool processes": Kind(
-        signals(signal.SIGKILL, named("megarl.envs.tools.worker")), (0,), scene="tools"
-    ),
-    "SIGSTOP of the tool processes": Kind(
-        signals(signal.SIGSTOP, named("megarl.envs.tools.worker")), (0, 1, 2), scene="tools"
-    ),
-    "SIGKILL of the simulators": Kind(signals(signal.SIGKILL, named("simulators/start.py")), (0,), 2, scene="robots"),
-    "SIGSTOP of the simulators": Kind(signals(signal.SIGSTOP, named("simulators/start.py")), (0,), 2, scene="robots"),
+    "SIGKILL of the tool processes": helpers(signal.SIGKILL, "megarl.envs.tools.worker", (0,), 1, "tools"),
+    "SIGSTOP of the tool processes": helpers(signal.SIGSTOP, "megarl.envs.tools.worker", (0, 1, 2), 1, "tools"),
+    "SIGKILL of the simulators": helpers(signal.SIGKILL, "simulators/start.py", (0,), 2, "robots"),
+    "SIGSTOP of the simulators": helpers(signal.SIGSTOP, "simulators/start.py", (0,), 2, "robots"),
     "disk full": Kind(fill, (0, 1, 2)),
     "newest checkpoint cut": Kind(then_all_die(cut_shard), (-9,)),
     "newest checkpoint deleted": Kind(then_all_die(delete(Run.checkpoint)), (-9,)),
@@ -457,7 +458,6 @@ def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
     kind: str,
     launcher: str,
     undisturbed: Callable[[Kind], Numbers],
-    tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
     chain = f"{launcher}: {kind}"
@@ -465,9 +465,14 @@ def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
     if launcher not in KINDS[kind].launchers or "end" in told:
         pytest.skip("it has happened, or cannot")
     numbers = undisturbed(KINDS[kind])
-    run = Run(launcher, KINDS[kind], write_recipe(tmp_path, KINDS[kind].scene), tmp_path)
+    folder = RESULTS.with_suffix(".runs") / "".join(filter(str.isalnum, chain))
+    if not folder.exists():
+        told = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(launcher, KINDS[kind], write_recipe(folder, KINDS[kind].scene), folder)
     if kind == "disk full":
-        run.run_dir = request.getfixturevalue("disk") / "run"
+        told, run.run_dir = {}, request.getfixturevalue("disk") / "run"
+    run.goes_on()
     try:
         for moment in [moment for moment in MOMENTS if moment not in told]:
             began = time.monotonic()
@@ -476,6 +481,7 @@ def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
         moment = "end"
         finish(run, numbers)
         told["end"] = "equal"
+        shutil.rmtree(folder)
     except BaseException as error:
         told[f"{moment} failed"] = str(error)[:3000]
         raise
@@ -499,7 +505,7 @@ def disturb(run: Run, kind: str, moment: str, undisturbed: Numbers) -> str:
     done = run.comes_to(moment) and deed(run)
     run.goes_on()
     code = run.ends()
-    (run.folder / "disk" / "filler").unlink(missing_ok=True)
+    (run.run_dir.parent / "filler").unlink(missing_ok=True)
     if console and CONSOLE:
         os.close(CONSOLE.pop())
     assert code in (codes if done else (0,)), f"exit code {code}:\n{run.told()}"
