@@ -54,6 +54,7 @@ SETTINGS = (
     "sft.steps=0",
     "validation.every=0",
     "data.val_files=[]",
+    "cluster.timeout_s=150",
     "reward.timeout_s=15",
 )
 ROWS = """
