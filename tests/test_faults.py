@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -434,14 +434,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Nu
     return lambda kind: numbers(kind.scene, kind.ranks)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+def mount(folder: Path) -> Path:
+    """A file system of 256 MB there, which stays until its chain is over."""
+    if not folder.is_mount():
+        folder.mkdir(exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder], check=True)
+    return folder
 
 
 def results() -> dict[str, dict[str, str]]:
@@ -456,10 +454,7 @@ def note(chain: str, told: dict[str, str]) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
-    kind: str,
-    launcher: str,
-    undisturbed: Callable[[Kind], Numbers],
-    request: pytest.FixtureRequest,
+    kind: str, launcher: str, undisturbed: Callable[[Kind], Numbers]
 ) -> None:
     chain = f"{launcher}: {kind}"
     told = {moment: code for moment, code in results().get(chain, {}).items() if "failed" not in moment}
@@ -472,7 +467,7 @@ def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(launcher, KINDS[kind], write_recipe(folder, KINDS[kind].scene), folder)
     if kind == "disk full":
-        told, run.run_dir = {}, request.getfixturevalue("disk") / "run"
+        run.run_dir = mount(folder / "disk") / "run"
     run.goes_on()
     try:
         for moment in [moment for moment in MOMENTS if moment not in told]:
@@ -482,6 +477,8 @@ def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
         moment = "end"
         finish(run, numbers)
         told["end"] = "equal"
+        if run.run_dir.parent.is_mount():
+            subprocess.run(["umount", "--lazy", run.run_dir.parent], check=True)
         shutil.rmtree(folder)
     except BaseException as error:
         told[f"{moment} failed"] = str(error)[:3000]
