@@ -20,7 +20,7 @@ class Findings:
     """Checks with a verdict, figures beside what is expected, and facts; each is a JSON line of a file.
 
     Args:
-        path: file of the lines, which is written anew.
+        path: file of the lines; what was in it is lost.
     """
 
     def __init__(self, path: Path) -> None:

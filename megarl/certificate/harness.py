@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
+from megarl.benchmarks.sources import commit_now
 from megarl.certificate.findings import read_findings
 from megarl.imports import installed_version
 from megarl.machine import visible_gpus
@@ -78,7 +79,7 @@ class Result:
 
 
 def machine_key() -> dict[str, Any]:
-    """Return versions and devices; a result is of use as long as they are the same. Loads no driver."""
+    """Return commit, versions and devices; a result is of use as long as they are the same. Loads no driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     gpus: list[str] = []
     if has_nvidia_device():
@@ -86,7 +87,9 @@ def machine_key() -> dict[str, Any]:
             gpus = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
         except (OSError, subprocess.SubprocessError) as error:
             gpus = [f"nvidia-smi: {error}"]
+    commit, changed = commit_now()
     return {
+        "commit": commit + "+" * changed,
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
         "python": sys.version.split()[0],
         "gpus": gpus,
@@ -184,5 +187,5 @@ def end_family(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # children that it left behind
+        os.killpg(process.pid, signal.SIGKILL)  # children that outlived it
     psutil.wait_procs(family, timeout=_GRACE_S)

@@ -301,15 +301,15 @@ _MEASURE_SIZE = 1024
 _COPIED = 1 << 26  # bytes: more than caches hold
 
 
-def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
-    """Return the FLOP/s of the best of the square matrix products done in `seconds` on this process's device."""
+def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_SIZE) -> float:
+    """Return the FLOP/s of the best of the products of `size` x `size` done in `seconds` on this process's device."""
     import torch
 
     from megarl import device
 
     if dtype not in device.DTYPES:
         raise UserError("unknown dtype", where="peak_flops", found=dtype, allowed=sorted(device.DTYPES))
-    a = torch.randn(_MEASURE_SIZE, _MEASURE_SIZE, device=device.device()).to(device.DTYPES[dtype])
+    a = torch.randn(size, size, device=device.device()).to(device.DTYPES[dtype])
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)
     device.synchronize()
@@ -318,7 +318,7 @@ def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
         torch.mm(a, a, out=out)
         device.synchronize()
         best = min(best, time.perf_counter() - start)
-    return 2 * _MEASURE_SIZE**3 / best
+    return 2 * size**3 / best
 
 
 def measure_memory() -> float:

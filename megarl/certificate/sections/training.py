@@ -55,7 +55,7 @@ def train(
     """Hold an engine against the reference's numbers before training, and those of its steps."""
     name = f"{model} {str(dtype).removeprefix('torch.')}"
     engine, batch, limit = make_engine(model, layout, dtype), make_batch(), _NUMBERS[dtype]
-    elsewhere = left_behind(engine)
+    elsewhere = left_on_host(engine)
     found.check(f"{name}: all on {device()}", not elsewhere, ", ".join(elsewhere[:4]))
     before = outputs(engine, batch)
     for what, values in before.items():
@@ -73,7 +73,7 @@ def train(
     found.check(f"{name}: loss falls", ours[-1]["loss"] < ours[0]["loss"], ", ".join(f"{s['loss']:.4f}" for s in ours))
 
 
-def left_behind(engine: MegatronEngine) -> list[str]:
+def left_on_host(engine: MegatronEngine) -> list[str]:
     """Return the parameters and buffers that are not on this process's device."""
     return [
         f"{name} on {tensor.device}"

@@ -1,0 +1,76 @@
+"""Runs of the command line that sections start and read: the quickstart with other settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.artifacts.facts import raw_config
+from megarl.artifacts.jsonl import read_jsonl
+from megarl.benchmarks.program import run_program
+from megarl.config.model import ModelConfig
+from megarl.machine import visible_gpus
+from megarl.processes import nvidia_devices
+
+RECIPE = "grpo_quickstart"
+#: Only training: no cold start, no validation, nothing written but metrics.
+PLAIN = (
+    *("sft.steps=0", "validation.before_train=false", "validation.every=0", "trainer.export_hf=false"),
+    *("trainer.save_every=0", "tracking.mlflow=false", "tracking.report=false"),
+)
+
+
+def gpu_count() -> int:
+    """Return the number of GPUs that this process may use, without loading their driver."""
+    visible = visible_gpus(os.environ)
+    return nvidia_devices() if visible is None else min(len(visible), nvidia_devices())
+
+
+def sizes_of(model: str) -> dict[str, Any]:
+    """Return `model.hf_config` with the sizes of a model of the hub, and the special tokens of the quickstart's."""
+    known = raw_config(ModelConfig(path=model))
+    assert known is not None, "the model is one of the known ones"
+    return {**known[0], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def command(run_dir: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the command of a training run."""
+    return [sys.executable, "-m", "megarl", "train", RECIPE, *overrides, "--run-dir", str(run_dir)]
+
+
+def train(run_dir: Path, overrides: Sequence[str], limit_s: float) -> list[dict[str, Any]]:
+    """Run the command until it ends; return the lines of its training steps.
+
+    Raises:
+        WorkerError: it failed, or did not end in time; its last output is in the message.
+    """
+    output, _ = run_program(command(run_dir, overrides), limit_s=limit_s, merged=True)
+    (run_dir / "output.txt").write_text(output)
+    return steps_in(run_dir)
+
+
+def steps_in(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of the training steps so far."""
+    file = run_dir / "metrics.jsonl"
+    return [line for line in read_jsonl(file) if line["stage"] == "train"] if file.is_file() else []
+
+
+def planned(overrides: Sequence[str], hardware: str | None) -> dict[str, float]:
+    """Return the planner's numbers of the run by name.
+
+    Args:
+        overrides: of the recipe.
+        hardware: see `megarl plan --hardware`; None: its own choice.
+
+    Raises:
+        WorkerError: it cannot be planned.
+    """
+    chosen = [] if hardware is None else ["--hardware", hardware]
+    output, _ = run_program(
+        [sys.executable, "-m", "megarl", "plan", RECIPE, *overrides, *chosen, "--json"], limit_s=300
+    )
+    return {one["name"]: one["value"] for one in json.loads(output)["numbers"]}

@@ -1,0 +1,115 @@
+"""Embedded generation: captured steps against plain ones, log-probs against the training pass, memory given back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.certificate.findings import Findings
+from megarl.certificate.models import make_engine
+from megarl.certificate.sections.kernels import difference
+from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.data.batch import Batch, Jagged
+from megarl.device import dist_backend, empty_cache, has_cuda
+
+if TYPE_CHECKING:
+    from megarl.rollout.engine import Completion, Request
+    from megarl.training.engine import MegatronEngine
+    from megarl.training.parallel import Layout
+
+_MODELS = ("dense", "mixture")
+_EOS = [2]
+_ROUNDS = 3
+_SLACK = 1 << 16  # bytes: a cache of these models has a megabyte
+#: Log-probs of decoding against those of the training pass: other kernels on the same weights. In bf16 a token may go
+#: to another expert: 0.003 on a CPU.
+_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+_DEADLINE_S = 300.0
+
+
+def run(found: Findings, folder: Path) -> None:
+    """Generate with every model in every dtype, with and without CUDA graphs."""
+    from megarl.comm import single_world
+    from megarl.config.model import ParallelConfig
+    from megarl.training.parallel import init_parallel
+
+    layout = init_parallel(ParallelConfig(), single_world(dist_backend(), _DEADLINE_S))
+    if not has_cuda():
+        found.skip("graphs", "no GPU")
+    for model in _MODELS:
+        for dtype in _LIMITS:
+            generate(found, model, layout, dtype)
+
+
+def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) -> None:
+    """Check samples of one model."""
+    from megarl.rollout.embedded.engine import EmbeddedEngine
+
+    name = f"{model} {str(dtype).removeprefix('torch.')}"
+    engine = make_engine(model, layout, dtype, frozen=True)
+    asked, sampling = _requests(), SamplingConfig(max_new_tokens=16, temperature=1.0)
+    plain, captured = (
+        EmbeddedEngine(engine.chunks, RolloutConfig(cuda_graphs=graphs, max_running=8), layout)
+        for graphs in (False, True)
+    )
+    samples = plain.generate(asked, sampling, _EOS)
+    error = difference(_logprobs(samples), _training_logprobs(engine, asked, samples))
+    found.within(f"{name}: log-probs are those of the training pass", error, _LIMITS[dtype])
+    if has_cuda():
+        same = captured.generate(asked, sampling, _EOS)
+        tokens = [[one.token_ids for one in group] for group in same]
+        found.check(
+            f"{name}: graphs change no token", tokens == [[one.token_ids for one in group] for group in samples]
+        )
+    captured.generate(asked, sampling, _EOS)
+    before = live_bytes()
+    for _ in range(_ROUNDS):
+        captured.generate(asked, sampling, _EOS)
+    grown = live_bytes() - before
+    found.check(
+        f"{name}: memory is given back", grown <= _SLACK, f"{grown} bytes more after {_ROUNDS} more generations"
+    )
+
+
+def live_bytes() -> int:
+    """Return the bytes of this process's tensors: of the device's allocator, or, on a CPU, of what Python can reach."""
+    gc.collect()
+    if has_cuda():
+        empty_cache()
+        return torch.cuda.memory_allocated()
+    storages = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu":
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _requests(count: int = 5, n: int = 2) -> list[Request]:
+    from megarl.rollout.engine import Request
+
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 30, (count,), generator=g).tolist()
+    return [
+        Request(torch.randint(3, 131, (length,), generator=g).tolist(), [1000 * i + k for k in range(n)])
+        for i, length in enumerate(lengths)
+    ]
+
+
+def _logprobs(samples: Sequence[Sequence[Completion]]) -> torch.Tensor:
+    return torch.tensor([value for group in samples for one in group for value in one.logprobs])
+
+
+def _training_logprobs(
+    engine: MegatronEngine, asked: Sequence[Request], samples: Sequence[Sequence[Completion]]
+) -> torch.Tensor:
+    pairs = [(request, one) for request, group in zip(asked, samples, strict=True) for one in group]
+    columns = {
+        "prompt_ids": Jagged.from_list([torch.tensor(request.prompt_ids) for request, _ in pairs]),
+        "response_ids": Jagged.from_list([torch.tensor(one.token_ids) for _, one in pairs]),
+    }
+    logp, _ = engine.logprobs(Batch(columns, {}), entropy=False)
+    return logp.values.cpu()

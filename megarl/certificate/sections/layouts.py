@@ -1,0 +1,113 @@
+"""Every layout that fits the devices against one process: log-probs, losses and gradient norms of two steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.certificate.findings import Findings
+from megarl.certificate.models import make_batch, make_engine, outputs, step
+from megarl.certificate.runs import gpu_count
+from megarl.config.load import find_recipe, load_config
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.device import dist_backend
+from megarl.launchers.common import run_workers
+from megarl.processes import write_atomically
+
+_MODELS = ("dense", "mixture")
+_STEPS = 2
+_LIMIT = 1e-4  # float32: sums run in another order, some 1e-6 of values of size 1 to 10
+_DEADLINE_S = 120.0
+
+
+def run(found: Findings, folder: Path) -> None:
+    """Compute the same numbers in one process and in all that there are devices for; two on a CPU."""
+    processes = gpu_count() or 2
+    if processes == 1:
+        found.skip("layouts", "one GPU, and a layout takes two or more")
+        return
+    alone, together = (_ranks(number, folder) for number in (1, processes))
+    for name, expected in alone[0].items():
+        model = name.partition(" ")[0]
+        for layout in together[0]:
+            if layout.startswith(f"{model} "):
+                for what, error in differences(expected, [rank[layout] for rank in together]).items():
+                    found.within(f"{layout}: {what}", error, _LIMIT)
+
+
+def differences(expected: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the largest differences between one process and all ranks, of the numbers of samples and of steps."""
+    errors: dict[str, float] = {}
+    for what, rows in expected["samples"].items():
+        found = {name: row for rank in ranks for name, row in rank["samples"][what].items()}
+        same = found.keys() == rows.keys() and all(len(found[name]) == len(row) for name, row in rows.items())
+        pairs = [(a, b) for name, row in rows.items() for a, b in zip(row, found[name], strict=True)] if same else []
+        errors[what] = max(abs(a - b) for a, b in pairs) if same else float("inf")
+    for what in expected["steps"][0]:
+        errors[what] = max(
+            abs(ours[what] - theirs[what]) / max(abs(theirs[what]), 1.0)
+            for rank in ranks
+            for ours, theirs in zip(rank["steps"], expected["steps"], strict=True)
+        )
+    return errors
+
+
+def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
+    """Yield (name, layout) of each model for so many processes; data parallel has the rest of them."""
+    if processes == 1:
+        yield from ((model, ParallelConfig()) for model in _MODELS)
+        return
+    sizes: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}]
+    sizes += [{"ep": 2}, {"ep": 4}, {"ep": 8}, {"ep": 2, "etp": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}]
+    sizes += [{"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "cp": 2, "sp": True}, {"tp": 2, "pp": 2, "cp": 2}]
+    for model in _MODELS:
+        for one in sizes:
+            layout = ParallelConfig(**one)
+            experts = layout.ep * layout.expert_tp * layout.pp if layout.ep > 1 else 1
+            heads = layout.tp <= 2  # groups of queries in the small models
+            fits = processes % layout.model_parallel_size == 0 and processes % experts == 0 and heads
+            if fits and (model == "mixture" or layout.ep == 1):
+                yield f"{model} {' '.join(f'{key} {value}' for key, value in one.items()) or 'dp only'}", layout
+
+
+def _ranks(processes: int, folder: Path) -> list[dict[str, Any]]:
+    """Return what `work` wrote in each of so many processes."""
+    run_dir = folder / f"processes_{processes}"
+    run_dir.mkdir()
+    settings = [f"cluster.nproc={processes}", "cluster.threads=1", f"cluster.timeout_s={_DEADLINE_S}"]
+    config = load_config(find_recipe("grpo_quickstart"), settings)
+    code = run_workers("local", f"{__name__}:work", config, run_dir)
+    if code != 0:
+        raise RuntimeError(f"{processes} processes ended with exit code {code}")
+    return [json.loads((run_dir / f"numbers_{rank}.json").read_text()) for rank in range(processes)]
+
+
+def work(config: RunConfig, run_dir: Path) -> None:
+    """Compute the numbers of every layout and leave this rank's in a file. Runs in each worker."""
+    from megarl.comm import team_world
+    from megarl.rendezvous import join
+    from megarl.training.parallel import init_parallel
+
+    join(dist_backend(), config.cluster.timeout_s, run_dir)
+    world, found = team_world(config.cluster.timeout_s), {}
+    for name, parallel in layouts_of(world.size):
+        layout = init_parallel(parallel, world)
+        engine = make_engine(name.partition(" ")[0], layout, torch.float32)
+        whole = make_batch()
+        batch = whole.select(list(range(layout.dp_rank, len(whole), layout.dp_size)))
+        numbers = {
+            what: dict(zip(batch["sample_id"], (row.tolist() for row in values), strict=True))
+            for what, values in _by_sample(outputs(engine, batch), batch["response_ids"].lengths.tolist()).items()
+        }
+        found[name] = {"samples": numbers, "steps": [step(engine, batch) for _ in range(_STEPS)]}
+        layout.close()
+    write_atomically(run_dir / f"numbers_{world.rank}.json", json.dumps(found))
+
+
+def _by_sample(numbers: dict[str, torch.Tensor], lengths: list[int]) -> dict[str, tuple[torch.Tensor, ...]]:
+    return {what: values.cpu().split(lengths) for what, values in numbers.items()}
