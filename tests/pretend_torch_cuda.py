@@ -38,9 +38,17 @@ class Event:
 def replace(seen: Any, graph: type, capture: type) -> None:
     """`torch.cuda` of one device."""
     cuda, stream, generator = torch.cuda, Stream(), torch.Generator()
-    nothing = lambda *_, **__: None  # noqa: E731
-    state = lambda *_, **__: generator.get_state()  # noqa: E731
-    set_state = lambda state, *_, **__: generator.set_state(state)  # noqa: E731
+
+    # A function of its own for every name: the compiler of torch 2.11 keeps a table by function, and refuses doubles.
+    def nothing() -> Any:
+        return lambda *_, **__: None
+
+    def states() -> dict[str, Any]:
+        return {
+            "get_rng_state": lambda *_, **__: generator.get_state(),
+            "set_rng_state": lambda state, *_, **__: generator.set_state(state),
+        }
+
     for module, found in {
         cuda: {
             "is_available": lambda: True,
@@ -55,8 +63,7 @@ def replace(seen: Any, graph: type, capture: type) -> None:
             "max_memory_allocated": lambda *_: 0,
             "memory_stats": lambda *_: Counter(),
             "default_generators": (generator,),
-            "get_rng_state": state,
-            "set_rng_state": set_state,
+            **states(),
             "manual_seed": generator.manual_seed,
             "Stream": Stream,
             "Event": Event,
@@ -64,16 +71,16 @@ def replace(seen: Any, graph: type, capture: type) -> None:
             "default_stream": lambda *_: stream,
             "stream": lambda *_: contextlib.nullcontext(),
             "synchronize": lambda *_: seen.wait("synchronize"),
-            "nvtx": types.SimpleNamespace(range_push=nothing, range_pop=nothing),
+            "nvtx": types.SimpleNamespace(range_push=nothing(), range_pop=nothing()),
             "CUDAGraph": graph,
             "graph": capture,
         },
-        cuda.random: {"get_rng_state": state, "set_rng_state": set_state},
+        cuda.random: states(),
     }.items():
         for name, value in found.items():
             setattr(module, name, value)
     for name in ("_lazy_init", "set_device", "empty_cache"):
-        setattr(cuda, name, nothing)
+        setattr(cuda, name, nothing())
     torch.inference_mode = torch.no_grad  # tensor subclasses do not live in inference mode
     torch.compile = lambda fn=None, **_: fn  # Megatron compiles small functions; the compiler knows nothing of all this
 

@@ -6,8 +6,8 @@
 
 A run that survives a fault is compared at once, and the next moment is one of a new run. A moment is a phase: the
 module of the rows holds every rank that opens it until the fault has happened. Results go to FAULTS (faults.json),
-where a chain that was cut goes on with its next moment, and one that is over is not repeated; `python -m
-tests.test_faults faults.json` prints the table of docs/launching.md.
+where a chain that was cut goes on with its next moment in the same folder beside them, and one that is over is not
+repeated; `python -m tests.test_faults faults.json` prints the table of docs/launching.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from tests.runtime.robots import write_robots_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(3600), pytest.mark.campaign("faults")]
 
-RESULTS = Path(os.environ.get("FAULTS", "faults.json"))
+RESULTS = Path(os.environ.get("FAULTS", "faults.json")).resolve()
 LAUNCHERS = ("local", "torchrun", "ray")
 #: Ends of phases, and the first step in which they count. "imports" is a rank's process, "loading" its first beat.
 MOMENTS = {
@@ -54,6 +54,7 @@ SETTINGS = (
     "sft.steps=0",
     "validation.every=0",
     "data.val_files=[]",
+    "cluster.timeout_s=150",
     "reward.timeout_s=15",
 )
 ROWS = """
@@ -327,7 +328,7 @@ def delete(find: Callable[[Run], Path | None]) -> Callable[[Run], bool]:
 
 def fill(run: Run) -> bool:
     """The file system of the run folder, to the last byte, until the command has ended."""
-    with (run.folder / "disk" / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    with (run.run_dir.parent / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
     return True
@@ -358,6 +359,11 @@ class Kind(NamedTuple):
     scene: str = "text"
 
 
+def helpers(number: int, name: str, codes: tuple[int, ...], ranks: int, scene: str) -> Kind:
+    """A signal to processes of the workers, which are the same with every launcher."""
+    return Kind(signals(number, named(name)), codes, ranks, ("local",), scene=scene)
+
+
 KINDS = {
     "SIGKILL of the launcher": Kind(signals(signal.SIGKILL, launcher), (-9,)),
     "SIGKILL of rank 0": Kind(signals(signal.SIGKILL, rank(0)), (1,), 2),
@@ -369,14 +375,10 @@ KINDS = {
     "console pipe closed": Kind(close_console, (0,)),
     "SIGKILL of the reward workers": Kind(signals(signal.SIGKILL, named("megarl.rewards.pool_worker")), (0, 2)),
     "SIGSTOP of the reward workers": Kind(signals(signal.SIGSTOP, named("megarl.rewards.pool_worker")), (0, 2)),
-    "SIGKILL of the tool processes": Kind(
-        signals(signal.SIGKILL, named("megarl.envs.tools.worker")), (0,), scene="tools"
-    ),
-    "SIGSTOP of the tool processes": Kind(
-        signals(signal.SIGSTOP, named("megarl.envs.tools.worker")), (0, 1, 2), scene="tools"
-    ),
-    "SIGKILL of the simulators": Kind(signals(signal.SIGKILL, named("simulators/start.py")), (0,), 2, scene="robots"),
-    "SIGSTOP of the simulators": Kind(signals(signal.SIGSTOP, named("simulators/start.py")), (0,), 2, scene="robots"),
+    "SIGKILL of the tool processes": helpers(signal.SIGKILL, "megarl.envs.tools.worker", (0,), 1, "tools"),
+    "SIGSTOP of the tool processes": helpers(signal.SIGSTOP, "megarl.envs.tools.worker", (0, 1, 2), 1, "tools"),
+    "SIGKILL of the simulators": helpers(signal.SIGKILL, "simulators/start.py", (0,), 2, "robots"),
+    "SIGSTOP of the simulators": helpers(signal.SIGSTOP, "simulators/start.py", (0,), 2, "robots"),
     "disk full": Kind(fill, (0, 1, 2)),
     "newest checkpoint cut": Kind(then_all_die(cut_shard), (-9,)),
     "newest checkpoint deleted": Kind(then_all_die(delete(Run.checkpoint)), (-9,)),
@@ -432,14 +434,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Nu
     return lambda kind: numbers(kind.scene, kind.ranks)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+def mount(folder: Path) -> Path:
+    """A file system of 256 MB there, which stays until its chain is over."""
+    if not folder.is_mount():
+        folder.mkdir(exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder], check=True)
+    return folder
 
 
 def results() -> dict[str, dict[str, str]]:
@@ -454,20 +454,21 @@ def note(chain: str, told: dict[str, str]) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
-    kind: str,
-    launcher: str,
-    undisturbed: Callable[[Kind], Numbers],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    kind: str, launcher: str, undisturbed: Callable[[Kind], Numbers]
 ) -> None:
     chain = f"{launcher}: {kind}"
     told = {moment: code for moment, code in results().get(chain, {}).items() if "failed" not in moment}
     if launcher not in KINDS[kind].launchers or "end" in told:
         pytest.skip("it has happened, or cannot")
     numbers = undisturbed(KINDS[kind])
-    run = Run(launcher, KINDS[kind], write_recipe(tmp_path, KINDS[kind].scene), tmp_path)
+    folder = RESULTS.with_suffix(".runs") / "".join(filter(str.isalnum, chain))
+    if not folder.exists():
+        told = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(launcher, KINDS[kind], write_recipe(folder, KINDS[kind].scene), folder)
     if kind == "disk full":
-        run.run_dir = request.getfixturevalue("disk") / "run"
+        run.run_dir = mount(folder / "disk") / "run"
+    run.goes_on()
     try:
         for moment in [moment for moment in MOMENTS if moment not in told]:
             began = time.monotonic()
@@ -476,6 +477,9 @@ def test_nothing_is_lost_nothing_is_left_and_nothing_hangs(
         moment = "end"
         finish(run, numbers)
         told["end"] = "equal"
+        if run.run_dir.parent.is_mount():
+            subprocess.run(["umount", "--lazy", run.run_dir.parent], check=True)
+        shutil.rmtree(folder)
     except BaseException as error:
         told[f"{moment} failed"] = str(error)[:3000]
         raise
@@ -499,7 +503,7 @@ def disturb(run: Run, kind: str, moment: str, undisturbed: Numbers) -> str:
     done = run.comes_to(moment) and deed(run)
     run.goes_on()
     code = run.ends()
-    (run.folder / "disk" / "filler").unlink(missing_ok=True)
+    (run.run_dir.parent / "filler").unlink(missing_ok=True)
     if console and CONSOLE:
         os.close(CONSOLE.pop())
     assert code in (codes if done else (0,)), f"exit code {code}:\n{run.told()}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal["embedding", "layer", "dense", "moe", "expert", "final", "head"]
-Split = Literal["copy", "vocab", "row", "qkv", "gate_up"]
+Split = Literal["copy", "stack", "vocab", "row", "qkv", "gate_up"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class WeightRule:
     """One Megatron parameter and the tensors that it is made of.
 
     part: the layers and pipeline chunks that have it. split: how tensor parallelism splits it (`copy`: not at all;
-    `vocab`: rows, the last padded; `row`: columns of the weight; `qkv`: rows, interleaved by key/value group;
-    `gate_up`: rows of the gate over rows of the up projection).
+    `stack`: not at all, one source below the other; `vocab`: rows, the last padded; `row`: columns of the weight;
+    `qkv`: rows, interleaved by key/value group; `gate_up`: rows of the gate over rows of the up projection).
     """
 
     param: str

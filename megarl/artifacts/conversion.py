@@ -23,7 +23,7 @@ def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
     check_target(target)
     if not max_shard_gb > 0:
         raise ConfigError("a file has a size above 0", where="--max-shard-gb", found=max_shard_gb, allowed="number > 0")
-    if not (source / "meta.json").is_file():
+    if not any((source / name).is_file() for name in ("meta.json", "adapter_config.json")):
         model_facts(ModelConfig(path=str(source)))
 
 
@@ -53,7 +53,7 @@ def check_target(target: Path) -> None:
 
 
 def _check_source(source: Path) -> None:
-    if any((source / name).is_file() for name in ("meta.json", "config.json")):
+    if any((source / name).is_file() for name in ("meta.json", "config.json", "adapter_config.json")):
         return
     if not source.is_dir() and is_hub_name(str(source)):
         return
@@ -63,7 +63,7 @@ def _check_source(source: Path) -> None:
         "this folder holds neither a model nor a checkpoint" if source.is_dir() else "there is no such folder",
         where=_WHERE,
         found=str(source),
-        allowed="a folder with config.json and *.safetensors, a hub name, or RUN_DIR/checkpoints/step_N",
+        allowed="a folder with config.json and *.safetensors, a hub name, a checkpoint (step_N), or a PEFT adapter",
         fix=f"did you mean {inside[-1]}?" if inside else "check the path; it is relative to the current folder",
     )
 

@@ -125,7 +125,7 @@ def overrides_for_model(run_dir: Path, which: Which) -> tuple[list[str], str]:
         folder = run_dir / model.folder
         note = "" if model.which == which else _why_last(model.step, best)
         return (
-            [f"model.path={folder}", "model.hf_config=null", "trainer.resume=auto"],
+            [f"model.path={folder}", "model.hf_config=null", "model.lora=null", "trainer.resume=auto"],
             f"{folder} ({model.which}, step {model.step}{note})",
         )
     if steps:

@@ -1,4 +1,4 @@
-"""`megarl convert`: a Hugging Face folder or a checkpoint of a run, written as a Hugging Face folder."""
+"""`megarl convert`: a Hugging Face folder, a PEFT adapter or a checkpoint of a run, as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from megarl.errors import ConfigError, count
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from megarl.training.engine import Weights
+
 
 def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:
     """Write the model in `source` to the folder `target`.
 
     Args:
-        source: a Hugging Face folder or hub name, or RUN_DIR/checkpoints/step_N.
+        source: a Hugging Face folder or hub name, the folder of a PEFT adapter, or RUN_DIR/checkpoints/step_N. Adapters
+            are merged into their base model.
         target: must not exist, or be empty.
         dtype: `fp32` or `bf16`; None: as the source is.
         max_shard_gb: start another file beyond this size (10**9 bytes).
@@ -63,8 +66,9 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
     from megarl.data.tokenizer import load_tokenizer
     from megarl.device import DTYPES, dist_backend
     from megarl.models.weights import export_weights
+    from megarl.runtime.frozen_models import check_base
     from megarl.runtime.robots import model_statistics
-    from megarl.runtime.setup import build_engine
+    from megarl.runtime.setup import build_engine, weights_of
     from megarl.training import checkpoint
     from megarl.training.parallel import init_parallel
 
@@ -82,7 +86,11 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
     with closing(init_parallel(ParallelConfig(), world)) as layout:
         meta = checkpoint.verify(folder, world)
         hf_config = _config_of(config.model, checkpoint.stored_names(folder, meta))
-        engine = build_engine(config, hf_config, layout, lambda chunks: None, trainable=False)
+        weights: Weights = lambda chunks: None  # noqa: E731
+        if config.model.lora is not None:  # the checkpoint has adapters only
+            weights = weights_of(config, hf_config)
+            check_base(folder, config.model.path, world)
+        engine = build_engine(config, hf_config, layout, weights, trainable=False)
         checkpoint.load(folder, {"actor": engine}, meta)
         if config.robot is not None:
             kept = folder / FILE  # a checkpoint of an older version has none
@@ -105,11 +113,11 @@ def _config_of(model: ModelConfig, stored: Iterable[str]) -> PretrainedConfig:
     """Return the configuration that the actor in a checkpoint was built with.
 
     Of a hub model only config.json is fetched: the checkpoint itself says (`stored`: its names) whether the model had a
-    head of its own.
+    head of its own. One of adapters does not, and needs the weights of the model anyway.
     """
     from megarl.models.config import load_hf_config
 
-    if model.path is None or Path(model.path).expanduser().is_dir():
+    if model.path is None or model.lora is not None or Path(model.path).expanduser().is_dir():
         return load_hf_config(model)
     hf_config = load_hf_config(model, follow_files=False)
     if "actor.output_layer.weight" in stored:

@@ -6,11 +6,32 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
 
 Dtype = Literal["fp32", "bf16"]
+Target = Literal["attention", "mlp"]
+"""Linear layers that low-rank adapters may be on."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on a base model that stays as it is (Hu et al. 2021): W x + (alpha / rank) B A x."""
+
+    rank: PositiveInt = Field(16, description="rows of A and columns of B, for each projection")
+    alpha: PositiveFloat = Field(32.0, description="numerator of the scale alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's input that training drops; only tp=1")
+    targets: list[Target] | None = Field(
+        None, description="layers that get adapters: attention, mlp (dense ones); null: all of these that the model has"
+    )
+    path: str | None = Field(
+        None, description="folder of a PEFT adapter to start from, of this rank, alpha and targets; null: a fresh one"
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
 
 
 class ModelConfig(Section):
@@ -28,6 +49,10 @@ class ModelConfig(Section):
     init_seed: int = Field(0, description="seed of a fresh random model")
     dtype: Dtype = Field("bf16", description="compute and parameter dtype; bf16 keeps fp32 master weights")
     trust_remote_code: bool = Field(False, description="run code that ships with a checkpoint; off unless asked")
+    lora: LoraConfig | None = Field(
+        None,
+        description="train low-rank adapters, of the critic, too, and no other weights; null: train all weights",
+    )
 
     @property
     def named_base(self) -> bool:

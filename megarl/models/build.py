@@ -22,6 +22,7 @@ from megarl.device import device
 from megarl.models.attention import PackedAttention
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import moe_layers, vision_of
+from megarl.models.lora import attach
 from megarl.models.norm import RMSNorm
 from megarl.models.policy import PolicyModel
 from megarl.models.swiglu import SwiGLU
@@ -60,6 +61,8 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
         _let_go(chunk)
         # Megatron makes some parameters on the host whatever the device (routers), and a module of ours may, too.
         chunks.append(chunk.to(device()))
+    if tconf.lora is not None:
+        attach(chunks, tconf.lora)
     return chunks
 
 

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megarl import device
 from megarl.architectures import ARCHITECTURES
-from megarl.config.model import ParallelConfig
+from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import (
     check_layout,
@@ -37,9 +37,17 @@ class PolicyConfig(TransformerConfig):
     """Sliding attention window per layer (0-based, all layers of the model): a query sees that many newest keys,
     itself included; None sees all."""
 
+    lora: LoraConfig | None = None
+    """Low-rank adapters that the model has."""
+
 
 def transformer_config(
-    hf: PretrainedConfig, parallel: ParallelConfig, *, dtype: torch.dtype, engine: EngineConfig
+    hf: PretrainedConfig,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype,
+    engine: EngineConfig,
+    lora: LoraConfig | None = None,
 ) -> PolicyConfig:
     """Return the Megatron configuration of `hf` under the layout `parallel`, with parameters and activations in
     `dtype`.
@@ -66,6 +74,7 @@ def transformer_config(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "layer_windows": layer_windows(hf),
+        "lora": lora,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -15,6 +15,8 @@ from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
+from megarl.models.weights.peft import CONFIG as ADAPTER_CONFIG
+from megarl.models.weights.peft import AdapterReader
 from megarl.models.weights.plan import hf_tensors
 
 
@@ -22,7 +24,8 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     """Write the model in `source` again, tensor by tensor.
 
     Args:
-        source: folder or hub name of a Hugging Face model of a supported architecture.
+        source: folder or hub name of a Hugging Face model of a supported architecture, or the folder of a PEFT adapter,
+            which is merged into its base model.
         target: folder that appears when it is complete.
         dtype: `fp32` or `bf16`; None keeps the dtype of the first tensor for all.
         max_shard_gb: start another file beyond this size (10**9 bytes).
@@ -32,9 +35,14 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     """
     target = Path(target)
     check_target(target)
-    folder = resolve_folder(source)
+    folder, adapter = resolve_folder(source), None
+    if (folder / ADAPTER_CONFIG).is_file():
+        adapter = AdapterReader(folder, str(folder))
+        folder = resolve_folder(adapter.base(), f"{folder / ADAPTER_CONFIG}: base_model_name_or_path")
     hf = load_hf_config(ModelConfig(path=str(folder)), str(folder / "config.json"))
     reader = CheckpointReader(folder)
+    if adapter is not None:
+        adapter.check_base(hf_tensors(hf))
     value_head = "score.weight" in reader
     shapes = hf_tensors(hf, value_head=value_head)
     to = DTYPES[dtype] if dtype else reader.read(next(iter(shapes)), ((0, 1), (0, 1))).dtype
@@ -49,7 +57,8 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     with FolderWriter(target, shapes, to, int(max_shard_gb * 1e9)) as writer:
         print(f"weights: {reader.describe()}", flush=True)
         for name in shapes:
-            writer.add(name, reader.read(name))
+            weight = reader.read(name)
+            writer.add(name, weight if adapter is None else adapter.merged(name, weight))
         write_metadata(writer.temporary, hf, None, to, value_head=value_head, source=folder)
         copy_tokenizer(folder, writer.temporary)
         if (folder / STATISTICS).is_file():

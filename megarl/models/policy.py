@@ -84,6 +84,9 @@ class PolicyModel(GPTModel):
             )
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.config.lora is not None and decoder_input is not None and torch.is_grad_enabled():
+            # Layers that are computed again in the backward pass have gradients only if their input has one.
+            decoder_input.requires_grad_(True)
         packed_seq_params.cache["rope"] = self.rope.cos_sin(position_ids.flatten(), self.config.params_dtype)
         return decoder_input, None, None, None, None, padding_mask
 

@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
 
 
-def make_critic(c: RankState, start: str | None) -> CriticRole:
+def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> CriticRole:
     """Make the critic of this run. Collective over its team.
 
     It starts from `critic.path`, else from the actor as it is where RL starts: from the one beside it, or in another
-    team from the model at `start`. A resumed run then reads it from its checkpoint.
+    team from the model at `start`. A resumed run then reads it from its `checkpoint`.
     """
     from megarl.device import DTYPES
     from megarl.models.config import load_hf_config
     from megarl.models.hf import check_trainable
+    from megarl.runtime.frozen_models import record_base
     from megarl.runtime.setup import check_embeddings
     from megarl.training.engine import MegatronEngine
 
@@ -47,7 +48,9 @@ def make_critic(c: RankState, start: str | None) -> CriticRole:
             name="critic",
             seed=c.config.trainer.seed,
             value_head=True,
+            lora=c.config.model.lora,
         )
+        record_base(c, "critic", checkpoint)
         return CriticRole(engine, c.context, offloads=config.engine.offload)
 
 

@@ -13,16 +13,19 @@ from megarl.offload_schedule import ACTOR
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
+    from megarl.config.model import LoraConfig
     from megarl.config.run import RunConfig
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.roles import ModelRole
 
 CRITIC = "hf_critic"
+ADAPTER = "hf_adapter"
 
 
 def export(c: RankState, checkpoints: Path) -> None:
     """Write the actor of the last step to RUN_DIR/hf, a critic to hf_critic, and the best actor to hf_best, where the
-    best checkpoint by `trainer.best_metric` is of another step. Nothing without `trainer.export_hf`. Collective over a
+    best checkpoint by `trainer.best_metric` is of another step; adapters are merged, and those of the last step are
+    also written by themselves to hf_adapter, in PEFT's form. Nothing without `trainer.export_hf`. Collective over a
     team, which writes what it holds.
 
     The actor may hold the best weights afterwards: nothing is trained or saved after this.
@@ -40,6 +43,8 @@ def export(c: RankState, checkpoints: Path) -> None:
         if "critic" in c.models:
             _write(c, c.models["critic"], CRITIC)
         if c.team.leads:
+            if c.config.model.lora is not None:
+                _write_adapter(c, c.config.model.lora)
             _write_best(c, checkpoints)
 
 
@@ -91,6 +96,14 @@ def trial_command(config: RunConfig, run_dir: Path) -> str:
     if config.robot is not None:
         return shlex.join(["megarl", "eval", str(run_dir)])
     return f"{shlex.join(['megarl', 'generate', str(run_dir)])} --prompt TEXT"
+
+
+def _write_adapter(c: RankState, lora: LoraConfig) -> None:
+    from megarl.models.weights.peft import export_adapter
+
+    with c.offload.phase("export", ACTOR):
+        chunks, base = c.actor.chunks, c.config.model.path
+        export_adapter(chunks, c.run_dir / ADAPTER, lora, base=base, world=c.layout.world)
 
 
 def _write(c: RankState, model: ModelRole, name: str) -> None:

@@ -26,6 +26,7 @@ from megarl.artifacts.run_folder import NEXT_REFERENCE, START_WEIGHTS, drop_star
 from megarl.artifacts.trained import steps_in
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
+from megarl.offload_schedule import ACTOR, CRITIC
 from megarl.processes import write_atomically
 from megarl.runtime.roles import ReferenceRole, TeacherRole
 from megarl.runtime.setup import build_engine, check_embeddings
@@ -383,6 +384,48 @@ def record_frozen(c: RankState, name: str, key: str, source: str, checkpoint: st
         else:
             model = before
     c.frozen[name] = asdict(model)
+
+
+def record_base(c: RankState, role: str, checkpoint: Path | str | None) -> None:
+    """Note the files of the base model that a role's adapters are for, as `record_frozen` does those of other models;
+    nothing without adapters, or for a base model that is drawn from `model.init_seed`. Collective over its team.
+
+    Wherever they lie now, the files must be those that the run began with.
+
+    Raises:
+        ConfigError: they are others.
+    """
+    own = c.config.critic.path if role == CRITIC else None
+    key, path = ("model.path", c.config.model.path) if own is None else ("critic.path", own)
+    if c.config.model.lora is None or path is None:
+        return
+    name = f"{role} base"
+    before = frozen_in(checkpoint).get(name)
+    if before is None:
+        record_frozen(c, name, key, path, None)
+        return
+    with phase("verify_base"):
+        _refuse_other_base(before, path, key, c.layout.world)
+    c.frozen[name] = asdict(before)
+
+
+def check_base(checkpoint: Path, path: str | None, world: WorkerGroup) -> None:
+    """Check that the actor's adapters in a checkpoint are for the model at `path` as its files are now.
+
+    Raises:
+        ConfigError: they are for other files.
+    """
+    before = frozen_in(checkpoint).get(f"{ACTOR} base")
+    if before is not None and path is not None:
+        _refuse_other_base(before, path, "model.path", world)
+
+
+def _refuse_other_base(before: Frozen, path: str, key: str, world: WorkerGroup) -> None:
+    from megarl.models.weights.files import resolve_folder
+
+    folder = resolve_folder(path, key)
+    if lines := changed_files(folder, before.files, world):
+        raise _other_files(key, folder, lines)
 
 
 def changed_files(folder: Path, files: Mapping[str, FileChecksum], world: WorkerGroup) -> list[str]:

@@ -20,6 +20,7 @@ from megarl.dag.draw import as_svg
 from megarl.dag.executor import Executor
 from megarl.dag.node import Role
 from megarl.dag.placement import place
+from megarl.offload_schedule import ACTOR
 from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
@@ -33,6 +34,7 @@ from megarl.runtime.frozen_models import (
     keep_run_start,
     make_reference,
     make_teacher,
+    record_base,
     record_frozen,
 )
 from megarl.runtime.generation import open_rollout, publish
@@ -131,6 +133,7 @@ def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunS
     """
     config = c.config
     resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
+    record_base(c, ACTOR, checkpoints.source)
     if resumed_at is None and config.sft.steps:
         examples = sft.load_examples(c)
         accept_start(c, graph, checkpoints)
@@ -151,7 +154,7 @@ def make_models(c: RankState, start: RunStart) -> None:
     makers: dict[Role, Callable[[], ModelRole]] = {
         Role.REFERENCE: lambda: make_reference(c, start),
         Role.TEACHER: lambda: make_teacher(c, start),
-        Role.CRITIC: lambda: make_critic(c, start.critic),
+        Role.CRITIC: lambda: make_critic(c, start.critic, start.source),
     }
     for role, make in makers.items():
         if c.team.holds(role):

@@ -48,6 +48,17 @@ def _dtype(before: Plain, now: Plain) -> Effect:
     return "from the parameters rounded to bf16, without their master weights"
 
 
+def _model_path(before: Plain, now: Plain) -> Effect:
+    if _at(now, "model.lora") in (None, _MISSING):
+        return f"read for tokenizer and architecture only: {WEIGHTS}"
+    return "the base model of the adapters, whose files have to be those of before"
+
+
+def _init_seed(before: Plain, now: Plain) -> Effect:
+    drawn = _at(now, "model.lora") not in (None, _MISSING) and _at(now, "model.path") is None
+    return FIXED if drawn else f"not used: {WEIGHTS}"  # adapters alone are in the checkpoint
+
+
 def _staleness(before: Plain, now: Plain) -> Effect:
     ready = not any(_is_in_order(config) for config in (before, now))
     fewer = ready and _at(now, STALENESS) < _at(before, STALENESS)
@@ -57,12 +68,13 @@ def _staleness(before: Plain, now: Plain) -> Effect:
 #: By key, or by section where all its keys behave alike. The data must stay the same: the loader refuses other prompts.
 EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "name": "the run folder and an MLflow run keep theirs",
-    "model.path": f"read for tokenizer and architecture only: {WEIGHTS}",
+    "model.path": _model_path,
     "model.hf_config": None,
     "model.tokenizer": None,
-    "model.init_seed": f"not used: {WEIGHTS}",
+    "model.init_seed": _init_seed,
     "model.dtype": _dtype,
     "model.trust_remote_code": None,
+    "model.lora": FIXED,
     "algorithm.pipeline": None,
     "algorithm.advantage": None,
     "algorithm.loss": None,

@@ -27,7 +27,7 @@ from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.hf import check_trainable, moe_layers
 from megarl.models.weights import init_random, load_weights
-from megarl.offload_schedule import OffloadSchedule
+from megarl.offload_schedule import ACTOR, OffloadSchedule
 from megarl.rendezvous import join
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rewards.runner import build_reward
@@ -282,9 +282,10 @@ def build_engine(
     weights: Weights,
     *,
     trainable: bool,
-    name: str = "actor",
+    name: str = ACTOR,
 ) -> MegatronEngine:
-    """Build a model that gives log-probs, under its role's `name`; frozen unless `trainable`."""
+    """Build a model that gives log-probs, under its role's `name`; frozen unless `trainable`. The actor has the
+    adapters of `model.lora`."""
     return MegatronEngine(
         hf_config,
         config.parallel_of(name),
@@ -297,6 +298,7 @@ def build_engine(
         name=name,
         seed=config.trainer.seed,
         sequences=sequence_layout_of(config, hf_config),
+        lora=config.model.lora if name == ACTOR else None,
     )
 
 

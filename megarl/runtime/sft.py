@@ -18,6 +18,7 @@ from megarl.data.loader import PromptLoader
 from megarl.data.sft import SFTDataset
 from megarl.errors import ConfigError
 from megarl.models.vla.cloning import CloningExamples
+from megarl.offload_schedule import ACTOR
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_rank_state, open_loader
@@ -52,12 +53,14 @@ def train(config: RunConfig, run_dir: Path) -> None:
     """Train in a run of its own, with checkpoints and an export at the end."""
     from megarl.runtime.checkpoints import FOLDER, Checkpoints
     from megarl.runtime.export import export, show_export
+    from megarl.runtime.frozen_models import record_base
 
     c = build_rank_state(config, run_dir, scored=("val",))
     try:
         c.loader = load_examples(c)
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find("sft.steps", config.sft.steps)
+        record_base(c, ACTOR, checkpoints.source)
         c.actor.reset_optimizer(config.sft.optim, config.sft.steps)
         if checkpoints.source is not None:  # before the record is opened: a refused start leaves the run as it was
             with phase("resume"):

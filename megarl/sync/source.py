@@ -9,8 +9,9 @@ are contiguous there, through one slab where they are not.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,12 @@ from torch import Tensor
 from megarl.comm import WorkerGroup
 from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
-from megarl.models.weights.fill import local_shards
+from megarl.models.weights.fill import weight_readers
 from megarl.models.weights.plan import Box
 from megarl.sync.plan import FP8_BLOCK, ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan, box_count
 from megarl.tracing import beat
 
-Held = dict[tuple[str, Box], Tensor]
+Held = Mapping[tuple[str, Box], Tensor]
 HOST = torch.device("cpu")
 
 
@@ -38,20 +39,32 @@ class Move:
     box: Box
 
 
-def held_pieces(chunks: Sequence[PolicyModel]) -> Held:
-    """Return the views of this rank's parameters by Hugging Face tensor and box."""
-    return {
-        (piece.source, piece.source_box): param.detach()[_slices(piece.target_box)]
-        for shard, param in local_shards(chunks)
-        for piece in shard.pieces
-    }
+class Pieces(Held):
+    """This rank's pieces of the weights that the model computes with: views of parameters, or where adapters are added
+    to them, sums that are computed when they are asked for."""
+
+    def __init__(self, chunks: Sequence[PolicyModel]) -> None:
+        self._readers = {
+            (piece.source, piece.source_box): partial(read, piece.target_box)
+            for shard, read in weight_readers(chunks)
+            for piece in shard.pieces
+        }
+
+    def __getitem__(self, key: tuple[str, Box]) -> Tensor:
+        return self._readers[key]()
+
+    def __iter__(self) -> Iterator[tuple[str, Box]]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
 
 
 class Source:
     """The reader of this rank's parameters: fills its buckets and hands pieces to other senders. Every rank has one.
 
     Args:
-        held: this rank's pieces, views into the live parameters.
+        held: this rank's pieces as they are when they are asked for.
         world: all ranks of the trainer; the plan's numbers are theirs.
         dtype: dtype of the wire, before FP8.
         device: device of the buckets. Pieces travel between buckets' devices: giver and taker must use one backend.

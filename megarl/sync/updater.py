@@ -37,7 +37,7 @@ from megarl.sync.plan import TrainerRank, holdings, make_plan
 from megarl.sync.protocol import ReceiverUpdate, version_tag
 from megarl.sync.receiver import Checksums, Receiver, Receivers, UpdateStep
 from megarl.sync.sender import BucketSender, Sent
-from megarl.sync.source import Source, held_pieces
+from megarl.sync.source import Pieces, Source
 from megarl.sync.transports.base import Target, Transport
 from megarl.sync.transports.delta import DeltaTransport, relays_of_all
 from megarl.sync.transports.disk import DiskTransport
@@ -123,8 +123,8 @@ class WeightSync:
             senders_per_stage=kind.senders_per_stage,
         )
         self.transport = self._make_transport(run_dir, names, addresses)
-        at, live = self.transport.device, self.transport.live
-        source = Source(held_pieces(chunks), self.plan, world, self.dtype, at, live=live)
+        at, live = self.transport.device, self.transport.live and chunks[0].config.lora is None
+        source = Source(Pieces(chunks), self.plan, world, self.dtype, at, live=live)
         self.sender = BucketSender(source, self.transport)
         if any(self._is_lead(receiver.number) for receiver in receivers.all):
             receivers.lead(run_dir / "sync", config.timeout_s)

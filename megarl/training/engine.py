@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from megarl.comm import WorkerGroup
-from megarl.config.model import ParallelConfig
+from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.device import device
 from megarl.metrics import Metrics
 from megarl.models.build import build_policy
 from megarl.models.config import transformer_config
+from megarl.models.lora import freeze_base, init_adapters
 from megarl.models.policy import PolicyModel
 from megarl.offload_schedule import PARAMETERS, PARTS
 from megarl.tracing import beat, phase
@@ -75,6 +76,7 @@ class MegatronEngine:
         seed: seed of dropout and whatever else the model draws.
         value_head: a critic: one value per token in place of a vocabulary.
         sequences: the layout of rows as sequences.
+        lora: low-rank adapters, fresh ones drawn from `seed`, which are trained in place of the weights; None: none.
     """
 
     def __init__(
@@ -92,17 +94,22 @@ class MegatronEngine:
         seed: int = 0,
         value_head: bool = False,
         sequences: SequenceLayout = TEXT,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.sequences = sequences
         self.hf_config, self.config, self.optim = hf_config, engine, optim
         self.dtype, self.layout, self.total_steps, self.name = dtype, layout, total_steps, name
         self.device = device()
-        self.step = 0
+        self.lora, self.step = lora, 0
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        self.model_config = transformer_config(hf_config, parallel, dtype=dtype, engine=engine)
+        self.model_config = transformer_config(hf_config, parallel, dtype=dtype, engine=engine, lora=lora)
         self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
+        if lora is not None:  # before the weights: a critic begins with the actor's adapters
+            init_adapters(self.chunks, lora, seed)
         weights(self.chunks)
+        if lora is not None:
+            freeze_base(self.chunks)
         self._away: dict[str, offload.Parked] = {}
         if optim is None:
             self.wrapped: list[Any] = list(self.chunks)

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from megarl.comm import WorkerGroup
+from megarl.config.model import LoraConfig
+from megarl.models.lora import local_adapters
+from megarl.models.weights.adapters import adapter_tensors, is_adapter
 from megarl.offload_schedule import OPTIMIZER, PARAMETERS
 from megarl.training.checksums import few
 from megarl.training.optimizer import parts
@@ -141,16 +144,42 @@ def engine_slices(name: str, engine: MegatronEngine, *, writing: bool) -> Iterat
 
 
 def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]:
-    """Yield all parameters and buffers of this rank's model chunks."""
+    """Yield all parameters and buffers of this rank's model chunks; with adapters only what is trained."""
+    if engine.lora is not None:
+        yield from _adapters(name, engine, engine.lora)
     for chunk in engine.chunks:
         # One key per layer, not one tensor over all layers: layers may differ (dense and expert ones).
         sharded = _tensors_only(chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}))
         add_prefix_for_sharding(sharded, f"{name}.")
         for key, value in chunk.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and (engine.lora is None or (value.requires_grad and not is_adapter(key))):
                 replica = sharded[key].replica_id
                 *in_model, in_data = replica if isinstance(replica, tuple) else (replica,)
                 yield _Copy(places_of(sharded[key]), not any(in_model), in_data == 0), value
+
+
+def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[tuple[_Copy, Tensor]]:
+    """Yield the parameters of this rank's adapters, under the names that PEFT gives their tensors."""
+    wholes = adapter_tensors(engine.hf_config, lora)
+    layout = engine.layout
+    first_in_data = layout.dp_rank == 0 and layout.cp_rank == 0
+    for shard, parameter in local_adapters(engine.chunks, lora):
+        places = []
+        for piece in shard.pieces:
+            (top, bottom), (left, right) = piece.source_box
+            start = piece.target_box[0][0] * shard.shape[1]
+            places.append(
+                SlicePlace(
+                    f"{name}.{piece.source}",
+                    wholes[piece.source],
+                    (top, left),
+                    (bottom - top, right - left),
+                    start,
+                    False,
+                )
+            )
+        split = bool(parameter.tensor_model_parallel)  # type: ignore[attr-defined]
+        yield _Copy(places, split or layout.tp_rank == 0, first_in_data), parameter
 
 
 def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:

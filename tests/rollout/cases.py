@@ -18,15 +18,24 @@ STOP = [2, 5, 9]
 
 
 def build(model_type: str = "qwen3", seed: int = 3, dtype: torch.dtype = torch.float32, hf: Any = None, **layout: Any):
-    """Chunks of a tiny random model under the parallel state that is set up now, the same in every layout."""
+    """Chunks of a tiny random model under the parallel state that is set up now, the same in every layout.
+
+    `lora`: settings of adapters, which are random, too.
+    """
+    lora = layout.pop("lora", None)
     from megarl.models.build import build_policy
     from megarl.models.config import load_hf_config, transformer_config
+    from megarl.models.lora import init_adapters, local_adapters
     from megarl.models.weights import init_random
 
     hf = load_hf_config(ModelConfig(hf_config=tiny_dict(model_type, **(hf or {}))))
-    config = transformer_config(hf, ParallelConfig(**layout), dtype=dtype, engine=EngineConfig())
+    config = transformer_config(hf, ParallelConfig(**layout), dtype=dtype, engine=EngineConfig(), lora=lora)
     chunks = build_policy(hf, config)
     init_random(chunks, hf, seed)
+    if lora is not None:
+        init_adapters(chunks, lora, seed)
+        for _, parameter in local_adapters(chunks, lora):
+            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(parameter.numel()))
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():

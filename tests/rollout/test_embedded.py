@@ -223,3 +223,23 @@ def test_a_request_may_have_less_room_than_the_sampling_settings_give(dense, req
         for whole, part in zip(group, cut, strict=True):
             assert part.token_ids == whole.token_ids[:room]
             assert part.finish_reason == (whole.finish_reason if len(whole.token_ids) <= room else "length")
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bf16"}])
+@pytest.mark.parametrize("steps", [4, 20])
+def test_adapters_are_decoded_with(settings, steps, requests):
+    """Weights are packed, and adapters merged, only where there are steps enough; 1e-5 as for other weights, and in
+    bf16 what one rounding of a weight, or of a product, does to a log-prob."""
+    from megarl.config.model import LoraConfig
+    from megarl.models.lora import adapters_off
+
+    chunks = build("qwen3", lora=LoraConfig(rank=4, alpha=8))
+    results = engine(chunks, **settings).generate(requests, sampled(max_new_tokens=steps), STOP)
+    with adapters_off(chunks):
+        other = engine(chunks, **settings).generate(requests, sampled(max_new_tokens=steps), STOP)
+    assert tokens(results) != tokens(other)
+    for request, group in zip(requests, results, strict=True):
+        for completion in group:
+            expected = full_forward(chunks[0], request.prompt_ids, completion.token_ids)
+            found = torch.tensor(completion.logprobs)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0.5 if settings else 1e-5)

@@ -15,7 +15,7 @@ def buckets(device: str) -> dict:
     from megarl.models.weights.export import layout_of_all
     from megarl.models.weights.fill import coordinate
     from megarl.sync.plan import SLAB_BYTES, TrainerRank, holdings, make_plan
-    from megarl.sync.source import Source, held_pieces
+    from megarl.sync.source import Pieces, Source
     from tests.dist import fresh_parallel, world
     from tests.rollout.cases import build
 
@@ -33,7 +33,7 @@ def buckets(device: str) -> dict:
                 fp8=fp8,
             )
             for where in {"cpu", device}:
-                source = Source(held_pieces(chunks), plan, world(), torch.bfloat16, torch.device(where))
+                source = Source(Pieces(chunks), plan, world(), torch.bfloat16, torch.device(where))
                 sums = {}
                 for number, bucket in enumerate(source.buckets()):
                     out = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=where)

@@ -189,7 +189,7 @@ def push_wrong(folder: str, url: str, run_dir: str) -> None:
     fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
     config = SyncConfig(transport="tensor", timeout_s=60.0)
     sync = weight_sync(chunks, fleet, config, run_dir)
-    held = sync.sender.source.held
+    held = sync.sender.source.held = dict(sync.sender.source.held)
     key = next(key for key in held if key[0] == "model.norm.weight")
     held[key] = held[key].clone()
     held[key][3] += 1

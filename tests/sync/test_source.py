@@ -21,7 +21,7 @@ def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tenso
     from megarl.models.weights.export import layout_of_all
     from megarl.models.weights.fill import coordinate
     from megarl.sync.plan import SLAB_BYTES, TrainerRank, holdings, make_plan
-    from megarl.sync.source import Source, held_pieces
+    from megarl.sync.source import Pieces, Source
 
     fresh_parallel(**layout)
     chunks = build_tiny(folder, **layout)
@@ -29,7 +29,7 @@ def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tenso
     settings = {"dtype": "bfloat16", "bucket_bytes": SLAB_BYTES + 20_000, **settings}
     places = [TrainerRank(at.pp_rank) for at in ranks]
     plan = make_plan(holdings(chunks[0].hf_config, ranks), places, ["127.0.0.1"] * 2, **settings)
-    source = Source(held_pieces(chunks), plan, world(), getattr(torch, settings["dtype"]))
+    source = Source(Pieces(chunks), plan, world(), getattr(torch, settings["dtype"]))
     routes = list(range(len(plan.routes)))
     found: dict[str, torch.Tensor] = {}
     buckets = source.buckets()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from megarl.comm import WorkerGroup
+from megarl.config.model import LoraConfig
 from megarl.models.policy import PolicyModel
+from megarl.models.weights.adapters import adapter_slices, adapter_tensors
 from megarl.models.weights.files import FolderWriter
-from megarl.models.weights.fill import coordinate, local_shards
+from megarl.models.weights.fill import Reader, coordinate, weight_readers
 from megarl.models.weights.metadata import write_metadata
-from megarl.models.weights.plan import Box, Coordinate, Piece, hf_tensors, slices_for
+from megarl.models.weights.plan import Box, Coordinate, Piece, Shard, hf_tensors, slices_for
 from megarl.tracing import beat
 
 if TYPE_CHECKING:
@@ -34,18 +37,21 @@ def layout_of_all(mine: Coordinate, world: WorkerGroup) -> list[Coordinate]:
     return [Coordinate(*row.tolist()) for row in world.all_gather(values)]
 
 
+_Key = tuple[int, str]  # number of the chunk, name of the parameter
+
+
 def _owners(
-    hf: PretrainedConfig, layout: list[Coordinate], value_head: bool
-) -> dict[str, dict[int, list[tuple[tuple[int, str], Piece]]]]:
-    """Map each Hugging Face tensor to the ranks that give its pieces of parameters. Each box is given once."""
-    table: dict[str, dict[int, list[tuple[tuple[int, str], Piece]]]] = {}
+    layout: list[Coordinate], slices: Callable[[Coordinate], list[Shard]]
+) -> dict[str, dict[int, list[tuple[_Key, Piece]]]]:
+    """Map each tensor to the ranks that give its pieces of parameters. Each box is given once."""
+    table: dict[str, dict[int, list[tuple[_Key, Piece]]]] = {}
     given: set[tuple[str, Box]] = set()
     seen: set[Coordinate] = set()
     for rank, at in enumerate(layout):
         if at in seen:
             continue
         seen.add(at)
-        for shard in slices_for(hf, at, value_head=value_head):
+        for shard in slices(at):
             for piece in shard.pieces:
                 if (piece.source, piece.source_box) not in given:
                     given.add((piece.source, piece.source_box))
@@ -58,18 +64,48 @@ def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterat
     """Yield every Hugging Face tensor in export order: the whole CPU tensor on rank 0 of `world`, None elsewhere.
 
     Collective over `world`, all ranks that hold the model; one tensor is in flight at a time. Values are exactly the
-    parameters'.
+    parameters', with adapters added to those that have some.
     """
     hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
-    params = {(shard.chunk, shard.param): param for shard, param in local_shards(chunks)}
-    owners = _owners(hf, layout_of_all(coordinate(chunks), world), value_head)
-    dtype = chunks[0].config.params_dtype
-    for name, shape in hf_tensors(hf, value_head=value_head).items():
+    read = {(shard.chunk, shard.param): reader for shard, reader in weight_readers(chunks)}
+    owners = _owners(layout_of_all(coordinate(chunks), world), lambda at: slices_for(hf, at, value_head=value_head))
+    yield from _gathered(hf_tensors(hf, value_head=value_head), owners, read, chunks[0].config.params_dtype, world)
+
+
+@torch.no_grad()
+def iter_adapter_tensors(
+    chunks: Sequence[PolicyModel], lora: LoraConfig, world: WorkerGroup
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield every tensor of the adapters (`adapter_tensors`), as `iter_hf_tensors` does those of the model."""
+    hf = chunks[0].hf_config
+    params = {(i, name): p.detach() for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    mine = coordinate(chunks)
+    read: dict[_Key, Reader] = {
+        (shard.chunk, shard.param): functools.partial(_view, params[shard.chunk, shard.param])
+        for shard in adapter_slices(hf, mine, lora)
+    }
+    owners = _owners(layout_of_all(mine, world), lambda at: adapter_slices(hf, at, lora))
+    yield from _gathered(adapter_tensors(hf, lora), owners, read, chunks[0].config.params_dtype, world)
+
+
+def _view(param: torch.Tensor, box: Box) -> torch.Tensor:
+    return param[_slices(box)]
+
+
+def _gathered(
+    shapes: dict[str, tuple[int, ...]],
+    owners: dict[str, dict[int, list[tuple[_Key, Piece]]]],
+    read: dict[_Key, Reader],
+    dtype: torch.dtype,
+    world: WorkerGroup,
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield tensors of these shapes, gathered from their owners; `read` reads this rank's parameters."""
+    for name, shape in shapes.items():
         beat()
         whole = torch.empty(shape, dtype=dtype) if world.rank == _WRITER else None
         for rank, pieces in owners[name].items():
             if rank == world.rank:
-                parts = [params[key][_slices(piece.target_box)].cpu() for key, piece in pieces]
+                parts = [read[key](piece.target_box).cpu() for key, piece in pieces]
                 if whole is None:
                     world.send(torch.cat([part.flatten() for part in parts]), dst=_WRITER)
             elif whole is not None:
@@ -80,9 +116,7 @@ def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterat
         yield name, whole
 
 
-def _receive(
-    rank: int, pieces: list[tuple[tuple[int, str], Piece]], dtype: torch.dtype, world: WorkerGroup
-) -> list[torch.Tensor]:
+def _receive(rank: int, pieces: list[tuple[_Key, Piece]], dtype: torch.dtype, world: WorkerGroup) -> list[torch.Tensor]:
     shapes = [tuple(stop - start for start, stop in piece.source_box) for _, piece in pieces]
     buffer = torch.empty(sum(math.prod(shape) for shape in shapes), dtype=dtype)
     parts = world.receive(buffer, src=rank).split([math.prod(shape) for shape in shapes])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from megarl.artifacts.unread_tensors import refuse_unread
 from megarl.errors import ConfigError
 from megarl.models.hf import vision_of
 from megarl.models.policy import PolicyModel
+from megarl.models.weights.adapters import MODULE, is_adapter
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.plan import Box, Coordinate, Shard, hf_tensors, slices_for
 from megarl.processes import is_first_process
@@ -22,6 +24,8 @@ from megarl.tracing import beat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from megarl.models.lora import Adapter
 
 
 def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
@@ -40,9 +44,11 @@ def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
 
 
 def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Parameter]]:
-    """Return the plan of this process, each entry with its parameter."""
+    """Return the plan of this process without adapters, each entry with its parameter."""
     hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
-    params = {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    params = {
+        (i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters() if not is_adapter(name)
+    }
     shards = slices_for(hf, coordinate(chunks), value_head=value_head)
     planned = {(s.chunk, s.param) for s in shards}
     if planned != params.keys():
@@ -55,10 +61,33 @@ def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Pa
     return [(shard, params[shard.chunk, shard.param]) for shard in shards]
 
 
-@torch.no_grad()
-def _fill(chunks: Sequence[PolicyModel], read: Callable[[str, Box], torch.Tensor]) -> None:
-    """Copy every piece, read by `read(source, box)`, into place; uncovered rows (vocabulary padding) become zero."""
+#: fn(box of a parameter) -> the values of the weight there.
+Reader = Callable[[Box], torch.Tensor]
+
+
+def weight_readers(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Reader]]:
+    """Return the plan of this process, each entry with what reads the weights that the model computes with.
+
+    What is read is a view of the parameter, or where an adapter is added to it, the sum of both in memory of its own.
+    """
+    found: list[tuple[Shard, Reader]] = []
     for shard, param in local_shards(chunks):
+        module = chunks[shard.chunk].get_submodule(shard.param.rpartition(".")[0])
+        adapter = getattr(module, MODULE, None) if param is getattr(module, "weight", None) else None
+        found.append((shard, partial(_read, param.detach(), adapter)))
+    return found
+
+
+def _read(weight: torch.Tensor, adapter: Adapter | None, box: Box) -> torch.Tensor:
+    if adapter is not None and adapter.enabled:
+        return adapter.merged(weight, box)
+    return weight[tuple(slice(*span) for span in box)]
+
+
+@torch.no_grad()
+def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str, Box], torch.Tensor]) -> None:
+    """Copy every piece, read by `read(source, box)`, into place; uncovered rows (vocabulary padding) become zero."""
+    for shard, param in shards:
         beat()
         covered = sum(math.prod(stop - start for start, stop in piece.target_box) for piece in shard.pieces)
         if covered != param.numel():
@@ -99,7 +128,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
             return torch.zeros(tuple(stop - start for start, stop in box))
         return reader.read(name, box)
 
-    _fill(chunks, read)
+    fill(local_shards(chunks), read)
 
 
 def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed: int) -> None:
@@ -117,7 +146,7 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
             drawn[name] = draw_tensor(hf_config, name, shapes[name], seed)
         return drawn[name][tuple(slice(*span) for span in box)]
 
-    _fill(chunks, read)
+    fill(local_shards(chunks), read)
 
 
 def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

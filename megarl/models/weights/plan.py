@@ -68,7 +68,7 @@ def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, t
     whole = Coordinate()
     found: dict[str, tuple[int, ...]] = {}
     size = dimensions(hf)
-    for rule, _, names in _instances(hf, whole, value_head):
+    for rule, _, names in instances(hf, whole, rules(hf, value_head=value_head)):
         for source, name in zip(rule.sources, names, strict=True):
             found[name] = tuple(size[d] for d in source.shape)
     sight = vision_of(hf)
@@ -79,22 +79,27 @@ def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False
     """Return every parameter of the process at `at`, and the boxes it is filled from."""
     size = dimensions(hf)
     shards = []
-    for rule, (chunk, param), names in _instances(hf, at, value_head):
-        ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
-        shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
-        shape, pieces = _SPLITS[rule.split](list(zip(names, shapes, strict=True)), ways, rank, size)
-        shards.append(Shard(chunk, param, shape, pieces))
+    for rule, (chunk, param), names in instances(hf, at, rules(hf, value_head=value_head)):
+        shards.append(shard_of(rule, chunk, param, names, at, size))
     if (sight := vision_of(hf)) is not None and at.pp_rank == 0:
         for param, (name, shape) in sight.tensors.items():
             shards.append(Shard(0, f"vision.{param}", *_copy([(name, shape)], 1, 0, size)))
     return shards
 
 
-def _instances(
-    hf: PretrainedConfig, at: Coordinate, value_head: bool
+def shard_of(
+    rule: WeightRule, chunk: int, param: str, names: tuple[str, ...], at: Coordinate, size: dict[str, int]
+) -> Shard:
+    """Return one parameter that an entry of `instances` describes; `size`: the sizes that its sources name."""
+    ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
+    shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
+    return Shard(chunk, param, *_SPLITS[rule.split](list(zip(names, shapes, strict=True)), ways, rank, size))
+
+
+def instances(
+    hf: PretrainedConfig, at: Coordinate, table: tuple[WeightRule, ...]
 ) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
     """Yield every rule for every layer and expert that lives at `at`: (rule, (chunk, parameter), source names)."""
-    table = rules(hf, value_head=value_head)
     before = "" if vision_of(hf) is None else LANGUAGE_MODEL
     per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
     sparse = moe_layers(hf)
@@ -118,8 +123,7 @@ def _instances(
                     yield rule, (chunk, param), tuple(names)
     if at.pp_rank == at.pp - 1:
         yield from outer("final", at.vpp - 1)
-        tied_in_place = hf.tie_word_embeddings and not value_head and at.pp * at.vpp == 1
-        if not tied_in_place:
+        if not (TIED_HEAD in table and at.pp * at.vpp == 1):  # else the head is the embedding
             yield from outer("head", at.vpp - 1)
 
 
@@ -161,6 +165,10 @@ def _gate_up(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _
     return (offset, *shape[1:]), tuple(pieces)
 
 
+def _stack(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+    return _gate_up(sources, 1, 0, size)
+
+
 def _row(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     ((name, (rows, total)),) = sources
     columns = total // ways
@@ -182,4 +190,4 @@ def _qkv(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     return (offset, *sources[0][1][1:]), tuple(pieces)
 
 
-_SPLITS = {"copy": _copy, "vocab": _vocab, "gate_up": _gate_up, "row": _row, "qkv": _qkv}
+_SPLITS = {"copy": _copy, "stack": _stack, "vocab": _vocab, "gate_up": _gate_up, "row": _row, "qkv": _qkv}

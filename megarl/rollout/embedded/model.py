@@ -23,6 +23,7 @@ from torch import Tensor
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
 from megarl.models.head import head_logits
+from megarl.models.lora import adapter_of
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 from megarl.rollout.embedded.attention import Attend, HeadNorm, RopeTables
 from megarl.rollout.embedded.moe import Linear, MoE
@@ -50,6 +51,19 @@ class Recipe:
             return lambda x: F.linear(x, w, b)
         packed = torch.ops.mkldnn._reorder_linear_weight(w, self.pack_rows)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
+
+    def layer(self, linear: Any) -> Linear:
+        """Make the function of one of the model's linear layers, with its adapter.
+
+        An adapter is added to the weight where that is copied anyway, and to the product where it is not.
+        """
+        weight, bias, adapter = linear.weight, linear.bias, adapter_of(linear)
+        if adapter is None or not adapter.enabled:
+            return self.linear(weight, bias)
+        if self.pack_rows or self.dtype != weight.dtype:
+            return self.linear(adapter.merged(weight), bias)
+        product, add = self.linear(weight, bias), adapter.local
+        return lambda x: product(x).add_(add(x))
 
     def head(self, weight: Tensor) -> Linear:
         """Make the function x [n, in] -> logits, as scoring computes them."""
@@ -81,15 +95,15 @@ class Layer:
         self._window = config.layer_windows[module.layer_number - 1] if config.layer_windows else None
         self._attn_norm = recipe.cast(module.input_layernorm.weight)
         self._mlp_norm = recipe.cast(module.pre_mlp_layernorm.weight)
-        self._qkv = recipe.linear(attention.linear_qkv.weight, attention.linear_qkv.bias)
-        self._proj = recipe.linear(attention.linear_proj.weight)
+        self._qkv = recipe.layer(attention.linear_qkv)
+        self._proj = recipe.layer(attention.linear_proj)
         weights = None
         if config.qk_layernorm:
             weights = torch.stack([recipe.cast(n.weight) for n in (attention.q_layernorm, attention.k_layernorm)])
         self._head_norm = HeadNorm(weights, self._eps)
         self._moe = MoE(mlp, config, mesh, recipe.linear) if hasattr(mlp, "router") else None
         if self._moe is None:
-            self._up, self._down = recipe.linear(mlp.linear_fc1.weight), recipe.linear(mlp.linear_fc2.weight)
+            self._up, self._down = recipe.layer(mlp.linear_fc1), recipe.layer(mlp.linear_fc2)
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, rope: RopeTables, attend: Attend, lockstep: int) -> Tensor:
         """Add `delta` and the attention to `hidden` [n, h] in place; returns the MLP's output, to be added."""

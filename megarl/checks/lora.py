@@ -1,0 +1,70 @@
+"""Checks of low-rank adapters: layers that the model has, and layouts that they work under."""
+
+from __future__ import annotations
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.checks.checklist import Checklist
+from megarl.config.model import LoraConfig, Target
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
+
+_NAME = "adapters"
+
+
+def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
+    """Check section `model.lora`, where there is one."""
+    lora = config.model.lora
+    if lora is None:
+        return
+    if facts is not None:
+        _check_targets(lora, facts, checks)
+    if config.robot is not None:
+        checks.fail(
+            _NAME,
+            "model.lora",
+            "adapters are for policies that write text",
+            found="set, with a section `robot`",
+            allowed="null",
+            fix="remove model.lora: all weights of a robot's policy are trained",
+        )
+    if lora.dropout and config.actor.parallel.tp > 1:
+        checks.fail(
+            _NAME,
+            "model.lora.dropout",
+            "tensor-parallel ranks would drop different parts of one input",
+            found=f"{lora.dropout:g} with actor.parallel.tp={config.actor.parallel.tp}",
+            allowed="0 with tp above 1",
+            fix="set model.lora.dropout=0, or actor.parallel.tp=1",
+        )
+    if placement is not None:
+        _check_critic(config, placement, checks)
+
+
+def _check_targets(lora: LoraConfig, facts: ModelFacts, checks: Checklist) -> None:
+    present: list[Target] = ["attention", *(["mlp"] if facts.copies["mlp"] else [])]  # type: ignore[list-item]
+    missing = [target for target in lora.targets or () if target not in present]
+    if missing or lora.targets == []:
+        checks.fail(
+            _NAME,
+            "model.lora.targets",
+            f"this model has no layers that are {' or '.join(missing) or 'a target'}",
+            found=lora.targets,
+            allowed=present,
+            fix="name what it has, or set model.lora.targets=null: all that it has",
+        )
+    else:
+        checks.ok(_NAME, f"rank {lora.rank} on {', '.join(lora.targets or present)}")
+
+
+def _check_critic(config: RunConfig, placement: Placement, checks: Checklist) -> None:
+    home = placement.of_role(Role.CRITIC)
+    if home is not None and home != placement.of_role(Role.ACTOR) and config.critic.path is None:
+        checks.fail(
+            _NAME,
+            "critic.path",
+            "a critic with adapters in a team of its own has nowhere to read its base model when it resumes",
+            found="null",
+            allowed="the folder or hub name of a model",
+            fix="set critic.path to model.path, or place the critic in the actor's team",
+        )

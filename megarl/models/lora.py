@@ -1,0 +1,235 @@
+"""Low-rank adapters on Megatron's parallel linear layers, whose own weights stay as they are.
+
+    y = W x + scale * B A dropout(x),     A [rank, in],  B [out, rank],  scale = alpha / rank      (Hu et al. 2021)
+
+An adapter is added to the output of its layer by a hook, and is split so that the product has the layout of that output
+(`megarl.models.weights.adapters`). Only rank numbers per token travel between tensor-parallel ranks:
+
+    layer split by rows      h = A x, the same on all ranks (or gathered, of a sequence-parallel x), then B's own rows
+    layer split by columns   h = the sum over ranks of A's own columns x (or each rank's part of the sequence of it), B
+
+Of a parameter that is whole on every rank but meets a part of the tokens there, gradients are summed as those of norms
+are: Megatron does it where `sequence_parallel` is set.
+
+Shapes: t tokens of this rank, r rank, n projections in one weight (3 of q, k, v; 2 of gate and up; else 1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megarl.config.model import LoraConfig
+from megarl.models.weights.adapters import DOWN, MODULE, adapter_slices, adapter_tensors, check_targets, is_adapter
+from megarl.models.weights.fill import coordinate, fill
+from megarl.models.weights.peft import AdapterReader
+from megarl.models.weights.plan import Box, Shard
+
+if TYPE_CHECKING:
+    from megarl.models.policy import PolicyModel
+
+
+class Adapter(torch.nn.Module):
+    """The adapter of one linear layer.
+
+    Attributes:
+        a: [n * r, in], or this rank's columns of it.
+        b: [out, r] in the order of the rows of the layer's weight, or this rank's rows of it.
+        enabled: False leaves the layer as it is.
+    """
+
+    def __init__(self, linear: Any, a: tuple[int, ...], b: tuple[int, ...], heights: Sequence[int], lora: LoraConfig):
+        super().__init__()
+        weight = linear.weight
+        self.a = torch.nn.Parameter(torch.empty(a, dtype=weight.dtype, device=weight.device))
+        self.b = torch.nn.Parameter(torch.empty(b, dtype=weight.dtype, device=weight.device))
+        self.enabled, self.scale, self._dropout, self._rank = True, lora.scale, lora.dropout, lora.rank
+        self._heights = tuple(heights)  # rows of each projection in one group of the weight's rows
+        self._by_columns = isinstance(linear, RowParallelLinear)
+        group = linear.tp_group
+        self._group = None if group is None or group.size() == 1 else group
+        # Experts get all tokens that are theirs, and what sums over ranks follows after the layer.
+        self._sequence = linear.config.sequence_parallel and self._group is not None and not linear.is_expert
+        split, whole, dim = (self.a, self.b, 1) if self._by_columns else (self.b, self.a, 0)
+        set_tensor_model_parallel_attributes(split, is_parallel=True, dim=dim, stride=1)
+        whole.sequence_parallel = self._sequence  # type: ignore[attr-defined]
+        for parameter in (self.a, self.b):
+            parameter.allreduce = weight.allreduce  # type: ignore[attr-defined]
+        linear.register_forward_hook(self._add)
+
+    def _add(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+        if not self.enabled:
+            return output
+        return output[0] + self(inputs[0]), output[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what is added to the layer's output, of its input [t, 1, in]."""
+        if self._dropout:
+            x = F.dropout(x, self._dropout, self.training)
+        h = F.linear(x, self.a)
+        if self._group is not None:
+            h = self._exchange(h)
+        return self._up(h * self.scale)
+
+    def _exchange(self, h: Tensor) -> Tensor:
+        if self._by_columns:
+            if self._sequence:
+                return reduce_scatter_to_sequence_parallel_region(h, group=self._group)
+            return reduce_from_tensor_model_parallel_region(h, group=self._group)
+        if self._sequence:
+            return gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True, group=self._group)
+        return copy_to_tensor_model_parallel_region(h, group=self._group)
+
+    def _up(self, h: Tensor, wide: torch.dtype | None = None) -> Tensor:
+        """Return B h, rows in the order of the weight's; B in the dtype `wide`, if given."""
+        b = self.b if wide is None else self.b.to(wide)
+        if len(self._heights) == 1:
+            return F.linear(h, b)
+        groups = b.view(-1, sum(self._heights), self._rank)
+        parts = []
+        for part, rows in zip(h.split(self._rank, -1), groups.split(self._heights, 1), strict=True):
+            found = F.linear(part, rows.reshape(-1, self._rank))
+            parts.append(found.view(*found.shape[:-1], len(groups), rows.shape[1]))
+        return torch.cat(parts, -1).flatten(-2)
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return this rank's part of what is added to the layer's product [t, out], before any sum over ranks.
+
+        Args:
+            x: [t, in], the whole input of a layer split by rows, or this rank's columns of it.
+        """
+        return self._up(F.linear(x, self.a) * self.scale)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor, box: Box | None = None) -> Tensor:
+        """Return W + scale * B A of this rank's weight, or inside a box of it, whose rows are of one projection.
+
+        Computed in float32 (or wider) and rounded once to the dtype of the weight.
+        """
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        if box is None:
+            added = self._up(self.a.t().to(wide), wide).t()
+            return torch.add(weight.to(wide), added, alpha=self.scale).to(weight.dtype)
+        (top, bottom), (left, right) = box
+        part, below = 0, top % sum(self._heights)
+        while below >= self._heights[part]:
+            below -= self._heights[part]
+            part += 1
+        a = self.a[part * self._rank : (part + 1) * self._rank, left:right].to(wide)
+        whole = weight[top:bottom, left:right].to(wide)
+        return torch.addmm(whole, self.b[top:bottom].to(wide), a, alpha=self.scale).to(weight.dtype)
+
+
+def adapter_of(linear: Any) -> Adapter | None:
+    """Return the adapter of a linear layer; None: it has none."""
+    return getattr(linear, MODULE, None)
+
+
+def adapters_in(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
+    """Return all adapters of this process."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+
+
+def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
+    """Give the linear layers that `lora.targets` select adapters, uninitialised.
+
+    Raises:
+        ConfigError: the model has none of the layers that a target names.
+    """
+    check_targets(chunks[0].hf_config, lora)
+    shapes = {(s.chunk, s.param): s.shape for s in adapter_slices(chunks[0].hf_config, coordinate(chunks), lora)}
+    for (number, param), down in shapes.items():
+        name, _, part = param.rpartition(f".{MODULE}.")
+        if part != "a":
+            continue
+        linear = chunks[number].get_submodule(name)
+        if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            raise TypeError(f"{name}: adapters are for Megatron's parallel linear layers, not {type(linear).__name__}")
+        up = shapes[number, f"{name}.{MODULE}.b"]
+        heights = _heights(name, up[0], down[0] // lora.rank, chunks[number].config)
+        linear.add_module(MODULE, Adapter(linear, down, up, heights, lora))
+
+
+def _heights(name: str, rows: int, projections: int, config: Any) -> tuple[int, ...]:
+    """Return the rows of each projection that lie together in a weight: of a key/value group, or of all of it."""
+    if projections == 1:
+        return (rows,)
+    if name.endswith("linear_qkv"):
+        size = config.kv_channels
+        return config.num_attention_heads // config.num_query_groups * size, size, size
+    return (rows // projections,) * projections
+
+
+def local_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig) -> list[tuple[Shard, torch.nn.Parameter]]:
+    """Return the plan of this process's adapters, each entry with its parameter."""
+    params = {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    shards = adapter_slices(chunks[0].hf_config, coordinate(chunks), lora)
+    return [(shard, params[shard.chunk, shard.param]) for shard in shards]
+
+
+def init_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig, seed: int) -> None:
+    """Read the adapters of `lora.path`, or make fresh ones: the model is then the base model.
+
+    A is drawn as by PEFT, uniform within 1 / sqrt(in), and B is zero. Each tensor depends on `seed` and its name only,
+    so layouts agree.
+
+    Raises:
+        ConfigError: there is no such adapter, or it has other settings.
+    """
+    shapes = adapter_tensors(chunks[0].hf_config, lora)
+    stored = None
+    if lora.path is not None:
+        stored = AdapterReader(lora.path, "model.lora.path")
+        stored.check(lora, shapes)
+
+    def read(name: str, box: Box) -> Tensor:
+        if stored is not None:
+            return stored.read(name)[tuple(slice(*span) for span in box)]
+        if not name.endswith(DOWN):
+            return torch.zeros(tuple(stop - start for start, stop in box))
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = 1 / math.sqrt(shapes[name][1])
+        whole = torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)
+        return whole[tuple(slice(*span) for span in box)]
+
+    fill(local_adapters(chunks, lora), read)
+
+
+def freeze_base(chunks: Sequence[PolicyModel]) -> None:
+    """Leave adapters and a critic's value head trainable, and nothing else."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            head = chunk.has_value_head and name.startswith("output_layer.")
+            parameter.requires_grad_(is_adapter(name) or head)
+
+
+@contextlib.contextmanager
+def adapters_off(chunks: Sequence[PolicyModel]) -> Iterator[None]:
+    """Make the model its base model inside the block."""
+    adapters = adapters_in(chunks)
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True

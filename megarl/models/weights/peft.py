@@ -1,0 +1,217 @@
+"""Low-rank adapters as PEFT keeps them: a folder with adapter_config.json and adapter_model.safetensors.
+
+Tensors are named `base_model.model.` and the name of the base model's module, with `lora_A.weight` [rank, in] and
+`lora_B.weight` [out, rank]; the layer computes W x + lora_alpha / r * B A x.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megarl.comm import WorkerGroup
+from megarl.config.model import LoraConfig
+from megarl.errors import ConfigError
+from megarl.models.policy import PolicyModel
+from megarl.models.weights.adapters import DOWN, UP, adapter_tensors
+from megarl.models.weights.export import iter_adapter_tensors
+from megarl.models.weights.files import SafetensorsWriter, replace_folder
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+#: What PEFT may do beyond the formula, and the value that means it does not.
+_PLAIN = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_rslora": False,
+    "use_dora": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+
+
+def export_adapter(
+    chunks: Sequence[PolicyModel], folder: Path, lora: LoraConfig, *, base: str | None, world: WorkerGroup
+) -> None:
+    """Write the adapters as a folder that `PeftModel.from_pretrained` loads. Collective over `world`.
+
+    The folder appears under its name when it is complete; one that was there is replaced.
+
+    Args:
+        base: name of the model that they are for; None: it has none.
+        world: all ranks that hold the model; its first one writes.
+    """
+    found = iter_adapter_tensors(chunks, lora, world)
+    if world.rank != 0:
+        for _ in found:
+            pass
+    else:
+        shapes = adapter_tensors(chunks[0].hf_config, lora)
+        temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+        temporary.mkdir(parents=True)
+        named = {_PREFIX + name: shape for name, shape in shapes.items()}
+        writer = SafetensorsWriter(temporary / TENSORS, named, chunks[0].config.params_dtype)
+        for name, tensor in found:
+            assert tensor is not None, "the writing rank is given every tensor"
+            writer.add(_PREFIX + name, tensor)
+        writer.close()
+        text = json.dumps(peft_config(lora, _modules(shapes), base), indent=2, sort_keys=True)
+        (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
+        replace_folder(temporary, folder)
+    world.barrier()
+
+
+def peft_config(lora: LoraConfig, modules: Sequence[str], base: str | None) -> dict[str, Any]:
+    """Return adapter_config.json of adapters on the modules of these names, for the model `base`."""
+    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(modules)}
+    return {**_PLAIN, **settings, "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Return the last parts of the names of modules that have adapters, as PEFT selects modules by them."""
+    return sorted({name.removesuffix(DOWN).rpartition(".")[2] for name in names if name.endswith(DOWN)})
+
+
+def read_settings(folder: Path, where: str) -> dict[str, Any]:
+    """Return the settings of a PEFT adapter.
+
+    Args:
+        where: the key that names the folder, for errors.
+
+    Raises:
+        ConfigError: there is none, or it does more than the formula.
+    """
+    file = folder.expanduser() / CONFIG
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"there is no PEFT adapter: {CONFIG} cannot be read ({error})",
+            where=where,
+            found=str(folder),
+            allowed=f"a folder with {CONFIG} and {TENSORS}",
+            fix="check the path",
+        ) from error
+    other = [key for key, value in _PLAIN.items() if (found.get(key) or value) != value]
+    if other:
+        raise ConfigError(
+            "this adapter does more than add lora_alpha / r * B A",
+            where=f"{file}: {other[0]}",
+            found=found[other[0]],
+            allowed=str(_PLAIN[other[0]]),
+            fix="train a plain LoRA adapter, or merge this one with PEFT and name the merged model",
+        )
+    return dict(found)
+
+
+class AdapterReader:
+    """The tensors of a PEFT adapter, by the names of `adapter_tensors`.
+
+    Args:
+        folder: of the adapter.
+        where: the key that names it, for errors.
+
+    Raises:
+        ConfigError: there is no adapter, or it does more than the formula.
+    """
+
+    def __init__(self, folder: str | Path, where: str) -> None:
+        self.folder, self._where = Path(folder).expanduser(), where
+        self.settings = read_settings(self.folder, where)
+        try:
+            self._file = safe_open(self.folder / TENSORS, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"{TENSORS} cannot be read: {error}", where=where, found=str(self.folder), fix="copy it again"
+            ) from error
+        self.names = {name.removeprefix(_PREFIX): name for name in self._file.keys()}  # noqa: SIM118
+
+    def check(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Refuse an adapter with other settings or tensors than the recipe's.
+
+        Raises:
+            ConfigError: names the first differences.
+        """
+        for key, value, ours in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
+            if self.settings.get(value) != ours:
+                raise ConfigError(
+                    f"the adapter at {self._where} has another {value}",
+                    where=f"model.lora.{key}",
+                    found=ours,
+                    allowed=str(self.settings.get(value)),
+                    fix=f"set model.lora.{key}={self.settings.get(value)}",
+                )
+        wrong = [f"no {name}" for name in shapes if name not in self.names]
+        wrong += [f"{name} is no target here" for name in self.names if name not in shapes]
+        wrong += [
+            f"{name} is {found}, here it is {list(shape)}"
+            for name, shape in shapes.items()
+            if name in self.names and (found := self._file.get_slice(self.names[name]).get_shape()) != list(shape)
+        ]
+        if wrong:
+            raise ConfigError(
+                f"{len(wrong)} tensors of this adapter are not those of model.lora.targets",
+                where=self._where,
+                found=f"{self.folder}: {', '.join(wrong[:3])}",
+                allowed=f"adapters on {', '.join(_modules(shapes))} of every layer",
+                fix="choose other model.lora.targets, or another adapter",
+            )
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor, in the file's dtype."""
+        return self._file.get_tensor(self.names[name])
+
+    def base(self) -> str:
+        """Return the name of the model that the adapter is for.
+
+        Raises:
+            ConfigError: the adapter names none.
+        """
+        name = self.settings.get("base_model_name_or_path")
+        if not name:
+            raise ConfigError(
+                "this adapter does not say which model it is for",
+                where=f"{self.folder / CONFIG}: base_model_name_or_path",
+                found=name,
+                allowed="a folder or hub name",
+                fix="write it there",
+            )
+        return str(name)
+
+    def check_base(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Refuse an adapter with tensors for weights that a model does not have.
+
+        Args:
+            shapes: of the model's weights, by name.
+
+        Raises:
+            ConfigError: names the first one.
+        """
+        weights = {name.rpartition(".lora_")[0] + ".weight" for name in self.names}
+        if other := sorted(weights - shapes.keys()):
+            raise ConfigError(
+                "this adapter is for weights that its base model does not have",
+                where=self._where,
+                found=other[0],
+                allowed="adapters on linear layers of the model",
+                fix="check base_model_name_or_path",
+            )
+
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight `name` with its adapter added, if it has one, in the weight's dtype."""
+        stem = name.removesuffix(".weight")
+        if stem + DOWN not in self.names:
+            return weight
+        down, up = self.read(stem + DOWN).float(), self.read(stem + UP).float()
+        return torch.addmm(weight.float(), up, down, alpha=self.settings["lora_alpha"] / self.settings["r"]).to(
+            weight.dtype
+        )

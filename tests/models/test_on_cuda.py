@@ -1,0 +1,93 @@
+"""Every architecture on a pretended GPU: read from files, trained for a step, exported, all against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist import run_pretending
+from tests.models.tiny import ARCHITECTURES, save_tiny
+from tests.training.cases import make_batch, outputs, train
+
+
+def life(folder: Path, out: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Log-probs of the files' model and of the trained one, which is exported to `out`; losses of two steps."""
+    from megarl.config.model import ModelConfig, ParallelConfig
+    from megarl.config.training import EngineConfig, OptimConfig
+    from megarl.models.config import load_hf_config
+    from megarl.models.weights import export_weights, load_weights
+    from megarl.training.engine import MegatronEngine
+    from tests.dist import layout_for, world
+
+    hf, parallel, batch = load_hf_config(ModelConfig(path=str(folder))), ParallelConfig(), make_batch()
+    engine = MegatronEngine(
+        hf,
+        parallel,
+        EngineConfig(micro_batch_tokens=64, logits_chunk_tokens=16),
+        OptimConfig(lr=1e-3),
+        dtype=dtype,
+        layout=layout_for(parallel),
+        total_steps=10,
+        weights=lambda chunks: load_weights(chunks, folder),
+    )
+    places = sorted({str(p.device) for chunk in engine.chunks for p in chunk.parameters()})
+    found = {"places": places, "read": outputs(engine, batch)["logp"].values}
+    found["losses"] = [train(engine, batch).result()["loss"] for _ in range(2)]
+    found["trained"] = outputs(engine, batch)["logp"].values
+    export_weights(engine.chunks, out, hf, world=world())
+    return found
+
+
+def lives(root: str) -> dict[str, dict[str, Any]]:
+    from tests.pretend_cuda import Pretend
+
+    with Pretend():
+        return {
+            f"{kind} {name}": life(Path(root, kind), Path(root, f"{kind} {name}"), dtype)
+            for kind in ARCHITECTURES
+            for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+        }
+
+
+def by_transformers(folder: Path) -> torch.Tensor:
+    """Log-probs of all response tokens of the batch, one sample at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    batch, found = make_batch(), []
+    for prompt, response in zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True):
+        ids = torch.cat([prompt, response])
+        with torch.no_grad():
+            logp = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        found.append(logp.gather(1, response[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ARCHITECTURES:
+        save_tiny(folder / kind, kind, num_hidden_layers=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(root: Path) -> dict[str, dict[str, Any]]:
+    return run_pretending(lives, 1, 240, str(root))[0]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_model_is_read_trained_and_exported_as_transformers_sees_it(found, root, kind):
+    exact, half = (found[f"{kind} {dtype}"] for dtype in ("float32", "bfloat16"))
+    assert exact["places"] == half["places"] == ["cuda:0"]
+    # float32, summed in other orders: log-probs reach -20
+    torch.testing.assert_close(exact["read"], by_transformers(root / kind), rtol=0, atol=1e-4)
+    torch.testing.assert_close(exact["trained"], by_transformers(root / f"{kind} float32"), rtol=0, atol=1e-4)
+    assert exact["losses"][1] < exact["losses"][0]
+    assert half["losses"][1] < half["losses"][0]
+    # The same weights, with a bfloat16 sum in every layer: 8 bits of numbers up to 20, on average
+    assert (half["trained"] - by_transformers(root / f"{kind} bfloat16")).abs().mean() < 0.2
