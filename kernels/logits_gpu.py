@@ -33,7 +33,7 @@ def statistics(
     Args:
         logits: float32 [n, V], contiguous, V at least 1. They are divided by the temperature here.
         targets: int64 [n], indices into the whole vocabulary.
-        out: float32 [4, n], contiguous in its last dimension; row 2 is left alone without `entropy`.
+        out: float32 [4, n], contiguous in its last dimension; row 2 is not written without `entropy`.
         start: vocabulary index of the first column.
         launch: columns of a block and warps of a program.
     """

@@ -16,33 +16,38 @@ def _heads(x: Tensor, start: int, end: int, times: int) -> Tensor:
 
 def _chances(q: Tensor, k: Tensor, scale: float, window: list[int] | None) -> Tensor:
     scores = q @ k.transpose(1, 2) * scale
-    at = torch.arange(q.shape[1])
+    place = torch.arange(k.shape[1])
+    at = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]  # the last query is at the last key
     left, right = window or [-1, -1]
-    hidden = torch.zeros(len(at), len(at), dtype=torch.bool)
+    hidden = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool)
     if right >= 0:
-        hidden |= at > at[:, None] + right
+        hidden |= place > at + right
     if left >= 0:
-        hidden |= at < at[:, None] - left
+        hidden |= place < at - left
     return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> None:
+def _sequences(cu: Tensor, cu_k: Tensor) -> zip[tuple[tuple[int, int], tuple[int, int]]]:
+    """First and end of the queries of every sequence, and of its keys."""
+    return zip(itertools.pairwise(cu.tolist()), itertools.pairwise(cu_k.tolist()), strict=True)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor) -> None:
     """What the kernel asks for."""
     assert q.dtype == k.dtype == v.dtype
     assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
-    assert cu.dtype == torch.int32, cu.dtype
+    assert cu.dtype == cu_k.dtype == torch.int32, cu.dtype
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Output [t, heads, d], log-sum-exp (not computed) and random state."""
-    _check(q, k, v, cu)
+    _check(q, k, v, cu, cu_k)
     scale, window, times = rest[3] or q.shape[-1] ** -0.5, rest[4], q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
-    places = cu.tolist()
-    for start, end in itertools.pairwise(places):
-        chances = _chances(_heads(q, start, end, 1), _heads(k, start, end, times), scale, window)
-        out[start:end] = (chances @ _heads(v, start, end, times)).transpose(0, 1)
+    for own, seen in _sequences(cu, cu_k):
+        chances = _chances(_heads(q, *own, 1), _heads(k, *seen, times), scale, window)
+        out[slice(*own)] = (chances @ _heads(v, *seen, times)).transpose(0, 1)
     return out, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
 
 
@@ -53,14 +58,13 @@ def backward(
     scale, window = rest[4] or q.shape[-1] ** -0.5, rest[5]
     times, groups = q.shape[1] // k.shape[1], k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    places = cu.tolist()
-    for start, end in itertools.pairwise(places):
-        wide_q, wide_k, wide_v = (_heads(x, start, end, n) for x, n in ((q, 1), (k, times), (v, times)))
-        up = _heads(grad, start, end, 1)
+    for own, seen in _sequences(cu, cu_k):
+        wide_q, wide_k, wide_v = _heads(q, *own, 1), _heads(k, *seen, times), _heads(v, *seen, times)
+        up = _heads(grad, *own, 1)
         chances = _chances(wide_q, wide_k, scale, window)
         toward = up @ wide_v.transpose(1, 2)
         scores = chances * (toward - (toward * chances).sum(-1, keepdim=True)) * scale
-        dq[start:end] = (scores @ wide_k).transpose(0, 1)
+        dq[slice(*own)] = (scores @ wide_k).transpose(0, 1)
         for found, wide in ((dk, scores.transpose(1, 2) @ wide_q), (dv, chances.transpose(1, 2) @ up)):
-            found[start:end] = wide.view(groups, times, end - start, -1).sum(1).transpose(0, 1)
+            found[slice(*seen)] = wide.view(groups, times, *wide.shape[1:]).sum(1).transpose(0, 1)
     return dq, dk, dv

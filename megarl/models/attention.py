@@ -2,10 +2,11 @@
 
     stream [t, 1, heads, d] --RoPE--> q, k  --(context parallel: k, v of all ranks)-->  buckets  -->  [t, 1, heads * d]
 
-On CUDA the stream goes to a variable-length kernel as it is, when one is there. On a CPU short sequences are plain
-matrix products (attention_cpu.py). Elsewhere sequences of similar length are right-padded into a bucket and each bucket
-is one scaled_dot_product_attention call; under causality no real query sees the padding after its sequence, so that
-needs no mask. Windows and context parallelism, which do need one, always take the buckets.
+On CUDA the stream goes to a variable-length kernel, when one is there: as it is or, under context parallelism, in two
+calls, one for each of a rank's two chunks of every sequence, with the keys up to the chunk's end. On a CPU short
+sequences are plain matrix products (attention_cpu.py). Elsewhere sequences of similar length are right-padded into a
+bucket and each bucket is one scaled_dot_product_attention call; under causality no real query sees the padding after
+its sequence, so that needs no mask. Windows and context parallelism, which do need one there, always take the buckets.
 
 Where the last tokens of sequences see all of it (`PackedSequences.open_from`: the actions of a robot policy), sequences
 that do so from their first token on go to the variable-length kernel without causality, all others to the buckets.
@@ -96,23 +97,134 @@ def attend(
     """
     if packed.open_from and window is not None:
         raise ValueError(f"a sliding window of {window} tokens, and tokens that see all of their sequence")
+    out = varlen_attention(q, k, v, packed, scale, window)
+    if out is not None:
+        return out
     alone = packed.cp_size == 1
-    kernel = varlen_kernel(q) if alone and not any(packed.open_from) else None
-    if kernel is not None:
-        return kernel(q, k, v, packed, scale, window)
     if q.is_cpu and window is None and alone and not packed.open_from and packed.max_seqlen_q <= LONGEST:
         return causal_attention(q, k, v, packed.lengths, scale)
     return bucket_attention(q, k, v, packed, scale, window)
 
 
+@dataclass(frozen=True)
+class VarlenCall:
+    """The lengths of one call of a variable-length kernel: of every sequence its last queries, and the keys up to them.
+
+    Where a sequence has more keys than queries, the last query sees all of them, and each one before it one less.
+
+    Attributes:
+        cu_q, cu_k: int32 [sequences + 1], first query and key of each sequence, and the end.
+        longest_q, longest_k: queries and keys of the longest sequence.
+        k_index: int64, which keys of the stream they are; None: all, in order.
+        causal: False: every query sees all keys of its sequence.
+    """
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+    k_index: torch.Tensor | None = None
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class VarlenPlan:
+    """The calls for a stream. `q_index` [t]: order of the queries, equally many of each call; None: as they are.
+    `restore` [t]: places of the stream in it."""
+
+    calls: tuple[VarlenCall, ...]
+    q_index: torch.Tensor | None = None
+    restore: torch.Tensor | None = None
+
+
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
+) -> torch.Tensor | None:
+    """Do as `attend` with a variable-length kernel; None: there is none for such queries or sequences."""
+    kernel = None if any(packed.open_from) else varlen_kernel(q)
+    if kernel is None:
+        return None
+    plan: VarlenPlan = packed.cache.get("varlen") or plan_varlen(packed, q.device)
+    packed.cache["varlen"] = plan
+    if plan.q_index is None:
+        return kernel(q, k, v, plan.calls[0], scale, window)
+    queries = q.index_select(0, plan.q_index).chunk(len(plan.calls))
+    outputs = [
+        kernel(part, _ToBucket.apply(k, call.k_index), _ToBucket.apply(v, call.k_index), call, scale, window)
+        for part, call in zip(queries, plan.calls, strict=True)
+    ]
+    assert plan.restore is not None
+    return torch.cat(outputs).index_select(0, plan.restore)
+
+
+def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
+    """Return the calls for a stream. Computed once per stream, used by all layers."""
+    cp, rank = packed.cp_size, packed.cp_rank
+    if cp == 1:
+        cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        return VarlenPlan((VarlenCall(cu, cu, longest, longest, causal=not packed.open_from),))
+    lengths = torch.tensor(packed.lengths)
+    chunks, starts, key_place = lengths // (2 * cp), lengths.cumsum(0) - lengths, _key_places(packed.lengths, cp)
+    ends = lambda sizes: F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(where)  # noqa: E731
+    calls, order = [], []
+    for half, seen in enumerate((rank + 1, 2 * cp - rank)):  # chunks of each sequence up to this one
+        local = starts // cp + half * chunks
+        order += [torch.arange(begin, begin + n) for begin, n in zip(local.tolist(), chunks.tolist(), strict=True)]
+        keys = [
+            torch.arange(begin, begin + seen * n) for begin, n in zip(starts.tolist(), chunks.tolist(), strict=True)
+        ]
+        longest = int(chunks.max())
+        index = key_place[torch.cat(keys)].to(where)
+        calls.append(VarlenCall(ends(chunks), ends(seen * chunks), longest, seen * longest, index))
+    q_index = torch.cat(order)
+    return VarlenPlan(tuple(calls), q_index.to(where), _inverse(q_index).to(where))
+
+
+def _key_places(lengths: Sequence[int], cp: int) -> torch.Tensor:
+    """Return where the tokens of a stream, in order, are among the gathered ones of all context-parallel ranks."""
+    held = [cp_split(lengths, cp, rank) for rank in range(cp)]
+    return _inverse(torch.cat([part for part in held if part is not None]))
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return places
+
+
 def varlen_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """Return the variable-length kernel for such queries: flash-attn, else torch's own, else None (CPUs, float32)."""
+    """Return the variable-length kernel for such queries: FlashAttention 3 or 4 by torch, else flash-attn's, else
+    torch's own, else None (CPUs, float32).
+
+    It is called with q, k, v, a `VarlenCall`, the scale and the window.
+    """
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return None
+    if _newest_flash() is not None:
+        return _torch_varlen
     if _flash_attention() is not None:
         return _flash_varlen
     if torch.cuda.get_device_capability()[0] >= 8:
         return _torch_varlen
+    return None
+
+
+#: By major compute capability: what torch can put in the place of its own kernels, the fastest first.
+_NEWEST = {9: ("FA3", "FA4"), 10: ("FA4",)}
+
+
+@functools.cache
+def _newest_flash() -> str | None:
+    """Have torch use FlashAttention 3 (package flash_attn_interface) or 4 (flash-attn-4) in this process, and return
+    which; None: neither fits this GPU or can be imported."""
+    from torch.nn.attention import activate_flash_attention_impl
+
+    for name in _NEWEST.get(torch.cuda.get_device_capability()[0], ()):
+        try:
+            activate_flash_attention_impl(name)
+        except (ImportError, RuntimeError, AttributeError):  # missing, or without the functions that training takes
+            continue
+        return name
     return None
 
 
@@ -128,28 +240,27 @@ def _flash_attention() -> Callable[..., torch.Tensor] | None:
 
 
 def _flash_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float, window: int | None
 ) -> torch.Tensor:
     flash = _flash_attention()
     assert flash is not None  # varlen_kernel asked
-    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    left, causal = -1 if window is None else window - 1, not packed.open_from
-    return flash(
-        q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=causal, window_size=(left, 0 if window else -1)
-    )
+    lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
+    left = -1 if window is None else window - 1
+    span = (left, 0 if window else -1)
+    return flash(q, k, v, *lengths, softmax_scale=scale, causal=call.causal, window_size=span)
 
 
 def _torch_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float, window: int | None
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    span = (-1, -1) if packed.open_from else (-1 if window is None else window - 1, 0)
+    lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
+    span = (-1 if window is None else window - 1, 0) if call.causal else (-1, -1)
     grouped: dict[str, Any] = (
         {"enable_gqa": True} if q.shape[1] != k.shape[1] and _varlen_names_grouped_queries() else {}
     )
-    context = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=span, **grouped)
+    context = varlen_attn(q, k, v, *lengths, scale=scale, window_size=span, **grouped)
     return cast(torch.Tensor, context)  # a tuple only when it is asked for more
 
 
@@ -223,12 +334,7 @@ def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
         return AttentionPlan((bucket,), None)
     local = torch.tensor(lengths) // cp
     q_start = local.cumsum(0) - local
-    k_order = None
-    if cp > 1:
-        held = [cp_split(lengths, cp, rank) for rank in range(cp)]
-        gathered = torch.cat([part for part in held if part is not None])
-        k_order = torch.empty_like(gathered)
-        k_order[gathered] = torch.arange(len(gathered))
+    k_order = _key_places(lengths, cp) if cp > 1 else None
     k_start = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     buckets, restore, offset = [], torch.empty(int(local.sum()), dtype=torch.int64), 0
     for members in group_by_length(lengths):

@@ -106,6 +106,10 @@ class Activations:
         """Return the bytes that the attention function keeps in addition to its operands and its result."""
         t, longest, q = self.passes.tokens, self.passes.longest, heads * self.facts.head_dim
         sums = FULL * t * heads
+        if self.parallel.cp > 1 and self.gpu and self.element < FULL:
+            # Queries and context once more, by chunks; keys and values up to both chunks' ends, which are together
+            # those of all ranks and one chunk.
+            return sums + self.element * t * (q + 2 * self.parallel.cp * k)
         if self.parallel.cp > 1:
             # Queries and context once more, in buckets; keys and values of all ranks; a mask that each layer widens.
             keys = 2 * self.parallel.cp * k - k

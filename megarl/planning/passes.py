@@ -113,8 +113,8 @@ class ModelPass:
 
     @property
     def _pairs(self) -> int:
-        """Pairs of a query and a key that are computed for each one that counts."""
-        return 2 if self.parallel.cp > 1 else 1
+        """Pairs of a query and a key that are computed for each one that counts; the kernels of a GPU skip others."""
+        return 2 if self.parallel.cp > 1 and not (self.hardware.gpu and self.dtype == "bf16") else 1
 
     @property
     def _element(self) -> int:
@@ -195,8 +195,7 @@ class ModelPass:
         return found
 
     def _scores(self, share: Share) -> float:
-        """Return the FLOPs of attention over the context, in all layers; with context parallelism of all pairs,
-        masked."""
+        """Return the FLOPs of attention over the context, in all layers."""
         whole = self._counter.forward([share.length], head_tokens=0)
         whole += self._counter.unevenness(share.length, share.variance)
         return share.samples * (whole - share.length * self._counter.per_token) * self._pairs

@@ -9,7 +9,8 @@ import torch
 from megarl.models import attention, attention_cpu
 from megarl.models.attention import bucket_attention, group_by_length
 from megarl.models.attention_cpu import causal_attention, runs
-from megarl.models.packing import pack_stream
+from megarl.models.packing import cp_split, pack_stream
+from tests.models import varlen
 
 CASES = {
     "mixed": [5, 5, 1, 130, 64, 64, 64, 17],
@@ -83,6 +84,37 @@ def test_buckets_equal_the_loop(lengths, window):
     check(lambda q, k, v: bucket_attention(q, k, v, packed, 0.25, window), lengths, 4, 2, torch.float64, window, 1e-12)
 
 
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+@pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
+def test_a_kernel_and_the_chunks_of_context_parallel_ranks_equal_the_loop(lengths, cp, window, monkeypatch):
+    """Each rank has two chunks of every sequence, and the keys of all ranks one after the other."""
+    monkeypatch.setattr(attention, "varlen_kernel", lambda q: varlen.kernel)
+    padded = list(pack_stream(lengths, cp_size=cp).params.lengths)
+    held = [torch.arange(sum(padded)) if cp == 1 else cp_split(padded, cp, rank) for rank in range(cp)]
+
+    def all_ranks(q, k, v):
+        keys, values = (torch.cat([x[mine] for mine in held]) for x in (k, v))
+        whole = torch.empty_like(q)
+        for rank, mine in enumerate(held):
+            packed = pack_stream(lengths, cp_size=cp, cp_rank=rank).params
+            whole = whole.index_copy(0, mine, attention.attend(q[mine], keys, values, packed, 0.25, window))
+        return whole
+
+    check(all_ranks, padded, 4, 2, torch.float64, window, 1e-12)
+
+
+def test_context_parallel_ranks_do_the_same_work_and_half_of_the_pairs():
+    """The keys before a chunk, and the causal half of the chunk itself: a rank's two calls have as many on each."""
+    pairs = []
+    for rank in range(4):
+        calls = attention.plan_varlen(pack_stream([800], cp_size=4, cp_rank=rank).params, torch.device("cpu")).calls
+        pairs.append(
+            sum(c.longest_q * (c.longest_k - c.longest_q) + c.longest_q * (c.longest_q + 1) // 2 for c in calls)
+        )
+    assert pairs == [800 * 801 // 2 // 4] * 4
+
+
 #: From its beginning, its middle, its last token, and nowhere.
 OPEN = {
     "all": lambda length, number: 0,
@@ -137,3 +169,36 @@ def test_flash_attention_is_what_imports(text, usable, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     assert (attention._flash_attention.__wrapped__() is not None) == usable
     sys.modules.pop("flash_attn", None)
+
+
+@pytest.mark.parametrize(
+    ("modules", "major", "expected"),
+    [
+        ((), 9, None),
+        (("FA3",), 9, "FA3"),
+        (("FA3", "FA4"), 9, "FA3"),
+        (("FA4",), 9, "FA4"),
+        (("FA3", "FA4"), 10, "FA4"),
+        (("FA3", "FA4"), 8, None),
+    ],
+)
+def test_the_newest_flash_attention_that_fits_and_can_be_imported_is_activated(modules, major, expected, monkeypatch):
+    active = []
+
+    def activate(name: str) -> None:
+        if name not in modules:
+            raise ModuleNotFoundError(name)
+        active.append(name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    assert attention._newest_flash.__wrapped__() == expected
+    assert active == ([expected] if expected else [])
+
+
+def test_torch_has_the_names_of_the_newest_flash_attentions():
+    assert {name for names in attention._NEWEST.values() for name in names} <= set(
+        torch.nn.attention.list_flash_attention_impls()
+    )
+    with pytest.raises(ImportError):  # the way of a machine without the package, through torch's own code
+        torch.nn.attention.activate_flash_attention_impl("FA3")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.dist import fresh_parallel, run_distributed, world
+from tests.models import varlen
 from tests.models.tiny import build_tiny, save_tiny
 
 LENGTHS = [21, 7, 30, 1, 12]
@@ -16,6 +17,7 @@ FORWARD_2 = {"tp2": {"tp": 2}, "tp2+sp": {"tp": 2, "sp": True}, "cp2": {"cp": 2}
 EXPORT_2 = {**FORWARD_2, "pp2": {"pp": 2}, "pp2+vpp2": {"pp": 2, "vpp": 2}, "dp2": {}}
 MOE_2 = {"ep2": {"ep": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 LAYOUTS_4 = {"tp2xpp2": {"tp": 2, "pp": 2}, "tp2xcp2+sp": {"tp": 2, "cp": 2, "sp": True}}
+KERNEL = "cp2, with a variable-length kernel"
 MOE_4 = {
     "pp2xep2": {"pp": 2, "ep": 2},
     "tp2xep2": {"tp": 2, "ep": 2, "etp": 1},
@@ -81,7 +83,16 @@ def probe(rows: torch.Tensor, vocab: tuple[int, int]) -> torch.Tensor:
 
 
 def forward_cases(folders: list[str], layouts: dict) -> list[dict]:
-    return [{name: forward(folder, layout) for name, layout in layouts.items()} for folder in folders]
+    from megarl.models import attention
+
+    found: list[dict] = [{} for _ in folders]
+    for name, layout in layouts.items():
+        without = attention.varlen_kernel
+        attention.varlen_kernel = (lambda q: varlen.kernel) if name == KERNEL else without
+        for folder, results in zip(folders, found, strict=True):
+            results[name] = forward(folder, layout)
+        attention.varlen_kernel = without
+    return found
 
 
 def export_cases(folders: list[str], out: str, layouts: dict) -> None:
@@ -169,11 +180,12 @@ def _four(dense_folders: list[str], moe_folders: list[str], out: str) -> None:
 def test_logits_and_gradients_do_not_depend_on_the_layout(dense, moe, tmp_path):
     save_tiny(tmp_path / "window", "mistral")
     folders = {"dense": dense[0], "tied": dense[1], "window": tmp_path / "window", "moe": moe[0]}
-    results = run_distributed(forward_cases, 2, 240, [str(f) for f in folders.values()], {**FORWARD_2, "one": {}})
+    layouts = {**FORWARD_2, KERNEL: {"cp": 2}}
+    results = run_distributed(forward_cases, 2, 240, [str(f) for f in folders.values()], {**layouts, "one": {}})
     for number in range(len(folders)):
         cases = [rank[number] for rank in results]
         one = cases[0]["one"]
-        for name, layout in FORWARD_2.items():
+        for name, layout in layouts.items():
             torch.testing.assert_close(cases[0][name]["logits"], one["logits"], atol=5e-6, rtol=0)
             grads = [case[name]["grad"] for case in cases]
             whole = torch.cat(grads, dim=1) if "tp" in layout and grads[0].shape != one["grad"].shape else grads[0]

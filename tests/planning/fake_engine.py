@@ -11,8 +11,8 @@ norms and head.
 Where numbers decide about shapes, or the device about the code, it is told what to do, and nothing else is changed:
 
 * `is_cuda` of fake tensors is True to Python code, so that the form of the code for GPUs is what runs: no kernels of
-  ours for the CPU, those for the GPU as what they allocate, attention by torch's variable-length kernel (under context
-  parallelism by the kernel that torch has for CPUs), and what torch's fused RMSNorm would keep. (Fake tensors that say
+  ours for the CPU, those for the GPU as what they allocate, attention by torch's variable-length kernel, and
+  what torch's fused RMSNorm would keep. (Fake tensors that say
   so to C++ as well need a CUDA build of torch: autograd asks for the device.)
 * A mixture's router sends every expert equally many tokens.
 * A pipeline stage is told the shapes of what it receives.

@@ -66,16 +66,22 @@ def part(parts, formula):
 @pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_products_are_the_flops_of_the_model_over_its_ranks(facts):
     """T1. With everything ideal a pass takes what `FlopCounter` counts, the head for response tokens only; backward
-    computes logits again, and context parallel ranks all pairs of a query and a key."""
+    computes logits again, and context parallel ranks in fp32 all pairs of a query and a key."""
     counter = FlopCounter.of(facts)
     layers, head = counter.forward([1024.0], head_tokens=0), 768.0 * counter.per_head_token
     scores = layers - 1024 * counter.per_token
-    for parallel, more in (({}, 0.0), ({"tp": 2}, 0.0), ({"tp": 2, "cp": 2}, scores)):
-        ranks = model(**parallel).parallel.model_parallel_size
-        found = seconds_by(model(facts, **parallel).forward(SHARE))["T1"]
-        assert found == pytest.approx(64 * (layers + more + head) / ranks / 989e12)
-        found = seconds_by(model(facts, **parallel).update(SHARE, 1, 1))["T1"]
-        assert found == pytest.approx(64 * (3 * (layers + more) + 4 * head) / ranks / 989e12)
+    for parallel, dtype, more in (
+        ({}, "bf16", 0.0),
+        ({"tp": 2}, "bf16", 0.0),
+        ({"tp": 2, "cp": 2}, "bf16", 0.0),
+        ({"tp": 2, "cp": 2}, "fp32", scores),
+    ):
+        one = replace(model(facts, **parallel), dtype=dtype)
+        ranks, peak = one.parallel.model_parallel_size, H100.peak(dtype)
+        found = seconds_by(one.forward(SHARE))["T1"]
+        assert found == pytest.approx(64 * (layers + more + head) / ranks / peak)
+        found = seconds_by(one.update(SHARE, 1, 1))["T1"]
+        assert found == pytest.approx(64 * (3 * (layers + more) + 4 * head) / ranks / peak)
 
 
 def test_logits_of_one_chunk_are_kept_for_the_backward_pass():

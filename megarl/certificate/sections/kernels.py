@@ -32,6 +32,9 @@ def run(found: Findings, folder: Path) -> None:
         for window in (None, 64):
             worst = max(_attention(lengths, dtype, window) for lengths in _LENGTHS)
             found.within(f"attention {name}{f', window {window}' if window else ''}", worst, limit)
+        for ranks in (2, 4):
+            name_of = f"attention {name}, shared by {ranks} context-parallel ranks"
+            found.within(name_of, _shared_attention([40, 512, 8], dtype, ranks), limit)
         for tokens, vocabulary in ((300, 20_000), (3000, 1001)) if has_cuda() else ((300, 5000), (700, 301)):
             for part, error in _head(tokens, vocabulary, dtype).items():
                 found.within(f"{part} of {tokens} tokens over {vocabulary}, {name}", error, limit)
@@ -65,6 +68,28 @@ def _attention(lengths: Sequence[int], dtype: torch.dtype, window: int | None) -
     floor = _NOTHING * float(upstream.double().norm())
     pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(inputs, exact, strict=True))]
     return max(difference(got, want, floor) for got, want in pairs if got is not None and want is not None)
+
+
+def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) -> float:
+    """Attend as each of the ranks in turn, with keys and values as their all-gather leaves them."""
+    from megarl.models.attention import attend
+    from megarl.models.packing import cp_split, pack_stream
+
+    padded = list(pack_stream(lengths, cp_size=ranks).params.lengths)
+    held = [part.to(device()) for rank in range(ranks) if (part := cp_split(padded, ranks, rank)) is not None]
+
+    def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (torch.cat([one[mine] for mine in held]) for one in (k, v))
+        out = torch.empty_like(q)
+        for rank, mine in enumerate(held):
+            packed = pack_stream(lengths, cp_size=ranks, cp_rank=rank, device=device()).params
+            out = out.index_copy(0, mine, attend(q[mine], keys, values, packed, _DIM**-0.5, None))
+        return out
+
+    total = sum(padded)
+    shapes = ((total, _HEADS, _DIM), (total, _GROUPS, _DIM), (total, _GROUPS, _DIM))
+    inputs = [torch.randn(shape, device=device()).to(dtype) for shape in shapes]
+    return _with_gradients(shared, lambda q, k, v: exact_attention(q, k, v, padded, None), inputs)
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.kernels.cpu import CpuKernels
-from megarl.models.attention import varlen_kernel
+from megarl.models.attention import varlen_attention
 from megarl.models.packing import pack_stream
 from megarl.rollout.embedded.cache import KVCache
 
@@ -140,8 +140,7 @@ class PromptAttention:
         """See `Attend`."""
         m, longest = self._shape
         q, k, v = norm.split(qkv, rope)
-        kernel = varlen_kernel(q)
-        out = None if kernel is None else kernel(q.flatten(1, 2), k, v, self._stream, self._scale, window)
+        out = varlen_attention(q.flatten(1, 2), k, v, self._stream, self._scale, window)
         k, v = (x[self._padded].view(m, longest, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         self._cache.fill(layer, self._rows, k[self._source], v[self._source])
         if out is not None:
