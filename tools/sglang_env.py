@@ -22,7 +22,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "constraints-sglang.txt"
 sys.path.insert(0, str(ROOT))
 
-from megarl.compat.cuda import driver_problem, nccl_wheel, toolkit_problem, version_in  # noqa: E402
+from megarl.compat.cuda import (  # noqa: E402
+    MAJOR,
+    driver_problem,
+    nccl_wheel,
+    own_toolkit,
+    site_folders,
+    toolkit_problem,
+    version_in,
+)
 from megarl.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noqa: E402
 
 #: Version of NCCL that both interpreters get: that of the torch which SGLang asks for, the newer of the two.
@@ -47,6 +55,9 @@ def install(folder: Path, kind: str) -> None:
 
     if kind == "cuda":
         pip(wanted["sglang"])
+        # The compiler of the CUDA that torch brings: with a newer one, headers of two versions would meet.
+        pip("cuda-toolkit[nvcc,cccl]")
+        lay_out_toolkit(Path(python))
     else:
         # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.
         pip(wanted["torch"])
@@ -57,6 +68,21 @@ def install(folder: Path, kind: str) -> None:
         pip("--no-deps", wanted["sglang"])
         code = f"import sys; sys.path[:0] = {[str(path) for path in STAND_INS]}; import {IMPORTS}"
         subprocess.run([python, "-W", "ignore", "-c", code], check=True, env={"SGLANG_USE_CPU_ENGINE": "1"})
+
+
+def lay_out_toolkit(python: Path) -> None:
+    """Link compiler, headers and libraries of the CUDA wheels into a folder that has the form of a toolkit's."""
+    home = own_toolkit(python)
+    for wheels in (site / "nvidia" / f"cu{MAJOR}" for site in site_folders(python)):
+        if not (wheels / "bin/nvcc").is_file():
+            continue
+        (home / "lib64").mkdir(parents=True)
+        for name in ("bin", "include", "nvvm"):
+            (home / name).symlink_to(wheels / name)
+        for library in sorted((wheels / "lib").glob("lib*.so*")):
+            for name in {library.name, library.name.partition(".so")[0] + ".so"}:
+                if not (home / "lib64" / name).exists():
+                    (home / "lib64" / name).symlink_to(library)
 
 
 def agree_on_nccl(*pythons: Path) -> None:
@@ -75,7 +101,7 @@ def advice(servers: Path, trainer: Path) -> list[str]:
     """Return what still keeps servers on GPUs from starting here, or from taking weights of this trainer."""
     notes = [
         f"{problem.what}: {problem.found}; {problem.fix}"
-        for problem in (driver_problem(), toolkit_problem())
+        for problem in (driver_problem(), toolkit_problem(python=servers))
         if problem
     ]
     ours, theirs = (str(version_in(python, "torch")).partition("+")[0] for python in (trainer, servers))

@@ -176,7 +176,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
 
 def _check_cuda(config: RunConfig, python: Path, checks: Checklist) -> None:
     """Warn of a driver, toolkit or torch with which servers on this machine's GPUs may not start or take weights."""
-    for problem in (driver_problem(), toolkit_problem()):
+    for problem in (driver_problem(), toolkit_problem(python=python)):
         if problem is not None:
             checks.warn(_NAME, problem.where or "", problem.what, found=problem.found, fix=problem.fix)
     ours, theirs = installed_version("torch"), version_in(python, "torch")

@@ -96,10 +96,16 @@ def _cuda() -> list[str]:
     driver = driver_version()
     if driver is None:
         return ["no NVIDIA driver is loaded"]
-    home = toolkit_home()
+    from megarl.compat.sglang import find_python
+
+    try:
+        python = find_python(None, cuda=True)
+    except ConfigError:
+        python = None
+    home = toolkit_home(python=python)
     version = compiler_version(home)
     toolkit = f"nvcc {version[0]}.{version[1]} in {home}" if version else f"no nvcc in {home}"
-    problems = [problem for problem in (driver_problem(), toolkit_problem()) if problem is not None]
+    problems = [problem for problem in (driver_problem(), toolkit_problem(python=python)) if problem is not None]
     return [f"driver {driver}, {toolkit}", *(f"{one.what} ({one.found}): {one.fix}" for one in problems)]
 
 

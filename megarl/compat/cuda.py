@@ -19,6 +19,7 @@ from megarl.errors import ConfigError
 MAJOR = 13
 #: First driver of each CUDA: an older one does not load its runtime, but for NVIDIA's compatibility packages.
 FIRST_DRIVER = {12: 525, 13: 580}
+_SYSTEM = Path("/usr/local/cuda")
 _ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
 # Of the library that torch loads, not of its headers: `torch.cuda.nccl.version()` is the latter, and a wheel may have
 # been exchanged. Where NCCL is part of torch's own library there is nothing else to ask.
@@ -91,13 +92,22 @@ def driver_problem(major: int = MAJOR, root: Path = Path("/")) -> ConfigError | 
     )
 
 
-def toolkit_home(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of the CUDA toolkit that SGLang's compilation at run time takes: the same order of search."""
+def own_toolkit(python: Path) -> Path:
+    """Return the folder in an interpreter's environment where `make sglang-env` lays a toolkit out of its wheels."""
+    return python.absolute().parent.parent / "cuda"
+
+
+def toolkit_home(environment: Mapping[str, str] = os.environ, python: Path | None = None) -> Path:
+    """Return the folder of the CUDA toolkit that servers compile with: in the order in which SGLang searches, and last
+    the one of their interpreter."""
     configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured:
         return Path(configured)
     compiler = shutil.which("nvcc", path=environment.get("PATH"))
-    return Path(compiler).parent.parent if compiler else Path("/usr/local/cuda")
+    home = Path(compiler).parent.parent if compiler else _SYSTEM
+    if python is not None and not (home / "bin/nvcc").is_file() and (own_toolkit(python) / "bin/nvcc").is_file():
+        return own_toolkit(python)
+    return home
 
 
 @functools.lru_cache
@@ -113,9 +123,14 @@ def compiler_version(home: Path) -> tuple[int, int] | None:
     return (int(found.group(1)), int(found.group(2))) if found else None
 
 
-def toolkit_problem(environment: Mapping[str, str] = os.environ) -> ConfigError | None:
-    """Return why servers on GPUs cannot compile kernels here, as SGLang does when it starts; None: they can."""
-    home = toolkit_home(environment)
+def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | None = None) -> ConfigError | None:
+    """Return why servers on GPUs cannot compile kernels here, as SGLang does when it starts; None: they can.
+
+    Args:
+        environment: variables that the servers get.
+        python: their interpreter, which may have a toolkit of its own.
+    """
+    home = toolkit_home(environment, python)
     version = compiler_version(home)
     install = (
         f"install the toolkit of CUDA {MAJOR} (NVIDIA's package cuda-toolkit-{MAJOR}-0) and set CUDA_HOME to its "

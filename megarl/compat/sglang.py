@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.compat.cuda import runtime_libraries
+from megarl.compat.cuda import own_toolkit, runtime_libraries, toolkit_home
 from megarl.errors import ConfigError
 
 # A server makes a buffer for every bucket that it gets by broadcast. Kept on one heap, in huge pages, the buffers of
@@ -192,9 +192,9 @@ def server_environment(
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if colocated:
         env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
-    if cuda and (libraries := runtime_libraries(python)):
-        env["LD_LIBRARY_PATH"] = _in_front(libraries, env.get("LD_LIBRARY_PATH"))
-    if not cuda:
+    if cuda:
+        env |= _cuda_paths(env, python)
+    else:
         env |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             # With spinning threads a server gets tens of times slower as soon as another process has one of the cores.
@@ -207,6 +207,14 @@ def server_environment(
             cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(tp_size))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
     return env
+
+
+def _cuda_paths(env: Mapping[str, str], python: Path) -> dict[str, str]:
+    """Return the variables by which servers find the CUDA runtime of their wheels, and their compiler if there is no
+    other."""
+    home, libraries = toolkit_home(env, python), runtime_libraries(python)
+    found = {"CUDA_HOME": str(home)} if home == own_toolkit(python) else {}
+    return found | ({"LD_LIBRARY_PATH": _in_front(libraries, env.get("LD_LIBRARY_PATH"))} if libraries else {})
 
 
 def _in_front(folders: Sequence[Path], path: str | None) -> str:

@@ -323,7 +323,7 @@ def test_servers_on_gpus_are_told_what_they_would_miss(warned, on, monkeypatch) 
     monkeypatch.setattr(server_checks, "version_in", lambda python, package: "2.10.0")
     old = ConfigError("the driver is too old", where="driver", found="575", fix="install another")
     monkeypatch.setattr(server_checks, "driver_problem", lambda: old)
-    monkeypatch.setattr(server_checks, "toolkit_problem", lambda: None)
+    monkeypatch.setattr(server_checks, "toolkit_problem", lambda python: None)
 
     def told(*settings: str) -> list[str]:
         found = warned(*on, "cluster.nproc=2", *settings)

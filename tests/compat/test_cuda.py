@@ -110,7 +110,7 @@ def test_the_toolkit_is_the_one_that_sglang_finds(tmp_path):
     assert cuda.toolkit_home({"CUDA_HOME": str(named), "CUDA_PATH": "/other", **path}) == named
     assert cuda.toolkit_home({"CUDA_PATH": str(named), **path}) == named
     assert cuda.toolkit_home(path) == found
-    assert cuda.toolkit_home({"PATH": ""}) == Path("/usr/local/cuda")
+    assert cuda.toolkit_home({"PATH": ""}) == Path("/usr/local/cuda")  # there or not
 
 
 def test_a_toolkit_without_use_is_named_with_what_is_missing(tmp_path):
@@ -127,6 +127,32 @@ def test_a_toolkit_without_use_is_named_with_what_is_missing(tmp_path):
     assert "of CUDA 12.8" in told(old)
     assert "lib64/libcudart.so" in told(script)
     assert "no C++ compiler" in told(good, tmp_path)
+
+
+def test_wheels_are_laid_out_as_a_toolkit_for_machines_without_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda, "_SYSTEM", tmp_path / "nowhere")
+    python = interpreter(tmp_path / "servers")
+    wheels = tmp_path / "servers/lib/python3.11/site-packages/nvidia/cu13"
+    program(wheels / "bin/nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
+    for name in ("lib/libcudart.so.13", "lib/libcudart_static.a", "include/cuda.h", "nvvm/bin/cicc"):
+        (wheels / name).parent.mkdir(parents=True, exist_ok=True)
+        (wheels / name).touch()
+    host = program(tmp_path / "host/bin/c++", "")
+
+    def start(path: Path, **given: str) -> dict[str, str]:
+        base = {"PATH": str(path), **given}
+        return server_environment(base, python=python, api_key="", instance="", cuda=True)
+
+    assert "CUDA_HOME" not in start(host.parent)
+    runpy.run_path(str(ROOT / "tools" / "sglang_env.py"))["lay_out_toolkit"](python)
+    env = start(host.parent)
+    home = Path(env["CUDA_HOME"])
+    assert cuda.toolkit_problem(env) is None
+    for name in ("lib64/libcudart.so", "lib64/libcudart.so.13", "include/cuda.h", "nvvm/bin/cicc"):
+        assert (home / name).exists(), name
+    other = toolkit(tmp_path / "other", "13.1")
+    assert start(host.parent, CUDA_HOME=str(other))["CUDA_HOME"] == str(other)
+    assert "CUDA_HOME" not in start(other / "bin")  # SGLang finds it itself
 
 
 def test_a_preloaded_library_finds_the_cuda_runtime_of_the_servers_wheels(tmp_path):
