@@ -209,6 +209,8 @@ def _refuse_mixed(func: Any, tensors: list[Tensor], args: tuple[Any, ...]) -> No
         return
     if func in _INDEXING and isinstance(args[0], CudaTensor):
         return  # CUDA takes indices from the host
+    if func is aten.scatter.src and torch._C._current_graph_task_id() >= 0:
+        return  # the gradient of `topk`: C++ of torch 2.11 makes the zeros where it believes the tensors to be
     # Autograd in C++ makes empty gradients where it believes the tensors to be.
     met = [t for t in tensors if isinstance(t, CudaTensor) or (t.dim() and t.numel())]
     kinds = {isinstance(t, CudaTensor) for t in met}
