@@ -134,7 +134,7 @@ def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | 
     version = compiler_version(home)
     install = (
         f"install the toolkit of CUDA {MAJOR} (NVIDIA's package cuda-toolkit-{MAJOR}-0) and set CUDA_HOME to its "
-        "folder, or start in an image that has it"
+        "folder, or let `make sglang-env` make the servers' interpreter, with a compiler of its own"
     )
 
     def problem(what: str, found: object, allowed: str, fix: str) -> ConfigError:
