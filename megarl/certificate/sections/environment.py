@@ -83,7 +83,11 @@ def _compiler(found: Findings) -> None:
     """SGLang and FlashInfer compile kernels at their first use."""
     if not has_cuda():
         raise Skipped("no GPU")
-    problem, home = toolkit_problem(), toolkit_home()
+    try:
+        python = find_python(None, cuda=True)  # servers may have a compiler of their own
+    except ConfigError:
+        python = None
+    problem, home = toolkit_problem(python=python), toolkit_home(python=python)
     found.check("toolkit", problem is None, str(problem or home))
     found.fact("nvcc", f"{compiler_version(home)} in {home}")
 
