@@ -1,7 +1,8 @@
 """The tensors of an architecture: which Megatron parameter each Hugging Face tensor belongs to, and its shape.
 
-`{i}` is the layer and `{e}` the expert: global numbers in Hugging Face names, numbers local to the chunk in Megatron
-names. An architecture's file composes its table of these parts.
+`{i}` is the layer, a global number in Hugging Face names and local to the chunk in Megatron names, and `{e}` the
+expert. One Megatron parameter holds the tensors of all experts of a process. An architecture's file composes its table
+of these parts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class WeightRule:
 
     part: the layers and pipeline chunks that have it. split: how tensor parallelism splits it (`copy`: not at all;
     `stack`: not at all, one source below the other; `vocab`: rows, the last padded; `row`: columns of the weight;
-    `qkv`: rows, interleaved by key/value group; `gate_up`: rows of the gate over rows of the up projection).
+    `qkv`: rows, interleaved by key/value group; `gate_up`: rows of the gate over rows of the up projection). Of
+    experts, `sources` are those of each.
     """
 
     param: str
@@ -76,7 +78,7 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]
     router = WeightSource(f"{_HF}{block}.gate.weight", ("experts", "hidden"))
     return (
         WeightRule(f"{_MCORE}mlp.router.weight", "moe", "copy", (router,)),
-        *_mlp(f"{_MCORE}mlp.experts.local_experts.{{e}}.", "expert", "expert_ffn", *names),
+        *_mlp(f"{_MCORE}mlp.experts.", "expert", "expert_ffn", *names),
     )
 
 

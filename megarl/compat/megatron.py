@@ -104,13 +104,6 @@ REWRITES: tuple[Rewrite, ...] = (
         "pinned memory needs a CUDA driver",
     ),
     Rewrite(
-        "expert-counts-to-host",
-        ("megatron.core.transformer.moe.moe_utils",),
-        r"torch\.is_tensor\(tensor\) and tensor\.is_cuda",
-        "torch.is_tensor(tensor)",
-        "a CPU tensor must become a numpy array too, or the all-to-all gets tensors as split sizes",
-    ),
-    Rewrite(
         "gradient-norm",
         ("megatron.core.utils",),
         r"torch\.norm\(torch\.tensor\(l2\)\)\n(\s+)l2_cuda = torch\.tensor\(\[float\(l2_reduced\)\], [^)]*\)",

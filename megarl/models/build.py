@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.device import device
 from megarl.models.attention import PackedAttention
 from megarl.models.config import PolicyConfig
+from megarl.models.experts import GroupedExperts, TokenDispatcher, expert_groups
 from megarl.models.hf import moe_layers, vision_of
 from megarl.models.lora import attach
 from megarl.models.norm import RMSNorm
@@ -58,7 +59,7 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
 
             chunk = VlaModel(hf_config, tconf, spec, sight, **settings)
         _mark_split(chunk)
-        _let_go(chunk)
+        _dispatch(chunk)
         # Megatron makes some parameters on the host whatever the device (routers), and a module of ours may, too.
         chunks.append(chunk.to(device()))
     if tconf.lora is not None:
@@ -79,19 +80,11 @@ def _mark_split(chunk: PolicyModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
-def _let_go(chunk: PolicyModel) -> None:
-    """Make experts forget the probabilities of their last rows, which Megatron keeps and nobody reads again.
-
-    Where layers are computed again in the backward pass, a layer's input and its gradient would stay with them until
-    the layer is computed the next time.
-    """
-
-    def forget(layer: MoELayer, given: Any, output: Any) -> None:
-        layer.token_dispatcher.probs = None
-
+def _dispatch(chunk: PolicyModel) -> None:
+    """Give the layers with experts this package's dispatcher; Megatron knows its own by name only."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
-            module.register_forward_hook(forget)
+            module.token_dispatcher = TokenDispatcher(module.num_local_experts, chunk.config, expert_groups())
 
 
 def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -115,8 +108,10 @@ def layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    mlp = parts.mlp.submodules.experts.submodules if sparse else parts.mlp.submodules
-    mlp.activation_func = SwiGLU
+    if sparse:
+        parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    else:
+        parts.mlp.submodules.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -102,7 +102,7 @@ class PlanAssumptions:
         expert_share: share of the peak that the products of experts reach.
         gemm_half_rows: rows at which a product reaches half of that.
         layer_ms: milliseconds of a layer's forward pass over a micro-batch that no FLOP explains; backward: twice that.
-        expert_ms: milliseconds of each expert of a rank in a forward pass, in addition.
+        experts_ms: milliseconds of a layer's router and experts in a forward pass, in addition, however many they are.
         element_bytes: moved for each element that is kept for the backward pass, in forward and backward together.
         element_flops: number of fp32 products that take as long as the work on such an element, where that is longer.
         logit_elements: kept elements that the work on a logit takes as long as.
@@ -134,7 +134,7 @@ class PlanAssumptions:
     expert_share: float = 0.4
     gemm_half_rows: float = 256.0
     layer_ms: float = 0.1
-    expert_ms: float = 0.02
+    experts_ms: float = 0.07
     element_bytes: float = 20.0
     element_flops: float = 0.0
     logit_elements: float = 1.1
@@ -172,7 +172,7 @@ CPU = PlanAssumptions(
     expert_share=1.0,
     gemm_half_rows=5.0,
     layer_ms=0.85,
-    expert_ms=0.5,
+    experts_ms=1.0,
     element_bytes=0.0,
     element_flops=410.0,
     logit_elements=4.5,

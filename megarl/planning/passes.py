@@ -223,9 +223,9 @@ class ModelPass:
 
     def _fixed(self) -> float:
         facts, parallel = self.facts, self.parallel
-        layers = facts.layers / parallel.pp
-        experts = facts.experts / parallel.ep * (1 - facts.dense_layers / facts.layers) if facts.is_moe else 0
-        return layers * (self.given.layer_ms + experts * self.given.expert_ms) / 1e3 / self.hardware.pace
+        mixed = facts.layers - facts.dense_layers if facts.is_moe else 0
+        milliseconds = facts.layers * self.given.layer_ms + mixed * self.given.experts_ms
+        return milliseconds / parallel.pp / 1e3 / self.hardware.pace
 
     def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
         """Return Megatron's two all-reduces of a layer in each direction, or as many gathers and scatters with sp."""

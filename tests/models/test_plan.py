@@ -68,14 +68,13 @@ def test_names_and_shapes_are_those_of_transformers(name, tmp_path):
     assert hf_tensors(config(name)) == saved
 
 
-def _in_bridge_form(param: str) -> str:
-    """Our parameter names with the norms and grouped experts that mbridge's tables expect (Transformer Engine's)."""
+def _in_bridge_form(param: str, hf) -> list[str]:
+    """The parameters that one of ours is in mbridge's tables, which expect Transformer Engine's names: one for each
+    expert."""
     param = param.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
-    if ".local_experts." in param:
-        head, tail = param.split(".local_experts.")
-        expert, layer, kind = tail.split(".")
-        return f"{head}.{layer}.{kind}{expert}"
-    return param
+    if num_experts(hf) is None:
+        return [param.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")]
+    return [f"{param}{expert}" for expert in range(num_experts(hf))] if ".experts." in param else [param]
 
 
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"mistral"}))
@@ -88,17 +87,16 @@ def test_mbridge_makes_the_same_parameters(name):
     bridge.hf_config, bridge.dtype, bridge.make_vocab_size_divisible_by = hf, None, None
     tensors = {key: torch.randn(shape) for key, shape in hf_tensors(hf).items()}
     for shard in slices_for(hf, Coordinate()):
-        param = _in_bridge_form(shard.param)
-        if num_experts(hf) is None:
-            param = param.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
-        sources = bridge._weight_name_mapping_mcore_to_hf(param)
-        assert sources == list(dict.fromkeys(piece.source for piece in shard.pieces))
         ours = torch.empty(shard.shape)
         for piece in shard.pieces:
             box, place = ([slice(*span) for span in b] for b in (piece.source_box, piece.target_box))
             ours[tuple(place)] = tensors[piece.source][tuple(box)]
-        theirs = bridge._weight_to_mcore_format(param, [tensors[source] for source in sources])
-        assert torch.equal(ours, theirs), param
+        names, found = _in_bridge_form(shard.param, hf), list(dict.fromkeys(piece.source for piece in shard.pieces))
+        sources = [bridge._weight_name_mapping_mcore_to_hf(param) for param in names]
+        assert [source for each in sources for source in each] == found
+        for param, each, block in zip(names, sources, ours.chunk(len(names)), strict=True):
+            theirs = bridge._weight_to_mcore_format(param, [tensors[source] for source in each])
+            assert torch.equal(block, theirs), param
 
 
 @pytest.mark.parametrize("text", ["{", '{"model_type": "no_such_type"}'])

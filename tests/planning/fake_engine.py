@@ -74,16 +74,12 @@ class Storages(TorchDispatchMode):
     """The bytes of all storages of fake tensors that are alive, and the most there have been.
 
     Operations on real tensors only (lengths, indices) are done for real, so that code can read them.
-
-    Attributes:
-        selected: what `masked_select` finds in each column of its mask, which is the experts of a token.
     """
 
-    def __init__(self, selected: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._known: set[int] = set()
-        self.selected = selected
 
     def reset_peak(self) -> None:
         """Begin a new phase."""
@@ -97,10 +93,7 @@ class Storages(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func in _COALESCED:  # torch has no shapes for them; they return nothing but something to wait for
             return FakeWork().boxed()
-        if func is aten.masked_select.default:
-            out = args[0].new_empty(args[1].shape[-1] * self.selected)
-        else:
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         for made in tree_leaves(out):
             if isinstance(made, FakeTensor):
                 self.add(made)
@@ -156,32 +149,24 @@ def fake_world(case: FakeCase) -> Iterator[Any]:
 def seams(hidden_shape: list[int]) -> Iterator[None]:
     """Tell the code what this module's text says."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
     from megarl.models import attention, norm
+    from megarl.models.experts import TokenDispatcher
     from megarl.models.policy import PolicyModel
     from megarl.training import logprob
 
-    plain, begin = Dispatcher.preprocess, Dispatcher.__init__
+    exchange = TokenDispatcher._exchange_counts
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with unset_fake_temporarily():  # orders of chunks, which are read
-            begin(self, *args, **kwargs)
-
-    def preprocess(self: Any, routing_map: Tensor) -> Tensor:
-        tokens, experts = routing_map.shape
-        with unset_fake_temporarily():
-            place = torch.arange(tokens)[:, None] * self.config.moe_router_topk
-            chosen = (place + torch.arange(self.config.moe_router_topk)) % experts
-            balanced = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
-            return plain(self, balanced)
+    def balanced(self: Any, counts: Tensor) -> None:
+        rows = self._shape[:-1].numel() * self.config.moe_router_topk
+        with unset_fake_temporarily():  # the host reads these numbers
+            exchange(self, (torch.arange(len(counts)) < rows % len(counts)).long() + rows // len(counts))
 
     def shapes(self: Any, next_: Any, prev: Any, recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
         return hidden_shape, hidden_shape
 
     changes = [
-        (Dispatcher, "__init__", init),
-        (Dispatcher, "preprocess", preprocess),
+        (TokenDispatcher, "_exchange_counts", balanced),
         (P2PCommunicator, "_communicate_shapes", shapes),
         (attention, "varlen_kernel", lambda q: attention._torch_varlen if q.dtype == torch.bfloat16 else None),
         (logprob, "_kernels", lambda logits: _LogitsKernels if logits.dtype == torch.float32 else None),
@@ -248,7 +233,7 @@ def measure(case: FakeCase) -> dict[str, Any]:
         batch = _batch(case)
         micros, length = _micro_batches(case, batch, layout, engine_config)
         shape = [micros[0].input_ids.shape[1] // (layout.tp_size if _sequence_parallel(case) else 1), 1, hf.hidden_size]
-        mode, storages = FakeTensorMode(allow_non_fake_inputs=True), Storages(getattr(hf, "num_experts_per_tok", 0))
+        mode, storages = FakeTensorMode(allow_non_fake_inputs=True), Storages()
         with seams(shape), mode, storages:
             engine = MegatronEngine(
                 hf,

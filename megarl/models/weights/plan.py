@@ -6,7 +6,7 @@ padding rows of the vocabulary. Loading, random initialisation, export and weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,8 +69,8 @@ def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, t
     found: dict[str, tuple[int, ...]] = {}
     size = dimensions(hf)
     for rule, _, names in instances(hf, whole, rules(hf, value_head=value_head)):
-        for source, name in zip(rule.sources, names, strict=True):
-            found[name] = tuple(size[d] for d in source.shape)
+        for name, shape in _sources(rule, names, size):
+            found[name] = shape
     sight = vision_of(hf)
     return found if sight is None else found | dict(sight.tensors.values())
 
@@ -92,14 +92,14 @@ def shard_of(
 ) -> Shard:
     """Return one parameter that an entry of `instances` describes; `size`: the sizes that its sources name."""
     ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
-    shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
-    return Shard(chunk, param, *_SPLITS[rule.split](list(zip(names, shapes, strict=True)), ways, rank, size))
+    return Shard(chunk, param, *_SPLITS[rule.split](_sources(rule, names, size), ways, rank, size))
 
 
 def instances(
     hf: PretrainedConfig, at: Coordinate, table: tuple[WeightRule, ...]
 ) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
-    """Yield every rule for every layer and expert that lives at `at`: (rule, (chunk, parameter), source names)."""
+    """Yield every rule for every layer that lives at `at`: (rule, (chunk, parameter), source names), of experts those
+    of all experts there."""
     before = "" if vision_of(hf) is None else LANGUAGE_MODEL
     per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
     sparse = moe_layers(hf)
@@ -117,24 +117,29 @@ def instances(
             for rule in table:
                 if rule.part not in ("layer", "moe" if sparse[layer] else "dense", "expert" if sparse[layer] else ""):
                     continue
-                for local, expert in _experts(hf, at) if rule.part == "expert" else [(0, 0)]:
-                    param = rule.param.format(i=layer - first, e=local)
-                    names = (before + s.name.format(i=layer, e=expert) for s in rule.sources)
-                    yield rule, (chunk, param), tuple(names)
+                experts = _experts(hf, at) if rule.part == "expert" else range(1)
+                names = (before + s.name.format(i=layer, e=expert) for expert in experts for s in rule.sources)
+                yield rule, (chunk, rule.param.format(i=layer - first)), tuple(names)
     if at.pp_rank == at.pp - 1:
         yield from outer("final", at.vpp - 1)
         if not (TIED_HEAD in table and at.pp * at.vpp == 1):  # else the head is the embedding
             yield from outer("head", at.vpp - 1)
 
 
-def _experts(hf: PretrainedConfig, at: Coordinate) -> list[tuple[int, int]]:
-    """Yield (local number, global number) of the experts at `at`."""
+def _experts(hf: PretrainedConfig, at: Coordinate) -> range:
+    """Return the numbers of the experts at `at`."""
     count = dimensions(hf)["experts"] // at.ep
-    return [(local, at.ep_rank * count + local) for local in range(count)]
+    return range(at.ep_rank * count, (at.ep_rank + 1) * count)
 
 
 _Sources = list[tuple[str, tuple[int, ...]]]
 _Cut = tuple[tuple[int, ...], tuple[Piece, ...]]
+
+
+def _sources(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> _Sources:
+    """Return the tensors of a parameter with their shapes; `names` has those of `rule` once, or for each expert."""
+    shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
+    return list(zip(names, shapes * (len(names) // len(shapes)), strict=True))
 
 
 def _whole(shape: tuple[int, ...]) -> Box:
@@ -170,10 +175,14 @@ def _stack(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cu
 
 
 def _row(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    ((name, (rows, total)),) = sources
-    columns = total // ways
-    source_box = ((0, rows), (rank * columns, (rank + 1) * columns))
-    return (rows, columns), (Piece(name, source_box, _whole((rows, columns))),)
+    """Return the equal column blocks of each source, one below the other."""
+    pieces, offset = [], 0
+    for name, (rows, total) in sources:
+        columns = total // ways
+        source_box = ((0, rows), (rank * columns, (rank + 1) * columns))
+        pieces.append(Piece(name, source_box, ((offset, offset + rows), (0, columns))))
+        offset += rows
+    return (offset, columns), tuple(pieces)
 
 
 def _qkv(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:

@@ -22,15 +22,18 @@ from torch import Tensor
 
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
+from megarl.models.experts import group_by_group, grouped_linear
 from megarl.models.head import head_logits
 from megarl.models.lora import adapter_of
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 from megarl.rollout.embedded.attention import Attend, HeadNorm, RopeTables
-from megarl.rollout.embedded.moe import Linear, MoE
+from megarl.rollout.embedded.moe import Grouped, MoE
 from megarl.rollout.embedded.parallel import Mesh
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
+
+Linear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,14 @@ class Recipe:
             return self.linear(adapter.merged(weight), bias)
         product, add = self.linear(weight, bias), adapter.local
         return lambda x: product(x).add_(add(x))
+
+    def grouped(self, weight: Tensor) -> Grouped:
+        """Make the function (x, ends) -> x [n, in] times a weight of [groups, out, in], as `grouped_linear`."""
+        if not self.pack_rows:
+            w = self.cast(weight)
+            return lambda x, ends: grouped_linear(x, w, ends)
+        products = [self.linear(each) for each in weight]
+        return lambda x, ends: group_by_group(products, x, ends)
 
     def head(self, weight: Tensor) -> Linear:
         """Make the function x [n, in] -> logits, as scoring computes them."""
@@ -101,7 +112,7 @@ class Layer:
         if config.qk_layernorm:
             weights = torch.stack([recipe.cast(n.weight) for n in (attention.q_layernorm, attention.k_layernorm)])
         self._head_norm = HeadNorm(weights, self._eps)
-        self._moe = MoE(mlp, config, mesh, recipe.linear) if hasattr(mlp, "router") else None
+        self._moe = MoE(mlp, config, mesh, recipe.grouped) if hasattr(mlp, "router") else None
         if self._moe is None:
             self._up, self._down = recipe.layer(mlp.linear_fc1), recipe.layer(mlp.linear_fc2)
 

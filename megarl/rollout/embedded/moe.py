@@ -16,10 +16,7 @@ from torch import Tensor
 
 from megarl.rollout.embedded.parallel import Mesh
 
-Linear = Callable[[Tensor], Tensor]
-
-_EVERY_TOKEN = 512
-"""Up to so many tokens reading an expert's weights takes a GPU about as long as computing all tokens with them."""
+Grouped = Callable[[Tensor, Tensor], Tensor]
 
 
 class MoE:
@@ -29,13 +26,13 @@ class MoE:
         module: the MoELayer.
         config: Megatron's.
         mesh: process groups.
-        linear: makes x [n, in] -> x W^T of a weight.
+        grouped: makes the function that multiplies rows by the weights [groups, out, in] of their groups.
 
     Raises:
         ValueError: the layer routes in a way this class does not compute.
     """
 
-    def __init__(self, module: Any, config: Any, mesh: Mesh, linear: Callable[[Tensor], Linear]) -> None:
+    def __init__(self, module: Any, config: Any, mesh: Mesh, grouped: Callable[[Tensor], Grouped]) -> None:
         if config.moe_router_score_function != "softmax" or config.moe_router_num_groups:
             raise ValueError("embedded generation supports plain softmax top-k routing only")
         if getattr(config, "moe_router_enable_expert_bias", False) or config.moe_shared_expert_intermediate_size:
@@ -44,11 +41,10 @@ class MoE:
         self._topk, self._pre_softmax = config.moe_router_topk, config.moe_router_pre_softmax
         self._scale = config.moe_router_topk_scaling_factor
         self._router = module.router.weight.detach().float()
-        self._experts = [
-            (linear(expert.linear_fc1.weight), linear(expert.linear_fc2.weight))
-            for expert in module.experts.local_experts
-        ]
-        self._first = mesh.ep.rank * len(self._experts)
+        first, second = module.experts.linear_fc1, module.experts.linear_fc2
+        self._up, self._down = grouped(first.stacked), grouped(second.stacked)
+        self._count, self._first = first.experts, mesh.ep.rank * first.experts
+        self._numbers = torch.arange(1, self._count + 1, device=self._router.device)
 
     def __call__(self, x: Tensor, lockstep: int) -> Tensor:
         """Sum over the chosen experts, [n, h].
@@ -78,34 +74,15 @@ class MoE:
 
     def _run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Return the contribution of the local experts to each token."""
-        local = experts - self._first
-        if x.is_cuda and len(x) <= _EVERY_TOKEN:
-            return self._run_all(x, weights, local)
-        return self._run_chosen(x, weights, local)
-
-    def _run_chosen(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
-        """Compute in each expert the tokens that chose it; the host has to know how many."""
-        out, topk = torch.zeros_like(x), local.shape[1]
-        order = local.flatten().argsort(stable=True)
-        numbers = torch.arange(len(self._experts) + 1, device=x.device)
-        ends = torch.searchsorted(local.flatten()[order], numbers).tolist()
-        for (up, down), start, end in zip(self._experts, ends, ends[1:], strict=False):
-            if start == end:
-                continue
-            token = order[start:end] // topk
-            gate, value = up(x[token]).chunk(2, dim=-1)
-            inner = F.silu(gate) * value * weights.flatten()[order[start:end], None]
-            out.index_add_(0, token, down(inner.to(x.dtype)))
-        return out
-
-    def _run_all(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
-        """Compute all tokens in each expert, and add nothing to those that did not choose it: the host need not
-        wait."""
-        out = torch.zeros_like(x)
-        for number, (up, down) in enumerate(self._experts):
-            chosen = local == number
-            share = (weights * chosen).sum(1, keepdim=True)
-            gate, value = up(x).chunk(2, dim=-1)
-            inner = (F.silu(gate) * value * share).masked_fill_(~chosen.any(1, keepdim=True), 0)  # inf * 0 is NaN
-            out += down(inner.to(x.dtype))
-        return out
+        local, topk = (experts - self._first).flatten(), experts.shape[1]
+        if self._mesh.ep.size > 1:  # rows of other ranks' experts go last
+            local = local.where((local >= 0) & (local < self._count), self._count)
+        local, order = local.sort(stable=True)
+        ends = torch.searchsorted(local, self._numbers, out_int32=True)
+        tokens = order // topk
+        gate, value = self._up(x[tokens], ends).chunk(2, dim=-1)
+        inner = F.silu(gate) * value * weights.flatten()[order, None]
+        rows = self._down(inner.to(x.dtype), ends)
+        if self._mesh.ep.size > 1:
+            rows = rows.masked_fill_((local == self._count)[:, None], 0)
+        return torch.zeros_like(x).index_add_(0, tokens, rows)

@@ -2,7 +2,7 @@
 
 State lives in device tensors indexed by cache row, results in tensors indexed by sample, so that a decode step is a
 fixed sequence of device operations without a host read; the host looks at the finished flags every `check_every` steps.
-With experts a step waits for the device all the same when more than 512 rows run or ranks share experts (moe.py).
+With experts a step waits for the device all the same when ranks share experts, and where `grouped_linear` does.
 
 A prompt is prefilled up to, not including, its last token. That token enters the first decode step of each of its
 samples, so logits come from one place only and a sample can join from any row that holds the same prompt.

@@ -1,0 +1,251 @@
+"""The experts of a layer on one process: rows of tokens in the order of experts, multiplied by all experts at once.
+
+    tokens -> a row for each expert of a token -> [all-to-all over ep, gather over etp, by expert] -> experts -> back
+
+A row is a token on its way to one expert. Counts of rows stay on the device: only ranks that exchange rows read how
+many (once in a layer), because an all-to-all needs sizes on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+from megarl.device import device
+from megarl.models.swiglu import SwiGLU
+
+_ALIGNED = 16  # bytes of a row, a multiple of which `grouped_mm` asks for
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return each row of `x` times the transposed weight of its group: [n, out], differentiable.
+
+    In bf16 on a GPU of compute capability 9.0 or 10.0 this is one kernel for all groups. Elsewhere torch multiplies
+    group by group, and on a GPU waits for `ends`. What `grouped_mm` refuses (no rows, float64, rows of other than a
+    multiple of 16 bytes) is multiplied group by group here.
+
+    Args:
+        x: [n, in], rows in the order of groups.
+        weight: [groups, out, in].
+        ends: int32 [groups], the number of the row after the last one of each group, on the device of `x`. Rows after
+            the last end are of no group: their results are undefined, and must get no gradient.
+    """
+    aligned = all(size * x.element_size() % _ALIGNED == 0 for size in weight.shape[1:])
+    if len(x) and aligned and x.dtype != torch.float64:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return group_by_group([partial(F.linear, weight=each) for each in weight], x, ends)
+
+
+def group_by_group(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, ends: Tensor) -> Tensor:
+    """Return `grouped_linear` of a function per group, which is asked for no rows, too. The host waits for `ends`."""
+    stops = ends.tolist()
+    parts = [product(x[a:b]) for product, a, b in zip(products, [0, *stops], stops, strict=False)]
+    return torch.cat([*parts, x.new_zeros(len(x) - stops[-1], parts[0].shape[1])])
+
+
+class GroupedLinear(MegatronModule):
+    """The same projection of each of a process's experts, without bias.
+
+    Args:
+        split: dimension of an expert's weight that expert tensor parallelism divides.
+
+    Attributes:
+        weight: [experts * out, in], the experts' weights one below the other.
+    """
+
+    def __init__(self, config: TransformerConfig, experts: int, out: int, width: int, split: int) -> None:
+        super().__init__(config=config)
+        self.experts = experts
+        self.weight = torch.nn.Parameter(torch.empty(experts * out, width, dtype=config.params_dtype, device=device()))
+        # The gradient norm and gradient buffers go by these marks.
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=split, stride=1)
+        self.weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+
+    @property
+    def stacked(self) -> Tensor:
+        """The weight as [experts, out, in]."""
+        return self.weight.view(self.experts, -1, self.weight.shape[1])
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """See `grouped_linear`."""
+        return grouped_linear(x, self.stacked, ends)
+
+
+class GroupedExperts(MegatronModule):
+    """The SwiGLU feed-forward parts of the experts of this process, as Megatron's MoELayer wants them.
+
+    Args:
+        experts: number of experts of this process.
+        pg_collection: process groups; `ep` shares out experts, `expt_tp` divides each.
+    """
+
+    def __init__(self, experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config=config)
+        self.experts, self._groups = experts, pg_collection
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.linear_fc1 = GroupedLinear(config, experts, 2 * width, config.hidden_size, split=0)
+        self.activation = SwiGLU(config)
+        self.linear_fc2 = GroupedLinear(config, experts, config.hidden_size, width, split=1)
+
+    def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Return the output [n, h] of each row's expert times its probability, and no bias.
+
+        Args:
+            rows: [n, h], by expert.
+            counts: integers [experts], rows of each, on the device of `rows`.
+            probs: float32 [n], the router's weight of each row.
+        """
+        ends = counts.cumsum(0, dtype=torch.int32)
+        inner = self.activation(self.linear_fc1(rows, ends))
+        return self.linear_fc2((inner * probs[:, None]).to(inner.dtype), ends), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensorFactory]:
+        """Return the places of the weights in two whole tensors [all experts, out, in], gates before up projections.
+
+        Names and places are those of Megatron's SequentialMLP, which older checkpoints were written with.
+        """
+        first, every = self.experts * self._groups.ep.rank(), self.experts * self._groups.ep.size()
+        rank, ways = self._groups.expt_tp.rank(), self._groups.expt_tp.size()
+        axis = len(sharded_offsets)
+        splits = {
+            "linear_fc1": [(axis + 1, rank + half * ways, 2 * ways) for half in (0, 1)],
+            "linear_fc2": [(axis + 2, rank, ways)],
+        }
+
+        def factory(name: str) -> ShardedTensorFactory:
+            split = splits[name]
+
+            def build(key: str, weight: Tensor, replica: ReplicaId, _: slice | None) -> list[ShardedTensor]:
+                blocks = weight.view(self.experts * len(split), -1, weight.shape[1])
+                return [
+                    ShardedTensor.from_rank_offsets(
+                        key,
+                        block,
+                        *sharded_offsets,
+                        (axis, first + number // len(split), every),
+                        split[number % len(split)],
+                        replica_id=replica,
+                        prepend_axis_num=axis + 1,
+                    )
+                    for number, block in enumerate(blocks)
+                ]
+
+            weight, replica = getattr(self, name).weight, (0, 0, self._groups.expt_dp.rank())
+            return ShardedTensorFactory(f"{prefix}experts.{name}.weight", weight.data, build, torch.cat, replica)
+
+        return {f"{prefix}{name}.weight": factory(name) for name in splits}
+
+
+class TokenDispatcher(MoETokenDispatcher):
+    """Brings tokens to their experts and adds up what comes back; Megatron's MoELayer calls the methods in order.
+
+    Args:
+        experts: number of experts of this process.
+    """
+
+    def __init__(self, experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._experts, self._first = experts, experts * pg_collection.ep.rank()
+        self._alone = self.ep_size * self.tp_size == 1
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows [n * k, h] by expert, and their probabilities.
+
+        Args:
+            tokens: [s, b, h] of n tokens.
+            routing_map: bool [n, experts], k in each row.
+            probs: float32 [n, experts].
+        """
+        self._shape, self._counts = tokens.shape, routing_map.sum(0)
+        tokens = tokens.view(-1, tokens.shape[-1])
+        places = torch.nonzero_static(routing_map.T, size=len(tokens) * self.config.moe_router_topk)
+        experts, self._tokens = places.unbind(1)
+        chosen = probs.view(-1).gather(0, self._tokens * probs.shape[1] + experts)
+        return tokens.index_select(0, self._tokens), chosen
+
+    def token_dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Exchange rows over ep."""
+        if self._alone:
+            return rows, probs
+        self._exchange_counts(self._counts)
+        sizes = (self._received, self._sent)
+        return all_to_all(self.ep_group, rows, *sizes), all_to_all(self.ep_group, probs, *sizes)
+
+    def _exchange_counts(self, counts: Tensor) -> None:
+        """Learn how many rows go where, and come from where. This is where the host waits.
+
+        Args:
+            counts: int64 [all experts], rows of this process for each.
+        """
+        # Ranks of the group in the order of its members: expert tensor parallelism changes fastest.
+        every = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
+        held = every.view(self.ep_size, self.tp_size, -1)[:, :, self._first : self._first + self._experts]
+        self._held = held.transpose(0, 1)  # [etp, ep, experts], as rows come in
+        sizes = [counts.view(self.ep_size, -1).sum(1), self._held[self.tp_rank].sum(1), self._held.sum((1, 2))]
+        numbers = torch.cat(sizes).tolist()
+        self._sent, self._received = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]
+        self._gathered = numbers[2 * self.ep_size :]
+
+    def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows of this process's experts by expert, how many each has, and their probabilities."""
+        if self._alone:
+            return rows, self._counts, probs
+        if self.tp_size > 1:
+            rows, probs = (
+                gather_from_sequence_parallel_region(part, group=self.tp_group, output_split_sizes=self._gathered)
+                for part in (rows, probs)
+            )
+        experts = torch.arange(self._experts, device=rows.device).expand(self._held.shape).flatten()
+        owners = experts.repeat_interleave(self._held.flatten(), output_size=len(rows))
+        self._order = owners.argsort(stable=True)
+        counts = self._held.sum((0, 1))
+        return rows.index_select(0, self._order), counts, probs.index_select(0, self._order)
+
+    def combine_preprocess(self, rows: Tensor) -> Tensor:
+        """Bring rows back into the order they came in, and add up their parts over etp."""
+        if self._alone:
+            return rows
+        rows = rows.index_select(0, self._order.argsort())
+        if self.tp_size == 1:
+            return rows
+        exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        whole = reduce_scatter_to_sequence_parallel_region(exact, group=self.tp_group, input_split_sizes=self._gathered)
+        return whole.to(rows.dtype)
+
+    def token_combine(self, rows: Tensor) -> Tensor:
+        """Send rows home over ep."""
+        return rows if self._alone else all_to_all(self.ep_group, rows, self._sent, self._received)
+
+    def combine_postprocess(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's rows, [s, b, h]."""
+        # Not index_add_, whose backward pass would keep the rows.
+        total = rows.new_zeros(self._shape[:-1].numel(), rows.shape[1])
+        return total.scatter_add_(0, self._tokens[:, None].expand_as(rows), rows).view(self._shape)
+
+
+def expert_groups() -> ProcessGroupCollection:
+    """Return the process groups of experts that Megatron's parallel state holds."""
+    groups = ProcessGroupCollection()
+    groups.ep, groups.expt_tp = mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
+    groups.expt_dp = mpu.get_expert_data_parallel_group()
+    groups.tp_ep = mpu.get_expert_tensor_and_model_parallel_group()
+    return groups
