@@ -10,6 +10,8 @@ from megarl.certificate.sections import (
     layouts,
     parity,
     performance,
+    recovery,
+    servers,
     steps,
     training,
 )
@@ -21,6 +23,8 @@ SECTIONS = (
     Section("parity", "log-probs of every architecture against transformers", parity.run, 600, 400),
     Section("layouts", "every layout that fits the devices against one process", layouts.run, 900, 400),
     Section("generation", "embedded generation: graphs, log-probs, memory", generation.run, 600, 400),
+    Section("servers", "SGLang servers, colocated and apart, each transport, checksums", servers.run, 3600, 600),
+    Section("recovery", "checkpoints, kill -9 of a worker, the run that goes on", recovery.run, 900, 400),
     Section("performance", "products, memory, copies, attention beside the data sheet", performance.run, 300, 400),
     Section("steps", "steps of GRPO: tokens/s, MFU by phase, decoding, weight updates", steps.run, 3600, 400),
 )

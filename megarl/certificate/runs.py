@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,11 @@ from megarl.machine import visible_gpus
 from megarl.processes import nvidia_devices
 
 RECIPE = "grpo_quickstart"
-#: Only training: no cold start, no validation, nothing written but metrics.
+#: Only training: no cold start, no validation, nothing written but metrics; a score that differs between samples.
 PLAIN = (
     *("sft.steps=0", "validation.before_train=false", "validation.every=0", "trainer.export_hf=false"),
     *("trainer.save_every=0", "tracking.mlflow=false", "tracking.report=false"),
+    "reward={name: 'megarl.benchmarks.case:digit_share', kwargs: {}}",
 )
 
 
@@ -57,6 +61,30 @@ def steps_in(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of the training steps so far."""
     file = run_dir / "metrics.jsonl"
     return [line for line in read_jsonl(file) if line["stage"] == "train"] if file.is_file() else []
+
+
+def killed(run_dir: Path, overrides: Sequence[str], when: Callable[[], int | None], limit_s: float) -> int:
+    """Run the command, kill -9 the process that `when` names as soon as it names one; return the command's exit code.
+
+    Raises:
+        TimeoutError: there was none, or the command did not end after it.
+    """
+    end = time.monotonic() + limit_s
+    with (run_dir.parent / f"{run_dir.name}.txt").open("wb") as log:
+        process = subprocess.Popen(command(run_dir, overrides), stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while (victim := when()) is None:
+                if process.poll() is not None or time.monotonic() > end:
+                    raise TimeoutError(f"no process to kill; the command says: {Path(log.name).read_text()[-2000:]}")
+                time.sleep(0.02)
+            os.kill(victim, signal.SIGKILL)
+            return process.wait(max(end - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the command goes on without process {victim}, which was killed") from None
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
 
 
 def planned(overrides: Sequence[str], hardware: str | None) -> dict[str, float]:

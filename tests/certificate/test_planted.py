@@ -115,6 +115,28 @@ def test_a_rank_with_other_numbers_is_found_by_the_layouts_section():
     assert differences(one, [rank({"a": [-1.0, -2.0]}, 4.0)])["log-prob"] == float("inf")  # a sample is missing
 
 
+def test_servers_that_are_fed_crosswise_are_found_by_the_servers_section():
+    """Two replicas of two ranks each, and a server on every GPU; dealt out in turn, server 1 gets ranks 2 and 3."""
+    from megarl.certificate.sections.servers import crossings
+    from megarl.sync.plan import Route, SyncPlan, holdings, make_plan
+    from tests.sync.layouts import HERE, config, ranks_of, trainer
+
+    ranks = trainer(tp=2, dp=2)
+    crossed = make_plan(holdings(config("qwen3"), ranks), ranks_of(ranks), [HERE] * 4, same_host=True)
+    assert [route.receivers for route in crossed.routes] == [(0, 2), (1, 3)]
+    gpus = ["0", "1", "2", "3"]
+    assert crossings(crossed, gpus, [[gpu] for gpu in gpus]) == [
+        "server 2 on GPU 2 is fed from GPU 0, 1",
+        "server 1 on GPU 1 is fed from GPU 2, 3",
+    ]
+    near = [
+        Route(route.replica, receivers, route.senders, route.givers)
+        for route, receivers in zip(crossed.routes, [(0, 1), (2, 3)], strict=True)
+    ]
+    assert crossings(SyncPlan(crossed.hosts, tuple(near)), gpus, [[gpu] for gpu in gpus]) == []
+    assert crossings(crossed, gpus, [["4"], ["5"], ["6"], ["7"]]) == []  # GPUs of their own
+
+
 def test_findings_survive_numbers_that_json_has_not(tmp_path):
     found = Findings(tmp_path / "f")
     found.figure("rate", float("inf"), "GB/s")

@@ -1,0 +1,201 @@
+"""SGLang servers, on the trainer's GPUs and on GPUs of their own, with each transport of the weights.
+
+Checksums of all tensors are compared after every update, and log-probs of what servers generate with the trainer's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.certificate.findings import Findings, Skipped
+from megarl.certificate.runs import gpu_count, sizes_of
+from megarl.compat.sglang import find_python
+from megarl.config.load import find_recipe, load_config
+from megarl.config.run import RunConfig
+from megarl.device import has_cuda
+from megarl.errors import ConfigError
+from megarl.launchers.common import run_workers
+from megarl.machine import visible_gpus
+from megarl.processes import nvidia_devices, write_atomically
+
+if TYPE_CHECKING:
+    from megarl.runtime.rank_state import RankState
+    from megarl.sync.plan import SyncPlan
+
+TRANSPORTS = ("tensor", "distributed", "disk", "delta")
+_UPDATES = 3
+_PROMPTS = 8
+#: Log-probs of the servers' kernels against the trainer's: 2e-5 in float32 on a CPU; bf16 keeps 8 bits.
+_LIMITS = {"fp32": 1e-3, "bf16": 0.2}
+_MODEL = "Qwen/Qwen3-0.6B"  # with random weights: its sizes make the seconds of an update worth reading
+
+
+def run(found: Findings, folder: Path) -> None:
+    """Start servers for each placement and transport, and update them some times."""
+    try:
+        find_python(None, cuda=has_cuda())
+    except ConfigError as error:
+        raise Skipped(f"{error.what}: {error.fix}") from error
+    gpus = gpu_count()
+    for colocated in (True, False):
+        for transport in TRANSPORTS if gpus or not colocated else TRANSPORTS[:1]:
+            name = f"{'colocated' if colocated else 'apart'} {transport}"
+            if gpus == 1 and not colocated:
+                found.skip(name, "one GPU, and trainer and server take one each")
+            elif gpus and colocated and transport == "distributed":
+                found.skip(name, "NCCL joins no two processes on one GPU")
+            else:
+                _run_and_check(found, name, settings(gpus, transport, colocated=colocated), folder)
+
+
+def settings(gpus: int, transport: str, *, colocated: bool) -> list[str]:
+    """Return what the recipe overrides: all GPUs train and serve, or half of them each; on a CPU one process each."""
+    dtype = "bf16" if gpus else "fp32"
+    trainers, servers = (max(gpus, 1),) * 2 if colocated else (max(gpus // 2, 1), max(gpus - gpus // 2, 1))
+    given = [f"cluster.nproc={trainers}", "sft.steps=0", "tracking.mlflow=false", f"model.dtype={dtype}"]
+    given += ["rollout.engine=sglang", f"rollout.sglang.servers={servers}", f"sync.transport={transport}"]
+    given += ["sync.verify=every", "rollout.sampling.max_new_tokens=32", f"rollout.sglang.colocated={_yaml(colocated)}"]
+    given += [f"actor.engine.offload={_yaml(colocated)}", "cluster.timeout_s=2400"]
+    if colocated and gpus:
+        given.append("rollout.sglang.memory_fraction=0.4")
+    if trainers >= 4 and trainers % 2 == 0:  # a server shares its GPU with a part of a replica
+        given.append("actor.parallel={tp: 2, sp: true}")
+    if gpus:
+        given += [f"model.hf_config={json.dumps(sizes_of(_MODEL))}", "rollout.sglang.start_timeout_s=1200"]
+    return given
+
+
+def _yaml(value: bool) -> str:
+    return str(value).lower()
+
+
+def _run_and_check(found: Findings, name: str, overrides: list[str], folder: Path) -> None:
+    try:
+        ranks = _numbers(name, overrides, folder)
+    except RuntimeError as error:  # the others may work
+        found.check(f"{name}: runs", False, str(error))
+        return
+    _check(found, name, ranks)
+
+
+def _numbers(name: str, overrides: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Return what each worker found."""
+    run_dir = folder / name.replace(" ", "_")
+    run_dir.mkdir()
+    config = load_config(find_recipe("grpo_quickstart"), overrides)
+    code = run_workers("local", f"{__name__}:work", config, run_dir)
+    if code != 0:
+        raise RuntimeError(f"{name}: workers ended with exit code {code}; their servers' logs: {run_dir / 'servers'}")
+    return [json.loads((run_dir / f"numbers_{rank}.json").read_text()) for rank in range(config.cluster.nproc)]
+
+
+def _check(found: Findings, name: str, ranks: Sequence[dict[str, Any]]) -> None:
+    numbers, servers = ranks[0]["updates"], ranks[0]["servers"]
+    updated = all(one["sync/failed"] == 0 and one["sync/servers"] == servers for one in numbers)
+    found.check(f"{name}: all servers updated", updated, f"{servers} servers, {len(numbers)} updates")
+    verified = [int(one["sync/verified_tensors"]) for one in numbers]
+    found.check(f"{name}: checksums of all tensors", min(verified) > 0, f"{verified} tensors compared")
+    crossing = ranks[0]["crossings"]
+    found.check(f"{name}: colocated servers are fed from their own GPUs", not crossing, "; ".join(crossing))
+    gap = max(rank["gap"] for rank in ranks)
+    found.within(f"{name}: log-probs of servers and trainer", gap, _LIMITS[ranks[0]["dtype"]])
+    versions = {version for rank in ranks for version in rank["versions"]}
+    found.check(f"{name}: samples are of the newest weights", versions == {_UPDATES}, f"versions {sorted(versions)}")
+    last = numbers[-1]
+    found.figure(f"{name}: weight update", last["sync/seconds"], "s")
+    found.figure(f"{name}: sent", last["sync/gb_per_s"], "GB/s")
+
+
+def crossings(plan: SyncPlan, ranks: Sequence[str], servers: Sequence[Sequence[str]]) -> list[str]:
+    """Return the servers that share GPUs with trainer ranks and get nothing from these.
+
+    Memory of a colocated server may be written from its own GPU only, so that what comes from others takes a detour.
+
+    Args:
+        plan: of the weights.
+        ranks: name of the GPU of each trainer rank.
+        servers: names of the GPUs of each server.
+    """
+    found = []
+    for route in plan.routes:
+        for receiver in route.receivers:
+            own = set(servers[receiver])
+            if own & set(ranks) and not any(ranks[sender] in own for sender in route.senders):
+                gpus = ", ".join(sorted({ranks[sender] for sender in route.senders}))
+                found.append(f"server {receiver} on GPU {', '.join(sorted(own))} is fed from GPU {gpus}")
+    return found
+
+
+def _crossings_here(c: RankState) -> list[str]:
+    """Return the crossings of this run, all of whose processes are on this machine; none on a CPU."""
+    from megarl.rollout.sglang.gpus import server_gpus
+    from megarl.sync.updater import WeightSync
+
+    servers, workers, present = c.config.rollout.sglang, c.layout.world.size, nvidia_devices()
+    if not present:
+        return []
+    assert isinstance(c.sync, WeightSync), "servers get their weights from it"
+    names = visible_gpus(os.environ) or [str(number) for number in range(present)]
+    count = servers.servers
+    own = [server_gpus(servers, count, number, workers, os.environ, present) or () for number in range(count)]
+    return crossings(c.sync.plan, names[:workers], [gpus[: servers.ranks] for gpus in own])
+
+
+def work(config: RunConfig, run_dir: Path) -> None:
+    """Update servers and generate on them. Runs in each worker."""
+    from megarl.runtime.generation import open_rollout
+    from megarl.runtime.setup import build_rank_state
+
+    c = build_rank_state(config, run_dir, scored=())
+    try:
+        open_rollout(c)
+        updates = [_update(c, version) for version in range(1, _UPDATES + 1)]
+        gap, versions = _generate(c)
+        world = c.layout.world
+        numbers = {"updates": updates, "gap": gap, "versions": versions, "dtype": config.model.dtype}
+        numbers |= {"servers": config.rollout.sglang.servers, "crossings": _crossings_here(c)}
+        write_atomically(run_dir / f"numbers_{world.rank}.json", json.dumps(numbers))
+        world.barrier()
+    finally:
+        c.close()
+
+
+def _update(c: RankState, version: int) -> dict[str, float]:
+    """Change all weights, the same on every rank, and publish them; return the numbers of the update."""
+    from megarl.metrics import Metrics
+    from megarl.runtime.generation import publish
+
+    with c.offload.phase("score", "actor"), torch.no_grad():
+        for chunk in c.actor.chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(1.0 + 0.01 * version)
+    c.context.metrics = Metrics()
+    publish(c, version)
+    return {name: value for name, value in c.context.metrics.result().items() if name.startswith("sync/")}
+
+
+def _generate(c: RankState) -> tuple[float, list[int]]:
+    """Return the largest difference of log-probs, server against trainer, and the versions that generated."""
+    from megarl.data.batch import Batch, Jagged
+    from megarl.rollout.engine import Request
+
+    g = torch.Generator().manual_seed(c.layout.rank)
+    prompts = torch.randint(3, 20, (_PROMPTS, 12), generator=g).tolist()
+    asked = [Request(prompt, [1000 * c.layout.rank + i]) for i, prompt in enumerate(prompts)]
+    with c.offload.phase("generate"):
+        samples = [one for (one,) in c.rollout.engine.generate(asked, c.config.rollout.sampling, [2])]
+    rows = {
+        "prompt_ids": Jagged.from_list([torch.tensor(request.prompt_ids) for request in asked]),
+        "response_ids": Jagged.from_list([torch.tensor(one.token_ids) for one in samples]),
+    }
+    with c.offload.phase("score", "actor"):
+        logp, _ = c.actor.engine.logprobs(Batch(rows, {}), entropy=False)
+    theirs = torch.tensor([value for one in samples for value in one.logprobs])
+    versions = sorted({version for one in samples for version, _ in one.versions})
+    return float((logp.values.cpu() - theirs).abs().max()), versions
