@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         text = bug_report(by_name[one.section], one, folder)
         write_atomically(folder / one.section / "bug.txt", text)
         console.print(f"\n== {one.section} failed ==\n{text}", markup=False, soft_wrap=True)
-    machine = machine_key()
+    machine = results[0].machine if results else machine_key()
     kept = (read_result(folder / name) for name in by_name)
     everything = [result for result in kept if result is not None and result.machine == machine]
     write_reports(everything, folder)

@@ -9,9 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
+from megarl.certificate import catalogue
 from megarl.certificate.command import chosen
 from megarl.certificate.harness import Section, certify, read_result
 from megarl.certificate.report import bug_report, page, write_reports
+from megarl.cli import main
 from megarl.errors import UserError
 from tests.certificate import planted
 
@@ -102,3 +104,14 @@ def test_sections_are_chosen_by_name_in_their_own_order():
     assert chosen(names, [], ["b", "d"]) == ["a", "c"]
     with pytest.raises(UserError, match="--only"):
         chosen(names, ["e"], [])
+
+
+def test_the_command_reports_what_ran_and_what_was_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(catalogue, "SECTIONS", (section(planted.passes), section(planted.fails)))
+    assert main(["doctor", "gpu", "--only", "passes", "--out", str(tmp_path)]) == 0
+    assert main(["doctor", "gpu", "--skip", "passes", "--out", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "== fails failed ==" in text
+    assert "failed       two: nan, at most 1" in (tmp_path / "fails" / "bug.txt").read_text()
+    saved = json.loads((tmp_path / "certificate.json").read_text())["sections"]
+    assert [one["section"] for one in saved] == ["passes", "fails"]
