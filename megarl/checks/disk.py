@@ -52,7 +52,7 @@ def _checkpoint_bytes(config: RunConfig, sizes: Sizes, roles: Roles) -> float:
     policy = sizes[Role.ACTOR]
     assert policy is not None
     learning = [policy] if Role.CRITIC not in (roles or ()) else [policy, sizes.get(Role.CRITIC) or policy]
-    return sum(checkpoint_bytes(facts, config.model.dtype) for facts in learning)
+    return sum(checkpoint_bytes(facts, config.model.dtype, config.model.lora) for facts in learning)
 
 
 def _checkpoints(config: RunConfig, job: str) -> int:

@@ -27,7 +27,7 @@ from megarl.planning.memory import (
     term,
 )
 from megarl.planning.robot import episode_bytes, recorder_bytes
-from megarl.planning.shards import Sizes, layout_key, parameter_bytes, state_bytes
+from megarl.planning.shards import BYTES, GRADIENT, Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.rewards.runner import reward_processes
 from megarl.staleness import policy_of
 
@@ -70,8 +70,9 @@ def _ranks_here(config: RunConfig, team: TeamPlan) -> int:
 def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str) -> Memory:
     """Estimate the memory of a team's ranks on one machine. `facts`: of the policy."""
     ranks, parallel, dp, actor = _ranks_here(config, team), team.parallel, team.replicas, config.actor
-    state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp)
-    own = ranks * (state["optimizer"] + state["parameters"] / dp) if Role.ACTOR in team.roles else 0.0
+    state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp, lora=config.model.lora)
+    trained = state["gradients"] / GRADIENT * BYTES[config.model.dtype]
+    own = ranks * (state["optimizer"] + trained / dp) if Role.ACTOR in team.roles else 0.0
     layout = layout_key(config, team.roles[0])
     staging = [Term("a checkpoint on its way to disk", own, f"the model's size, {layout}", 0.0)] if own else []
     if gpu:
@@ -85,7 +86,7 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
         for moment in device_memory(config, sizes, team, gpu=False, job=job).moments
     ]
     if staging and job in ("train", "sft"):
-        held = learned_parts("actor", facts, parallel, actor.engine, config.model.dtype, dp, layout)
+        held = learned_parts("actor", facts, parallel, actor.engine, config.model.dtype, dp, layout, config.model.lora)
         moments.append(Moment("a checkpoint", (*(_times(ranks, part) for part in held.values()), *staging)))
     return Memory(tuple(moments))
 

@@ -184,6 +184,12 @@ class RunConfig(Section):
         """Precision in which responses are generated, fp32 or bf16: `rollout.dtype`, with `model` resolved."""
         return self.model.dtype if self.rollout.dtype == "model" else self.rollout.dtype
 
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the actor without its adapters: RL starts with fresh ones."""
+        lora = self.model.lora
+        return lora is not None and lora.path is None and self.reference.path is None and not self.sft.steps
+
     def parallel_of(self, role: str) -> ParallelConfig:
         """Return the layout of a role that holds a model: its own, else the actor's."""
         return getattr(self, role).parallel or self.actor.parallel

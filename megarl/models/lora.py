@@ -37,8 +37,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megarl.architectures.adapters import DOWN, MODULE, is_adapter
 from megarl.config.model import LoraConfig
-from megarl.models.weights.adapters import DOWN, MODULE, adapter_slices, adapter_tensors, check_targets, is_adapter
+from megarl.models.weights.adapters import adapter_slices, adapter_tensors, check_targets
 from megarl.models.weights.fill import coordinate, fill
 from megarl.models.weights.peft import AdapterReader
 from megarl.models.weights.plan import Box, Shard
@@ -220,6 +221,11 @@ def freeze_base(chunks: Sequence[PolicyModel]) -> None:
         for name, parameter in chunk.named_parameters():
             head = chunk.has_value_head and name.startswith("output_layer.")
             parameter.requires_grad_(is_adapter(name) or head)
+
+
+def largest_up(chunks: Sequence[torch.nn.Module]) -> float:
+    """Return the largest magnitude in this process's B: 0 where adapters change nothing."""
+    return max((float(adapter.b.detach().abs().max()) for adapter in adapters_in(chunks)), default=0.0)
 
 
 @contextlib.contextmanager

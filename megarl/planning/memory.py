@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megarl.artifacts.facts import ModelFacts
-from megarl.config.model import ParallelConfig
+from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
@@ -385,7 +385,10 @@ class _Models:
             name, facts, layout = role.value, self.facts[role.value], layout_key(config, role)
             if role in (Role.ACTOR, Role.CRITIC):
                 engine = (config.actor if role is Role.ACTOR else config.critic).engine
-                self.state[name] = learned_parts(name, facts, team.parallel, engine, dtype, dp, layout)
+                lora = config.model.lora
+                self.state[name] = learned_parts(name, facts, team.parallel, engine, dtype, dp, layout, lora)
+            elif role is Role.REFERENCE and config.reference_is_base and Role.ACTOR in team.roles:
+                continue  # the actor's own parameters
             elif role in (Role.REFERENCE, Role.TEACHER):
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 self.state[name] = {PARAMETERS: term(what, parameter_bytes(facts, team.parallel, dtype), layout)}
@@ -418,10 +421,17 @@ class _Models:
 
 
 def learned_parts(
-    role: str, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dtype: str, dp: int, layout: str
+    role: str,
+    facts: ModelFacts,
+    parallel: ParallelConfig,
+    engine: EngineConfig,
+    dtype: str,
+    dp: int,
+    layout: str,
+    lora: LoraConfig | None = None,
 ) -> dict[str, Term]:
     """Return the parameters, gradients and optimizer state of a model that learns. `layout`: the key of its layout."""
-    state = state_bytes(facts, parallel, engine, dtype, dp, value_head=role == CRITIC)
+    state = state_bytes(facts, parallel, engine, dtype, dp, value_head=role == CRITIC, lora=lora)
     return {name: term(f"{role} {name}", size, f"the model's size, {layout}") for name, size in state.items()}
 
 

@@ -16,13 +16,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megarl.artifacts.facts import ModelFacts
-from megarl.config.model import ParallelConfig
+from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.flops import FlopCounter, token_flops
 from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
-from megarl.planning.shards import BYTES, GRADIENT, STEP_BYTES, owned_parameters, stage_parameters
+from megarl.planning.shards import (
+    BYTES,
+    GRADIENT,
+    STEP_BYTES,
+    adapter_parameters,
+    owned_parameters,
+    stage_parameters,
+    trained_parameters,
+)
 from megarl.planning.workload import Share
 
 
@@ -77,6 +85,7 @@ class ModelPass:
         hardware: that it runs on.
         given: the assumptions.
         value_head: it gives one value per token.
+        lora: adapters are trained in place of its weights.
     """
 
     facts: ModelFacts
@@ -87,6 +96,7 @@ class ModelPass:
     hardware: Hardware
     given: PlanAssumptions
     value_head: bool = False
+    lora: LoraConfig | None = None
 
     @cached_property
     def _links(self) -> Links:
@@ -178,21 +188,29 @@ class ModelPass:
         ranks = parallel.tp * parallel.cp
         peak = self.hardware.peak(self.dtype)
         tokens, scores = share.tokens, self._scores(share)
-        layers = (tokens * (self._counter.per_token - self._expert_flops) + scores) / parallel.pp
+        frozen = 1 if train and self.lora is not None else 0  # weights that have no gradient
+        linear = tokens * (self._counter.per_token - self._expert_flops) / parallel.pp
         head_tokens = share.samples * share.response
         head = head_tokens * (2 * facts.hidden if self.value_head else self._counter.per_head_token)
         # Logits of more than one chunk are not kept for the backward pass.
         chunks = head_tokens / parallel.cp > self.engine.logits_chunk_tokens and not self.value_head
         once = scores / parallel.pp if train and self.engine.recompute == "selective" else 0.0
         rows = tokens / parallel.cp
-        work = passes * layers + (3 + chunks if train else 1) * head + once
+        work = (passes - frozen) * linear + passes * scores / parallel.pp + self._adapters(tokens) * passes
+        work += (3 - frozen + chunks if train else 1) * head + once
         found = [Cost("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
         if self._expert_flops:
             rows *= facts.experts_per_token * parallel.ep * parallel.expert_tp / (parallel.tp * facts.experts)
-            work = passes * tokens * self._expert_flops / parallel.pp / ranks
+            work = (passes - frozen) * tokens * self._expert_flops / parallel.pp / ranks
             rate = peak * given.expert_share * self._filled(rows)
             found.append(Cost("T1", "experts' matrix products", work / rate))
         return found
+
+    def _adapters(self, tokens: float) -> float:
+        """Return the FLOPs of a forward pass through a stage's adapters."""
+        if self.lora is None:
+            return 0.0
+        return 2 * tokens * adapter_parameters(self.facts, ParallelConfig(), self.lora) / self.parallel.pp
 
     def _scores(self, share: Share) -> float:
         """Return the FLOPs of attention over the context, in all layers."""
@@ -281,15 +299,17 @@ class ModelPass:
         return Cost("T7", "between stages", seconds, sent)
 
     @cached_property
-    def _held(self) -> tuple[float, float]:
-        """(dense, expert) parameters of the fullest rank."""
+    def _trained(self) -> tuple[float, float]:
+        """(dense, expert) parameters of the fullest rank that have gradients."""
+        if self.lora is not None:
+            return trained_parameters(self.facts, self.parallel, self.lora, value_head=self.value_head), 0.0
         return _stage_parameters(self.facts, self.parallel, self.value_head)
 
     def _reduce(self, share: Share) -> list[Cost]:
         """Return the gradients of one update, scattered in fp32, and parameters gathered; without sharding both in
         fp32."""
         parallel, engine = self.parallel, self.engine
-        dense, expert = self._held
+        dense, expert = self._trained
         each = GRADIENT + (self._element if engine.distributed_optimizer else GRADIENT)
         experts = parallel.expert_tp * parallel.ep
         groups = [(dense, self.replicas * parallel.cp, parallel.tp)]
@@ -315,7 +335,11 @@ class ModelPass:
         """Return the cost of AdamW, which reads gradient, master, moments, and writes master, moments, parameter; in
         fp32 the parameter is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
-        owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
+        if self.lora is None:
+            owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
+        else:
+            share = self.replicas * self.parallel.cp if engine.distributed_optimizer else 1
+            owned = self._trained[0] / share
         read = self._element if self.dtype == "fp32" else 0
         moved = owned * (GRADIENT + 2 * STEP_BYTES[self.dtype] + read + self._element)
         rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share

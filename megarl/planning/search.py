@@ -182,7 +182,8 @@ class Search:
         whatever is chosen."""
         replicas = spread.trainers() // parallel.model_parallel_size
         engine, dtype = self._config.actor.engine, self._config.model.dtype
-        size = sum(state_bytes(self._facts, parallel, engine, dtype, replicas).values())
+        lora = self._config.model.lora
+        size = sum(state_bytes(self._facts, parallel, engine, dtype, replicas, lora=lora).values())
         if size <= self.limit:
             return True
         if self._nearest is None or (self._nearest[2] is None and size < self._nearest[0]):

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from megarl.architectures import ARCHITECTURES
+from megarl.architectures.adapters import adapter_rules
 from megarl.architectures.tensors import Part
 from megarl.artifacts.facts import ModelFacts
-from megarl.config.model import ParallelConfig
+from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.stage import Role
@@ -85,13 +86,40 @@ def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
     return found
 
 
+def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig) -> float:
+    """Return the parameters of adapters that a rank holds: a stage has its share of the layers, as for weights."""
+    size = {**facts.dimensions, "rank": lora.rank}
+    per_layer = {"layer": 1.0, "dense": facts.copies["mlp"] / facts.layers}
+    found = 0.0
+    for rule in adapter_rules(ARCHITECTURES[facts.model_type].tensors, lora.targets):
+        whole = sum(math.prod(size[dimension] for dimension in source.shape) for source in rule.sources)
+        ways = 1 if rule.split in ("copy", "stack") else parallel.tp
+        found += whole / ways * per_layer[rule.part]
+    return found * facts.layers / parallel.pp
+
+
+def trained_parameters(
+    facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig | None, *, value_head: bool = False
+) -> float:
+    """Return the parameters of the fullest rank that have gradients: with adapters only these and a value head."""
+    if lora is None:
+        return sum(stage_parameters(facts, parallel, value_head=value_head))
+    return adapter_parameters(facts, parallel, lora) + (facts.hidden if value_head else 0)
+
+
 def parameter_bytes(facts: ModelFacts, parallel: ParallelConfig, dtype: str) -> float:
     """Return the bytes of a model's parameters on the fullest rank."""
     return sum(stage_parameters(facts, parallel)) * BYTES[dtype]
 
 
 def owned_parameters(
-    facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, *, value_head: bool = False
+    facts: ModelFacts,
+    parallel: ParallelConfig,
+    engine: EngineConfig,
+    dp: int,
+    *,
+    value_head: bool = False,
+    lora: LoraConfig | None = None,
 ) -> float:
     """Return the parameters whose optimizer state the fullest rank holds: with the distributed optimizer a share of its
     own.
@@ -99,6 +127,8 @@ def owned_parameters(
     Dense parameters are shared among the ranks that have the same ones, which are dp * cp; experts among fewer.
     """
     dense, expert = stage_parameters(facts, parallel, value_head=value_head)
+    if lora is not None:
+        dense, expert = trained_parameters(facts, parallel, lora, value_head=value_head), 0.0
     if not engine.distributed_optimizer:
         return dense + expert
     expert_ranks = parallel.expert_tp * parallel.ep * parallel.pp
@@ -114,16 +144,20 @@ def state_bytes(
     dp: int,
     *,
     value_head: bool = False,
+    lora: LoraConfig | None = None,
 ) -> dict[str, float]:
     """Return the bytes of parameters, gradients (fp32) and optimizer state (fp32 moments, and masters below bf16)."""
     held = sum(stage_parameters(facts, parallel, value_head=value_head))
+    trained = trained_parameters(facts, parallel, lora, value_head=value_head)
+    owned = owned_parameters(facts, parallel, engine, dp, value_head=value_head, lora=lora)
     return {
-        "parameters": held * BYTES[dtype],
-        "gradients": held * GRADIENT,
-        "optimizer": owned_parameters(facts, parallel, engine, dp, value_head=value_head) * STEP_BYTES[dtype],
+        "parameters": (held + (0 if lora is None else adapter_parameters(facts, parallel, lora))) * BYTES[dtype],
+        "gradients": trained * GRADIENT,
+        "optimizer": owned * STEP_BYTES[dtype],
     }
 
 
-def checkpoint_bytes(facts: ModelFacts, dtype: str) -> float:
-    """Return the bytes of a checkpoint of a model that learns: parameters and optimizer state, each once."""
-    return facts.parameters * (BYTES[dtype] + STEP_BYTES[dtype])
+def checkpoint_bytes(facts: ModelFacts, dtype: str, lora: LoraConfig | None = None) -> float:
+    """Return the bytes of a checkpoint of a model that learns: what is trained and optimizer state, each once."""
+    trained = facts.parameters if lora is None else adapter_parameters(facts, ParallelConfig(), lora)
+    return trained * (BYTES[dtype] + STEP_BYTES[dtype])

@@ -144,6 +144,7 @@ class StepFormulas:
             self.hardware,
             self.given,
             value_head=role is Role.CRITIC,
+            lora=self.config.model.lora if role in (Role.ACTOR, Role.CRITIC) else None,
         )
 
     # -- generation ----------------------------------------------------------------------------------------------
@@ -315,8 +316,10 @@ class StepFormulas:
                 facts = self.sizes.get(role) or self.policy
                 if role in (Role.ACTOR, Role.CRITIC):
                     engine = self._section(role).engine
-                    found[role] = 2 * state_bytes(facts, team.parallel, engine, dtype, team.replicas)["optimizer"]
-                elif role is not Role.ROLLOUT:
+                    lora = self.config.model.lora
+                    state = state_bytes(facts, team.parallel, engine, dtype, team.replicas, lora=lora)
+                    found[role] = 2 * state["optimizer"]
+                elif role is not Role.ROLLOUT and not (role is Role.REFERENCE and self.config.reference_is_base):
                     found[role] = parameter_bytes(facts, team.parallel, dtype)
         return found
 
@@ -406,7 +409,7 @@ class StepFormulas:
             if (team := self.placement.of_role(role)) is None:
                 continue
             writers[team.name] = team.devices
-            of_role = checkpoint_bytes(self.sizes.get(role) or self.policy, config.model.dtype)
+            of_role = checkpoint_bytes(self.sizes.get(role) or self.policy, config.model.dtype, config.model.lora)
             size += of_role
             still += of_role / team.devices / (self.hardware.host_gb_s * 1e9 * self.given.host_share)
         machines = min(self.hardware.nodes, config.cluster.nnodes, -(-sum(writers.values()) // self.hardware.per_node))

@@ -26,9 +26,10 @@ from megarl.artifacts.run_folder import NEXT_REFERENCE, START_WEIGHTS, drop_star
 from megarl.artifacts.trained import steps_in
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
+from megarl.models.lora import largest_up
 from megarl.offload_schedule import ACTOR, CRITIC
 from megarl.processes import write_atomically
-from megarl.runtime.roles import ReferenceRole, TeacherRole
+from megarl.runtime.roles import BaseReferenceRole, ReferenceRole, TeacherRole
 from megarl.runtime.setup import build_engine, check_embeddings
 from megarl.tracing import keep_beating, phase
 from megarl.training.checksums import FileChecksum, checksums_of, faults, few
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 FOLDER = "reference"
 _ORIGIN = "origin.json"  # in the place of a model: where it is
 _NAMED, _INITIAL = "reference.path", "model.path"  # keys that name a reference that the run does not keep
+_BASE = "model.lora"  # the reference is the actor without its adapters
 
 
 class ReferencePlace(NamedTuple):
@@ -58,10 +60,10 @@ class ReferencePlace(NamedTuple):
 def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> ReferencePlace:
     """Find the weights of the reference, and keep them for later resumes. Collective over the actor's team.
 
-    They are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a resumed
-    run starts from a later actor; where they are those of `model.path`, that path is kept instead. A run that resumes
-    from a checkpoint of another one takes that one's. What is kept lies in a place of its own until
-    `take_up_reference`: the start may still be refused.
+    They are `reference.path`, else the actor's at the start of RL: with adapters that change nothing yet, its own with
+    adapters off. Others are kept in the run folder, because a resumed run starts from a later actor; where they are
+    those of `model.path`, that path is kept instead. A run that resumes from a checkpoint of another one takes that
+    one's. What is kept lies in a place of its own until `take_up_reference`: the start may still be refused.
 
     Args:
         c: this rank's state.
@@ -76,6 +78,8 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
     """
     if c.config.reference.path is not None:
         return ReferencePlace(c.config.reference.path, _NAMED)
+    if _is_base(c, resumed_from if begun else None):
+        return ReferencePlace("", _BASE)
     if resumed_from is not None and begun:
         return _kept(c, resumed_from)
     origin = unchanged_model(c.config) if resumed_from is None else None
@@ -85,6 +89,35 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
         return ReferencePlace(str(following), "")
     _note_origin(c, origin)
     return ReferencePlace(origin, _INITIAL)
+
+
+def _is_base(c: RankState, resumed_from: Path | None) -> bool:
+    """Tell whether the reference is the actor without its adapters. Collective over the actor's team.
+
+    That is so where RL starts with adapters that change nothing, in the team that has both. A run that goes on has it
+    as it had it before.
+
+    Raises:
+        ConfigError: it had it so, and has the reference in another team now.
+    """
+    together = c.team.placement.of_role(Role.REFERENCE) == c.team.plan
+    if resumed_from is not None:
+        recorded = frozen_in(resumed_from).get("reference")
+        if recorded is None or recorded.key != _BASE:
+            return False
+        if together:
+            return True
+        raise ConfigError(
+            "the reference of this run is the actor without its adapters, which another team does not have",
+            where="placement",
+            found="the reference in a team of its own",
+            allowed="the reference in the actor's team",
+            fix=f"place it there, or set {_NAMED}={c.config.model.path or 'the folder of the base model'}",
+        )
+    if c.config.model.lora is None or not together:
+        return False
+    largest = max(c.layout.world.all_gather_json(largest_up(c.actor.chunks)))
+    return not largest
 
 
 def _note_origin(c: RankState, origin: str) -> None:
@@ -185,6 +218,9 @@ def make_reference(c: RankState, begin: RunStart) -> ReferenceRole:
     from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
 
+    if begin.reference_key == _BASE:
+        c.frozen["reference"] = asdict(Frozen(_BASE, "", {}))
+        return BaseReferenceRole(c.actor.engine, c.context)
     source = now_at(c.run_dir, begin.reference or "")
     record_frozen(c, "reference", begin.reference_key, source, begin.source)
     with phase("load_reference"), c.offload.phase("load"):
@@ -223,8 +259,10 @@ def take_up_reference(run_dir: Path) -> None:
 
 def unchanged_model(config: RunConfig) -> str | None:
     """Return the model that RL starts from, where that is `model.path` as it is on disk; None after a cold start, for a
-    fresh model, and with keys of its configuration changed."""
+    fresh model, with keys of its configuration changed, and with adapters to start from."""
     model = config.model
+    if model.lora is not None and model.lora.path is not None:
+        return None
     if model.path is None or model.hf_config is not None or config.sft.steps:
         return None
     return str(Path(model.path).resolve()) if Path(model.path).is_dir() else model.path

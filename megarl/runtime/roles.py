@@ -122,6 +122,20 @@ class ReferenceRole(ModelRole):
         return logp
 
 
+class BaseReferenceRole(ReferenceRole):
+    """The reference of an actor with adapters that RL starts without: the actor's own parameters with adapters off."""
+
+    def __init__(self, engine: MegatronEngine, c: StepContext) -> None:
+        self.engine, self._c = engine, c  # in the offload schedule it is the actor
+
+    def _log_probs(self, samples: Batch, temperature: float | None) -> Jagged:
+        from megarl.models.lora import adapters_off
+
+        with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
+            wanted = self._c.temperature if temperature is None else temperature
+            return self.engine.logprobs(samples, wanted, entropy=False)[0]
+
+
 class TeacherRole(ModelRole):
     """The frozen model that a policy is distilled from. It has a shape of its own: its work is not in `perf/flops`."""
 

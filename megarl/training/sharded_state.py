@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from megarl.architectures.adapters import is_adapter
 from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig
 from megarl.models.lora import local_adapters
-from megarl.models.weights.adapters import adapter_tensors, is_adapter
+from megarl.models.weights.adapters import adapter_tensors
 from megarl.offload_schedule import OPTIMIZER, PARAMETERS
 from megarl.training.checksums import few
 from megarl.training.optimizer import parts
@@ -178,7 +179,7 @@ def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[t
                     False,
                 )
             )
-        split = bool(parameter.tensor_model_parallel)  # type: ignore[attr-defined]
+        split = getattr(parameter, "tensor_model_parallel", False)
         yield _Copy(places, split or layout.tp_rank == 0, first_in_data), parameter
 
 

@@ -7,9 +7,10 @@ from itertools import product
 
 import pytest
 
-from megarl.config.model import ParallelConfig
+from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import facts_of
+from megarl.models.weights.adapters import adapter_slices
 from megarl.models.weights.plan import Coordinate, slices_for
 from megarl.planning.shards import checkpoint_bytes, owned_parameters, stage_parameters, state_bytes
 from tests.models.tiny import ARCHITECTURES, tiny_dict
@@ -80,3 +81,21 @@ def test_a_checkpoint_has_parameters_and_state_once(dtype, bytes_each):
     state = state_bytes(facts, ParallelConfig(), EngineConfig(), dtype, dp=1)
     assert state["parameters"] + state["optimizer"] == checkpoint_bytes(facts, dtype)
     assert state["gradients"] == 4 * facts.parameters
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "pp": 2}])
+def test_with_adapters_only_these_and_a_value_head_have_gradients(model_type, layout):
+    hf, parallel, lora = hf_of(model_type), ParallelConfig(**layout), LoraConfig(rank=4)
+    at = Coordinate(tp=parallel.tp, pp=parallel.pp, etp=parallel.expert_tp)
+    adapters = sum(math.prod(shard.shape) for shard in adapter_slices(hf, at, lora))
+    facts, engine = facts_of(hf), EngineConfig()
+    state = state_bytes(facts, parallel, engine, "bf16", 2, lora=lora)
+    whole = state_bytes(facts, parallel, engine, "bf16", 2)
+    assert state["gradients"] == 4 * adapters
+    assert state["optimizer"] == 12 * adapters / 2
+    assert state["parameters"] == whole["parameters"] + 2 * adapters
+    critic = state_bytes(facts, parallel, engine, "bf16", 2, value_head=True, lora=lora)
+    assert critic["gradients"] == 4 * (adapters + facts.hidden)
+    if not layout:
+        assert checkpoint_bytes(facts, "bf16", lora) == 14 * adapters

@@ -134,6 +134,34 @@ def test_adapters_off_is_the_base_model(alone):
     assert (engine.logprobs(batch)[0].values - off).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(("model", "dtype"), [("dense", torch.float32), ("critic", torch.bfloat16)])
+def test_a_checkpoint_has_what_is_trained_and_brings_all_of_it_back(alone, model, dtype, tmp_path):
+    from safetensors import safe_open
+
+    from megarl.training import checkpoint
+
+    batch = cases.make_batch()
+    engine = adapted_engine(model, dtype=dtype)
+    cases.train(engine, batch)
+    checkpoint.save(tmp_path / "checkpoints", 1, {"actor": engine}, {})
+    with safe_open(tmp_path / "checkpoints/step_1/rank_0.safetensors", framework="pt") as file:
+        names = {name.partition("@")[0] for name in file.keys()}  # noqa: SIM118
+    parts = (
+        "",
+        "optimizer.exp_avg.",
+        "optimizer.exp_avg_sq.",
+        *(["optimizer.param."] if dtype != torch.float32 else []),
+    )
+    heads = ["output_layer.weight"] if model == "critic" else []
+    assert names == {f"{part}actor.{name}" for part in parts for name in (*whole_adapters(engine), *heads)}
+    other = cases.make_engine(model, dtype=dtype, lora=LORA, optim=engine.optim)
+    checkpoint.load(tmp_path / "checkpoints/step_1", {"actor": other})
+    for one in (engine, other):
+        cases.train(one, batch)
+    for (name, parameter), here in zip(engine.chunks[0].named_parameters(), other.chunks[0].parameters(), strict=True):
+        assert torch.equal(parameter, here), name
+
+
 LAYOUTS = [
     ("dense", {"tp": 2}, {}),
     ("tied", {"tp": 2, "sp": True}, {"micro_batch_tokens": 50, "recompute": "full"}),

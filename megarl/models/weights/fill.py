@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core import parallel_state as mpu
 
+from megarl.architectures.adapters import MODULE, is_adapter
 from megarl.artifacts.unread_tensors import refuse_unread
 from megarl.errors import ConfigError
 from megarl.models.hf import vision_of
 from megarl.models.policy import PolicyModel
-from megarl.models.weights.adapters import MODULE, is_adapter
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.plan import Box, Coordinate, Shard, hf_tensors, slices_for
 from megarl.processes import is_first_process

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megarl.architectures.adapters import DOWN, UP
 from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig
 from megarl.errors import ConfigError
 from megarl.models.policy import PolicyModel
-from megarl.models.weights.adapters import DOWN, UP, adapter_tensors
+from megarl.models.weights.adapters import adapter_tensors
 from megarl.models.weights.export import iter_adapter_tensors
 from megarl.models.weights.files import SafetensorsWriter, replace_folder
 

@@ -1,0 +1,83 @@
+"""Runs that train low-rank adapters: resumed bit for bit after kill -9, their files, and their reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runtime import harness
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture
+def settings(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
+    """Of a run with adapters on a model that is in a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megarl.config.load import load_config
+
+    config = dict(load_config(recipe).model.hf_config or {})
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    model.save_pretrained(tmp_path / "base")
+    lora = "model.lora={rank: 4, dropout: 0.1}"
+    return (
+        f"model.path={tmp_path / 'base'}",
+        "model.hf_config=null",
+        lora,
+        "sft.steps=0",
+        "actor.optim.lr=1.0e-2",
+        "cluster.nproc=1",
+    )
+
+
+def test_a_killed_run_resumes_to_the_same_numbers_and_its_files_are_the_adapters(recipe, settings, tmp_path):
+    from safetensors import safe_open
+
+    from megarl.commands.convert import convert
+
+    whole = harness.train(recipe, tmp_path / "whole", *settings)
+    assert whole[1]["actor/grad_norm"] > 0
+    killed = tmp_path / "killed"
+    process = harness.start(recipe, killed, *settings)
+    harness.wait_for(lambda: (killed / "checkpoints/step_2/meta.json").exists(), process)
+    harness.kill(harness.workers(killed)[0])
+    harness.finish(process, timeout=60)
+    assert harness.train(recipe, killed, *settings) == whole
+
+    names = set()
+    for file in (killed / "checkpoints/step_4").glob("rank_*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names |= set(tensors.keys())
+    assert names
+    assert all(".lora_A.weight@" in name or ".lora_B.weight@" in name for name in names)
+    convert(killed / "checkpoints/step_4", tmp_path / "from checkpoint")
+    convert(killed / "hf_adapter", tmp_path / "from adapter")
+    merged = (killed / "hf/model.safetensors").read_bytes()
+    assert merged != (tmp_path / "base/model.safetensors").read_bytes()
+    assert (tmp_path / "from checkpoint/model.safetensors").read_bytes() == merged
+    assert (tmp_path / "from adapter/model.safetensors").read_bytes() == merged
+
+    weights = tmp_path / "base/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(AssertionError, match="the files of this model are not those that the run began with"):
+        harness.train(recipe, killed, *settings, "trainer.steps=5")
+
+
+def test_the_reference_is_the_model_without_adapters(recipe, settings, tmp_path):
+    off = harness.train(recipe, tmp_path / "off", *settings)
+    named = harness.train(recipe, tmp_path / "named", *settings, f"reference.path={tmp_path / 'base'}")
+    assert off == named
+    assert any(value > 0 for name, value in off[4].items() if name.rpartition("/")[2].startswith("kl"))
+    assert not (tmp_path / "off/reference").exists()
+    state = json.loads((tmp_path / "off/checkpoints/step_4/state.json").read_text())
+    assert state["frozen"]["reference"]["key"] == "model.lora"
