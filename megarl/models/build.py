@@ -22,7 +22,7 @@ from megarl.device import device
 from megarl.models.attention import PackedAttention
 from megarl.models.config import PolicyConfig
 from megarl.models.experts import GroupedExperts, TokenDispatcher, expert_groups
-from megarl.models.hf import moe_layers, vision_of
+from megarl.models.hf import encoder_of, moe_layers, vision_of
 from megarl.models.lora import attach
 from megarl.models.norm import RMSNorm
 from megarl.models.policy import PolicyModel
@@ -51,13 +51,7 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
             "vp_stage": vp_stage,
             "value_head": value_head,
         }
-        spec, sight = block_spec(hf_config, tconf, vp_stage), vision_of(hf_config)
-        if sight is None:
-            chunk = PolicyModel(hf_config, tconf, spec, **settings)
-        else:
-            from megarl.models.vla.vision import VlaModel
-
-            chunk = VlaModel(hf_config, tconf, spec, sight, **settings)
+        chunk = _build_chunk(hf_config, tconf, block_spec(hf_config, tconf, vp_stage), settings)
         _mark_split(chunk)
         _dispatch(chunk)
         # Megatron makes some parameters on the host whatever the device (routers), and a module of ours may, too.
@@ -65,6 +59,20 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
     if tconf.lora is not None:
         attach(chunks, tconf.lora)
     return chunks
+
+
+def _build_chunk(
+    hf: PretrainedConfig, config: PolicyConfig, spec: TransformerBlockSubmodules, settings: dict[str, Any]
+) -> PolicyModel:
+    if (sight := vision_of(hf)) is not None:
+        from megarl.models.vla.vision import VlaModel
+
+        return VlaModel(hf, config, spec, sight, **settings)
+    if (encoder := encoder_of(hf)) is not None:
+        from megarl.models.vlm.model import VisionLanguageModel
+
+        return VisionLanguageModel(hf, config, spec, encoder, **settings)
+    return PolicyModel(hf, config, spec, **settings)
 
 
 def _mark_split(chunk: PolicyModel) -> None:

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.architectures import ARCHITECTURES, values
 from megarl.architectures.generic import MEANINGS
+from megarl.architectures.vision import LANGUAGE_MODEL
+from megarl.architectures.vision_language import (
+    DECODERS,
+    ImageSettings,
+    VisionEncoder,
+    canonical_name,
+    decoder_config,
+)
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.other_folders import no_model
-from megarl.artifacts.robot_policy import ROBOT_POLICY
+from megarl.artifacts.robot_policy import PREPROCESSOR, ROBOT_POLICY, read_preprocessor
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
@@ -44,6 +52,9 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     policy = _robot_policy(model, key, follow_files=follow_files)
     if policy is not None:
         return policy
+    seeing = _vision_language(model, key)
+    if seeing is not None:
+        return seeing
     if model.path is not None:
         config = read_hf_config(model.path, key, trust_remote_code=model.trust_remote_code)
         check_supported(config, key)
@@ -90,6 +101,30 @@ def _robot_policy(model: ModelConfig, key: str, *, follow_files: bool) -> Pretra
     from megarl.models.weights.files import resolve_folder
 
     return read_policy_config(resolve_folder(model.path, key, weights=follow_files))
+
+
+def _vision_language(model: ModelConfig, key: str) -> PretrainedConfig | None:
+    """Return the configuration of a vision-language model's decoder, which has that of the whole model in
+    `vision_language`; None for another model."""
+    from transformers import PretrainedConfig
+
+    from megarl.models.weights.files import resolve_folder
+
+    raw, where = model.hf_config or {}, "model.hf_config"
+    if model.path is not None:
+        _check_folder(model.path, key)
+        try:
+            raw, where = PretrainedConfig.get_config_dict(model.path)[0], f"{key}: config.json"
+        except _refusals():
+            return None  # who reads it as that of a language model says what is wrong
+    if raw.get("model_type") not in DECODERS:
+        return None
+    hf = load_hf_config(ModelConfig(hf_config=decoder_config(raw)), f"{where}.text_config")
+    VisionEncoder.from_config(raw, hf.hidden_size, where)
+    hf.vision_language = dict(raw)  # goes into the config.json of what is exported, as it is
+    hf.preprocessor = None if model.path is None else read_preprocessor(resolve_folder(model.path, key, weights=False))
+    image_settings(hf)
+    return hf
 
 
 def _follow_files(config: PretrainedConfig, source: str) -> None:
@@ -260,6 +295,36 @@ def vision_of(hf: PretrainedConfig) -> VisionShape | None:
     from megarl.architectures.vision import VisionShape
 
     return VisionShape.from_config(policy, hf.hidden_size, "config.json")
+
+
+def encoder_of(hf: PretrainedConfig) -> VisionEncoder | None:
+    """Return the vision encoder of a vision-language model; None for another model."""
+    whole = getattr(hf, "vision_language", None)
+    return None if whole is None else VisionEncoder.from_config(whole, hf.hidden_size, "config.json")
+
+
+def image_settings(hf: PretrainedConfig) -> ImageSettings:
+    """Return the way from pixels to the encoder's input of a vision-language model."""
+    encoder = encoder_of(hf)
+    assert encoder is not None, "a vision-language model"
+    return ImageSettings.from_config(encoder, hf.preprocessor, PREPROCESSOR)
+
+
+def visual_tensors(hf: PretrainedConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the tensors of the model's vision part by name of the parameter: name and shape in a checkpoint."""
+    sight = vision_of(hf)
+    if sight is not None:
+        return {f"vision.{name}": found for name, found in sight.tensors.items()}
+    encoder = encoder_of(hf)
+    return {} if encoder is None else {f"visual.{name}": found for name, found in encoder.tensors.items()}
+
+
+def checkpoint_name(hf: PretrainedConfig, name: str) -> str:
+    """Return the name in this model's checkpoints of a tensor of its decoder; `name` is that of a language model."""
+    if getattr(hf, "policy", None) is not None:
+        return LANGUAGE_MODEL + name
+    whole = getattr(hf, "vision_language", None)
+    return name if whole is None else canonical_name(whole["model_type"], name)
 
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:

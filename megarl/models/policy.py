@@ -34,7 +34,7 @@ class ValueHead(MegatronModule):
 class PolicyModel(GPTModel):
     """One pipeline chunk of a policy (or, with a value head, of a critic).
 
-    `model(input_ids [1, t], position_ids [1, t], None, packed_seq_params=...)` returns hidden states [t, 1, hidden]: on
+    `model(input_ids [1, t], position_ids [1 or 3, t], None, packed_seq_params=...)` returns hidden states [t, 1, hidden]: on
     the last chunk after the final norm, elsewhere for the next chunk. Under sequence parallelism they are this
     tensor-parallel rank's t / tp tokens. Logits are F.linear(hidden, model.lm_head_weight).
     """
@@ -87,7 +87,8 @@ class PolicyModel(GPTModel):
         if self.config.lora is not None and decoder_input is not None and torch.is_grad_enabled():
             # Layers that are computed again in the backward pass have gradients only if their input has one.
             decoder_input.requires_grad_(True)
-        packed_seq_params.cache["rope"] = self.rope.cos_sin(position_ids.flatten(), self.config.params_dtype)
+        tables = self.rope.cos_sin if len(position_ids) == 1 else self.rope.cos_sin_of_three
+        packed_seq_params.cache["rope"] = tables(position_ids.squeeze(0), self.config.params_dtype)
         return decoder_input, None, None, None, None, padding_mask
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

@@ -5,6 +5,7 @@ Positions come with the tokens, so packed sequences, context-parallel shards and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,16 @@ if TYPE_CHECKING:
 
 
 class Rope(torch.nn.Module):
-    """The frequencies of one model; the scaling kinds are transformers' own."""
+    """The frequencies of one model; the scaling kinds are transformers' own.
 
-    def __init__(self, hf: PretrainedConfig) -> None:
+    Args:
+        hf: the model's configuration.
+        sections: where positions have three numbers: how many frequencies go by each of them.
+        interleaved: these frequencies take turns from the first on, and those that are left go by the first number;
+            else they stand in a row.
+    """
+
+    def __init__(self, hf: PretrainedConfig, sections: Sequence[int] = (), *, interleaved: bool = False) -> None:
         super().__init__()
         if rope_type(hf) == "default":
             size = head_dim(hf)
@@ -30,13 +38,32 @@ class Rope(torch.nn.Module):
             frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope_type(hf)](hf, torch.device("cpu"))
         # A plain attribute: as a buffer it would be cast to bf16 along with the model.
         self.frequencies = frequencies.float()
+        self.sections = _sections(sections, interleaved=interleaved) if sections else None
 
     def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tables of `positions` [...] int64: cos and sin, each [..., head_dim / 2] in `dtype`, computed in
         fp32."""
         self.frequencies = self.frequencies.to(positions.device)
-        angles = positions.unsqueeze(-1).float() * self.frequencies
+        return self._tables(positions.unsqueeze(-1).float() * self.frequencies, dtype)
+
+    def cos_sin_of_three(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tables [t, head_dim / 2] of positions [3, t] with three numbers each."""
+        assert self.sections is not None, "this model's positions have one number"
+        self.frequencies, self.sections = (one.to(positions.device) for one in (self.frequencies, self.sections))
+        return self._tables(positions[self.sections].t().float() * self.frequencies, dtype)
+
+    def _tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def _sections(sizes: Sequence[int], *, interleaved: bool) -> torch.Tensor:
+    """Return which of the three numbers of a position each frequency goes by, int64 [head_dim / 2]."""
+    if not interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    found = torch.zeros(sum(sizes), dtype=torch.int64)
+    for number in (1, 2):
+        found[number : 3 * sizes[number] : 3] = number
+    return found
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:

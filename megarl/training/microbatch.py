@@ -26,7 +26,8 @@ class MicroBatch:
 
     Attributes:
         samples: positions in the batch; empty for a filler, which only keeps this rank in step with the others.
-        input_ids, position_ids: int64 [1, t].
+        input_ids: int64 [1, t].
+        position_ids: int64 [1, t], or [3, t] where positions have three numbers.
         packed: the packed layout for attention.
         rows: int64 [n], places among the t tokens that predict a response token; n = N without context parallelism.
         order: int64 [n], which of the N response tokens each row predicts.
@@ -82,10 +83,12 @@ def build(
     """
     packed = sequences.pack(batch.select(list(samples))) if samples else sequences.filler()
     tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
+    positions = packed.positions
     if total is not None:
         extra = _fill_up(lengths, total, layout)
         tokens = torch.cat([tokens, tokens.new_zeros(sum(extra))])
         predicts = torch.cat([predicts, predicts.new_full((sum(extra),), -1)])
+        positions = None if positions is None else torch.cat([positions, positions.new_zeros(3, sum(extra))], 1)
         lengths += extra
         opens += [0] * len(extra) if opens else []
     stream = pack_stream(
@@ -105,7 +108,7 @@ def build(
     return MicroBatch(
         samples=tuple(samples),
         input_ids=stream.input_ids(tokens).to(device),
-        position_ids=there.position_ids,
+        position_ids=there.position_ids if positions is None else stream.take(positions.t()).t().to(device),
         packed=there.params,
         rows=rows.to(device),
         order=order.to(device),

@@ -17,6 +17,7 @@ from megarl.data.batch import Batch, Jagged
 
 if TYPE_CHECKING:
     from megarl.models.vla.vision import Seen
+    from megarl.models.vlm.model import Images
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class PackedRows:
         predicts: int64 [T], which of the N response tokens each column predicts; -1 for none.
         targets: int64 [N].
         open_from: see `megarl.models.packing.PackedSequences`.
-        seen: a robot policy's visual input, with places among the T columns.
+        seen: what a policy sees, with places among the T columns.
+        positions: int64 [3, T], of models whose positions have three numbers; None: the places in each row.
     """
 
     lengths: list[int]
@@ -37,7 +39,8 @@ class PackedRows:
     predicts: Tensor
     targets: Tensor
     open_from: Sequence[int] = ()
-    seen: Seen | None = None
+    seen: Seen | Images | None = None
+    positions: Tensor | None = None
 
 
 class SequenceLayout(Protocol):

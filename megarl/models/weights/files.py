@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
+from megarl.architectures.vision_language import canonical_name
 from megarl.artifacts.checkpoint_files import INDEX, file_names, quantized_block, read_config, weight_files
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.errors import ConfigError
@@ -71,10 +72,15 @@ class CheckpointReader:
         self._block = quantized_block(config, str(self.folder / "config.json"))
         self.files = weight_files(self.folder, config)
         self._open = {file: _open_file(file) for file in self.files}
-        self._place = {name: (file, name) for file in self.files for name in self._open[file].keys()}  # noqa: SIM118
+        self._place = {
+            canonical_name(config.get("model_type"), name): (file, name)
+            for file in self.files
+            for name in self._open[file].keys()  # noqa: SIM118
+        }
         self._add_projector(config)
-        if config.get("tie_word_embeddings") and EMBEDDINGS not in self and HEAD in self:
-            self._place[EMBEDDINGS] = self._place[HEAD]
+        self._embeddings = canonical_name(config.get("model_type"), EMBEDDINGS)
+        if config.get("tie_word_embeddings") and self._embeddings not in self and HEAD in self:
+            self._place[self._embeddings] = self._place[HEAD]
 
     def _add_projector(self, config: Mapping[str, Any]) -> None:
         """Add the tensors of a robot policy that are in a torch file of their own."""
@@ -174,14 +180,15 @@ class CheckpointReader:
 
     def untied_head(self) -> bool:
         """Tell whether there are both a head and embeddings, and they differ."""
-        if HEAD not in self or EMBEDDINGS not in self or self._place[HEAD] == self._place[EMBEDDINGS]:
+        embeddings = self._embeddings
+        if HEAD not in self or embeddings not in self or self._place[HEAD] == self._place[embeddings]:
             return False
-        rows, columns = self.shape(EMBEDDINGS)
+        rows, columns = self.shape(embeddings)
         if self.shape(HEAD) != (rows, columns):
             return True
         for start in range(0, rows, _COMPARED_ROWS):
             box = ((start, min(start + _COMPARED_ROWS, rows)), (0, columns))
-            if not torch.equal(self.read(HEAD, box).float(), self.read(EMBEDDINGS, box).float()):
+            if not torch.equal(self.read(HEAD, box).float(), self.read(embeddings, box).float()):
                 return True
         return False
 

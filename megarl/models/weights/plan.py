@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
-from megarl.architectures.vision import LANGUAGE_MODEL
-from megarl.models.hf import dimensions, moe_layers, value_bias, vision_of
+from megarl.models.hf import checkpoint_name, dimensions, moe_layers, value_bias, visual_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -71,8 +71,7 @@ def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, t
     for rule, _, names in instances(hf, whole, rules(hf, value_head=value_head)):
         for name, shape in _sources(rule, names, size):
             found[name] = shape
-    sight = vision_of(hf)
-    return found if sight is None else found | dict(sight.tensors.values())
+    return found | dict(visual_tensors(hf).values())
 
 
 def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False) -> list[Shard]:
@@ -81,9 +80,9 @@ def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False
     shards = []
     for rule, (chunk, param), names in instances(hf, at, rules(hf, value_head=value_head)):
         shards.append(shard_of(rule, chunk, param, names, at, size))
-    if (sight := vision_of(hf)) is not None and at.pp_rank == 0:
-        for param, (name, shape) in sight.tensors.items():
-            shards.append(Shard(0, f"vision.{param}", *_copy([(name, shape)], 1, 0, size)))
+    if at.pp_rank == 0:
+        for param, (name, shape) in visual_tensors(hf).items():
+            shards.append(Shard(0, param, *_copy([(name, shape)], 1, 0, size)))
     return shards
 
 
@@ -100,14 +99,14 @@ def instances(
 ) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
     """Yield every rule for every layer that lives at `at`: (rule, (chunk, parameter), source names), of experts those
     of all experts there."""
-    before = "" if vision_of(hf) is None else LANGUAGE_MODEL
+    in_checkpoint = partial(checkpoint_name, hf)
     per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
     sparse = moe_layers(hf)
 
     def outer(part: str, chunk: int) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
         for rule in table:
             if rule.part == part:
-                yield rule, (chunk, rule.param), tuple(before + s.name for s in rule.sources)
+                yield rule, (chunk, rule.param), tuple(in_checkpoint(s.name) for s in rule.sources)
 
     if at.pp_rank == 0:
         yield from outer("embedding", 0)
@@ -118,7 +117,7 @@ def instances(
                 if rule.part not in ("layer", "moe" if sparse[layer] else "dense", "expert" if sparse[layer] else ""):
                     continue
                 experts = _experts(hf, at) if rule.part == "expert" else range(1)
-                names = (before + s.name.format(i=layer, e=expert) for expert in experts for s in rule.sources)
+                names = (in_checkpoint(s.name.format(i=layer, e=expert)) for expert in experts for s in rule.sources)
                 yield rule, (chunk, rule.param.format(i=layer - first)), tuple(names)
     if at.pp_rank == at.pp - 1:
         yield from outer("final", at.vpp - 1)

@@ -1,0 +1,240 @@
+"""Images of rows: read, brought to a size that a vision encoder takes, and cut into patches.
+
+An image of a row is the path of a file (relative to `data.image_dir`), its bytes, a mapping with `bytes` or `path` as
+the `datasets` package has it, or an image of PIL. It becomes 8-bit RGB: transparency is laid over white, 16-bit greys
+keep their upper bits, and an image that is turned by its Exif entry is turned.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.architectures.vision_language import ImageSettings
+from megarl.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Most pixels of a file's image: more is a mistake, or an attack by a small file of many pixels.
+MOST_PIXELS = 100_000_000
+_LEAST_SIDE, _MOST_RATIO = 2, 200
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+_DATA_URL = "data:image/"
+FORMS = "the path of a file, bytes, {bytes, path}, or an image of PIL"
+
+
+@dataclass(frozen=True)
+class Patches:
+    """An image as a vision encoder takes it.
+
+    Attributes:
+        values: uint8 [rows * columns, 3 * patch * patch], see `patchify`.
+        rows, columns: patches of the image.
+        digest: 64 bits of a hash of the pixels: equal images have equal ones.
+    """
+
+    values: npt.NDArray[np.uint8]
+    rows: int
+    columns: int
+    digest: int
+
+
+def patches_of(value: Any, settings: ImageSettings, folder: Path | None, where: str) -> Patches:
+    """Return an image of a row in patches.
+
+    Args:
+        value: the image, see the module.
+        settings: sizes of patches, and limits of the number of pixels.
+        folder: `data.image_dir`.
+        where: row and column, for errors.
+
+    Raises:
+        DataError: it cannot be read, or has a size that no encoder takes.
+    """
+    pixels = resized(open_image(value, folder, where), settings)
+    patch = settings.patch
+    values = patchify(pixels, patch, settings.merge)
+    digest = hashlib.blake2b(values.tobytes(), digest_size=8, key=str(pixels.shape).encode()).digest()
+    found = int.from_bytes(digest, "little", signed=True)
+    return Patches(values, pixels.shape[0] // patch, pixels.shape[1] // patch, found)
+
+
+def open_image(value: Any, folder: Path | None, where: str) -> Image:
+    """Return the image as 8-bit RGB.
+
+    Raises:
+        DataError: no file, no image, several frames, or a size that no encoder takes; names `where`.
+    """
+    from PIL import Image
+
+    name = where
+    if isinstance(value, Image.Image):
+        return _as_rgb(value, where)
+    if isinstance(value, Mapping):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, str):
+        if value.startswith(_DATA_URL):
+            value = _decoded(value, where)
+        else:
+            file = Path(value).expanduser()
+            file = file if folder is None or file.is_absolute() else folder / file
+            value, name = _bytes_of(file, where), f"{where}: {file}"
+    if not isinstance(value, bytes):
+        raise DataError("not an image", where=where, found=type(value).__name__, allowed=FORMS)
+    if not value:
+        raise DataError("the image is empty", where=name, fix="write the file again")
+    return _decode(value, name)
+
+
+def _decode(content: bytes, where: str) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is a lower one
+        try:
+            image = Image.open(io.BytesIO(content), formats=_FORMATS)
+            _check_size(image, where)
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1:
+                raise DataError(
+                    "the image has several frames",
+                    where=where,
+                    found=f"{frames} frames ({image.format})",
+                    allowed="one",
+                    fix="name each frame as an image of its own",
+                )
+            image.load()
+        except DataError:
+            raise
+        except UnidentifiedImageError as error:
+            kind = content[:16]
+            raise DataError("not an image", where=where, found=kind, allowed=", ".join(_FORMATS)) from error
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(
+                f"the image cannot be read: {error}", where=where, fix="copy it again, or take the row out"
+            ) from error
+    return _as_rgb(image, where)
+
+
+def _check_size(image: Image, where: str) -> None:
+    width, height = image.size
+    short, long = min(width, height), max(width, height)
+    if width * height > MOST_PIXELS:
+        raise DataError(
+            "the image has too many pixels",
+            where=where,
+            found=f"{width} x {height}",
+            allowed=f"at most {MOST_PIXELS} pixels",
+            fix="make it smaller; more than data.max_pixels is thrown away anyway",
+        )
+    if short < _LEAST_SIDE or long > _MOST_RATIO * short:
+        raise DataError(
+            "the image has a size that no vision encoder takes",
+            where=where,
+            found=f"{width} x {height}",
+            allowed=f"sides of at least {_LEAST_SIDE} pixels, one at most {_MOST_RATIO} times the other",
+        )
+
+
+def _as_rgb(image: Image, where: str) -> Image:
+    from PIL import Image, ImageOps
+
+    _check_size(image, where)
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I;16", "I;16B", "I;16L", "I;16N"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise DataError(
+            "the image has numbers of 32 bits, whose black and white nobody knows",
+            where=where,
+            found=f"mode {image.mode}",
+            allowed="8 or 16 bits for each colour",
+            fix="convert it to 8 bits",
+        )
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        clear = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB")
+    return image.convert("RGB")
+
+
+def _decoded(url: str, where: str) -> bytes:
+    head, _, text = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("not base64")
+        return base64.b64decode(text, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise DataError(
+            "not an image in a URL", where=where, found=url[:60], allowed="data:image/png;base64,..."
+        ) from error
+
+
+def _bytes_of(file: Path, where: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"the image cannot be read: {error.strerror or error}",
+            where=where,
+            found=str(file),
+            allowed=FORMS,
+            fix="check the path, and data.image_dir, which it is relative to",
+        ) from error
+
+
+def resized(image: Image, settings: ImageSettings) -> npt.NDArray[np.uint8]:
+    """Return the pixels [height, width, 3] of an RGB image in the size that the encoder takes.
+
+    Bicubic, as transformers' processor of these models does it with PIL.
+    """
+    from PIL import Image
+
+    height, width = fitting_size(image.height, image.width, settings)
+    if (height, width) != (image.height, image.width):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
+def fitting_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
+    """Return the nearest size of whole features whose pixels are within the limits, with about the same proportions.
+
+    Source: `smart_resize` of transformers' processor of Qwen2-VL, 5.23.
+    """
+    unit, least, most = settings.patch * settings.merge, settings.min_pixels, settings.max_pixels
+    rows, columns = round(height / unit) * unit, round(width / unit) * unit
+    if rows * columns > most:
+        shrink = math.sqrt(height * width / most)
+        return max(unit, int(height / shrink / unit) * unit), max(unit, int(width / shrink / unit) * unit)
+    if rows * columns < least:
+        grow = math.sqrt(least / (height * width))
+        return math.ceil(height * grow / unit) * unit, math.ceil(width * grow / unit) * unit
+    return rows, columns
+
+
+def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int) -> npt.NDArray[np.uint8]:
+    """Return the patches [rows * columns, 3 * patch * patch] of pixels [height, width, 3].
+
+    The merge x merge patches of a feature are neighbours; a patch has its colours one after another.
+    """
+    rows, columns = (side // patch // merge for side in pixels.shape[:2])
+    cut = pixels.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    return np.ascontiguousarray(cut).reshape(-1, 3 * patch * patch)
+
+
+def unpatchify(values: npt.NDArray[np.uint8], rows: int, columns: int, merge: int) -> npt.NDArray[np.uint8]:
+    """Return the pixels [height, width, 3] of patches: the inverse of `patchify`."""
+    patch = math.isqrt(values.shape[1] // 3)
+    cut = values.reshape(rows // merge, columns // merge, merge, merge, 3, patch, patch)
+    return cut.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * patch, columns * patch, 3)

@@ -1,0 +1,1 @@
+"""Vision-language models: a vision encoder in front of a decoder."""
