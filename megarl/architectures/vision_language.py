@@ -1,7 +1,7 @@
 """Vision-language models of Qwen: a vision encoder whose features stand in the places of a decoder's image tokens.
 
     image -> patches -> encoder -> features of merge x merge patches each -> the embeddings of <|image_pad|> tokens
-                                \\-> features after some of its blocks (Qwen3-VL) -> added after the first decoder layers
+                                \\-> features after some of its blocks (Qwen3-VL) -> added after the first layers
 
 The decoder is a language model of this package (`DECODERS`), but for positions, which have three numbers per token. The
 encoder's tensors are those of transformers' modules. Nothing here imports torch. Source: the configuration and
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megarl.errors import ConfigError
@@ -77,7 +77,7 @@ class VisionEncoder:
         full: blocks that attend to the whole picture.
         sections: number of rotation frequencies that go by the first, second, third number of a position.
         interleaved: these frequencies take turns; else they stand in a row.
-        image_token: id of the token in whose place a feature stands.
+        image_tokens: ids of the token before an image, of the one in whose place a feature stands, of that after it.
     """
 
     model_type: str
@@ -95,7 +95,12 @@ class VisionEncoder:
     full: tuple[int, ...]
     sections: tuple[int, int, int]
     interleaved: bool
-    image_token: int
+    image_tokens: tuple[int, int, int]
+
+    @property
+    def image_token(self) -> int:
+        """Id of the token in whose place a feature stands."""
+        return self.image_tokens[1]
 
     @property
     def patch_values(self) -> int:
@@ -206,7 +211,11 @@ class VisionEncoder:
             full=tuple(sizes.get("fullatt_block_indexes", (7, 15, 23, 31))) if older else (),
             sections=(sections[0], sections[1], sections[2]),
             interleaved=not older,
-            image_token=raw.get("image_token_id", 151655),
+            image_tokens=(
+                raw.get("vision_start_token_id", 151652),
+                raw.get("image_token_id", 151655),
+                raw.get("vision_end_token_id", 151653),
+            ),
         )
 
 
@@ -267,6 +276,23 @@ class ImageSettings:
     max_pixels: int
     mean: tuple[float, float, float]
     deviation: tuple[float, float, float]
+
+    def limited(self, least: int | None, most: int | None) -> ImageSettings:
+        """Return the settings with other limits of an image's pixels; None: the model's.
+
+        Raises:
+            ConfigError: no image of whole features is within them.
+        """
+        unit = (self.patch * self.merge) ** 2
+        found = replace(self, min_pixels=least or self.min_pixels, max_pixels=most or self.max_pixels)
+        if found.min_pixels > found.max_pixels or found.max_pixels < unit:
+            raise ConfigError(
+                "no image is within these limits",
+                where="data.min_pixels, data.max_pixels",
+                found=[found.min_pixels, found.max_pixels],
+                allowed=f"the first at most the second, which is at least the {unit} pixels of a feature",
+            )
+        return found
 
     @classmethod
     def from_config(

@@ -25,6 +25,15 @@ class DataConfig(Section):
     answer_key: str | None = Field(
         "answer", description="column of the reference answer (reward_model.ground_truth); null: none"
     )
+    image_key: str | None = Field(
+        None,
+        description="column of a prompt's images: a path, bytes, {bytes, path}, or a list of these; each stands where "
+        "the prompt says <image>. For vision-language models; null: prompts are text",
+    )
+    image_dir: str | None = Field(None, description="folder that paths of images are relative to")
+    min_pixels: PositiveInt | None = Field(None, description="smaller images are enlarged; null: the model's own limit")
+    max_pixels: PositiveInt | None = Field(None, description="larger images are reduced; null: the model's own limit")
+    limit_images: PositiveInt | None = Field(None, description="images of a prompt, at most; null: any number")
     format_prompt: str | None = Field(
         None, description="Jinja template, or a file that holds one; sees `content` and the row"
     )

@@ -76,6 +76,9 @@ FIELDS: dict[str, Field] = {
     "answer": Field("any", "[B]", "loader", "the reference for the reward: column data.answer_key", '"132"'),
     "data_source": Field("str", "[B]", "loader", "which data the row is of", '"gsm8k"'),
     "row": Field("dict", "[B]", "loader", "the row's other columns", '{"level": 3}'),
+    "image_patches": Field("uint8", "[B, patches]", "loader", "pixels of all images, a patch each", "[[12, 40, ...]]"),
+    "image_grids": Field("int64", "[B, images]", "loader", "rows and columns of patches of each image", "[[4, 6]]"),
+    "image_digests": Field("int64", "[B, images]", "loader", "hash of each image's pixels", "[-8132]"),
     # -- what generation adds
     "response_ids": Field("int64", "[B, response]", "rollout", "all tokens after the prompt", "[21, 23, 2]"),
     "response_mask": Field(

@@ -13,10 +13,11 @@ import hashlib
 import io
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 MOST_PIXELS = 100_000_000
 _LEAST_SIDE, _MOST_RATIO = 2, 200
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+_ORIENTATION, _FIRST_TURNED = 0x0112, 5  # Exif: from 5 on width and height change places
 _DATA_URL = "data:image/"
+#: Fields of samples with images.
+PATCHES, GRIDS, DIGESTS = "image_patches", "image_grids", "image_digests"
 FORMS = "the path of a file, bytes, {bytes, path}, or an image of PIL"
 
 
@@ -77,55 +81,79 @@ def open_image(value: Any, folder: Path | None, where: str) -> Image:
     Raises:
         DataError: no file, no image, several frames, or a size that no encoder takes; names `where`.
     """
+    with _reading(value, folder, where) as (image, name):
+        image.load()
+        return _as_rgb(image, name)
+
+
+def image_size(value: Any, folder: Path | None, where: str) -> tuple[int, int]:
+    """Return height and width of an image, of which only the first bytes are read. Errors as `open_image`."""
+    with _reading(value, folder, where) as (image, _):
+        turned = image.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
+        return (image.width, image.height) if turned else (image.height, image.width)
+
+
+@contextmanager
+def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Image, str]]:
+    """Open an image whose pixels are not read yet; its place for errors."""
     from PIL import Image
 
-    name = where
     if isinstance(value, Image.Image):
-        return _as_rgb(value, where)
+        _check_size(value, where)
+        yield value, where
+        return
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    source: BinaryIO | None = None
+    if isinstance(value, str) and value.startswith(_DATA_URL):
+        value = _decoded(value, where)
     if isinstance(value, str):
-        if value.startswith(_DATA_URL):
-            value = _decoded(value, where)
-        else:
-            file = Path(value).expanduser()
-            file = file if folder is None or file.is_absolute() else folder / file
-            value, name = _bytes_of(file, where), f"{where}: {file}"
-    if not isinstance(value, bytes):
+        file = Path(value).expanduser()
+        file = file if folder is None or file.is_absolute() else folder / file
+        source, where = _opened(file, where), f"{where}: {file}"
+    elif isinstance(value, bytes):
+        source = io.BytesIO(value)
+    if source is None:
         raise DataError("not an image", where=where, found=type(value).__name__, allowed=FORMS)
-    if not value:
-        raise DataError("the image is empty", where=name, fix="write the file again")
-    return _decode(value, name)
+    with source, _located(where):
+        yield _opened_image(source, where), where
 
 
-def _decode(content: bytes, where: str) -> Image:
+def _opened_image(source: BinaryIO, where: str) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is a lower one
         try:
-            image = Image.open(io.BytesIO(content), formats=_FORMATS)
-            _check_size(image, where)
-            frames = getattr(image, "n_frames", 1)
-            if frames > 1:
-                raise DataError(
-                    "the image has several frames",
-                    where=where,
-                    found=f"{frames} frames ({image.format})",
-                    allowed="one",
-                    fix="name each frame as an image of its own",
-                )
-            image.load()
-        except DataError:
-            raise
+            image = Image.open(source, formats=_FORMATS)
         except UnidentifiedImageError as error:
-            kind = content[:16]
-            raise DataError("not an image", where=where, found=kind, allowed=", ".join(_FORMATS)) from error
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(
-                f"the image cannot be read: {error}", where=where, fix="copy it again, or take the row out"
-            ) from error
-    return _as_rgb(image, where)
+            source.seek(0)
+            found = source.read(16)
+            raise DataError("not an image", where=where, found=found, allowed=", ".join(_FORMATS)) from error
+    _check_size(image, where)
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise DataError(
+            "the image has several frames",
+            where=where,
+            found=f"{frames} frames ({image.format})",
+            allowed="one",
+            fix="name each frame as an image of its own",
+        )
+    return image
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Name the image in what PIL raises of damaged files."""
+    from PIL import Image
+
+    try:
+        yield
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"the image cannot be read: {error}", where=where, fix="copy it again, or take the row out"
+        ) from error
 
 
 def _check_size(image: Image, where: str) -> None:
@@ -181,9 +209,9 @@ def _decoded(url: str, where: str) -> bytes:
         ) from error
 
 
-def _bytes_of(file: Path, where: str) -> bytes:
+def _opened(file: Path, where: str) -> BinaryIO:
     try:
-        return file.read_bytes()
+        return file.open("rb")
     except OSError as error:
         raise DataError(
             f"the image cannot be read: {error.strerror or error}",

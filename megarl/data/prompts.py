@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
+from megarl.data.image_prompts import ImagePrompts
 from megarl.data.render import Split, chat_of, given_prompts, tokenize, within_limit, written
 from megarl.data.rows import Row, hidden_columns, reference_of
 from megarl.data.sources import load_rows
@@ -42,6 +43,7 @@ class PromptDataset:
         *,
         whole: bool = False,
         answered: bool = True,
+        images: ImagePrompts | None = None,
     ) -> None:
         """Read, render and tokenise.
 
@@ -49,6 +51,7 @@ class PromptDataset:
             tools: JSON schemas of tools that the chat template announces to the model.
             whole: the prompt's column holds conversations with the responses to learn; prompts are what comes before.
             answered: something reads reference answers; else rows may have none.
+            images: the way to the images of a vision-language model's prompts.
 
         Raises:
             DataError: unreadable file, missing column, wrong type, overlong prompt (data.overlong: error), no prompts.
@@ -62,9 +65,13 @@ class PromptDataset:
         rows = [row for source in sources for row in load_rows(source, kwargs)]
         has_template = bool(tokenizer.chat_template)
         self.chat = chat_of(config, tokenizer, tools)
-        given = given_prompts(config, rows, chat=self.chat is not None, whole=whole)
+        self._images = images
+        mark = None if images is None else images.marked
+        given = given_prompts(config, rows, chat=self.chat is not None, whole=whole, mark=mark)
         texts = written(given, self.chat, rows)
         ids = tokenize(tokenizer, texts, rows, special=self.chat is None)
+        if images is not None:
+            ids = [images.expanded(prompt, row) for prompt, row in zip(ids, rows, strict=True)]
         kept = within_limit(config, split, rows, ids)
         if split == "val" and config.max_val_samples is not None:
             kept = kept[: config.max_val_samples]
@@ -94,15 +101,16 @@ class PromptDataset:
         return f"{self.split}: {prompts}{self._template}{dropped}"
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Return the prompts at `indices`: prompt_ids and the columns uid, prompt_text, answer, data_source, row.
+        """Return the prompts at `indices`: prompt_ids, images, columns uid, prompt_text, answer, data_source, row.
 
         `row` has the row's columns less those that the others hold already: the prompt's stays where templates changed
         it, and any column under another name.
         uid is `<split>-<epoch>-<index>`: the same prompt met again in a later epoch is another group.
         """
         picked = [self.rows[i] for i in indices]
+        fields = {} if self._images is None else self._images.fields(picked)
         return Batch(
-            {"prompt_ids": self.prompt_ids.select(torch.tensor(indices, dtype=torch.int64))},
+            {"prompt_ids": self.prompt_ids.select(torch.tensor(indices, dtype=torch.int64)), **fields},
             {
                 "uid": [f"{self.split}-{epoch}-{i}" for i in indices],
                 "prompt_text": [self.texts[i] for i in indices],
@@ -118,6 +126,8 @@ class PromptDataset:
             "answer": self.config.answer_key == "answer",
             "data_source": row.get("data_source") == _data_source(row),
         }
+        if self._images is not None:
+            held[self._images.key.partition(".")[0]] = True  # its values cannot be sent, and rewards get the images
         held["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
         return {name: value for name, value in row.items() if not held.get(name, False)}
 

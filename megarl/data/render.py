@@ -14,6 +14,9 @@ from megarl.errors import ConfigError, DataError
 
 Split = Literal["train", "val"]
 Chat = Callable[[list[Message], Row], str]
+#: (text of a prompt, its row) -> the text with the model's tokens of images
+Mark = Callable[[str, Row], str]
+_BETWEEN = "\0"  # no text of a row that a tokenizer takes has it
 _TOKENISE_AT_ONCE = 4096
 
 
@@ -52,7 +55,7 @@ def written(prompts: Sequence[str | list[Message]], chat: Chat | None, rows: Seq
 
 
 def given_prompts(
-    config: DataConfig, rows: Sequence[Row], *, chat: bool, whole: bool = False
+    config: DataConfig, rows: Sequence[Row], *, chat: bool, whole: bool = False, mark: Mark | None = None
 ) -> list[str | list[Message]]:
     """Return each row's prompt before the chat template: messages, or text where none is in use.
 
@@ -61,6 +64,7 @@ def given_prompts(
     Args:
         chat: a chat template is in use.
         whole: the column holds conversations with the responses to learn; prompts are what comes before them.
+        mark: makes the model's tokens of `<image>`, in the text of a whole prompt.
 
     Raises:
         DataError: missing column, wrong type, columns of pictures; the row is named.
@@ -77,9 +81,10 @@ def given_prompts(
     prompts: list[str | list[Message]] = []
     for row in rows:
         content = row.column(config.prompt_key, "data.prompt_key")
-        refuse_media(row, _read_as_text(config, row))
+        refuse_media(row, _read_as_text(config, row), config.image_key)
         if isinstance(content, str) and not chat:
-            prompts.append(render(content, row))
+            text = render(content, row)
+            prompts.append(text if mark is None else mark(text, row))
             continue
         messages = prompt_messages(content, row, config.prompt_key, whole=whole)
         if not chat:
@@ -93,8 +98,15 @@ def given_prompts(
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is not None:
             messages[last] = {**messages[last], "content": render(messages[last]["content"], row)}
-        prompts.append(messages)
+        prompts.append(messages if mark is None else _marked(messages, mark, row))
     return prompts
+
+
+def _marked(messages: list[Message], mark: Mark, row: Row) -> list[Message]:
+    """Return the messages with the model's tokens of images: these belong to the messages in their order."""
+    whole = _BETWEEN.join(message["content"] for message in messages)
+    contents = mark(whole, row).split(_BETWEEN)
+    return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
 
 
 def _read_as_text(config: DataConfig, row: Row) -> list[str]:

@@ -204,7 +204,7 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
         return value
     if type(value) is int:
         return _checked_int(value, row, column)
-    if value is None or type(value) in (float, bool):
+    if value is None or type(value) in (float, bool, bytes) or hasattr(value, "getexif"):  # bytes and images of PIL
         return value
     if depth > MAX_DEPTH:
         raise DataError(
@@ -254,23 +254,24 @@ _FILE = re.compile(
 _LOOKED_AT = 300  # characters of a value
 
 
-def refuse_media(row: Row, texts: Container[str]) -> None:
+def refuse_media(row: Row, texts: Container[str], images: str | None = None) -> None:
     """Refuse a row with a column of pictures, video or sound, told by its name or by what it holds.
 
-    Numbers, true and false, null and what is empty are none. `texts` are columns that are read as text.
+    Numbers, true and false, null and what is empty are none. `texts` are columns that are read as text, and `images`
+    (`data.image_key`) is the one whose images the model sees.
 
     Raises:
         DataError: names row and column.
     """
     for name, value in row.items():
-        if name in texts:
+        if name in texts or (images is not None and name == images.partition(".")[0]):
             continue
         if (_NAME.fullmatch(name) and _may_be_media(value)) or _is_media(value):
             raise DataError(
-                f"column {name!r} holds pictures, video or sound, and models here read text only",
+                f"column {name!r} holds pictures, video or sound that nothing reads",
                 where=row.where,
                 found=repr(value)[:80],
-                fix=MEDIA_FIX,
+                fix=f"for images and a vision-language model set data.image_key to {name!r}; else {MEDIA_FIX}",
             )
 
 
@@ -282,6 +283,10 @@ def _is_media(value: Any) -> bool:
     """Tell whether `value` holds media, such as a picture."""
     if isinstance(value, list):
         return bool(value) and all(_is_media(item) for item in value)
+    if isinstance(value, bytes) or hasattr(value, "getexif"):
+        return True
+    if isinstance(value, dict) and any(isinstance(item, bytes) for item in value.values()):
+        return True
     if isinstance(value, dict):  # as the `datasets` package stores them
         return value.keys() in ({"bytes", "path"}, {"array", "path", "sampling_rate"})
     return isinstance(value, str) and _FILE.fullmatch(value[:_LOOKED_AT]) is not None

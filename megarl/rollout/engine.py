@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import VersionRuns
+
+if TYPE_CHECKING:
+    from megarl.data.image_prompts import ImageSet
 
 #: An end token was sampled; the limit of tokens was reached; it was ended with what there was.
 FinishReason = Literal["stop", "length", "abort"]
@@ -21,11 +24,13 @@ class Request:
 
     Attributes:
         room: tokens of a sample, at most; None: `sampling.max_new_tokens`, which it never exceeds.
+        images: of the prompt.
     """
 
     prompt_ids: list[int]
     seeds: list[int]
     room: int | None = None
+    images: ImageSet | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -104,13 +109,14 @@ class Generation(Protocol):
     goes_on: ClassVar[bool]
     in_rounds: ClassVar[bool]
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
         """Ask for the next turn of `sequence` (a number below `sequences`), which is `tokens` so far.
 
         Args:
             tokens: everything since the start; what was submitted and drawn before stays its beginning.
             seed: of this turn.
             room: tokens of the turn, at most.
+            images: of all of `tokens`.
         """
         ...
 

@@ -26,13 +26,16 @@ import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import Trajectory
 from megarl.errors import MegarlError
 from megarl.rollout.answers import Answer, Answers, EpisodeRules, apply_answer
 from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine
+
+if TYPE_CHECKING:
+    from megarl.data.image_prompts import ImageSet
 
 _SOON_S = 0.1  # most environments answer within; of the others the answers are taken when they come
 _QUICK_S = 0.01  # as long as an engine may stand still for that
@@ -53,6 +56,7 @@ class Group:
         uid: names it in messages.
         row: what the environment's `reset` is given.
         env_seed: of the environment.
+        images: of the prompt.
     """
 
     number: int
@@ -61,6 +65,7 @@ class Group:
     uid: str = ""
     row: dict[str, Any] = field(default_factory=dict)
     env_seed: int = 0
+    images: ImageSet | None = None
 
 
 @dataclass
@@ -303,7 +308,10 @@ class Groups:
     def _generate(self, advance: Callable[[int], None]) -> None:
         """Sample all groups in one call of the engine."""
         groups = [under_way for _, under_way in sorted(self._groups.items())]
-        requests = [Request(one.group.prompt_ids, [seed(0) for seed in one.group.seeds]) for one in groups]
+        requests = [
+            Request(one.group.prompt_ids, [seed(0) for seed in one.group.seeds], images=one.group.images)
+            for one in groups
+        ]
         found = self._engine.generate(requests, self._sampling, self._eos_ids, advance)
         for under_way, completions in zip(groups, found, strict=True):
             for trajectory, done in zip(under_way.trajectories, completions, strict=True):
@@ -375,7 +383,8 @@ class Groups:
         sample = self._samples[slot]
         trajectory, group = sample.trajectory, sample.under_way.group
         tokens = [*trajectory.prompt_ids, *trajectory.token_ids]
-        self._generation.submit(slot, tokens, group.seeds[sample.place](trajectory.segments), self._room(trajectory))
+        seed = group.seeds[sample.place](trajectory.segments)
+        self._generation.submit(slot, tokens, seed, self._room(trajectory), group.images)
         self._submitted.add(slot)
         self._in_turn.add(slot)
 

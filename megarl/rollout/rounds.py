@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Completion, Request
+
+if TYPE_CHECKING:
+    from megarl.data.image_prompts import ImageSet
 
 Generate = Callable[[list[Request], SamplingConfig, Sequence[int]], list[list[Completion]]]
 
@@ -27,12 +30,12 @@ class Rounds:
     eos_ids: Sequence[int]
     goes_on: ClassVar[bool] = False
     in_rounds: ClassVar[bool] = True
-    _turns: dict[int, tuple[list[int], int, int]] = field(default_factory=dict)
+    _turns: dict[int, tuple[list[int], int, int, ImageSet | None]] = field(default_factory=dict)
     _aborted: list[int] = field(default_factory=list)
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
         """See `Generation`."""
-        self._turns[sequence] = (tokens, seed, room)
+        self._turns[sequence] = (tokens, seed, room, images)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """See `Generation`; `enough` is asked before a round, and then its turns wait for the next one.
@@ -41,12 +44,12 @@ class Rounds:
         """
         kept = self._turns if self._turns and enough is not None and enough() else {}
         turns = {} if kept else self._turns
-        groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for sequence, (tokens, _, room) in turns.items():
-            groups.setdefault((room, tuple(tokens)), []).append(sequence)
+        groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for sequence, (tokens, _, room, images) in turns.items():
+            groups.setdefault((room, tuple(tokens), () if images is None else images.digests), []).append(sequence)
         requests = [
-            Request(list(tokens), [turns[sequence][1] for sequence in members], room)
-            for (room, tokens), members in groups.items()
+            Request(list(tokens), [turns[sequence][1] for sequence in members], room, turns[members[0]][3])
+            for (room, tokens, _), members in groups.items()
         ]
         self._turns = kept
         done = self.generate(requests, self.sampling, self.eos_ids)

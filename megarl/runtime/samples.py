@@ -8,6 +8,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from megarl.config.rollout import env_section
+from megarl.data.image_prompts import image_sets
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, Groups
@@ -51,14 +52,15 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
     """Groups of `n` samples of `prompts`, under these numbers."""
     columns = ("prompt_text", "answer", "data_source", "row")
     told = zip(*(prompts[name] for name in columns), strict=True) if c.config.has_turns else repeat(None)
-    for number, ids, uid, about in zip(numbers, prompts["prompt_ids"].unbind(), prompts["uid"], told, strict=False):
+    given = zip(prompts["prompt_ids"].unbind(), prompts["uid"], image_sets(prompts), strict=True)
+    for number, (ids, uid, images), about in zip(numbers, given, told, strict=False):
         seeds = [partial(c.seeds.sample, uid, sample) for sample in range(n)]
         if about is None:
-            yield Group(number, ids.tolist(), seeds, uid)
+            yield Group(number, ids.tolist(), seeds, uid, images=images)
             continue
         text, answer, source, row = about
         of_row = {**row, "prompt": text, "answer": answer, "data_source": source}
-        yield Group(number, ids.tolist(), seeds, uid, of_row, c.seeds.env(uid))
+        yield Group(number, ids.tolist(), seeds, uid, of_row, c.seeds.env(uid), images)
 
 
 def samples_of(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]]) -> Batch:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.algorithms.kl import KLController
+from megarl.architectures.vision_language import DECODERS
 from megarl.comm import team_world
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
 from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
 from megarl.data.end_tokens import end_tokens
+from megarl.data.image_prompts import ImagePrompts
 from megarl.data.loader import PromptLoader
 from megarl.data.messages import PromptColumn
 from megarl.data.prompts import PromptDataset
@@ -25,7 +27,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
-from megarl.models.hf import check_trainable, moe_layers
+from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_layers
 from megarl.models.weights import init_random, load_weights
 from megarl.offload_schedule import ACTOR, OffloadSchedule
 from megarl.rendezvous import join
@@ -175,7 +177,7 @@ class _Source:
         eos_ids = _end_tokens(config, tokenizer, layout)
         episodes = build_episodes(config, tokenizer, eos_ids, layout)
         tools = () if episodes is None else episodes.tools
-        prompts = partial(_prompts, config, tokenizer, tools)
+        prompts = partial(_prompts, config, hf_config, tokenizer, tools)
         loader, val_data = None, None
         if trainable and config.data.train_files:
             data = prompts("train", scored="train" in scored)
@@ -304,11 +306,41 @@ def build_engine(
 
 def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig) -> SequenceLayout:
     """Return how samples of a run become sequences of its models."""
-    return TEXT if config.robot is None else vla_layout(config, hf_config)
+    if config.robot is not None:
+        return vla_layout(config, hf_config)
+    encoder = encoder_of(hf_config)
+    if encoder is None:
+        return TEXT
+    from megarl.training.vlm_sequences import ImageLayout
+
+    return ImageLayout(encoder)
+
+
+def image_prompts(
+    config: RunConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> ImagePrompts | None:
+    """Return the way to the images of prompts; None: prompts are text.
+
+    Raises:
+        ConfigError: the recipe names a column of images, and the model sees none; or as `ImagePrompts.of`.
+    """
+    encoder = encoder_of(hf_config)
+    if encoder is not None:
+        return ImagePrompts.of(config.data, encoder, image_settings(hf_config), tokenizer)
+    if config.data.image_key is not None:
+        raise ConfigError(
+            "the model sees no images",
+            where="data.image_key",
+            found=f"{config.data.image_key!r} for a {hf_config.model_type}",
+            allowed=f"a vision-language model: {', '.join(DECODERS)}",
+            fix="choose such a model, or set data.image_key to null",
+        )
+    return None
 
 
 def _prompts(
     config: RunConfig,
+    hf_config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]],
     split: Split,
@@ -318,7 +350,8 @@ def _prompts(
     """Read the prompts of a split, with reference answers where they are `scored` by something that reads these."""
     answered = scored and reads_answers(config)
     whole = config.whole_conversations
-    data = PromptDataset(config.data, tokenizer, split, tools, whole=whole, answered=answered)
+    images = image_prompts(config, hf_config, tokenizer)
+    data = PromptDataset(config.data, tokenizer, split, tools, whole=whole, answered=answered, images=images)
     if answered and uses_reward(config):
         check_answers(config.reward, config.data.answer_key, zip(data.rows, data.answers, strict=True))
     return data

@@ -9,6 +9,7 @@ columns, so that its gradient of the encoder is a part of the sum, as that of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megarl.architectures.vision_language import VisionEncoder
+from megarl.data.image_prompts import ImageSet
 from megarl.errors import ConfigError
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import image_settings
@@ -47,6 +49,33 @@ class Images:
     def to(self, device: torch.device) -> Images:
         """Move all tensors to `device`."""
         return Images(*(getattr(self, one.name).to(device) for one in fields(self)))
+
+
+def gather_images(tokens: Tensor, sets: Sequence[ImageSet | None], encoder: VisionEncoder) -> Images | None:
+    """Return the images of sequences that stand one after another, those of equal pixels once; None: there are none.
+
+    Args:
+        tokens: int64 [T], of all sequences.
+        sets: images of each sequence, whose features take the places of its image tokens in order.
+        encoder: of the model.
+    """
+    known, parts, shapes, features, at = dict[int, int](), list[Tensor](), list[tuple[int, int]](), list[Tensor](), 0
+    for own in sets:
+        if own is None:
+            continue
+        sizes = [rows * columns for rows, columns in own.grids]
+        for image, digest, shape, size in zip(own.patches.split(sizes), own.digests, own.grids, sizes, strict=True):
+            count = size // encoder.merge**2
+            if digest not in known:
+                known[digest] = at
+                parts.append(image)
+                shapes.append(shape)
+                at += count
+            features.append(torch.arange(known[digest], known[digest] + count))
+    if not parts:
+        return None
+    places = (tokens == encoder.image_token).nonzero()[:, 0]
+    return Images(torch.cat(parts), torch.tensor(shapes), places, torch.cat(features))
 
 
 @dataclass
@@ -159,6 +188,14 @@ class VisionLanguageModel(PolicyModel):
         deep = _Deep([one.detach() for one in deeper], places, rows)
         packed.cache["deep"] = deep
         return _Enter.apply(hidden, deep, *deeper)
+
+    @torch.inference_mode()
+    def insert_for_decoding(self, hidden: Tensor, images: Images) -> list[Tensor]:
+        """Put features into embeddings [n, hidden] in place; return those to add after the first layers, in their
+        places: each [F, hidden]."""
+        features, deeper = self.look(images)
+        hidden[images.places] = features[images.features].to(hidden.dtype)
+        return [one[images.features].to(hidden.dtype) for one in deeper]
 
     def look(self, images: Images) -> tuple[Tensor, list[Tensor]]:
         """Return the features [n, hidden] of all images, one after another, and those of its earlier blocks."""

@@ -25,6 +25,7 @@ from megarl.rollout.engine import Completion, Generation, Request
 from megarl.rollout.rounds import Rounds
 
 if TYPE_CHECKING:
+    from megarl.data.image_prompts import ImageSet
     from megarl.models.policy import PolicyModel
     from megarl.training.parallel import Layout
 
@@ -138,9 +139,9 @@ class _Turns:
     goes_on: ClassVar[bool] = False
     in_rounds: ClassVar[bool] = False
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
         """See `Generation`."""
-        self.session.submit(sequence, tokens, seed, room)
+        self.session.submit(sequence, tokens, seed, room, images)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """See `Generation`."""

@@ -31,7 +31,9 @@ from megarl.rollout.embedded.moe import Grouped, MoE
 from megarl.rollout.embedded.parallel import Mesh
 
 if TYPE_CHECKING:
+    from megarl.architectures.vision_language import VisionEncoder
     from megarl.models.policy import PolicyModel
+    from megarl.models.vlm.model import Images
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -155,6 +157,7 @@ class DecoderStage:
             [Layer(module, self._config, next(numbers), mesh, recipe, ops) for module in chunk.decoder.layers]
             for chunk in chunks
         ]
+        self._first: Any = chunks[0]
         self._rope, self._add_norm = chunks[0].rope, ops.add_norm
         self._embedding = chunks[0].embedding.word_embeddings.weight.detach() if mesh.is_first_stage else None
         last = chunks[-1]
@@ -170,6 +173,11 @@ class DecoderStage:
         widths = config.hidden_size, config.ffn_hidden_size // tp
         fits = CpuKernels.supports(self.dtype, config.kv_channels, *widths)
         return load_kernels() if self.device.type == "cpu" and fits else None
+
+    @property
+    def encoder(self) -> VisionEncoder | None:
+        """The vision encoder of a model that sees images."""
+        return getattr(self._first, "encoder", None)
 
     @property
     def layers(self) -> int:
@@ -193,27 +201,41 @@ class DecoderStage:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, *, want_logits: bool, lockstep: int = 0
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        want_logits: bool,
+        lockstep: int = 0,
+        images: Images | None = None,
     ) -> Tensor | None:
         """Run `n` tokens through all stages.
 
         Args:
-            tokens, positions: int64 [n]; n may be 0 on a rank that only serves its experts.
+            tokens: int64 [n]; n may be 0 on a rank that only serves its experts.
+            positions: int64 [n], or [3, n] where positions have three numbers.
+            images: of the tokens.
             lockstep: most tokens on any rank that shares experts with this one.
 
         Returns:
             Logits [n, V / tp] on the last stage when wanted, else None.
         """
-        rope = RopeTables(*self._rope.cos_sin(positions, self.dtype))
+        tables = self._rope.cos_sin if positions.dim() == 1 else self._rope.cos_sin_of_three
+        rope, deeper = RopeTables(*tables(positions, self.dtype)), list[Tensor]()
         hidden = torch.empty(len(tokens), self._config.hidden_size, dtype=self.dtype, device=self.device)
         for number, layers in enumerate(self._chunks):
             if self.mesh.is_first_stage and number == 0:
                 hidden = self._embed(tokens)
+                if images is not None:
+                    deeper = self._first.insert_for_decoding(hidden, images)
             elif len(tokens):
                 hidden = self.mesh.recv_prev(torch.empty_like(hidden))
             delta = None
             for layer in layers:
                 delta = layer(hidden, delta, rope, attend, lockstep)
+                if deeper and images is not None:
+                    delta.index_add_(0, images.places, deeper.pop(0))
             final = self.mesh.is_last_stage and number == len(self._chunks) - 1
             if not final and len(tokens):
                 self.mesh.send_next(hidden if delta is None else hidden.add_(delta))

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
 from megarl.errors import MegarlError
+from megarl.models.vlm.positions import next_position, positions_of
 from megarl.rollout.embedded.attention import Attend, DecodeAttention, KernelAttention, PromptAttention
 from megarl.rollout.embedded.cache import KVCache, free_bytes
 from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bucket, row_bucket, slots_below
@@ -27,6 +29,10 @@ from megarl.rollout.embedded.sampler import Sampler
 from megarl.rollout.embedded.scheduler import Prefill, Scheduler
 from megarl.rollout.engine import FinishReason, Request
 from megarl.tracing import beat
+
+if TYPE_CHECKING:
+    from megarl.data.image_prompts import ImageSet
+    from megarl.models.vlm.model import Images
 
 _CHECK_EVERY_GPU = 8
 
@@ -70,6 +76,19 @@ class Session:
         self._scheduler = Scheduler(requests, slots, limits.max_prefill_tokens)
         self._pending: deque[Prefill] = deque()
         self._room = _room(requests, sampling.max_new_tokens, stage.device)
+        samples = (request for request in requests for _ in request.seeds)
+        for number, request in enumerate(samples):
+            self._place_images(number, len(request.prompt_ids), request.images)
+
+    def _place_images(self, sample: int, tokens: int, images: ImageSet | None) -> None:
+        """Keep by how much the positions of a sample differ from its places after `tokens` tokens with `images`."""
+        if images is None or self._stage.encoder is None:
+            if self._shifts is not None:
+                self._shifts[sample] = 0
+            return
+        if self._shifts is None:
+            self._shifts = torch.zeros_like(self._seeds)
+        self._shifts[sample] = next_position(tokens, images.features(self._stage.encoder.merge)) - tokens
 
     def _allocate(
         self,
@@ -108,6 +127,7 @@ class Session:
         # One sample more than there are: padded rows of a captured graph write there.
         self._state = _State(slots, idle=len(seeds), device=device)
         self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)
+        self._shifts: Tensor | None = None
         self._seeds = torch.tensor([*seeds, 0], dtype=torch.int64, device=device)
         self._tokens = torch.zeros(len(seeds) + 1, self._width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(len(seeds) + 1, self._width, dtype=torch.float32, device=device)
@@ -198,16 +218,24 @@ class Session:
 
     def _prefill(self, batch: Prefill, lockstep: int) -> None:
         """Fill the cache rows of a pass with their prompts, all but the last token."""
-        self._read([self._requests[r].prompt_ids[:-1] for r in batch.requests], batch.rows, lockstep)
+        requests = [self._requests[r] for r in batch.requests]
+        self._read([(request.prompt_ids[:-1], request.images) for request in requests], batch.rows, lockstep)
 
-    def _read(self, prompts: Sequence[list[int]], rows: Sequence[Sequence[int]], lockstep: int) -> None:
-        """Run one pass over tokens from position 0 on; the keys and values of each prompt go to all of its rows."""
-        lengths = [len(p) for p in prompts]
+    def _read(
+        self, prompts: Sequence[tuple[list[int], ImageSet | None]], rows: Sequence[Sequence[int]], lockstep: int
+    ) -> None:
+        """Run one pass over tokens and images from position 0 on; the keys and values of each prompt go to all of its
+        rows."""
+        lengths = [len(tokens) for tokens, _ in prompts]
         attend = PromptAttention(self._cache, lengths, rows, self._scale)
         device = self._stage.device
-        tokens = torch.tensor([t for prompt in prompts for t in prompt], device=device)
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-        self._stage.forward(tokens, positions, attend, want_logits=False, lockstep=lockstep)
+        tokens = torch.tensor([token for prompt, _ in prompts for token in prompt])
+        images, positions = None, torch.cat([torch.arange(n) for n in lengths])
+        if any(own is not None for _, own in prompts):
+            images, positions = _seen(tokens, prompts, self._stage)
+        self._stage.forward(
+            tokens.to(device), positions.to(device), attend, want_logits=False, lockstep=lockstep, images=images
+        )
 
     def _serve_experts(self, lockstep: int) -> None:
         """Run a pass without tokens of its own, so that other ranks reach this rank's experts."""
@@ -243,7 +271,8 @@ class Session:
             attend = KernelAttention(self._stage.kernels, self._cache, position, self._scale)
         else:
             attend = DecodeAttention(self._cache, position, length, self._scale)
-        logits = self._stage.forward(token, position, attend, want_logits=True, lockstep=lockstep)
+        turned = position if self._shifts is None else position + self._shifts[sample]
+        logits = self._stage.forward(token, turned, attend, want_logits=True, lockstep=lockstep)
         if logits is not None:
             drawn, logprobs = self._sampler(logits, self._seeds[sample], count)
             self._logprobs[sample, count] = logprobs
@@ -291,6 +320,24 @@ class Session:
             (tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if ended[i] else "length")
             for i, n in enumerate(lengths)
         ]
+
+
+def _seen(
+    tokens: Tensor, prompts: Sequence[tuple[list[int], ImageSet | None]], stage: DecoderStage
+) -> tuple[Images | None, Tensor]:
+    """Return the images of prompts that stand one after another, and the positions [3, n] of their tokens."""
+    import numpy as np
+
+    from megarl.models.vlm.model import gather_images
+
+    encoder = stage.encoder
+    assert encoder is not None, "the model sees images"
+    positions = [
+        positions_of(np.array(own), encoder.image_token, [] if images is None else images.features(encoder.merge))
+        for own, images in prompts
+    ]
+    images = gather_images(tokens, [own for _, own in prompts], encoder)
+    return None if images is None else images.to(stage.device), torch.from_numpy(np.concatenate(positions, 1))
 
 
 def _room(requests: Sequence[Request], most: int, device: torch.device) -> Tensor | None:

@@ -8,9 +8,11 @@ step. The tokens of a sequence depend on its own tokens and seed, as in a sessio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.embedded.attention import ExtendAttention
@@ -19,6 +21,9 @@ from megarl.rollout.embedded.rows import CacheRows, RowAssignment
 from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.engine import FinishReason
 from megarl.tracing import beat
+
+if TYPE_CHECKING:
+    from megarl.data.image_prompts import ImageSet
 
 Drawn = tuple[list[int], list[float], FinishReason]
 _LOOK_EVERY = 8  # decode steps between two questions whether to go on: these may be collective
@@ -44,6 +49,7 @@ class TurnSession(Session):
         self._rooms = torch.full((sequences + 1,), sampling.max_new_tokens, dtype=torch.int64, device=device)
         self._room = self._rooms
         self._contexts: dict[int, list[int]] = {}
+        self._images: dict[int, ImageSet | None] = {}
         self._cached: dict[int, int] = {}  # positions of a kept sequence whose keys and values are there
         self._queue: list[int] = []
         self._aborted: set[int] = set()
@@ -51,9 +57,10 @@ class TurnSession(Session):
         # The rows after the running ones are kept: padded rows of a GPU's buckets write where no sequence reaches.
         self._idle = torch.tensor([[sequences], [0], [self._cache.max_length - 1], [0]], device=device)
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
-        """Ask for the next turn of `sequence`, which is `tokens` so far, of up to `room` tokens."""
-        self._contexts[sequence] = tokens
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None) -> None:
+        """Ask for the next turn of `sequence`, which is `tokens` so far with `images`, of up to `room` tokens."""
+        self._contexts[sequence], self._images[sequence] = tokens, images
+        self._place_images(sequence, len(tokens), images)
         self._seeds[sequence] = seed
         self._rooms[sequence] = min(room, self._sampling.max_new_tokens)
         self._queue.append(sequence)
@@ -137,15 +144,20 @@ class TurnSession(Session):
 
     def _read_fresh(self, admission: RowAssignment) -> None:
         """Read sequences from the start, equal ones once."""
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        sets: dict[tuple[int, ...], ImageSet | None] = {}
         for sequence, row in admission.fresh:
-            groups.setdefault(tuple(self._contexts[sequence][:-1]), []).append(row)
-        if blank := groups.pop((), None):
+            images = self._images[sequence]
+            digests = () if images is None else images.digests
+            groups.setdefault((tuple(self._contexts[sequence][:-1]), digests), []).append(row)
+            sets[digests] = images
+        if blank := groups.pop(((), ()), None):
             self._cache.clear(torch.tensor(blank, device=self._stage.device))
-        ordered = sorted(groups, key=len)
-        for part in _passes([len(tokens) for tokens in ordered], self._budget):
+        ordered = sorted(groups, key=lambda group: len(group[0]))
+        for part in _passes([len(tokens) for tokens, _ in ordered], self._budget):
             batch = ordered[part]
-            self._read([list(tokens) for tokens in batch], [groups[tokens] for tokens in batch], lockstep=0)
+            prompts = [(list(tokens), sets[digests]) for tokens, digests in batch]
+            self._read(prompts, [groups[one] for one in batch], lockstep=0)
 
     def _read_new(self, admission: RowAssignment) -> None:
         """Read what came after the cached positions of kept sequences, all but the last token."""
@@ -158,8 +170,16 @@ class TurnSession(Session):
             lengths = [len(new[row]) for row in rows]
             attend = ExtendAttention(self._cache, lengths, [starts[row] for row in rows], rows, self._scale)
             tokens = torch.tensor([token for row in rows for token in new[row]], device=device)
-            positions = torch.cat([torch.arange(starts[row], starts[row] + len(new[row])) for row in rows]).to(device)
-            self._stage.forward(tokens, positions, attend, want_logits=False)
+            self._stage.forward(tokens, self._positions_from(starts, rows).to(device), attend, want_logits=False)
+
+    def _positions_from(self, starts: Mapping[int, int], rows: Sequence[int]) -> Tensor:
+        """Return the positions of the text that came after the first `starts` places of these rows."""
+        found = []
+        for row in rows:
+            sequence = self._rows.holders[row]
+            shift = 0 if self._shifts is None else int(self._shifts[sequence])
+            found.append(torch.arange(starts[row], len(self._contexts[sequence]) - 1) + shift)
+        return torch.cat(found)
 
     def _retire_turns(self, rows: int) -> dict[int, Drawn]:
         """Take the turns that are over out of the running rows; their rows are kept."""

@@ -1,0 +1,205 @@
+"""Prompts with images: `<image>` in a prompt becomes the model's tokens of an image, one for each of its features.
+
+    "<image> How many circles?"  ->  <|vision_start|> <|image_pad|> x features <|vision_end|> How many circles?
+
+Sizes are known when prompts are read, so that lengths are; pixels are read when a prompt is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megarl.architectures.vision_language import ImageSettings, VisionEncoder
+from megarl.config.data import DataConfig
+from megarl.data.batch import Batch
+from megarl.data.images import DIGESTS, GRIDS, PATCHES, Patches, fitting_size, image_size, patches_of
+from megarl.data.jagged import Jagged
+from megarl.data.rows import Row
+from megarl.errors import ConfigError, DataError, count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Stands for an image in the text of a prompt.
+MARK = "<image>"
+
+
+@dataclass(frozen=True)
+class ImagePrompts:
+    """The way from rows with images to prompts.
+
+    Attributes:
+        key: `data.image_key`.
+        folder: `data.image_dir`.
+        limit: `data.limit_images`.
+        settings: sizes of patches and pixels.
+        token: id of the token that stands for a feature.
+        text: text of an image in a prompt, with one such token.
+    """
+
+    key: str
+    folder: Path | None
+    limit: int | None
+    settings: ImageSettings
+    token: int
+    text: str
+
+    @classmethod
+    def of(
+        cls, config: DataConfig, encoder: VisionEncoder, settings: ImageSettings, tokenizer: PreTrainedTokenizerBase
+    ) -> ImagePrompts | None:
+        """Return how prompts of a recipe get their images; None: it names no column of images.
+
+        Args:
+            encoder, settings: of the model; `data.min_pixels` and `data.max_pixels` go before its limits.
+
+        Raises:
+            ConfigError: limits of pixels that contradict each other, a folder that is not there, or a tokenizer without
+                the model's tokens of images.
+        """
+        if config.image_key is None:
+            return None
+        folder = None if config.image_dir is None else Path(config.image_dir).expanduser()
+        if folder is not None and not folder.is_dir():
+            raise ConfigError("no such folder", where="data.image_dir", found=str(folder), fix="check the path")
+        limits = settings.limited(config.min_pixels, config.max_pixels)
+        tokens = list(encoder.image_tokens)
+        text = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
+        if tokenizer(text, add_special_tokens=False)["input_ids"] != tokens:
+            raise ConfigError(
+                "the tokenizer does not know the tokens of images that the model's config.json names",
+                where="model.tokenizer",
+                found=text,
+                allowed=f"tokens {tokens}: the begin of an image, a feature, its end",
+                fix="take the model's own tokenizer",
+            )
+        return cls(config.image_key, folder, config.limit_images, limits, encoder.image_token, text)
+
+    def values(self, row: Row) -> list[Any]:
+        """Return the images of a row, not read yet.
+
+        Raises:
+            DataError: more images than `data.limit_images`, or a value that is no image.
+        """
+        found = row.column(self.key, "data.image_key") if row.has(self.key) else None
+        images = found if isinstance(found, list) else [] if found is None or found == "" else [found]
+        if self.limit is not None and len(images) > self.limit:
+            raise DataError(
+                f"column {self.key!r} holds more images than a prompt may have",
+                where=row.where,
+                found=len(images),
+                allowed=f"data.limit_images: {self.limit}",
+                fix=f"raise it, or {row.way_out}",
+            )
+        return images
+
+    def marked(self, text: str, row: Row) -> str:
+        """Return the text of a prompt with the model's tokens in the place of `<image>`.
+
+        Raises:
+            DataError: `<image>` does not stand there as often as the row has images.
+        """
+        images, marks = len(self.values(row)), text.count(MARK)
+        if images != marks:
+            raise DataError(
+                f"the prompt has {count(marks, MARK)} for {count(images, 'image')}",
+                where=row.where,
+                found=text[:120],
+                allowed=f"{MARK} once for each image of column {self.key!r}",
+                fix=f"write {MARK} where the image belongs, as with data.format_prompt, or {row.way_out}",
+            )
+        return text.replace(MARK, self.text)
+
+    def expanded(self, ids: Sequence[int], row: Row) -> list[int]:
+        """Return the tokens of a prompt with as many image tokens as its images have features.
+
+        Raises:
+            DataError: an image that cannot be opened; or image tokens in the text of the row.
+        """
+        values = self.values(row)
+        if ids.count(self.token) != len(values):
+            raise DataError(
+                "the text of the prompt holds the model's own token of images",
+                where=row.where,
+                found=f"{ids.count(self.token)} tokens, {count(len(values), 'image')}",
+                allowed=f"{MARK} for each image",
+                fix=row.way_out,
+            )
+        features = iter(values)
+        found: list[int] = []
+        for token in ids:
+            found += [token] * (self._features(next(features), row) if token == self.token else 1)
+        return found
+
+    def _features(self, value: Any, row: Row) -> int:
+        size = image_size(value, self.folder, self._where(row))
+        height, width = fitting_size(*size, self.settings)
+        unit = self.settings.patch * self.settings.merge
+        return height // unit * (width // unit)
+
+    def patches(self, row: Row) -> list[Patches]:
+        """Read the images of a row.
+
+        Raises:
+            DataError: one cannot be read.
+        """
+        return [patches_of(value, self.settings, self.folder, self._where(row)) for value in self.values(row)]
+
+    def _where(self, row: Row) -> str:
+        return f"{row.where}: column {self.key!r}"
+
+    def fields(self, rows: Sequence[Row]) -> dict[str, Jagged]:
+        """Return the fields of prompts with these rows' images."""
+        return image_fields([self.patches(row) for row in rows], self.settings.patch)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """The images of a sequence.
+
+    Attributes:
+        patches: uint8 [P, 3 * patch * patch], of all of them.
+        grids: rows and columns of patches of each.
+        digests: hash of the pixels of each.
+    """
+
+    patches: Tensor
+    grids: tuple[tuple[int, int], ...]
+    digests: tuple[int, ...]
+
+    def features(self, merge: int) -> list[tuple[int, int]]:
+        """Return the rows and columns of features of each; `merge`: see `ImageSettings`."""
+        return [(rows // merge, columns // merge) for rows, columns in self.grids]
+
+
+def image_sets(samples: Batch) -> list[ImageSet | None]:
+    """Return the images of each sample; None: it has none."""
+    if GRIDS not in samples:
+        return [None] * len(samples)
+    parts = zip(*(samples[name].to("cpu").unbind() for name in (PATCHES, GRIDS, DIGESTS)), strict=True)
+    return [
+        ImageSet(patches, tuple((r, c) for r, c in grids.tolist()), tuple(digests.tolist())) if len(grids) else None
+        for patches, grids, digests in parts
+    ]
+
+
+def image_fields(images: Sequence[Sequence[Patches]], patch: int) -> dict[str, Jagged]:
+    """Return the fields of samples with these images each; `patch`: side of a patch."""
+    values = [torch.from_numpy(image.values) for own in images for image in own]
+    counts = [sum(len(image.values) for image in own) for own in images]
+    grids = [[image.rows, image.columns] for own in images for image in own]
+    numbers = torch.tensor([len(own) for own in images], dtype=torch.int64)
+    whole = torch.cat([torch.zeros(0, 3 * patch**2, dtype=torch.uint8), *values])
+    return {
+        PATCHES: Jagged.from_lengths(whole, counts),
+        GRIDS: Jagged.from_lengths(torch.tensor(grids, dtype=torch.int64).view(-1, 2), numbers),
+        DIGESTS: Jagged.from_lengths(
+            torch.tensor([image.digest for own in images for image in own], dtype=torch.int64), numbers
+        ),
+    }
