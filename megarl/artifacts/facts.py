@@ -23,6 +23,7 @@ from megarl.architectures.values import (
     sparse_layers,
 )
 from megarl.architectures.vision import VisionShape
+from megarl.architectures.vision_language import DECODERS, VisionEncoder, decoder_config
 from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.artifacts.other_folders import no_model
 from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config
@@ -60,7 +61,9 @@ class ModelFacts:
     labels: int | None = None
     """Outputs per token of a classifier, None for a language model."""
     vision: VisionShape | None = None
-    """The vision part of a robot policy; None: a language model."""
+    """The vision part of a robot policy; None: another model."""
+    encoder: VisionEncoder | None = None
+    """The vision encoder of a vision-language model; None: another model."""
     windows: tuple[int | None, ...] = ()
     """Keys that a query of each layer sees at most, itself included; None, or no entries: all before it."""
 
@@ -117,8 +120,13 @@ class ModelFacts:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, including a robot policy's vision part."""
-        return sum(self.parameters_of.values()) + (self.vision.parameters if self.vision is not None else 0)
+        """Parameters of the whole model, including what it sees with."""
+        return sum(self.parameters_of.values()) + self.visual_parameters
+
+    @property
+    def visual_parameters(self) -> int:
+        """Parameters of what a model sees with, all on the first pipeline stage."""
+        return sum(part.parameters for part in (self.vision, self.encoder) if part is not None)
 
     @property
     def computing_parameters(self) -> int:
@@ -137,6 +145,9 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         text = {"model_type": "llama", **(raw.get("text_config") or {})}
         facts = facts_from_config(text, f"{source}: text_config")
         return replace(facts, vision=VisionShape.from_config(raw, facts.hidden, source))
+    if raw.get("model_type") in DECODERS:
+        facts = facts_from_config(decoder_config(raw), f"{source}: text_config")
+        return replace(facts, encoder=VisionEncoder.from_config(raw, facts.hidden, source))
     values = check_keys(raw, source)
     quantized_block(raw, source)
     experts, sparse = expert_count(values), sparse_layers(values)

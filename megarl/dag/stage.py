@@ -8,13 +8,14 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from megarl.data.fields import known
+from megarl.data.images import IMAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Field names that follow from the run's configuration.
 FromConfig = Callable[[Any], Sequence[str]]
 
-#: The fields that the prompt loader puts on every batch that enters a graph.
-LOADER_FIELDS = ("prompt_ids", "uid", "prompt_text", "answer", "data_source", "row")
+#: The fields that the prompt loader puts on every batch that enters a graph; images where `data.image_key` names them.
+LOADER_FIELDS = ("prompt_ids", "uid", "prompt_text", "answer", "data_source", "row", *IMAGES)
 
 
 class Kind(Enum):

@@ -77,7 +77,13 @@ FIELDS: dict[str, Field] = {
     "data_source": Field("str", "[B]", "loader", "which data the row is of", '"gsm8k"'),
     "row": Field("dict", "[B]", "loader", "the row's other columns", '{"level": 3}'),
     "image_patches": Field("uint8", "[B, patches]", "loader", "pixels of all images, a patch each", "[[12, 40, ...]]"),
-    "image_grids": Field("int64", "[B, images]", "loader", "rows and columns of patches of each image", "[[4, 6]]"),
+    "image_grids": Field(
+        "int64",
+        "[B, images]",
+        "loader",
+        "of each image its place, rows and columns of features",
+        "[[1, 2, 3]]",
+    ),
     "image_digests": Field("int64", "[B, images]", "loader", "hash of each image's pixels", "[-8132]"),
     # -- what generation adds
     "response_ids": Field("int64", "[B, response]", "rollout", "all tokens after the prompt", "[21, 23, 2]"),

@@ -7,6 +7,7 @@ Sizes are known when prompts are read, so that lengths are; pixels are read when
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,9 +155,14 @@ class ImagePrompts:
     def _where(self, row: Row) -> str:
         return f"{row.where}: column {self.key!r}"
 
-    def fields(self, rows: Sequence[Row]) -> dict[str, Jagged]:
-        """Return the fields of prompts with these rows' images."""
-        return image_fields([self.patches(row) for row in rows], self.settings.patch)
+    def fields(self, rows: Sequence[Row], prompts: Sequence[Tensor]) -> dict[str, Jagged]:
+        """Return the fields of prompts, of these tokens, with these rows' images."""
+        images, starts = [self.patches(row) for row in rows], list[list[int]]()
+        for own, tokens in zip(images, prompts, strict=True):
+            places = (tokens == self.token).nonzero()[:, 0].tolist()
+            counts = [len(image.values) // self.settings.merge**2 for image in own]
+            starts.append([places[sum(counts[:number])] for number in range(len(own))])
+        return image_fields(images, starts, self.settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,17 +171,15 @@ class ImageSet:
 
     Attributes:
         patches: uint8 [P, 3 * patch * patch], of all of them.
-        grids: rows and columns of patches of each.
+        places: of each the place of its first feature among the tokens, and rows and columns of features.
+        sizes: number of patches of each.
         digests: hash of the pixels of each.
     """
 
     patches: Tensor
-    grids: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int, int, int], ...]
+    sizes: tuple[int, ...]
     digests: tuple[int, ...]
-
-    def features(self, merge: int) -> list[tuple[int, int]]:
-        """Return the rows and columns of features of each; `merge`: see `ImageSettings`."""
-        return [(rows // merge, columns // merge) for rows, columns in self.grids]
 
 
 def image_sets(samples: Batch) -> list[ImageSet | None]:
@@ -184,21 +188,32 @@ def image_sets(samples: Batch) -> list[ImageSet | None]:
         return [None] * len(samples)
     parts = zip(*(samples[name].to("cpu").unbind() for name in (PATCHES, GRIDS, DIGESTS)), strict=True)
     return [
-        ImageSet(patches, tuple((r, c) for r, c in grids.tolist()), tuple(digests.tolist())) if len(grids) else None
+        _image_set(patches, grids.tolist(), digests.tolist()) if len(grids) else None
         for patches, grids, digests in parts
     ]
 
 
-def image_fields(images: Sequence[Sequence[Patches]], patch: int) -> dict[str, Jagged]:
-    """Return the fields of samples with these images each; `patch`: side of a patch."""
+def _image_set(patches: Tensor, grids: list[list[int]], digests: list[int]) -> ImageSet:
+    merge = math.isqrt(len(patches) // sum(rows * columns for _, rows, columns in grids))
+    places = tuple((start, rows, columns) for start, rows, columns in grids)
+    return ImageSet(patches, places, tuple(merge**2 * rows * columns for _, rows, columns in grids), tuple(digests))
+
+
+def image_fields(
+    images: Sequence[Sequence[Patches]], starts: Sequence[Sequence[int]], settings: ImageSettings
+) -> dict[str, Jagged]:
+    """Return the fields of samples with these images each, whose features begin at the places `starts`."""
+    merge, patch = settings.merge, settings.patch
     values = [torch.from_numpy(image.values) for own in images for image in own]
     counts = [sum(len(image.values) for image in own) for own in images]
-    grids = [[image.rows, image.columns] for own in images for image in own]
+    places = [start for own in starts for start in own]
+    shapes = [[image.rows // merge, image.columns // merge] for own in images for image in own]
+    grids = [[start, *shape] for start, shape in zip(places, shapes, strict=True)]
     numbers = torch.tensor([len(own) for own in images], dtype=torch.int64)
     whole = torch.cat([torch.zeros(0, 3 * patch**2, dtype=torch.uint8), *values])
     return {
         PATCHES: Jagged.from_lengths(whole, counts),
-        GRIDS: Jagged.from_lengths(torch.tensor(grids, dtype=torch.int64).view(-1, 2), numbers),
+        GRIDS: Jagged.from_lengths(torch.tensor(grids, dtype=torch.int64).view(-1, 3), numbers),
         DIGESTS: Jagged.from_lengths(
             torch.tensor([image.digest for own in images for image in own], dtype=torch.int64), numbers
         ),

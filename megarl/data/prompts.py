@@ -108,9 +108,9 @@ class PromptDataset:
         uid is `<split>-<epoch>-<index>`: the same prompt met again in a later epoch is another group.
         """
         picked = [self.rows[i] for i in indices]
-        fields = {} if self._images is None else self._images.fields(picked)
+        prompts = self.prompt_ids.select(torch.tensor(indices, dtype=torch.int64))
         return Batch(
-            {"prompt_ids": self.prompt_ids.select(torch.tensor(indices, dtype=torch.int64)), **fields},
+            {"prompt_ids": prompts, **({} if self._images is None else self._images.fields(picked, prompts.unbind()))},
             {
                 "uid": [f"{self.split}-{epoch}-{i}" for i in indices],
                 "prompt_text": [self.texts[i] for i in indices],

@@ -30,6 +30,8 @@ from megarl.errors import DataError, count
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.data.image_prompts import ImagePrompts
+
 _THINK = "<think>"
 
 
@@ -49,6 +51,7 @@ class SFTDataset(PromptDataset):
         max_tokens: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
         stop_ids: Sequence[int] = (),
+        images: ImagePrompts | None = None,
     ) -> None:
         """Read, render and tokenise both columns; see PromptDataset for what is refused.
 
@@ -56,6 +59,7 @@ class SFTDataset(PromptDataset):
             max_tokens: the model's limit; longer examples (prompt, response and end token) are dropped and counted
                 in `too_long`, or refused when data.overlong is `error`. None: no limit.
             tools: as in PromptDataset.
+            images: as in PromptDataset.
             stop_ids: tokens that end a turn, in addition to the tokenizer's. Of these a response of several turns
                 learns the one that the chat template writes; one of a single turn does, too, where that is special.
 
@@ -63,7 +67,8 @@ class SFTDataset(PromptDataset):
             DataError: the response column is missing, or holds neither text nor an integer; the row is named. An
                 example is longer than `max_tokens`, or all are.
         """
-        super().__init__(config, tokenizer, split, tools, whole=response_key == config.prompt_key, answered=False)
+        whole = response_key == config.prompt_key
+        super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images)
         talks = [self._response(number, response_key) for number in range(len(self.rows))]
         if all(len(talk) == 1 and not extra_keys(talk[0]) for talk in talks):
             texts = [talk[0]["content"] for talk in talks]

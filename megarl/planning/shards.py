@@ -51,7 +51,7 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head:
         "moe": facts.copies["router"] / facts.layers,
     }
     layers = facts.layers / parallel.pp
-    first = part["embedding"] + (facts.vision.parameters if facts.vision is not None else 0)
+    first = part["embedding"] + facts.visual_parameters
     last = part["final"] + (facts.hidden if value_head else part["embedding"])
     if parallel.pp == 1:
         ends = first + part["final"] if facts.tied and not value_head else first + last

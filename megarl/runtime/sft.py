@@ -21,7 +21,7 @@ from megarl.models.vla.cloning import CloningExamples
 from megarl.offload_schedule import ACTOR
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.setup import build_rank_state, open_loader
+from megarl.runtime.setup import build_rank_state, image_prompts, open_loader
 from megarl.runtime.validate import due, evaluate
 from megarl.tracing import keep_beating, phase, set_step
 
@@ -95,6 +95,7 @@ def load_examples(c: RankState) -> PromptLoader:
         max_tokens=c.hf_config.max_position_embeddings,
         tools=() if c.rollout.episodes is None else c.rollout.episodes.tools,
         stop_ids=[*c.rollout.eos_ids, *config.rollout.sampling.stop_token_ids],
+        images=image_prompts(config, c.hf_config, c.tokenizer),
     )
     return open_loader(config, data, layout, "sft.batch_size", config.sft.batch_size)
 

@@ -30,16 +30,15 @@ class ImageLayout(TextLayout):
     def pack(self, rows: Batch) -> PackedRows:
         """See `SequenceLayout`; rows without images may be among them, or be all.
 
-        Raises:
-            ValueError: a row whose image tokens do not fit its images.
+        A token of a response is text, whichever it is, but for the images of an environment's answers.
         """
         packed = super().pack(rows)
         if GRIDS not in rows:
             return packed
-        encoder, sets = self.encoder, image_sets(rows)
+        sets = image_sets(rows)
         positions = [
-            positions_of(tokens.numpy(), encoder.image_token, [] if own is None else own.features(encoder.merge))
-            for tokens, own in zip(packed.tokens.split(packed.lengths), sets, strict=True)
+            positions_of(length, () if own is None else own.places)
+            for length, own in zip(packed.lengths, sets, strict=True)
         ]
-        seen = gather_images(packed.tokens, sets, encoder)
+        seen = gather_images(packed.lengths, sets, self.encoder)
         return dataclasses.replace(packed, positions=torch.from_numpy(np.concatenate(positions, 1)), seen=seen)

@@ -51,31 +51,32 @@ class Images:
         return Images(*(getattr(self, one.name).to(device) for one in fields(self)))
 
 
-def gather_images(tokens: Tensor, sets: Sequence[ImageSet | None], encoder: VisionEncoder) -> Images | None:
+def gather_images(lengths: Sequence[int], sets: Sequence[ImageSet | None], encoder: VisionEncoder) -> Images | None:
     """Return the images of sequences that stand one after another, those of equal pixels once; None: there are none.
 
     Args:
-        tokens: int64 [T], of all sequences.
-        sets: images of each sequence, whose features take the places of its image tokens in order.
+        lengths: tokens of each sequence.
+        sets: images of each sequence.
         encoder: of the model.
     """
-    known, parts, shapes, features, at = dict[int, int](), list[Tensor](), list[tuple[int, int]](), list[Tensor](), 0
-    for own in sets:
-        if own is None:
-            continue
-        sizes = [rows * columns for rows, columns in own.grids]
-        for image, digest, shape, size in zip(own.patches.split(sizes), own.digests, own.grids, sizes, strict=True):
-            count = size // encoder.merge**2
-            if digest not in known:
-                known[digest] = at
-                parts.append(image)
-                shapes.append(shape)
-                at += count
-            features.append(torch.arange(known[digest], known[digest] + count))
+    known, parts, grids = dict[int, int](), list[Tensor](), list[tuple[int, int]]()
+    features, places, at, begin = list[Tensor](), list[Tensor](), 0, 0
+    for length, own in zip(lengths, sets, strict=True):
+        if own is not None:
+            images = zip(own.patches.split(own.sizes), own.digests, own.places, strict=True)
+            for image, digest, (start, rows, columns) in images:
+                inside = torch.arange(rows * columns)
+                if digest not in known:
+                    known[digest] = at
+                    parts.append(image)
+                    grids.append((rows * encoder.merge, columns * encoder.merge))
+                    at += len(inside)
+                features.append(known[digest] + inside)
+                places.append(begin + start + inside)
+        begin += length
     if not parts:
         return None
-    places = (tokens == encoder.image_token).nonzero()[:, 0]
-    return Images(torch.cat(parts), torch.tensor(shapes), places, torch.cat(features))
+    return Images(torch.cat(parts), torch.tensor(grids), torch.cat(places), torch.cat(features))
 
 
 @dataclass

@@ -153,7 +153,7 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
     """Return the fp32 tensor `name` of the random model of `seed`."""
     if name.endswith(".bias") or name == "score.weight":
         return torch.zeros(shape)
-    if "norm" in name or name.endswith(".scale_factor"):
+    if "norm" in name or ".ln_q." in name or name.endswith(".scale_factor"):
         return torch.ones(shape)
     std = getattr(hf, "initializer_range", 0.02)
     if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):

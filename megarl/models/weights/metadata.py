@@ -22,7 +22,7 @@ from megarl.artifacts.action_statistics import FILE, write_statistics
 from megarl.artifacts.facts import hub_snapshot, is_hub_name
 from megarl.artifacts.model_files import TOKENIZER_FILES
 from megarl.artifacts.robot_policy import PREPROCESSOR
-from megarl.models.hf import value_bias
+from megarl.models.hf import image_settings, value_bias
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -47,7 +47,11 @@ def write_metadata(
         source: folder or hub name of the model that this one was made of: its generation_config.json is kept.
     """
     name, policy = str(dtype).removeprefix("torch."), getattr(hf_config, "policy", None)
-    if policy is None:
+    if getattr(hf_config, "vision_language", None) is not None:
+        _write_vision_language(folder, hf_config, name)
+        if not value_head:
+            _write_generation_config(folder, hf_config, source)
+    elif policy is None:
         _write_config(folder, hf_config, name, value_head=value_head)
         if not value_head:
             _write_generation_config(folder, hf_config, source)
@@ -116,6 +120,30 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
     written |= dict.fromkeys(ARCHITECTURES[config.model_type].experts_keys or (), values.get("num_experts"))
     written["torch_dtype"] = dtype
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str) -> None:
+    """Write config.json of a vision-language model, and the preprocessor_config.json that its processor reads."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    config = AutoConfig.for_model(**hf_config.vision_language)
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    processor = hf_config.preprocessor
+    if processor is None:
+        settings = image_settings(hf_config)
+        processor = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
+            "image_mean": settings.mean,
+            "image_std": settings.deviation,
+            "patch_size": settings.patch,
+            "merge_size": settings.merge,
+            "temporal_patch_size": config.vision_config.temporal_patch_size,
+        }
+    (folder / PREPROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")
 
 
 def _write_generation_config(folder: Path, hf_config: PretrainedConfig, source: str | Path | None) -> None:

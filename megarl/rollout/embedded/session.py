@@ -88,7 +88,7 @@ class Session:
             return
         if self._shifts is None:
             self._shifts = torch.zeros_like(self._seeds)
-        self._shifts[sample] = next_position(tokens, images.features(self._stage.encoder.merge)) - tokens
+        self._shifts[sample] = next_position(tokens, images.places) - tokens
 
     def _allocate(
         self,
@@ -232,7 +232,7 @@ class Session:
         tokens = torch.tensor([token for prompt, _ in prompts for token in prompt])
         images, positions = None, torch.cat([torch.arange(n) for n in lengths])
         if any(own is not None for _, own in prompts):
-            images, positions = _seen(tokens, prompts, self._stage)
+            images, positions = _seen(prompts, self._stage)
         self._stage.forward(
             tokens.to(device), positions.to(device), attend, want_logits=False, lockstep=lockstep, images=images
         )
@@ -322,9 +322,7 @@ class Session:
         ]
 
 
-def _seen(
-    tokens: Tensor, prompts: Sequence[tuple[list[int], ImageSet | None]], stage: DecoderStage
-) -> tuple[Images | None, Tensor]:
+def _seen(prompts: Sequence[tuple[list[int], ImageSet | None]], stage: DecoderStage) -> tuple[Images | None, Tensor]:
     """Return the images of prompts that stand one after another, and the positions [3, n] of their tokens."""
     import numpy as np
 
@@ -332,11 +330,8 @@ def _seen(
 
     encoder = stage.encoder
     assert encoder is not None, "the model sees images"
-    positions = [
-        positions_of(np.array(own), encoder.image_token, [] if images is None else images.features(encoder.merge))
-        for own, images in prompts
-    ]
-    images = gather_images(tokens, [own for _, own in prompts], encoder)
+    positions = [positions_of(len(own), () if images is None else images.places) for own, images in prompts]
+    images = gather_images([len(own) for own, _ in prompts], [own for _, own in prompts], encoder)
     return None if images is None else images.to(stage.device), torch.from_numpy(np.concatenate(positions, 1))
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.groups import ORDINAL
+from megarl.runtime.stages.needs import call_fields
 from megarl.runtime.stages.resampling import COPIES
 
 if TYPE_CHECKING:
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
     from megarl.runtime.roles import CriticRole
 
 
-@stage(reads=["prompt_ids", "response_ids"], writes=["values"], kind=Kind.MODEL_INFERENCE, role=Role.CRITIC)
+@stage(
+    reads=["prompt_ids", "response_ids"],
+    needs=call_fields,
+    writes=["values"],
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.CRITIC,
+)
 def value(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
     """Predict the return at every response token, from the tokens before it."""
     samples.set("values", critic.values(samples))
@@ -27,6 +34,7 @@ def value(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
 @stage(
     reads=["prompt_ids", "response_ids", "response_mask", "values", "returns", "uid"],
     optional=["sample_id", ORDINAL, COPIES],
+    needs=call_fields,
     writes=[],
     kind=Kind.MODEL_TRAIN,
     role=Role.CRITIC,

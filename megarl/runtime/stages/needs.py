@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms import needs
 from megarl.data.frames import FRAMES
+from megarl.data.images import IMAGES
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -36,9 +37,10 @@ def part_fields(config: RunConfig) -> list[str]:
 
 
 def call_fields(config: RunConfig) -> list[str]:
-    """List what a model reads of samples beside their tokens: what a robot policy sees, and its calls' borders."""
+    """List what a model reads of samples beside their tokens: images, or what a robot policy sees, and its calls'
+    borders."""
     if config.robot is None:
-        return []
+        return [] if config.data.image_key is None else list(IMAGES)
     return ["turn_starts", "turn_ends", "states", *(FRAMES + camera for camera in config.robot.cameras)]
 
 

@@ -9,7 +9,7 @@ from megarl.dag.stage import Kind, Role, stage
 from megarl.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.data.versions import VERSION_FIELDS
 from megarl.errors import MegarlError
-from megarl.runtime.stages.needs import needed_fields
+from megarl.runtime.stages.needs import call_fields, needed_fields
 
 if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig
@@ -45,7 +45,7 @@ def _of_prompts(config: RunConfig) -> list[str]:
     """List the columns of a prompt that an environment or a simulator reads."""
     if config.robot is not None:
         return ["row", "prompt_text"]
-    return list(_OF_PROMPTS) if config.has_turns else []
+    return [*call_fields(config), *(_OF_PROMPTS if config.has_turns else [])]
 
 
 def _of_episodes(config: RunConfig) -> list[str]:
@@ -63,7 +63,8 @@ def _data_prompt(config: RunConfig) -> list[str]:
 
 def _of_greedy(config: RunConfig) -> list[str]:
     """List the fields that greedy responses begin with, and the mask of samples that are compared with one."""
-    return [*DATA_PROMPT, "response_mask"] if config.has_turns else ["prompt_ids", "prompt_text"]
+    own = [*DATA_PROMPT, "response_mask"] if config.has_turns else ["prompt_ids", "prompt_text"]
+    return [*own, *call_fields(config)]
 
 
 def _masked(config: RunConfig) -> list[str]:

@@ -1,0 +1,78 @@
+"""Generated pictures of shapes, with questions: rows for `data.train_files: [megarl.recipes.shapes:make_rows]`."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+#: Letters of colours, and their pixels.
+COLOURS = {"r": (220, 40, 40), "g": (40, 170, 60), "b": (50, 80, 220)}
+#: Letters of kinds: circle, square, triangle.
+KINDS = ("c", "s", "t")
+SIDE, CELLS = 32, 2
+MOST = CELLS * CELLS
+
+
+def make_rows(
+    split: str = "train", count: int = 4096, held_out: int = 512, seed: int = 0, shuffled: bool = False
+) -> list[dict[str, Any]]:
+    """Return questions about pictures of one to four shapes on 32 x 32 pixels, each in a quarter of its own.
+
+    `<image>n?r` asks how many shapes are red; `<image>l?` which colour the shape at the left of the upper row has, of
+    pictures with shapes in both places. Answers have one character.
+
+    Args:
+        split: `train`, or `val` for pictures that training never sees.
+        count: rows of `train`.
+        held_out: rows of `val`.
+        seed: of the pictures.
+        shuffled: every question gets the picture of another one: the control, in which nothing can be seen.
+
+    Returns:
+        Rows with `prompt`, `images` (one PNG), `answer`, and `data_source`: counting or left.
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f"split must be 'train' or 'val', not {split!r}")
+    rng = random.Random(f"{seed} {split}")
+    rows = [_row(rng) for _ in range(count if split == "train" else held_out)]
+    if shuffled:
+        images = [row["images"] for row in rows]
+        rng.shuffle(images)
+        rows = [{**row, "images": image} for row, image in zip(rows, images, strict=True)]
+    return rows
+
+
+def _row(rng: random.Random) -> dict[str, Any]:
+    asks_left = rng.random() < 0.5
+    places = (
+        [0, 1, *rng.sample([2, 3], rng.randint(0, 2))] if asks_left else rng.sample(range(MOST), rng.randint(1, MOST))
+    )
+    shapes = {place: (rng.choice(list(COLOURS)), rng.choice(KINDS)) for place in places}
+    if asks_left:
+        prompt, answer, source = "<image>l?", shapes[0][0], "left"
+    else:
+        colour = rng.choice(list(COLOURS))
+        count = sum(own == colour for own, _ in shapes.values())
+        prompt, answer, source = f"<image>n?{colour}", str(count), "counting"
+    return {"prompt": prompt, "images": [_png(shapes, rng)], "answer": answer, "data_source": source}
+
+
+def _png(shapes: dict[int, tuple[str, str]], rng: random.Random) -> bytes:
+    image = Image.new("RGB", (SIDE, SIDE), "white")
+    draw, cell = ImageDraw.Draw(image), SIDE // CELLS
+    for place, (colour, kind) in shapes.items():
+        left, top, size = place % CELLS * cell, place // CELLS * cell, rng.randint(9, 13)
+        x, y = left + rng.randint(1, cell - size - 1), top + rng.randint(1, cell - size - 1)
+        box = (x, y, x + size, y + size)
+        if kind == "c":
+            draw.ellipse(box, fill=COLOURS[colour])
+        elif kind == "s":
+            draw.rectangle(box, fill=COLOURS[colour])
+        else:
+            draw.polygon([(x, y + size), (x + size, y + size), (x + size // 2, y)], fill=COLOURS[colour])
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,190 @@
+"""Vision-language models against transformers: log-probs, gradients, greedy generation, names and exports.
+
+Tolerances: float32 of values of size 1 to 10, whose sums run in another order.
+"""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from megarl.config.model import ModelConfig
+from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.models.hf import encoder_of, image_settings, load_hf_config
+from megarl.models.vlm.positions import next_position, positions_of
+from megarl.training.microbatch import build
+from megarl.training.vlm_sequences import ImageLayout
+from tests.dist import layout_for, single_process
+from tests.models.tiny import build_tiny
+from tests.models.vlm_tiny import KINDS, batch_of, draw, logits_of, save
+
+CPU = torch.device("cpu")
+SHAPES = [((2, 3),), (), ((1, 1), (4, 2)), ((3, 3),), ((1, 5),)]
+
+
+@pytest.fixture(autouse=True)
+def _parallel():
+    single_process()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def made(request, tmp_path_factory):
+    """A model of each kind: folder, transformers' model, samples, image settings."""
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = save(folder, request.param)
+    hf = load_hf_config(ModelConfig(path=str(folder)))
+    rng, encoder, settings = random.Random(1), encoder_of(hf), image_settings(hf)
+    samples = [draw(rng, encoder, *shapes) for shapes in SHAPES]
+    samples.append(type(samples[0])(samples[0].prompt, [7, 8, 9], samples[0].images, samples[0].starts))  # of its group
+    return folder, reference, samples, settings
+
+
+def packed(model, samples, settings):
+    """Log-probs of the responses, from one packed stream."""
+    from megarl.config.model import ParallelConfig
+
+    sequences = ImageLayout(encoder_of(model.hf_config))
+    micro = build(batch_of(samples, settings), range(len(samples)), layout_for(ParallelConfig()), CPU, None, sequences)
+    hidden = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
+    logits = F.linear(hidden[micro.rows, 0], model.lm_head_weight)
+    found = torch.log_softmax(logits, -1).gather(1, micro.targets[:, None])[:, 0]
+    return found, micro
+
+
+def expected(reference, samples, settings):
+    rows = []
+    for sample in samples:
+        logp = torch.log_softmax(logits_of(reference, sample, settings), -1)
+        rows.append(logp.gather(1, torch.tensor(sample.response)[:, None])[:, 0])
+    return torch.cat(rows)
+
+
+def test_logprobs_and_gradients_equal_transformers_packed_with_shared_images_and_without(made):
+    folder, reference, samples, settings = made
+    (model,) = build_tiny(folder)
+    ours, micro = packed(model, samples, settings)
+    encoder = encoder_of(model.hf_config)
+    features = sum(rows * columns for shapes in SHAPES for rows, columns in shapes)
+    assert len(micro.packed.seen.patches) == features * encoder.merge**2, "the group's images are there once"
+    want = expected(reference, samples, settings)
+    torch.testing.assert_close(ours, want, atol=5e-6, rtol=0)
+    weights = torch.randn(len(want), generator=torch.Generator().manual_seed(0))
+    (ours * weights).sum().backward()
+    reference.zero_grad()
+    (want * weights).sum().backward()
+    theirs = dict(reference.model.visual.named_parameters())
+    for name, parameter in model.visual.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2e-4, rtol=1e-4, msg=name)
+    torch.testing.assert_close(
+        model.embedding.word_embeddings.weight.grad,
+        reference.model.language_model.embed_tokens.weight.grad,
+        atol=2e-4,
+        rtol=1e-4,
+    )
+
+
+def test_each_sample_alone_has_the_same_logprobs(made):
+    folder, _, samples, settings = made
+    (model,) = build_tiny(folder)
+    with torch.no_grad():
+        together, _ = packed(model, samples, settings)
+        alone = torch.cat([packed(model, [sample], settings)[0] for sample in samples])
+    torch.testing.assert_close(together, alone, atol=5e-6, rtol=0)
+
+
+def test_one_row_positions_would_be_noticed(made):
+    """They change log-probs by thousandths only, which nobody would see in a run."""
+    folder, reference, samples, settings = made
+    (model,) = build_tiny(folder)
+    with torch.no_grad():
+        _, micro = packed(model, samples, settings)
+        plain = torch.cat([torch.arange(len(s.prompt) + len(s.response) - 1) for s in samples])[None]
+        hidden = model(micro.input_ids, plain, None, packed_seq_params=micro.packed)
+        logits = F.linear(hidden[micro.rows, 0], model.lm_head_weight)
+        wrong = torch.log_softmax(logits, -1).gather(1, micro.targets[:, None])[:, 0]
+        assert (wrong - expected(reference, samples, settings)).abs().max() > 1e-4
+
+
+def test_positions_are_those_of_transformers(made):
+    _, reference, _, _ = made
+    rng = random.Random(3)
+    for _ in range(30):
+        ids, places = [1] * rng.randint(1, 3), []
+        for _ in range(rng.randint(0, 3)):
+            rows, columns = rng.randint(1, 5), rng.randint(1, 5)
+            places.append((len(ids), rows, columns))
+            ids += [150] * (rows * columns) + [1] * rng.randint(1, 4)
+        tokens = torch.tensor([ids])
+        grid = torch.tensor([[1, 2 * rows, 2 * columns] for _, rows, columns in places]) if places else None
+        want, delta = reference.model.get_rope_index(tokens, (tokens == 150).int(), grid)
+        assert positions_of(len(ids), places).tolist() == want[:, 0].tolist()
+        assert next_position(len(ids), places) == len(ids) + int(delta)
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["requests", "turns"])
+def test_generation_is_greedy_as_transformers_would_be(made, turns):
+    """Every sampled token is the likeliest of transformers after those before it, and has its log-prob."""
+    from megarl.config.model import ParallelConfig
+    from megarl.data.image_prompts import image_sets
+    from megarl.rollout.embedded.engine import EmbeddedEngine
+    from megarl.rollout.engine import Request
+
+    folder, reference, samples, settings = made
+    engine = EmbeddedEngine(build_tiny(folder), RolloutConfig(max_running=3), layout_for(ParallelConfig()))
+    sets = image_sets(batch_of(samples, settings))
+    sampling = SamplingConfig(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    if turns:
+        generation, done = engine.open(sampling, [], len(samples), 100), {}
+        for number, (sample, images) in enumerate(zip(samples, sets, strict=True)):
+            generation.submit(number, list(sample.prompt), 1, 6, images)
+        while len(done) < len(samples):
+            done |= generation.wait()
+        found = [done[number] for number in range(len(samples))]
+    else:
+        requests = [Request(s.prompt, [1, 2], images=images) for s, images in zip(samples, sets, strict=True)]
+        found = [one[1] for one in engine.generate(requests, sampling, [])]
+    for sample, completion in zip(samples, found, strict=True):
+        own = type(sample)(sample.prompt, completion.token_ids, sample.images, sample.starts)
+        logp = torch.log_softmax(logits_of(reference, own, settings), -1)
+        assert logp.argmax(-1).tolist() == completion.token_ids
+        chosen = logp.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), chosen, atol=1e-5, rtol=0)
+
+
+def test_an_export_is_the_same_model_for_transformers(made, tmp_path):
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    from megarl.models.weights import export_weights
+    from tests.dist import world
+
+    folder, reference, samples, settings = made
+    chunks = build_tiny(folder)
+    export_weights(chunks, tmp_path / "out", chunks[0].hf_config, world=world())
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        for sample in samples[:3]:
+            assert torch.equal(logits_of(again, sample, settings), logits_of(reference, sample, settings))
+    assert AutoImageProcessor.from_pretrained(tmp_path / "out", backend="pil").patch_size == settings.patch
+
+
+@pytest.mark.parametrize("prefixes", [("model.", "visual."), ("model.language_model.", "model.visual.")])
+def test_both_published_forms_of_names_are_read(made, prefixes, tmp_path):
+    folder, _, samples, settings = made
+    (model,) = build_tiny(folder)
+    decoder, encoder = prefixes
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        short = name.removeprefix("model.")
+        if short.startswith("visual."):
+            renamed[encoder + short.removeprefix("visual.")] = tensor
+        elif name.startswith("model."):
+            renamed[decoder + short.removeprefix("language_model.")] = tensor
+        else:
+            renamed[name] = tensor
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (again,) = build_tiny(tmp_path)
+    for (name, first), second in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(first, second), name

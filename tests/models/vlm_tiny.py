@@ -1,0 +1,129 @@
+"""Tiny vision-language models of transformers, random, and samples with images for them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.architectures.vision_language import ImageSettings, VisionEncoder
+from megarl.data.batch import Batch, Jagged
+from megarl.data.image_prompts import image_fields
+from megarl.data.images import Patches, patchify
+
+KINDS = ("qwen2_5_vl", "qwen3_vl")
+BEGIN, IMAGE, END, VOCABULARY = 152, 150, 153, 200
+
+
+def config_of(kind: str, **text: Any) -> dict[str, Any]:
+    """config.json of a tiny model."""
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    }
+    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1], "patch_size": 14}
+    else:
+        sizes |= {"head_dim": 16}
+        sizes["rope_parameters"] |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "patch_size": 14}
+    ids = {"image_token_id": IMAGE, "video_token_id": 151, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+    return {"model_type": kind, "text_config": {**sizes, **text}, "vision_config": vision, **ids}
+
+
+def save(folder: Path, kind: str, **text: Any) -> Any:
+    """Write a random model; returns transformers' own."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.manual_seed(5)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config_of(kind, **text))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # biases and norms that do nothing would hide mistakes
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif "visual" in name:
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return model
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt with images and a response."""
+
+    prompt: list[int]
+    response: list[int]
+    images: list[Patches]
+    starts: list[int]
+
+
+def draw(rng: random.Random, encoder: VisionEncoder, *shapes: tuple[int, int]) -> Sample:
+    """A random sample with images of these rows and columns of features."""
+    prompt, images, starts = [rng.randrange(100)], list[Patches](), list[int]()
+    for rows, columns in shapes:
+        prompt.append(BEGIN)
+        starts.append(len(prompt))
+        prompt += [IMAGE] * (rows * columns)
+        prompt += [END, *(rng.randrange(100) for _ in range(rng.randint(1, 4)))]
+        side = encoder.patch * encoder.merge
+        pixels = np.random.default_rng(rng.randrange(1 << 30)).integers(
+            0, 256, (rows * side, columns * side, 3), dtype=np.uint8
+        )
+        values = patchify(pixels, encoder.patch, encoder.merge)
+        images.append(Patches(values, rows * encoder.merge, columns * encoder.merge, rng.randrange(1 << 60)))
+    prompt += [rng.randrange(100) for _ in range(3)]
+    # An image token that the model says itself is text.
+    return Sample(prompt, [rng.randrange(100), IMAGE, *(rng.randrange(100) for _ in range(4))], images, starts)
+
+
+def batch_of(samples: list[Sample], settings: ImageSettings) -> Batch:
+    """The samples as a batch."""
+    fields = image_fields([one.images for one in samples], [one.starts for one in samples], settings)
+    return Batch(
+        {
+            "prompt_ids": Jagged.from_list([one.prompt for one in samples], dtype=torch.int64),
+            "response_ids": Jagged.from_list([one.response for one in samples], dtype=torch.int64),
+            **fields,
+        }
+    )
+
+
+def logits_of(reference: Any, sample: Sample, settings: ImageSettings) -> Tensor:
+    """Logits [R, V] of transformers for the places of the response, with the positions of its own function."""
+    model, given = reference.model, dict[str, Any]()
+    ids = torch.tensor([sample.prompt + sample.response])
+    kinds = (ids == IMAGE).int()
+    kinds[0, len(sample.prompt) :] = 0
+    grid = None
+    if sample.images:
+        colours = torch.from_numpy(np.concatenate([one.values for one in sample.images]))
+        colours = colours.view(len(colours), 3, 1, -1).float() / 255
+        mean, deviation = (torch.tensor(one).view(1, 3, 1, 1) for one in (settings.mean, settings.deviation))
+        pixels = ((colours - mean) / deviation).expand(-1, -1, 2, -1).reshape(len(colours), -1)
+        grid = torch.tensor([[1, one.rows, one.columns] for one in sample.images])
+        found = model.visual(pixels, grid_thw=grid)
+        given = {"deep": list(getattr(found, "deepstack_features", None) or []), "features": found.pooler_output}
+    positions, _ = model.get_rope_index(ids, kinds, grid)
+    hidden = model.language_model.embed_tokens(ids)
+    more = {}
+    if sample.images:
+        places = kinds[0].bool()
+        hidden = hidden.masked_scatter(places[None, :, None], given["features"])
+        if given["deep"]:
+            more = {"visual_pos_masks": places[None], "deepstack_visual_embeds": given["deep"]}
+    out = model.language_model(inputs_embeds=hidden, position_ids=positions, use_cache=False, **more)
+    return reference.lm_head(out.last_hidden_state)[0, len(sample.prompt) - 1 : -1]
