@@ -21,8 +21,8 @@ def make_rows(
 ) -> list[dict[str, Any]]:
     """Return questions about pictures of one to four shapes on 32 x 32 pixels, each in a quarter of its own.
 
-    `<image>n?r` asks how many shapes are red; `<image>l?` which colour the shape at the left of the upper row has, of
-    pictures with shapes in both places. Answers have one character.
+    `<image>n?` asks how many shapes there are; `<image>l?` which colour the left one of the upper row has, of pictures
+    with shapes in both places. Answers have one character.
 
     Args:
         split: `train`, or `val` for pictures that training never sees.
@@ -47,16 +47,14 @@ def make_rows(
 
 def _row(rng: random.Random) -> dict[str, Any]:
     asks_left = rng.random() < 0.5
-    places = (
-        [0, 1, *rng.sample([2, 3], rng.randint(0, 2))] if asks_left else rng.sample(range(MOST), rng.randint(1, MOST))
-    )
+    places = [0, 1, *rng.sample([2, 3], rng.randint(0, 2))]
+    if not asks_left:
+        places = rng.sample(range(MOST), rng.randint(1, MOST))
     shapes = {place: (rng.choice(list(COLOURS)), rng.choice(KINDS)) for place in places}
     if asks_left:
         prompt, answer, source = "<image>l?", shapes[0][0], "left"
     else:
-        colour = rng.choice(list(COLOURS))
-        count = sum(own == colour for own, _ in shapes.values())
-        prompt, answer, source = f"<image>n?{colour}", str(count), "counting"
+        prompt, answer, source = "<image>n?", str(len(shapes)), "counting"
     return {"prompt": prompt, "images": [_png(shapes, rng)], "answer": answer, "data_source": source}
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
+    from megarl.data.image_prompts import ImageSet
     from megarl.metrics import Metrics
     from megarl.training.engine import Divisor, LossFn, Taught
 
@@ -87,7 +88,7 @@ class Sleeping:
     goes_on: ClassVar[bool] = False
     in_rounds: ClassVar[bool] = False
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
         """See `Generation`."""
         self._pass_time()
         text = tuple(tokens)

@@ -308,7 +308,7 @@ class ImageSettings:
         for key, own in (("patch_size", encoder.patch), ("merge_size", encoder.merge)):
             if given.get(key, own) != own:
                 raise ConfigError(
-                    "not the patches of config.json", where=f"{where}: {key}", found=given[key], allowed=own
+                    "not the patches of config.json", where=f"{where}: {key}", found=given[key], allowed=str(own)
                 )
         return cls(
             patch=encoder.patch,

@@ -25,6 +25,7 @@ from megarl.checks.files import (
 )
 from megarl.checks.gpus import check_machine_gpus
 from megarl.checks.graph import build, check_graph
+from megarl.checks.images import check_images
 from megarl.checks.layout import check_cluster, check_deadlines, check_layouts
 from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
@@ -118,6 +119,7 @@ def check_config(
         check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
     check_lora(config, facts, placement, checks)
+    check_images(config, placement, facts, checks)
     check_robot(config, placement, checks, starts=starts and launcher != "ray")
     if config.robot is None:
         _check_texts(config, job, checks)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from megarl.data.fields import known
-from megarl.data.images import IMAGES
+from megarl.data.fields import IMAGES, known
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Field names that follow from the run's configuration.

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from megarl.data.jagged import Jagged
 
+#: Fields of samples with images.
+IMAGES = PATCHES, GRIDS, DIGESTS = "image_patches", "image_grids", "image_digests"
+
 _TENSORS = ("int64", "float32", "bool", "uint8")
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch
-from megarl.data.images import DIGESTS, GRIDS, PATCHES, Patches, fitting_size, image_size, patches_of
+from megarl.data.fields import DIGESTS, GRIDS, PATCHES
+from megarl.data.images import Patches, fitting_size, image_size, patches_of
 from megarl.data.jagged import Jagged
 from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError, count

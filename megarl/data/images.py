@@ -34,8 +34,6 @@ _LEAST_SIDE, _MOST_RATIO = 2, 200
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5  # Exif: from 5 on width and height change places
 _DATA_URL = "data:image/"
-#: Fields of samples with images.
-IMAGES = PATCHES, GRIDS, DIGESTS = "image_patches", "image_grids", "image_digests"
 FORMS = "the path of a file, bytes, {bytes, path}, or an image of PIL"
 
 

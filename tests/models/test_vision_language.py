@@ -171,7 +171,7 @@ def test_an_export_is_the_same_model_for_transformers(made, tmp_path):
 
 @pytest.mark.parametrize("prefixes", [("model.", "visual."), ("model.language_model.", "model.visual.")])
 def test_both_published_forms_of_names_are_read(made, prefixes, tmp_path):
-    folder, _, samples, settings = made
+    folder, *_ = made
     (model,) = build_tiny(folder)
     decoder, encoder = prefixes
     renamed = {}

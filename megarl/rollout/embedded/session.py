@@ -80,16 +80,6 @@ class Session:
         for number, request in enumerate(samples):
             self._place_images(number, len(request.prompt_ids), request.images)
 
-    def _place_images(self, sample: int, tokens: int, images: ImageSet | None) -> None:
-        """Keep by how much the positions of a sample differ from its places after `tokens` tokens with `images`."""
-        if images is None or self._stage.encoder is None:
-            if self._shifts is not None:
-                self._shifts[sample] = 0
-            return
-        if self._shifts is None:
-            self._shifts = torch.zeros_like(self._seeds)
-        self._shifts[sample] = next_position(tokens, images.places) - tokens
-
     def _allocate(
         self,
         stage: DecoderStage,
@@ -104,6 +94,7 @@ class Session:
         Returns:
             Rows of the cache.
         """
+        self._shifts: Tensor | None = None
         self._stage, self._mesh, self._sampling = stage, stage.mesh, sampling
         device = stage.device
         fixed = device.type == "cuda"
@@ -127,7 +118,6 @@ class Session:
         # One sample more than there are: padded rows of a captured graph write there.
         self._state = _State(slots, idle=len(seeds), device=device)
         self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)
-        self._shifts: Tensor | None = None
         self._seeds = torch.tensor([*seeds, 0], dtype=torch.int64, device=device)
         self._tokens = torch.zeros(len(seeds) + 1, self._width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(len(seeds) + 1, self._width, dtype=torch.float32, device=device)
@@ -146,6 +136,16 @@ class Session:
         graphs = fixed and limits.graphs and self._mesh.pp.size == 1 and not stage.is_moe
         self._graphs = DecodeGraphs(self._state.numbers, self._state.done) if graphs else None
         return slots
+
+    def _place_images(self, sample: int, tokens: int, images: ImageSet | None) -> None:
+        """Keep by how much the positions of a sample differ from its places after `tokens` tokens with `images`."""
+        if images is None or self._stage.encoder is None:
+            if self._shifts is not None:
+                self._shifts[sample] = 0
+            return
+        if self._shifts is None:
+            self._shifts = torch.zeros_like(self._seeds)
+        self._shifts[sample] = next_position(tokens, images.places) - tokens
 
     def _slots(self, wanted: int, length: int, sessions: int) -> int:
         """Return the rows that fit into memory, the same number on all ranks of the replica."""

@@ -33,6 +33,7 @@ from megarl.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig
+    from megarl.data.image_prompts import ImageSet
     from megarl.rollout.sglang.api import ServerApi
     from megarl.rollout.sglang.engine import SglangEngine
 
@@ -182,7 +183,7 @@ class ServerTurns:
         self._recoveries = 0
         self._looked = time.monotonic()  # when this rank looked after servers
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
         """See `Generation`. Sent with the next `any_busy` or `wait`."""
         if not self._replica.is_first:
             return

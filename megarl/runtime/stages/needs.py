@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms import needs
+from megarl.data.fields import IMAGES
 from megarl.data.frames import FRAMES
-from megarl.data.images import IMAGES
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
