@@ -167,7 +167,7 @@ class VisionEncoder:
             ConfigError: sizes that are missing, do not fit, or are not supported.
         """
         kind = str(raw["model_type"])
-        older, text = kind == "qwen2_5_vl", _text(raw)
+        older = kind == "qwen2_5_vl"
         known = {**_COMMON, **_SIZES["qwen2_5_vl" if older else "qwen3_vl"]}
         sizes = {**known, **(raw.get("vision_config") or {})}
         for key in known:
@@ -185,16 +185,6 @@ class VisionEncoder:
                 found={key: sizes[key] for key in ("out_hidden_size", "hidden_size", "num_heads")},
                 allowed=f"out_hidden_size is the decoder's {hidden}, and num_heads divides hidden_size",
             )
-        rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-        sections = tuple(rope.get("mrope_section") or _SECTIONS.get(kind, (24, 20, 20)))
-        head = text.get("head_dim") or (hidden // text["num_attention_heads"] if older else 128)
-        if len(sections) != 3 or sum(sections) != head // 2:
-            raise ConfigError(
-                "the sections of positions do not make up the frequencies of a head",
-                where=f"{where}: mrope_section",
-                found=list(sections),
-                allowed=f"three numbers whose sum is {head // 2}, half of a head",
-            )
         return cls(
             model_type=kind,
             width=sizes["hidden_size"],
@@ -209,7 +199,7 @@ class VisionEncoder:
             deepstack=() if older else tuple(sizes.get("deepstack_visual_indexes", (8, 16, 24))),
             window=sizes.get("window_size", 112) if older else 0,
             full=tuple(sizes.get("fullatt_block_indexes", (7, 15, 23, 31))) if older else (),
-            sections=(sections[0], sections[1], sections[2]),
+            sections=_sections(raw, hidden, where),
             interleaved=not older,
             image_tokens=(
                 raw.get("vision_start_token_id", 151652),
@@ -242,6 +232,22 @@ def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(raw["model_type"])
     own = raw.get("text_config") or {key: value for key, value in raw.items() if key != "vision_config"}
     return {**_DECODER_DEFAULTS[kind], **own}
+
+
+def _sections(raw: Mapping[str, Any], hidden: int, where: str) -> tuple[int, int, int]:
+    """Return how many rotation frequencies go by each number of a position."""
+    kind, text = str(raw["model_type"]), _text(raw)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    found = tuple(rope.get("mrope_section") or _SECTIONS.get(kind, (24, 20, 20)))
+    head = text.get("head_dim") or (hidden // text["num_attention_heads"] if kind == "qwen2_5_vl" else 128)
+    if len(found) != 3 or sum(found) != head // 2:
+        raise ConfigError(
+            "the sections of positions do not make up the frequencies of a head",
+            where=f"{where}: mrope_section",
+            found=list(found),
+            allowed=f"three numbers whose sum is {head // 2}, half of a head",
+        )
+    return found[0], found[1], found[2]
 
 
 def decoder_config(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,8 +118,7 @@ def check_config(
     if job != "sft":
         check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
-    check_lora(config, facts, placement, checks)
-    check_images(config, placement, facts, checks)
+    _check_parts(config, facts, placement, checks)
     check_robot(config, placement, checks, starts=starts and launcher != "ray")
     if config.robot is None:
         _check_texts(config, job, checks)
@@ -131,6 +130,12 @@ def check_config(
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     return Checked(checks.items, sizes, graph, placement)
+
+
+def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
+    """Check what a model has in addition to its decoder."""
+    check_lora(config, facts, placement, checks)
+    check_images(config, placement, facts, checks)
 
 
 def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: str, checks: Checklist) -> None:

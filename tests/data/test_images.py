@@ -1,0 +1,198 @@
+"""Images of rows: as transformers' processor makes them, and each bad one named."""
+
+import base64
+import io
+import random
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megarl.architectures.vision_language import ImageSettings
+from megarl.config.data import DataConfig
+from megarl.data.image_prompts import ImagePrompts
+from megarl.data.images import fitting_size, image_size, open_image, patches_of, resized, unpatchify
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import character_tokenizer
+from megarl.errors import ConfigError, DataError
+from tests.models.vlm_tiny import config_of
+
+SETTINGS = ImageSettings(14, 2, 56 * 56, 28 * 28 * 64, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+
+
+def picture(width=60, height=40, mode="RGB", seed=0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    return Image.fromarray(pixels, "RGBA").convert(mode)
+
+
+def as_bytes(image: Image.Image, kind: str = "PNG", **settings) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **settings)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("patch", [14, 16])
+def test_patches_are_those_of_transformers_processor(patch):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    settings = ImageSettings(patch, 2, 56 * 56, 28 * 28 * 64, SETTINGS.mean, SETTINGS.deviation)
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
+        patch_size=patch,
+        image_mean=settings.mean,
+        image_std=settings.deviation,
+    )
+    rng = random.Random(0)
+    for seed in range(8):
+        image = picture(rng.randint(5, 600), rng.randint(5, 600), seed=seed)
+        want = processor(image, return_tensors="np")
+        ours = patches_of(image, settings, None, "a row")
+        assert want["image_grid_thw"].tolist() == [[1, ours.rows, ours.columns]]
+        colours = ours.values.reshape(len(ours.values), 3, 1, -1).astype(np.float32) / 255
+        mean, deviation = (np.array(one, np.float32).reshape(1, 3, 1, 1) for one in (settings.mean, settings.deviation))
+        pixels = ((colours - mean) / deviation).repeat(2, 2).reshape(len(colours), -1)
+        np.testing.assert_allclose(pixels, want["pixel_values"], atol=1e-6)
+        assert (unpatchify(ours.values, ours.rows, ours.columns, 2) == resized(image, settings)).all()
+
+
+def test_a_picture_of_twelve_million_pixels_has_the_tokens_of_the_limit():
+    limits = ImageSettings(14, 2, 3136, 1_003_520, SETTINGS.mean, SETTINGS.deviation)
+    height, width = fitting_size(3000, 4000, limits)
+    assert height * width // 28**2 == 1230
+
+
+def test_every_form_of_an_image_is_the_same_image(tmp_path):
+    image = picture()
+    content = as_bytes(image)
+    (tmp_path / "a.png").write_bytes(content)
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    forms = [image, content, {"bytes": content, "path": None}, {"bytes": None, "path": "a.png"}, "a.png", url]
+    found = [patches_of(form, SETTINGS, tmp_path, "a row") for form in forms]
+    assert len({one.digest for one in found}) == 1
+    assert patches_of(picture(seed=1), SETTINGS, None, "a row").digest != found[0].digest
+
+
+def test_colours_of_every_kind_become_rgb():
+    wide = Image.fromarray(np.full((20, 30), 0x80FF, np.uint16))
+    assert np.asarray(open_image(as_bytes(wide), None, "a row"))[0, 0].tolist() == [0x80] * 3
+    clear = Image.new("RGBA", (20, 30), (10, 20, 30, 0))
+    assert np.asarray(open_image(as_bytes(clear), None, "a row"))[0, 0].tolist() == [255] * 3
+    assert open_image(as_bytes(picture(mode="CMYK"), "JPEG"), None, "a row").mode == "RGB"
+    assert open_image(as_bytes(picture(mode="L")), None, "a row").mode == "RGB"
+
+
+def test_an_image_that_exif_turns_is_turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = as_bytes(picture(60, 40), "JPEG", exif=exif)
+    assert image_size(content, None, "a row") == (60, 40)
+    assert open_image(content, None, "a row").size == (40, 60)
+
+
+def several_frames() -> bytes:
+    return as_bytes(picture(mode="P"), "GIF", save_all=True, append_images=[picture(mode="P", seed=1)])
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("nowhere.png", "cannot be read: No such file"),
+        (b"no image at all", "not an image"),
+        (b"", "not an image"),
+        (17, "not an image"),
+        (as_bytes(picture())[:-200], "cannot be read"),
+        (as_bytes(Image.new("1", (12_000, 12_000))), "too many pixels"),
+        (as_bytes(picture(900, 2)), "a size that no vision encoder takes"),
+        (several_frames(), "several frames"),
+        ("data:image/png;base64,???", "not an image in a URL"),
+    ],
+    ids=["missing", "text", "empty", "number", "cut", "huge", "thin", "frames", "url"],
+)
+def test_a_bad_image_is_named(value, what, tmp_path):
+    with pytest.raises(DataError, match=what) as raised:
+        open_image(value, tmp_path, "rows.jsonl:3: column 'images'")
+    assert "rows.jsonl:3" in str(raised.value)
+
+
+# -- prompts ------------------------------------------------------------------------------------------------------
+
+
+def prompts(**settings) -> tuple[DataConfig, ImagePrompts]:
+    from megarl.architectures.vision_language import VisionEncoder
+
+    raw = config_of("qwen2_5_vl") | {"vision_start_token_id": 4, "image_token_id": 5, "vision_end_token_id": 6}
+    encoder = VisionEncoder.from_config(raw, 64, "here")
+    config = DataConfig(**{"train_files": ["tests.data.test_images:rows"], "image_key": "images"} | settings)
+    found = ImagePrompts.of(config, encoder, SETTINGS, character_tokenizer("[#]abc?"))
+    assert found is not None
+    return config, found
+
+
+ROWS: list[dict] = []
+
+
+def rows() -> list[dict]:
+    return ROWS
+
+
+def dataset(*given: dict, **settings) -> PromptDataset:
+    ROWS[:] = [{"answer": "1", **row} for row in given]
+    config, images = prompts(**settings)
+    return PromptDataset(config, character_tokenizer("[#]abc?"), images=images)
+
+
+def test_a_mark_becomes_the_tokens_of_its_image_and_rows_without_images_mix():
+    data = dataset(
+        {"prompt": "a<image>b<image>c?", "images": [picture(56, 84), as_bytes(picture(56, 56))]},
+        {"prompt": "abc?", "images": None},
+        {"prompt": "ab?"},
+    )
+    assert [len(ids) for ids in data.prompt_ids.unbind()] == [4 + 2 * 2 + 6 + 4, 4, 3]
+    batch = data.batch([0, 1, 2])
+    assert batch["image_grids"].unbind()[0].tolist() == [[2, 3, 2], [11, 2, 2]]
+    assert batch["image_patches"].lengths.tolist() == [4 * 10, 0, 0]
+    assert all("images" not in row for row in batch["row"])
+    ids = batch["prompt_ids"].unbind()[0].tolist()
+    assert ids[1:10] == [4, *[5] * 6, 6, ids[9]]
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a?", "images": [picture()]}, "0 <image>s for 1 image"),
+        ({"prompt": "a<image>?"}, "1 <image> for 0 images"),
+        ({"prompt": "a#<image>?", "images": [picture()]}, "the model's own token of images"),
+        ({"prompt": "<image>" * 3, "images": [picture()] * 3}, "more images than a prompt may have"),
+        ({"prompt": "<image>?", "images": ["gone.png"]}, "No such file"),
+    ],
+    ids=["no mark", "no image", "token", "many", "missing"],
+)
+def test_rows_that_do_not_fit_are_named(row, what):
+    with pytest.raises(DataError, match=what) as raised:
+        dataset({"prompt": "ab?"}, row, limit_images=2)
+    assert "row 2" in str(raised.value)
+
+
+def test_expanded_tokens_count_for_the_limit():
+    data = dataset({"prompt": "<image>?", "images": [picture(280, 280)]}, {"prompt": "a?"}, max_prompt_tokens=50)
+    assert (len(data), data.overlong) == (1, 1)
+
+
+def test_a_column_of_images_that_nothing_reads_is_refused():
+    with pytest.raises(DataError, match="that nothing reads") as raised:
+        dataset({"prompt": "a?", "images": [picture()]}, image_key="other")
+    assert "data.image_key" in str(raised.value)
+
+
+def test_limits_that_no_image_meets_are_refused():
+    with pytest.raises(ConfigError, match="no image is within these limits"):
+        prompts(min_pixels=9000, max_pixels=5000)
+
+
+def test_a_tokenizer_without_the_models_tokens_is_refused():
+    from megarl.architectures.vision_language import VisionEncoder
+
+    config = DataConfig(image_key="images")
+    encoder = VisionEncoder.from_config(config_of("qwen2_5_vl"), 64, "here")
+    with pytest.raises(ConfigError, match="does not know the tokens of images"):
+        ImagePrompts.of(config, encoder, SETTINGS, character_tokenizer("abc"))
