@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -58,7 +59,8 @@ def recipe(tmp_path, monkeypatch):
 def prompts(config: RunConfig, tokenizer) -> PromptDataset:
     """As a run reads them, after the checks before it."""
     check_rows(config, "train")
-    return _prompts(config, tokenizer, (), "train", scored=True)
+    hf_config = SimpleNamespace(model_type="qwen3")
+    return _prompts(config, hf_config, tokenizer, (), "train", scored=True)
 
 
 def examples(config: RunConfig, tokenizer) -> SFTDataset:
