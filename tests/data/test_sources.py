@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megarl.config.data import DataConfig
+from megarl.data.rows import make_row, refuse_media
 from megarl.data.sources import as_prompts, check_loader_kwargs, load_rows
 from megarl.errors import ConfigError, DataError
 
@@ -346,9 +347,12 @@ def test_an_empty_folder_is_named(tmp_path):
 
 
 def test_values_that_are_not_plain_are_named(tmp_path):
-    write(tmp_path / "d.parquet", [{"a": 1, "image": b"\x00"}])
-    with pytest.raises(DataError, match=r"d.parquet row 1: column 'image' holds a value that is not plain data"):
-        load_rows(f"{tmp_path}/d.parquet")
+    write(tmp_path / "d.parquet", [{"a": 1, "image": b"\x00"}])  # images may be bytes, and other columns not
+    [row] = load_rows(f"{tmp_path}/d.parquet")
+    with pytest.raises(DataError, match=r"d.parquet row 1: column 'image' holds pictures, video or sound"):
+        refuse_media(row, ["a"])
+    with pytest.raises(DataError, match=r"rows:fn row 2: column 'a' holds a value that is not plain data"):
+        make_row({"a": {1, 2}}, "rows:fn", 2, "row")
 
 
 def test_missing_column_names_row_columns_and_the_nearest(tmp_path):

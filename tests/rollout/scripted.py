@@ -41,7 +41,7 @@ class ScriptedGeneration:
         self.over: set[int] = set()  # not forgotten, and no next turn has begun
         self.closed = False
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: object = None) -> None:
         assert not self.closed
         assert 0 <= sequence < self.sequences
         assert sequence not in self.turns
