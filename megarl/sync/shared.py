@@ -1,12 +1,15 @@
 """Memory that another process of this host maps: a buffer, and handles by which it is found.
 
-A handle is plain data, so that it travels in any message; the bytes stay where they are. Each handle is good for one
-mapping: it holds a reference to the buffer that the process which opens it gives back.
+A handle is plain data, so that it travels in any message; the bytes stay where they are. A handle of host memory is
+good for one mapping: it holds a reference to the buffer that the process which opens it gives back. Device memory is
+shared once, and its handle can be opened any number of times.
 """
 
 from __future__ import annotations
 
 import base64
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -16,6 +19,9 @@ from torch.multiprocessing import reductions
 Handle = dict[str, Any]  # JSON
 _CUDA = ("offset", "device", "handle", "bytes", "start", "counter", "counter_offset", "event", "wait")
 _BINARY = ("handle", "counter", "event")
+# Each call of torch's `_share_cuda_` wraps the storage once more, and all layers are freed by recursion at its end.
+_shared: weakref.WeakKeyDictionary[torch.UntypedStorage, Handle] = weakref.WeakKeyDictionary()
+_sharing = threading.Lock()
 
 
 def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
@@ -28,19 +34,32 @@ def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
 
 
 def handle_of(flat: Tensor) -> Handle:
-    """Return a handle of `flat`, uint8 [n], a contiguous part of what `shared_buffer` made."""
-    if flat.is_cuda:
-        # Device numbers differ between processes that see different devices; the device's UUID does not.
-        _, (_, _, _, offset, _, _, _, *shared) = reductions.reduce_tensor(flat)
-        handle, nbytes, start, _, *counting = shared
-        uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
-        values = dict(zip(_CUDA, (offset, uuid, handle, nbytes, start, *counting), strict=True))
-        return {"length": flat.numel()} | values | {key: _text(values[key]) for key in _BINARY}
+    """Return a handle of `flat`, uint8 [n], a contiguous part of what `shared_buffer` made.
+
+    Whoever opens the handle of device memory does not wait for it to be written: the caller does, before it passes the
+    handle on.
+    """
     storage = flat.untyped_storage()
+    place = {"offset": flat.storage_offset(), "length": flat.numel()}
+    if flat.is_cuda:
+        with _sharing:
+            if storage not in _shared:
+                _shared[storage] = _share_on_device(flat)
+            return _shared[storage] | place
     manager, name, size = storage._share_filename_cpu_()
     storage._shared_incref()  # the mapping gives this reference back
-    place = {"offset": flat.storage_offset(), "length": flat.numel()}
     return {"manager": manager.decode(), "name": name.decode(), "bytes": size} | place
+
+
+def _share_on_device(flat: Tensor) -> Handle:
+    """Return what the handles of all parts of this buffer have in common."""
+    _, (_, _, _, _, _, _, _, *shared) = reductions.reduce_tensor(flat)
+    handle, nbytes, start, _, counter, counter_offset, event, _ = shared
+    # Device numbers differ between processes that see different devices; the device's UUID does not.
+    uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
+    # The event is of the time of sharing; opening it takes a new one in the other process every time.
+    values = dict(zip(_CUDA[1:], (uuid, handle, nbytes, start, counter, counter_offset, event, False), strict=True))
+    return values | {key: _text(values[key]) for key in _BINARY}
 
 
 def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
