@@ -11,45 +11,16 @@ own (megarl/rollout/embedded/receiver.py). The order of steps is in protocol.py.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
+from megarl.sync.checksum import Checksum
 from megarl.sync.plan import Entry
 from megarl.sync.shared import Handle
-
-
-class Checksum(Protocol):
-    """A checksum that takes the bytes of a tensor in order."""
-
-    def update(self, part: Tensor) -> None:
-        """Add the next bytes: those of `part`, row by row."""
-        ...
-
-    def hexdigest(self) -> str:
-        """Return the checksum as 16 digits."""
-        ...
-
-
-class HostChecksum:
-    """The first 8 bytes of SHA-256."""
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-
-    def update(self, part: Tensor) -> None:
-        """Add the next bytes."""
-        self._sha.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-
-    def hexdigest(self) -> str:
-        """Return the checksum as 16 digits."""
-        return self._sha.hexdigest()[:16]
-
 
 PauseMode = Literal["abort", "retract", "in_place"]
 Checksums = list[dict[str, str]]  # by rank of a receiver: parameter -> checksum

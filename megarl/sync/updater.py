@@ -29,7 +29,7 @@ from megarl.config.sync import SyncConfig
 from megarl.device import DTYPES, device
 from megarl.errors import ServerError, WorkerError
 from megarl.models.policy import PolicyModel
-from megarl.models.weights.export import iter_hf_tensors, layout_of_all
+from megarl.models.weights.export import iter_on_all_ranks, layout_of_all
 from megarl.models.weights.fill import coordinate
 from megarl.sync import verify
 from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
@@ -252,9 +252,8 @@ class WeightSync:
         if not chosen:
             return
         layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in chosen))
-        found = verify.expected_checksums(iter_hf_tensors(self.chunks, self.world), layouts, self.dtype)
-        sums = self.world.broadcast_json([found.get(at) for at in layouts])
-        expected: dict[int, Checksums] = {n: sums[layouts.index(self.receivers.all[n].layout)] for n in chosen}
+        tensors = iter_on_all_ranks(self.chunks, self.world, device())
+        expected = verify.expected_checksums(tensors, layouts, self.dtype, self.world)
         reported: dict[int, Checksums] = {}
 
         def ask(number: int) -> None:
@@ -264,7 +263,9 @@ class WeightSync:
         wrong: list[str] = []
         for number, found_there in reported.items():
             try:
-                report.verified += verify.compare(self.receivers.all[number], expected[number], found_there)
+                report.verified += verify.compare(
+                    self.receivers.all[number], expected[self.receivers.all[number].layout], found_there
+                )
             except ServerError as error:
                 wrong.append(str(error))
         everyone = [text for part in self.world.all_gather_json(wrong) for text in part]

@@ -1,8 +1,8 @@
 """The comparison of a receiver's weights with the trainer's, by checksums of all parameters.
 
 The receiver gives a checksum for each of its own parameters, in which it has fused and split the tensors it was sent.
-The trainer computes the same from tensors gathered one at a time by `iter_hf_tensors`, which shares nothing with the
-plan or the buckets.
+The trainer computes the same from tensors gathered one at a time by `iter_on_all_ranks`, which shares nothing with the
+plan or the buckets. Every rank has them on its device, and computes the checksums of its share of the parameters.
 """
 
 from __future__ import annotations
@@ -12,33 +12,42 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megarl.comm import WorkerGroup
 from megarl.errors import ServerError
-from megarl.sync.receiver import Checksum, Checksums, Receiver, ReceiverLayout
+from megarl.sync.checksum import Checksum
+from megarl.sync.receiver import Checksums, Receiver, ReceiverLayout
 
 PHASE = "verification"
 
 
 def expected_checksums(
-    tensors: Iterable[tuple[str, Tensor | None]], layouts: Sequence[ReceiverLayout], dtype: torch.dtype
+    tensors: Iterable[tuple[str, Tensor]], layouts: Sequence[ReceiverLayout], dtype: torch.dtype, world: WorkerGroup
 ) -> dict[ReceiverLayout, Checksums]:
-    """Return the checksums that receivers must report that hold `tensors`, by layout. Runs through `tensors` once.
+    """Return the checksums that receivers must report that hold `tensors`, by layout. Collective over `world`.
 
     Args:
-        tensors: Hugging Face tensors in export order; None on ranks that only take part in the gathering.
+        tensors: whole Hugging Face tensors in export order, the same on every rank; runs through them once.
+        layouts: of the receivers, without duplicates.
         dtype: dtype of the wire.
+        world: all ranks of the trainer. Each one's checksums run on the device of its tensors.
     """
-    found: dict[ReceiverLayout, list[dict[str, Checksum]]] = {at: [{} for _ in range(at.ranks)] for at in layouts}
+    turns: dict[tuple[int, int, str], int] = {}  # of parameters, in the same order on every rank
+    sums: list[list[dict[str, Checksum]]] = [[{} for _ in range(at.ranks)] for at in layouts]
     for name, tensor in tensors:
-        if tensor is None:
-            continue
         cast = tensor.to(dtype)
-        for layout, ranks in found.items():
-            for rank, sums in enumerate(ranks):
+        for number, layout in enumerate(layouts):
+            for rank, mine in enumerate(sums[number]):
                 for param, part, total in layout.parts(rank, name, cast):
-                    if param not in sums:
-                        sums[param] = layout.make_checksum(total * part.itemsize)
-                    sums[param].update(part)
-    return {at: [{p: s.hexdigest() for p, s in sums.items()} for sums in ranks] for at, ranks in found.items()}
+                    if turns.setdefault((number, rank, param), len(turns)) % world.size == world.rank:
+                        if param not in mine:
+                            mine[param] = layout.make_checksum(total * part.itemsize)
+                        mine[param].update(part)
+    found = [[{param: checksum.hexdigest() for param, checksum in part.items()} for part in at] for at in sums]
+    everyone = world.all_gather_json(found)
+    return {
+        layout: [dict(pair for theirs in everyone for pair in theirs[number][r].items()) for r in range(layout.ranks)]
+        for number, layout in enumerate(layouts)
+    }
 
 
 def compare(receiver: Receiver, expected: Checksums, reported: Checksums) -> int:

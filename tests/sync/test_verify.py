@@ -1,18 +1,22 @@
 """Checksums of a server's parameters, and the disk transport's folders."""
 
 import hashlib
+from unittest import mock
 
 import pytest
 import torch
 
+from megarl.comm import WorkerGroup
 from megarl.errors import ServerError
 from megarl.models.weights.plan import hf_tensors
 from megarl.rollout.sglang.api import ServerApi
-from megarl.rollout.sglang.checksum import DeviceChecksum
 from megarl.rollout.sglang.layout import ServerLayout
-from megarl.sync.receiver import HostChecksum
+from megarl.sync.checksum import DeviceChecksum, HostChecksum
 from megarl.sync.transports.disk import remove_old
 from megarl.sync.verify import compare, expected_checksums
+from tests.dist import run_distributed, run_pretending
+from tests.models.test_layouts import load_folder
+from tests.models.tiny import build_tiny, save_tiny
 from tests.sync.layouts import config
 from tests.sync.receivers import server_receiver
 
@@ -65,7 +69,7 @@ def test_a_server_fuses_and_splits(tp, ep):
     g = torch.Generator().manual_seed(3)
     t = {name: torch.randn(shape, generator=g) for name, shape in hf_tensors(hf).items()}
     layout = ServerLayout.of(hf, tp, ep)
-    found = expected_checksums(t.items(), [layout], torch.float32)[layout]
+    found = expected_checksums(t.items(), [layout], torch.float32, WorkerGroup.alone())[layout]
     at, experts = "model.layers.0.self_attn.", "model.layers.0.mlp.experts."
     for rank in range(tp):
         q = t[f"{at}q_proj.weight"].chunk(tp)[rank]
@@ -83,6 +87,75 @@ def test_a_server_fuses_and_splits(tp, ep):
             for e, pair in zip(mine, halves, strict=True)
         ]
         assert found[rank][f"{experts}w13_weight"] == digest(torch.stack(w13))
+
+
+def shares(folder: str, cases: list[tuple[str, dict]]) -> list:
+    """For each case what this rank gathers, how many bytes it hashes, and the checksums that all find together."""
+    from megarl.models.weights.export import iter_on_all_ranks
+    from megarl.sync import checksum
+    from tests.dist import fresh_parallel, world
+
+    found = []
+    for name, layout in cases:
+        fresh_parallel(**layout)
+        chunks = build_tiny(f"{folder}/{name}", **layout)
+        tensors = {n: t.clone() for n, t in iter_on_all_ranks(chunks, world(), torch.device("cpu"))}
+        at, hashed = ServerLayout.of(chunks[0].hf_config, tp=2), []
+        update = checksum.HostChecksum.update
+
+        def counting(made, part, hashed=hashed, update=update):
+            hashed.append(part.nbytes)
+            update(made, part)
+
+        with mock.patch.object(checksum.HostChecksum, "update", counting):
+            sums = expected_checksums(tensors.items(), [at], torch.bfloat16, world())[at]
+        found.append({"tensors": tensors, "hashed": sum(hashed), "sums": sums})
+    return found
+
+
+@pytest.mark.procs
+def test_every_rank_gathers_all_weights_and_hashes_its_share(tmp_path):
+    cases = [
+        ("qwen3", {"tp": 2}),
+        ("qwen3", {"pp": 2}),
+        ("qwen3_moe", {"ep": 2}),
+        ("qwen3_moe", {"tp": 2, "ep": 2, "etp": 1}),
+    ]
+    for name in ("qwen3", "qwen3_moe"):
+        save_tiny(tmp_path / name, name, num_hidden_layers=2)
+    for (name, layout), *ranks in zip(cases, *run_distributed(shares, 2, 120, str(tmp_path), cases), strict=True):
+        held = load_folder(tmp_path / name)
+        at = ServerLayout.of(config(name, num_hidden_layers=2), tp=2)
+        in_order = {n: held[n] for n in ranks[0]["tensors"]}
+        alone = expected_checksums(in_order.items(), [at], torch.bfloat16, WorkerGroup.alone())[at]
+        for rank in ranks:
+            assert rank["tensors"].keys() == held.keys()
+            assert all(torch.equal(rank["tensors"][n], tensor) for n, tensor in held.items()), (name, layout)
+            assert rank["sums"] == alone
+        assert 0.25 < ranks[0]["hashed"] / sum(rank["hashed"] for rank in ranks) < 0.75
+
+
+def hash_on_device() -> dict:
+    """Checksums on a pretended GPU, and how often the host waited for it."""
+    from tests.pretend_cuda import SEEN, Pretend
+
+    hf = config("qwen3_moe", num_hidden_layers=1)
+    layout = ServerLayout.of(hf, 2, 2, on_gpu=True)
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in hf_tensors(hf).items()}
+    on_host = expected_checksums(tensors.items(), [layout], torch.bfloat16, WorkerGroup.alone())[layout]
+    with Pretend():
+        there = {name: tensor.to("cuda") for name, tensor in tensors.items()}
+        SEEN.clear()
+        on_device = expected_checksums(there.items(), [layout], torch.bfloat16, WorkerGroup.alone())[layout]
+        waits = sum(SEEN.waits.values())
+    return {"same": on_host == on_device, "parameters": sum(map(len, on_device)), "waits": waits}
+
+
+@pytest.mark.procs
+def test_weights_on_a_device_are_hashed_there():
+    (found,) = run_pretending(hash_on_device, 1, 120)
+    assert found["same"]
+    assert found["waits"] == found["parameters"]  # for the digits of the checksum
 
 
 def test_differences_are_named():

@@ -116,6 +116,45 @@ def _gathered(
         yield name, whole
 
 
+@torch.no_grad()
+def iter_on_all_ranks(
+    chunks: Sequence[PolicyModel], world: WorkerGroup, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every Hugging Face tensor in export order, whole, on `device` of every rank; it may be a parameter itself.
+
+    Collective over `world`, all ranks that hold the model, by broadcasts: unlike messages to one rank, these open no
+    connection for each pair of ranks. One tensor is in flight at a time. Values are exactly the parameters', with adapters
+    added to those that have some.
+
+    Args:
+        device: of the parameters, or the CPU.
+    """
+    hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
+    read = {(shard.chunk, shard.param): reader for shard, reader in weight_readers(chunks)}
+    owners = _owners(layout_of_all(coordinate(chunks), world), lambda at: slices_for(hf, at, value_head=value_head))
+    dtype = chunks[0].config.params_dtype
+    for name, shape in hf_tensors(hf, value_head=value_head).items():
+        beat()
+        whole: torch.Tensor | None = None
+        for rank, pieces in owners[name].items():
+            sizes = [math.prod(stop - start for start, stop in piece.source_box) for _, piece in pieces]
+            if rank == world.rank:
+                mine = [read[key](piece.target_box).to(device) for key, piece in pieces]
+                flat = torch.cat([part.flatten() for part in mine]) if len(mine) > 1 else mine[0].contiguous().view(-1)
+            else:
+                flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            world.broadcast(flat, src=rank)
+            if sizes == [math.prod(shape)]:
+                whole = flat.view(shape)
+                break
+            whole = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole
+            for (_, piece), part in zip(pieces, flat.split(sizes), strict=True):
+                target = whole[_slices(piece.source_box)]
+                target.copy_(part.view(target.shape))
+        assert whole is not None, f"nobody holds {name}"
+        yield name, whole
+
+
 def _receive(rank: int, pieces: list[tuple[_Key, Piece]], dtype: torch.dtype, world: WorkerGroup) -> list[torch.Tensor]:
     shapes = [tuple(stop - start for start, stop in piece.source_box) for _, piece in pieces]
     buffer = torch.empty(sum(math.prod(shape) for shape in shapes), dtype=dtype)

@@ -33,9 +33,9 @@ from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.fill import coordinate
 from megarl.models.weights.receive import WeightWriter
+from megarl.sync.checksum import make_checksum
 from megarl.sync.messages import Refused, answer
 from megarl.sync.protocol import read_tag
-from megarl.sync.receiver import HostChecksum
 from megarl.sync.shared import open_handle
 from megarl.sync.transports.distributed import broadcast_within, join, leave
 
@@ -151,8 +151,9 @@ class WeightInbox:
     # -- steps of an update; called by threads of connections ---------------------------------------------------------
 
     def layout(self) -> dict[str, Any]:
-        """Return the coordinates of this rank, and the dtype of its parameters."""
-        return {"at": dataclasses.astuple(self._coordinate), "dtype": str(self._dtype).removeprefix("torch.")}
+        """Return the coordinates of this rank, and the dtype and device of its parameters."""
+        kind = {"dtype": str(self._dtype).removeprefix("torch."), "on_gpu": self._device.type == "cuda"}
+        return {"at": dataclasses.astuple(self._coordinate)} | kind
 
     def pause(self, deadline_s: float) -> None:
         """Let no generation begin, and wait until none runs."""
@@ -235,7 +236,7 @@ class WeightInbox:
         """Return the checksums of every part that this rank holds."""
         found = {}
         for name, part in self._writer.parts():
-            made = HostChecksum()
+            made = make_checksum(part.nbytes, on_gpu=part.is_cuda)
             made.update(part)
             found[name] = made.hexdigest()
         return {"checksums": found}

@@ -20,9 +20,10 @@ from megarl.errors import ServerError
 from megarl.models.weights.plan import Box, Coordinate
 from megarl.models.weights.receive import held_slices, part_name
 from megarl.rollout.embedded.inbox import PEER
+from megarl.sync.checksum import Checksum, make_checksum
 from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import Entry
-from megarl.sync.receiver import Checksum, Checksums, HostChecksum, PauseMode, SharedUse, UpdateGroup, UpdateStep
+from megarl.sync.receiver import Checksums, PauseMode, SharedUse, UpdateGroup, UpdateStep
 from megarl.sync.shared import Handle
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ class EngineLayout:
         coordinates: coordinates of the ranks.
         dtype: dtype of the engine's parameters.
         hf: configuration of the model, the same for all engines of a run.
+        on_gpu: its parameters are on GPUs, which have another checksum.
     """
 
     coordinates: tuple[Coordinate, ...]
     dtype: torch.dtype
     hf: PretrainedConfig = field(compare=False, repr=False)
+    on_gpu: bool = False
 
     @property
     def ranks(self) -> int:
@@ -67,8 +70,8 @@ class EngineLayout:
             yield part_name(name, box, number), part, part.numel()
 
     def make_checksum(self, nbytes: int) -> Checksum:
-        """Return SHA-256, on every device."""
-        return HostChecksum()
+        """Return the checksum of the engine's device."""
+        return make_checksum(nbytes, on_gpu=self.on_gpu)
 
 
 class EngineReceiver:
@@ -205,7 +208,7 @@ class EngineReceivers:
             said = ranks.ask({"op": "layout"}, UpdateStep("which part of the model it holds", deadline_s))
             ranks.close()
             places = tuple(Coordinate(*answer["at"]) for answer in said)
-            layout = EngineLayout(places, getattr(torch, said[0]["dtype"]), hf)
+            layout = EngineLayout(places, getattr(torch, said[0]["dtype"]), hf, said[0]["on_gpu"])
             made.append(EngineReceiver(number, addresses, key, layout))
         return cls(made, cannot_map)
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.hf import expert_ffn, head_dim, num_experts
-from megarl.rollout.sglang.checksum import make_checksum
-from megarl.sync.receiver import Checksum
+from megarl.sync.checksum import Checksum, make_checksum
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

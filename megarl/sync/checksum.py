@@ -1,14 +1,15 @@
-"""The checksums that SGLang gives of a tensor: SHA-256 on the CPU, its own hash on a GPU, a part at a time.
+"""The checksums of a receiver's parameters, a part at a time: SHA-256 on the CPU, SGLang's own hash on a GPU.
 
 Both come as 16 hexadecimal digits. Checked against SGLang 0.5.23.
 """
 
 from __future__ import annotations
 
+import hashlib
+from typing import Protocol
+
 import torch
 from torch import Tensor
-
-from megarl.sync.receiver import Checksum, HostChecksum
 
 _TILE = 8192  # words
 _WORD, _LONG = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
@@ -17,16 +18,47 @@ _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
 _POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
 
 
+class Checksum(Protocol):
+    """A checksum that takes the bytes of a tensor in order."""
+
+    def update(self, part: Tensor) -> None:
+        """Add the next bytes: those of `part`, row by row."""
+        ...
+
+    def hexdigest(self) -> str:
+        """Return the checksum as 16 digits."""
+        ...
+
+
 def make_checksum(nbytes: int, *, on_gpu: bool) -> Checksum:
-    """Return the checksum that a server on that kind of device gives of a tensor of `nbytes` bytes."""
+    """Return the checksum that a receiver on that kind of device gives of a tensor of `nbytes` bytes."""
     return DeviceChecksum(nbytes) if on_gpu else HostChecksum()
 
 
+class HostChecksum:
+    """The first 8 bytes of SHA-256."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+
+    def update(self, part: Tensor) -> None:
+        """Add the next bytes."""
+        self._sha.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+    def hexdigest(self) -> str:
+        """Return the checksum as 16 digits."""
+        return self._sha.hexdigest()[:16]
+
+
 class DeviceChecksum:
-    """The sum over tiles of 8192 words of two 32-bit hashes, mixed; it runs on the device of the parts."""
+    """The sum over tiles of 8192 words of two 32-bit hashes, mixed.
+
+    It runs on the device of the parts, and waits for it only in `hexdigest`.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes, self._words, self._sum = nbytes, 0, 0
+        self._nbytes, self._words = nbytes, 0
+        self._sums: Tensor | None = None  # int64 [2], of the hashes
         self._rest: Tensor | None = None
 
     def update(self, part: Tensor) -> None:
@@ -46,7 +78,8 @@ class DeviceChecksum:
         if self._rest is not None and self._rest.numel():
             self._add(torch.cat([self._rest, self._rest.new_zeros(-self._rest.numel() % 4)]))
             self._rest = None
-        x = self._sum & _LONG
+        low, high = (0, 0) if self._sums is None else self._sums.flip(0).tolist()
+        x = (low + (high << 32)) & _LONG
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
             x ^= x >> shift
             x = (x * factor) & _LONG
@@ -64,7 +97,8 @@ class DeviceChecksum:
             mixed = words.new_zeros(tiles * _TILE)
             mixed[: words.numel()] = _mix(words ^ place)
             halves.append(_mix((mixed.view(tiles, _TILE).sum(1) & _WORD) ^ (-(-self._nbytes // 4) * 4 & _WORD)))
-        self._sum += int(halves[1].sum()) + (int(halves[0].sum()) << 32)
+        sums = torch.stack([half.sum() for half in halves])  # modulo 2**64, as the result is
+        self._sums = sums if self._sums is None else self._sums + sums
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
