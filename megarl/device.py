@@ -47,6 +47,15 @@ def gpu_id() -> str:
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device()).uuid}"
 
 
+def gpu_name() -> str:
+    """Return the name that CUDA_VISIBLE_DEVICES has, or would have, for the GPU of this process; empty on a CPU."""
+    at = device()
+    if at.type == "cpu":
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(at.index) if visible is None else visible.split(",")[at.index].strip()
+
+
 def refuse_shared_gpu(ids: Sequence[str]) -> None:
     """Refuse processes that would compute on the same GPU; `ids` are those of all ranks, in rank order.
 

@@ -8,7 +8,8 @@
 
 A replica is a set of ranks that holds the whole model once. Receivers are shared out over the replicas; inside a
 replica every tensor has one sender, other holders pass it their boxes, and the bytes of the senders are balanced. A
-transport that needs shared memory (`same_host`) sends from ranks on the receiver's own host.
+transport that needs shared memory (`same_host`) sends from ranks on the receiver's own host, and of the replica whose
+GPUs the receiver is on, if any.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score")
 
 @dataclass(frozen=True, slots=True)
 class TrainerRank:
-    """The place of a trainer rank: its pipeline stage, and its host."""
+    """The place of a trainer rank: its pipeline stage, its host, and the name of its GPU there (empty: a CPU)."""
 
     stage: int = 0
     host: str = "127.0.0.1"
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ def make_plan(
     fp8: bool = False,
     bucket_bytes: int = 256 << 20,
     same_host: bool = False,
+    gpus: Sequence[Sequence[str]] = (),
     one_replica: bool = False,
     senders_per_stage: int | None = None,
 ) -> SyncPlan:
@@ -185,7 +188,8 @@ def make_plan(
         dtype: dtype of the tensors on the wire.
         fp8: send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
         bucket_bytes: bound of a bucket and of what gathering it also needs; a larger tensor has a bucket of its own.
-        same_host: senders must run on the host of their receiver.
+        same_host: senders must run on the host of their receiver, and share GPUs with it where they can.
+        gpus: names of the GPUs of each receiver on its host, where they may be the trainer's.
         one_replica: the first replica sends to all receivers.
         senders_per_stage: senders of one pipeline stage at most; None: every holder of a tensor may send it.
 
@@ -196,7 +200,7 @@ def make_plan(
     members = _replicas(tensors, count)
     routes = []
     sharing = members[:1] if one_replica else members
-    for replica, host, mine in _share_out(sharing, ranks, hosts, same_host):
+    for replica, host, mine in _share_out(sharing, ranks, hosts, gpus if same_host else None):
         pools = _pools(members[replica], ranks, host, senders_per_stage)
         routes.append(_route(tensors, replica, count, mine, pools, ranks, dtype, fp8, bucket_bytes))
     return SyncPlan(tuple(hosts), tuple(routes))
@@ -216,10 +220,11 @@ def _replicas(tensors: dict[str, Held], count: int) -> list[set[int]]:
 
 
 def _share_out(
-    members: list[set[int]], ranks: Sequence[TrainerRank], hosts: Sequence[str], same_host: bool
+    members: list[set[int]], ranks: Sequence[TrainerRank], hosts: Sequence[str], gpus: Sequence[Sequence[str]] | None
 ) -> Iterable[tuple[int, str | None, tuple[int, ...]]]:
-    """Yield (replica, host its senders must be on or None, receivers) of every route."""
-    if not same_host:
+    """Yield (replica, host its senders must be on or None, receivers) of every route. `gpus`: None where senders may be
+    on any host."""
+    if gpus is None:
         for replica in range(min(len(members), len(hosts))):
             yield replica, None, tuple(range(replica, len(hosts), len(members)))
         return
@@ -227,9 +232,16 @@ def _share_out(
         near = [r for r, who in enumerate(members) if any(ranks[rank].host == host for rank in who)]
         if not near:
             raise ValueError(f"no trainer rank runs on the host {host!r} of a receiver, which this transport needs")
-        there = [i for i, at in enumerate(hosts) if at == host]
-        for turn, replica in enumerate(near[: len(there)]):
-            yield replica, host, tuple(there[turn :: len(near)])
+        there = {r: {ranks[rank].gpu for rank in members[r] if ranks[rank].host == host} - {""} for r in near}
+        fed: dict[int, list[int]] = {replica: [] for replica in near}
+        for receiver in (i for i, at in enumerate(hosts) if at == host):
+            own = set(gpus[receiver]) if gpus else set()
+            # What comes from another GPU costs a context there and a copy: the replica that shares most of them first.
+            nearest = min(near, key=lambda r: (-len(there[r] & own), len(fed[r]), r))
+            fed[nearest].append(receiver)
+        for replica, receivers in fed.items():
+            if receivers:
+                yield replica, host, tuple(receivers)
 
 
 def _pools(

@@ -101,6 +101,7 @@ class Receiver(Protocol):
         url: where it is reached; its host is that of the receiver.
         version: the last one that it was acknowledged to hold; None: none yet.
         answers: it may be updated, as far as this rank knows.
+        gpus: names of the GPUs of its ranks on its host, as CUDA_VISIBLE_DEVICES has them; empty: not known, or a CPU.
     """
 
     @property
@@ -115,6 +116,8 @@ class Receiver(Protocol):
     def answers(self) -> bool: ...  # noqa: D102
     @property
     def layout(self) -> ReceiverLayout: ...  # noqa: D102
+    @property
+    def gpus(self) -> Sequence[str]: ...  # noqa: D102
 
     def pause(self, mode: PauseMode, step: UpdateStep) -> None:
         """Stop generation; running requests end, are put back or go on later, as `sync.pause` says."""

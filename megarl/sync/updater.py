@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from megarl.comm import WorkerGroup
 from megarl.config.sync import SyncConfig
-from megarl.device import DTYPES, device
+from megarl.device import DTYPES, device, gpu_name
 from megarl.errors import ServerError, WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_on_all_ranks, layout_of_all
@@ -110,15 +110,16 @@ class WeightSync:
         names, addresses = hosts_of_ranks(world)
         hosts = hosts_of_receivers([receiver.url for receiver in receivers.all], names, addresses, world)
         self.transport_name = choose_transport(config.transport, hosts, set(names.values()), receivers.cannot_map)
-        kind = TRANSPORTS[self.transport_name]
+        kind, gpus = TRANSPORTS[self.transport_name], world.all_gather_json(gpu_name())
         self.plan = make_plan(
             holdings(chunks[0].hf_config, ranks),
-            [TrainerRank(at.pp_rank, names[rank]) for rank, at in enumerate(ranks)],
+            [TrainerRank(at.pp_rank, names[rank], gpus[rank]) for rank, at in enumerate(ranks)],
             hosts,
             dtype=str(self.dtype).removeprefix("torch."),
             fp8=config.fp8,
             bucket_bytes=config.bucket_mb * 10**6,
             same_host=kind.same_host,
+            gpus=[receiver.gpus for receiver in receivers.all],
             one_replica=kind.one_replica,
             senders_per_stage=kind.senders_per_stage,
         )

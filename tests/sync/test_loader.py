@@ -106,25 +106,25 @@ def patch_of(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> list
     return [(json.dumps(patch_header(entries, delta)), torch.cat([delta.distances, delta.values]))]
 
 
+def bucket_of(name: str, tensor: torch.Tensor, update: str, *, last: bool) -> list[tuple[str, torch.Tensor]]:
+    """A bucket of one tensor, which begins after four other bytes."""
+    entry = [name, tensor.shape, "bfloat16", 4, tensor.nbytes]
+    header = {"tensors": [entry], "update": update, "sender": "a", "last": last}
+    return [(json.dumps(header), torch.cat([torch.zeros(4, dtype=torch.uint8), tensor.view(-1).view(torch.uint8)]))]
+
+
 def test_a_bucket_is_loaded_and_kept_mapped_until_the_last(loader):
     given = tensors(0)
     model, expected = Model(1), Model(1)
     expected.load_weights(given.items())
     for number, (name, tensor) in enumerate(given.items(), 1):
-        header = {
-            "tensors": [[name, tensor.shape, "bfloat16", 4, tensor.nbytes]],
-            "update": "1",
-            "sender": "a",
-            "last": False,
-        }
-        header["last"] = number == len(given)
-        flat = torch.cat([torch.zeros(4, dtype=torch.uint8), tensor.view(-1).view(torch.uint8)])
-        loader.load(model, [(json.dumps(header), flat)])
-        assert len(loader._MAPPED.get(("1", "a"), ())) == (0 if header["last"] else number)
+        last = number == len(given)
+        loader.load(model, bucket_of(name, tensor, "1", last=last))
+        assert len(loader._MAPPED.get(("1", "a"), ())) == (0 if last else number)
     for name, parameter in expected.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
     for update in ("2", "3"):  # the first of these is never ended
-        loader.load(model, [(json.dumps(header | {"update": update, "last": False}), flat)])
+        loader.load(model, bucket_of("bias", given["bias"], update, last=False))
         assert list(loader._MAPPED) == [(update, "a")]
 
 

@@ -61,18 +61,28 @@ def test_buckets_hold_the_same_bytes_wherever_parameters_and_buckets_are():
 
 
 def patched() -> list[bool]:
-    """Whether a server's model on the device is, after loading and after patching, what loading makes of it."""
+    """Whether a server's model on the device is, after loading and after patching, what loading makes of it.
+
+    Buckets lie elsewhere, here on the host: what the model is given has to be on its own device.
+    """
     from tests.pretend_cuda import Pretend
-    from tests.sync.test_loader import Model, load_loader, patch_of, tensors
+    from tests.sync.test_loader import Model, bucket_of, load_loader, patch_of, tensors
+
+    class Near(Model):
+        def load_weights(self, found):
+            found = list(found)
+            assert all(tensor.device == next(self.parameters()).device for _, tensor in found)
+            super().load_weights(found)
 
     loader, same = load_loader(), []
     old, new = tensors(0), tensors(1)
     change = patch_of(old, new)
     with Pretend():
         for rank in (0, 1):
-            model, expected = Model(rank).to("cuda"), Model(rank)
-            model.load_weights(old.items())
-            loader.patch(model, [(name, flat.to("cuda")) for name, flat in change])
+            model, expected = Near(rank).to("cuda"), Model(rank)
+            for name, tensor in old.items():
+                loader.load(model, bucket_of(name, tensor, "1", last=True))
+            loader.patch(model, change)
             expected.load_weights(new.items())
             for name, parameter in expected.named_parameters():
                 there = model.get_parameter(name)

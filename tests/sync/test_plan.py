@@ -6,7 +6,7 @@ import torch
 from megarl.benchmarks.sync.deepseek import deepseek_v3
 from megarl.models.weights.plan import hf_tensors, slices_for
 from megarl.rollout.sglang.layout import ServerLayout
-from megarl.sync.plan import SLAB_BYTES, holdings, make_plan
+from megarl.sync.plan import SLAB_BYTES, TrainerRank, holdings, make_plan
 from tests.models.tiny import ARCHITECTURES
 from tests.sync.layouts import HERE, config, ranks_of, trainer
 
@@ -97,6 +97,39 @@ def test_senders_on_the_host_of_their_server():
     assert [(route.receivers, set(route.senders)) for route in plan.routes] == [((0,), {0}), ((1,), {1})]
     with pytest.raises(ValueError, match="'c'"):
         make_plan(holdings(hf, ranks), ranks_of(ranks, ["a", "b"]), ["c"], same_host=True)
+
+
+def routes_of(layout: dict, gpus: list[list[str]], machines: int = 1) -> list[tuple[set[int], tuple[int, ...]]]:
+    """(senders, receivers) of every route, where rank r has the r-th GPU and 8 ranks are on a machine."""
+    hf = config("qwen3_moe") if "ep" in layout else config("llama", num_key_value_heads=4)
+    at = trainer(**layout)
+    ranks = [TrainerRank(c.pp_rank, f"m{r // 8}", str(r % 8)) for r, c in enumerate(at)]
+    each = len(gpus) // machines
+    hosts = [f"m{number // each}" for number in range(len(gpus))]
+    plan = make_plan(holdings(hf, at), ranks, hosts, same_host=True, gpus=gpus)
+    return [(set(route.senders), route.receivers) for route in plan.routes]
+
+
+def test_colocated_servers_are_fed_by_ranks_on_their_gpus():
+    one_each = [[str(gpu)] for gpu in range(8)]
+    assert routes_of({"tp": 2, "dp": 4}, one_each) == [({2 * r, 2 * r + 1}, (2 * r, 2 * r + 1)) for r in range(4)]
+    pairs = [[str(2 * s), str(2 * s + 1)] for s in range(4)]
+    assert routes_of({"tp": 2, "dp": 4}, pairs) == [({2 * r, 2 * r + 1}, (r,)) for r in range(4)]
+    # Stages of a replica are half a machine apart.
+    assert routes_of({"tp": 2, "pp": 2, "dp": 2}, one_each) == [
+        ({0, 1, 4, 5}, (0, 1, 4, 5)),
+        ({2, 3, 6, 7}, (2, 3, 6, 7)),
+    ]
+    fours = [[str(4 * half + gpu) for gpu in range(4)] for half in (0, 1)] * 2
+    assert routes_of({"tp": 4, "dp": 4}, fours, machines=2) == [(set(range(4 * r, 4 * r + 4)), (r,)) for r in range(4)]
+    assert routes_of({"dp": 8, "ep": 2}, one_each) == [({2 * r, 2 * r + 1}, (2 * r, 2 * r + 1)) for r in range(4)]
+
+
+def test_servers_whose_gpus_are_not_the_trainers_are_dealt_out():
+    layout = {"tp": 2, "dp": 2}
+    expected = [({0, 1}, (0, 2)), ({2, 3}, (1, 3))]
+    assert routes_of(layout, [[]] * 4) == routes_of(layout, [["4"], ["5"], ["6"], ["7"]]) == expected
+    assert routes_of(layout, [["3"], [], [], []]) == [({0, 1}, (1, 2)), ({2, 3}, (0, 3))]
 
 
 def test_experts_go_to_the_ranks_that_own_them():

@@ -89,6 +89,7 @@ class EngineReceiver:
         self.url = f"tcp://{addresses[0][0]}:{addresses[0][1]}"
         self.version: int | None = None
         self.answers = True
+        self.gpus: tuple[str, ...] = ()  # they are no trainer's
         self._ranks = _Ranks(self.name, self.url, addresses, key)
 
     def pause(self, mode: PauseMode, step: UpdateStep) -> None:

@@ -40,6 +40,7 @@ class Server:
         why: its last fault.
         restarts: number of times that it was started again.
         given_up: it did not come up, and would not the next time.
+        gpus: names of the GPUs of its ranks on its machine; empty: not known, or a CPU.
     """
 
     number: int
@@ -49,6 +50,7 @@ class Server:
     why: str = ""
     restarts: int = 0
     given_up: bool = False
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ class Fleet:
                     process.check()
                 except ServerError as error:
                     self.mark_failed(server, error.reason)
-            server.api = process.api
+            server.api, server.gpus = process.api, process.spec.own_gpus
 
     def _ask(self, servers: Sequence[Server], end: float) -> None:
         """See which of these servers of this rank answer, side by side, at most until `time.monotonic()` is `end`."""
@@ -315,6 +317,7 @@ class Fleet:
         if report["url"] != server.api.url:
             server.api = ServerApi(report["url"], server.api.api_key, server.api.name)
         server.restarts, server.why, server.given_up = report["restarts"], report["why"], report["given_up"]
+        server.gpus = tuple(report["gpus"])
         if report["state"] != server.state:
             server.state = report["state"]
             if server.state != "current":
@@ -330,4 +333,5 @@ def _report(server: Server) -> dict[str, Any]:
         "why": server.why,
         "restarts": server.restarts,
         "given_up": server.given_up,
+        "gpus": server.gpus,
     }

@@ -71,6 +71,11 @@ class SglangReceiver:
         return self.server.version
 
     @property
+    def gpus(self) -> tuple[str, ...]:
+        """The GPUs of its ranks, where the run started it."""
+        return self.server.gpus
+
+    @property
     def answers(self) -> bool:
         """It is neither starting nor failed."""
         return self.server.state in ("catching_up", "current")

@@ -71,6 +71,11 @@ class ServerSpec:
         return f"server {self.number}"
 
     @property
+    def own_gpus(self) -> tuple[str, ...]:
+        """The GPUs of its ranks; it may see others, whose memory it maps."""
+        return (self.gpus or ())[: self.config.ranks]
+
+    @property
     def log(self) -> Path:
         """Its log; a restart appends to it."""
         return self.log_dir / f"server_{self.number}.log"

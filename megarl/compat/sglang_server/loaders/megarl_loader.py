@@ -131,6 +131,12 @@ def _probes(
         yield name, ProbeTensor(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), device, found[name])
 
 
+def _to_own_device(model: Any, flat: Tensor) -> Tensor:
+    """Return the buffer on the model's device: with a memory saver no other device may write to the parameters, and a
+    copy between devices is made by the one that has the source."""
+    return flat.to(next(model.parameters()).device)
+
+
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load the tensors of a bucket.
 
@@ -150,6 +156,7 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     key = header["update"], header["sender"]
     if not flat.is_cuda:  # there it may be a copy, which nobody reuses
         _MAPPED.setdefault(key, {})[flat.untyped_storage().data_ptr()] = flat
+    flat = _to_own_device(model, flat)
     found = [
         (name, flat[start : start + nbytes].view(getattr(torch, dtype)).view(shape))
         for name, shape, dtype, start, nbytes in header["tensors"]
@@ -179,6 +186,7 @@ def patch(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     if hasattr(model, "post_load_weights"):
         raise CannotPatch("this model derives other weights from those it loads")
     places = _MAP.of(model, [(name, shape, dtype) for name, shape, dtype, _ in header])
+    flat = _to_own_device(model, flat)
     steps, values = flat, flat[sum(count for *_, count in header) :]
     for name, _, dtype, count in header:
         kind = getattr(torch, dtype)
