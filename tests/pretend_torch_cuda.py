@@ -72,6 +72,7 @@ def replace(seen: Any, graph: type, capture: type) -> None:
             "stream": lambda *_: contextlib.nullcontext(),
             "synchronize": lambda *_: seen.wait("synchronize"),
             "nvtx": types.SimpleNamespace(range_push=nothing(), range_pop=nothing()),
+            "cudart": lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
             "CUDAGraph": graph,
             "graph": capture,
         },

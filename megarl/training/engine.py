@@ -34,6 +34,7 @@ from megarl.tracing import beat, phase
 from megarl.training import microbatch, offload, optimizer
 from megarl.training.guard import check_finite
 from megarl.training.heads import Head, LogProbs, SampledTokens, Values
+from megarl.training.host_memory import HostArena
 from megarl.training.microbatch import MicroBatch
 from megarl.training.parallel import Layout
 from megarl.training.sequence_layout import TEXT, SequenceLayout
@@ -77,6 +78,9 @@ class MegatronEngine:
         value_head: a critic: one value per token in place of a vocabulary.
         sequences: the layout of rows as sequences.
         lora: low-rank adapters, fresh ones drawn from `seed`, which are trained in place of the weights; None: none.
+
+    Attributes:
+        snapshots: host memory for its part of a checkpoint; one at a time is on its way to disk.
     """
 
     def __init__(
@@ -111,6 +115,8 @@ class MegatronEngine:
         if lora is not None:
             freeze_base(self.chunks)
         self._away: dict[str, offload.Parked] = {}
+        self._arenas = {part: HostArena() for part in PARTS}
+        self.snapshots = HostArena()
         if optim is None:
             self.wrapped: list[Any] = list(self.chunks)
             for chunk in self.chunks:
@@ -402,7 +408,7 @@ class MegatronEngine:
             raise ValueError(f"the {self.name} engine holds its {' and '.join(sorted(wanted))} with the parameters")
         for part in reversed(PARTS):
             if part in self.parts - wanted and part not in self._away:
-                self._away[part] = offload.park(self.wrapped, self.optimizer, part)
+                self._away[part] = offload.park(self.wrapped, self.optimizer, part, self._arenas[part])
         for part in PARTS:
             if part in wanted and part in self._away:
                 self._away[part].restore()

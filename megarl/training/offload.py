@@ -2,13 +2,13 @@
 
 Every tensor that shares a storage (a DDP buffer and the parameters and gradients that are views into it) stays valid,
 because only the storage is emptied and filled again. Gradients are not kept: a training step starts by clearing them.
-Parameters and optimizer state are copied to pinned host memory. On a CPU they are there already, so that only the
-gradient buffers are freed.
+Parameters and optimizer state are copied to host memory (`HostArena`). On a CPU they are there already, so that only
+the gradient buffers are freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from megarl.device import empty_cache, synchronize
 from megarl.offload_schedule import GRADIENTS, PARAMETERS
+from megarl.training.host_memory import HostArena
 from megarl.training.optimizer import parts
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
+    """A storage that is to be emptied."""
+
     storage: torch.UntypedStorage
     nbytes: int
     copy: Tensor | None  # uint8 on the host; None for storages whose contents are not kept
@@ -31,7 +34,7 @@ class Parked:
     """The storages that are empty from here on; `restore` brings them back. All copies are complete before one is
     emptied, so that an error on the way leaves the model whole."""
 
-    def __init__(self, blocks: list[_Block]) -> None:
+    def __init__(self, blocks: list[Block]) -> None:
         self._blocks = blocks
         synchronize()
         for block in blocks:
@@ -59,20 +62,20 @@ class Parked:
         self._blocks = []
 
 
-def park(wrapped: Iterable[Any], optimizer: Any | None, part: str) -> Parked:
+def park(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena: HostArena) -> Parked:
     """Empty the storages of one part (see `megarl.offload_schedule`) of (DDP-wrapped) model chunks and their optimizer.
 
-    The parameters are there when another part leaves.
+    The parameters are there when another part leaves. `arena` holds the copies until they are restored.
     """
     wrapped = list(wrapped)
     if part == GRADIENTS:
         both = [b for c in wrapped for b in (*getattr(c, "buffers", ()), *getattr(c, "expert_parallel_buffers", ()))]
-        return Parked([_block(buffer.grad_data, keep=False) for buffer in (both if optimizer is not None else [])])
+        return Parked(unkept([buffer.grad_data for buffer in (both if optimizer is not None else [])]))
     kept = {p.untyped_storage().data_ptr(): p for c in wrapped for p in c.parameters()}
     if part != PARAMETERS:  # float32 masters of float32 parameters are views of the parameters
         state = {tensor.untyped_storage().data_ptr(): tensor for tensor in _optimizer_tensors(optimizer)}
         kept = {pointer: tensor for pointer, tensor in state.items() if pointer not in kept}
-    return Parked([_block(tensor, keep=True) for tensor in kept.values() if tensor.is_cuda])
+    return Parked(kept_in(arena, [tensor for tensor in kept.values() if tensor.is_cuda]))
 
 
 def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
@@ -83,12 +86,16 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
                 yield from (v for v in part.optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
 
 
-def _block(tensor: Tensor, keep: bool) -> _Block:
-    """Return the storage of `tensor`, with a copy that is on its way to the host when its contents are to be kept."""
-    storage = tensor.untyped_storage()
-    copy = None
-    if keep:
+def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[Block]:
+    """Return the storages of `tensors`, with copies that are on their way to the host."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    copies = arena.take([storage.nbytes() for storage in storages])
+    for storage, copy in zip(storages, copies, strict=True):
         view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
         copy.copy_(view, non_blocking=True)
-    return _Block(storage, storage.nbytes(), copy)
+    return [Block(storage, copy.nbytes, copy) for storage, copy in zip(storages, copies, strict=True)]
+
+
+def unkept(tensors: Sequence[Tensor]) -> list[Block]:
+    """Return the storages of `tensors`, whose contents are not kept."""
+    return [Block(storage, storage.nbytes(), None) for storage in (tensor.untyped_storage() for tensor in tensors)]

@@ -42,8 +42,8 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
-    """Copy this rank's slices of all engines into host memory."""
-    return Snapshot(_all_slices(engines, writing=True), label)
+    """Copy this rank's slices of all engines into host memory, that of the first of them."""
+    return Snapshot(_all_slices(engines, writing=True), label, next(iter(engines.values())).snapshots)
 
 
 def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Index, steps: Mapping[str, int]) -> None:

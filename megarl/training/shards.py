@@ -18,10 +18,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megarl.device import has_cuda, synchronize
+from megarl.device import synchronize
 from megarl.errors import UserError
 from megarl.tracing import beat
 from megarl.training.checksums import FileChecksum, opened_size, size_at
+from megarl.training.host_memory import HostArena
 from megarl.training.tensor_slices import Shape, TensorSlice, overlap
 
 #: dtypes as the format calls them
@@ -52,17 +53,18 @@ class FormatError(CheckpointError):
 
 
 class Snapshot:
-    """The copies of slices in one block of host memory (pinned where there is a GPU), ready to be written.
+    """The copies of slices in one block of host memory, ready to be written.
 
     Args:
         slices: the slices to copy. Their tensors may change as soon as this returns.
         label: says which checkpoint the file belongs to.
+        arena: has the memory; the snapshot before this one must be written.
     """
 
-    def __init__(self, slices: Iterable[TensorSlice], label: dict[str, Any]) -> None:
+    def __init__(self, slices: Iterable[TensorSlice], label: dict[str, Any], arena: HostArena) -> None:
         # The widest numbers first: every tensor is then aligned without gaps, which the format does not allow.
         ordered = sorted(slices, key=lambda part: -part.data.element_size())
-        self._memory = torch.empty(sum(part.data.nbytes for part in ordered), dtype=torch.uint8, pin_memory=has_cuda())
+        (self._memory,) = arena.take([sum(part.data.nbytes for part in ordered)])
         header: dict[str, Any] = {}
         end = 0
         for part in ordered:

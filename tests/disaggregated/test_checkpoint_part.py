@@ -22,6 +22,7 @@ from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.checkpoints import Checkpoints, teams_of
 from megarl.runtime.team import OwnTeam
 from megarl.training import checkpoint, multi_team_commit
+from megarl.training.host_memory import HostArena
 from megarl.training.shards import CheckpointError, Snapshot
 from tests.dist import run_distributed
 from tests.mail import FolderMail
@@ -62,7 +63,7 @@ def test_teams_that_train_or_draw_save_and_the_actors_knows_which(tmp_path):
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
     """Makes a worker of a team, with an engine without tensors."""
-    monkeypatch.setattr(multi_team_commit, "snapshot", lambda engines, label: Snapshot([], label))
+    monkeypatch.setattr(multi_team_commit, "snapshot", lambda engines, label: Snapshot([], label, HostArena()))
     trainer = TrainerConfig(steps=5, save_every=2)
     cluster = SimpleNamespace(timeout_s=30.0)
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone(), dp_size=1, describe=lambda: {"world_size": 1})

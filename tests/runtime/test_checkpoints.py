@@ -87,13 +87,14 @@ def test_a_run_that_starts_again_leaves_the_reference_with_its_old_checkpoints(t
 def run_dir(tmp_path):
     """A run folder with three checkpoints that hold no model."""
     from megarl.training import checkpoint, multi_team_commit
+    from megarl.training.host_memory import HostArena
     from megarl.training.shards import Snapshot
     from tests.dist import world
 
     layout = SimpleNamespace(describe=lambda: {"world_size": 1}, world=world())
     engines = {"actor": SimpleNamespace(layout=layout, step=0, hf_config=SimpleNamespace(vocab_size=9))}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multi_team_commit, "snapshot", lambda engines, label: Snapshot([], label))
+        patch.setattr(multi_team_commit, "snapshot", lambda engines, label: Snapshot([], label, HostArena()))
         for step in (1, 2, 3):
             checkpoint.save(tmp_path / "checkpoints", step, engines, {"loader": {}}, keep_last=9)
     (tmp_path / "metrics.jsonl").touch()

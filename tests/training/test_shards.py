@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.training import shards
+from megarl.training.host_memory import HostArena
 from megarl.training.shards import CheckpointError, Snapshot
 from megarl.training.tensor_slices import SlicePlace, TensorSlice, cut, overlap, slices_of
 
@@ -60,7 +61,9 @@ def test_what_some_ranks_wrote_others_read(tmp_path_factory, writers, readers):
     bounds = [round(105 * n / writers) for n in range(writers + 1)]
     for n in range(writers):
         mine = whole.flatten()[bounds[n] : bounds[n + 1]]
-        Snapshot(slices_of([place], mine, bounds[n]), {"step": 3}).write(folder / f"{n}.safetensors", lambda n: None)
+        Snapshot(slices_of([place], mine, bounds[n]), {"step": 3}, HostArena()).write(
+            folder / f"{n}.safetensors", lambda n: None
+        )
     index = shards.read_index(folder, [f"{n}.safetensors" for n in range(writers)])
     assert shards.label_of(folder / "0.safetensors") == {"step": 3}
     for start in range(0, 105, -(-105 // readers)):
@@ -76,8 +79,8 @@ def test_files_are_safetensors_of_mixed_dtypes(tmp_path):
 
     tensors = {"a": torch.randn(3).bfloat16(), "b": torch.randn(2, 2), "c": torch.tensor(5), "d": torch.ones(1).bool()}
     slices = [TensorSlice(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()]
-    size, _ = Snapshot(slices, {}).write(tmp_path / "x.safetensors", lambda n: None)
-    assert (tmp_path / "x.safetensors").stat().st_size == size == Snapshot(slices, {}).nbytes
+    size, _ = Snapshot(slices, {}, HostArena()).write(tmp_path / "x.safetensors", lambda n: None)
+    assert (tmp_path / "x.safetensors").stat().st_size == size == Snapshot(slices, {}, HostArena()).nbytes
     found = load_file(tmp_path / "x.safetensors")
     assert {name.split("@")[0] for name in found} == set(tensors)
     assert all(torch.equal(tensor, tensors[name.split("@")[0]]) for name, tensor in found.items())
@@ -85,7 +88,7 @@ def test_files_are_safetensors_of_mixed_dtypes(tmp_path):
 
 def test_elements_that_no_file_holds_are_an_error(tmp_path):
     half = TensorSlice("w", (4, 2), (0, 0), torch.ones(2, 2))
-    Snapshot([half], {}).write(tmp_path / "x", lambda n: None)
+    Snapshot([half], {}, HostArena()).write(tmp_path / "x", lambda n: None)
     index = shards.read_index(tmp_path, ["x"])
     wanted = TensorSlice("w", (4, 2), (1, 0), torch.zeros(3, 2))
     with pytest.raises(CheckpointError, match="4 of 6 elements of w are in no file"):

@@ -1,0 +1,68 @@
+"""Host memory that a device copies to and from: page-locked, as large as it has to be, and kept.
+
+torch's own page-locked memory comes in powers of two: 9 GB of optimizer state would take 16. Locking takes seconds, so
+that a block is kept for the next use of the same kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.device import has_cuda
+from megarl.errors import UserError
+
+_ALIGNED = 512  # bytes; where copies begin
+
+
+class HostArena:
+    """One block of host memory that is carved into copies. Without a GPU it is ordinary memory, and is not kept."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._unlock: weakref.finalize | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return self._block.nbytes
+
+    def take(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return a uint8 tensor of each of these sizes in bytes. Those of the call before must not be used any more.
+
+        Raises:
+            UserError: the machine has too little memory that can be locked.
+        """
+        ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
+        total = ends[-1] if ends else 0
+        block = self._locked(total) if has_cuda() else torch.empty(total, dtype=torch.uint8)
+        return [block[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
+
+    def close(self) -> None:
+        """Give the block back."""
+        if self._unlock is not None:
+            self._unlock()
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def _locked(self, nbytes: int) -> Tensor:
+        if self._block.nbytes < nbytes:
+            self.close()
+            pages = mmap.mmap(-1, nbytes)
+            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages are locked faster
+            block = torch.frombuffer(pages, dtype=torch.uint8)
+            runtime = torch.cuda.cudart()
+            code = int(runtime.cudaHostRegister(block.data_ptr(), nbytes, 0))
+            if code != 0:
+                raise UserError(
+                    f"{nbytes / 1e9:,.1f} GB of host memory cannot be locked for copies of a GPU's (error {code})",
+                    allowed="what the machine, or the container, has free",
+                    fix="give it more memory, or keep more on the GPUs: actor.engine.offload=false",
+                )
+            self._block, self._unlock = block, weakref.finalize(self, runtime.cudaHostUnregister, block.data_ptr())
+            self._unlock.atexit = False
+        return self._block
