@@ -14,6 +14,7 @@ GPUs the receiver is on, if any.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -278,8 +279,9 @@ def _route(
     names: dict[int, list[str]] = {}
     for name in tensors:
         names.setdefault(sender_of[name], []).append(name)
+    bound = max(bucket_bytes - SLAB_BYTES, 1)
     senders = {
-        sender: tuple(_buckets([(n, tensors[n].shape) for n in names[sender]], dtype, fp8, bucket_bytes))
+        sender: _in_turn(_buckets([(n, tensors[n].shape) for n in names[sender]], dtype, fp8, bound), bound)
         for sender in sorted(names)
     }
     return Route(replica, receivers, senders, givers)
@@ -320,12 +322,11 @@ def _assign(
     return chosen
 
 
-def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bucket_bytes: int) -> Iterable[Bucket]:
-    """Yield the tensors in order, as many as fit into the bound less what gathering needs.
+def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bound: int) -> Iterable[Bucket]:
+    """Yield the tensors in order, as many as fit into `bound` bytes.
 
-    The first of several buckets is small: while it is gathered nothing else happens.
+    The first of several buckets within the bound is small: while it is gathered nothing else happens.
     """
-    bound = max(bucket_bytes - SLAB_BYTES, 1)
     on_wire = [wire_tensors(name, shape, dtype, fp8) for name, shape in tensors]
     sizes = [sum(part[3] for part in parts) for parts in on_wire]
     room = bound if sum(sizes) <= bound else bound // _FIRST
@@ -334,11 +335,25 @@ def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, 
     for parts, size in zip(on_wire, sizes, strict=True):
         if waiting and filled + size > room:
             yield _pack(waiting)
-            waiting, filled, room = [], 0, bound
+            waiting, filled, room = [], 0, bound if filled <= bound else room
         waiting += parts
         filled += size
     if waiting:
         yield _pack(waiting)
+
+
+def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
+    """Order a sender's buckets: those above the bound, of one tensor each, get even numbers as far as there are others
+    for the odd ones. Two buffers take turns, so that only the first of them has to be large."""
+    large: list[Bucket] = []
+    small: list[Bucket] = []
+    for bucket in buckets:
+        (large if bucket.nbytes > bound else small).append(bucket)
+    ahead = 2 if len(small) > len(large) else 0  # the first one is small on purpose
+    found, small = small[:ahead], small[ahead:]
+    for turn in itertools.zip_longest(large, small):
+        found += [bucket for bucket in turn if bucket is not None]
+    return tuple(found)
 
 
 def wire_tensors(

@@ -88,10 +88,11 @@ class BucketSender:
         self._buffers = []
 
     def _allocate(self, buckets: Sequence[Bucket]) -> None:
-        size = max((bucket.nbytes for bucket in buckets), default=0)
-        wanted = min(len(buckets), 2)
-        if len(self._buffers) != wanted or any(len(buffer) != size for buffer in self._buffers):
-            self._buffers = [self.transport.buffer(size) for _ in range(wanted)]
+        """Make the buffer of the buckets with even numbers, and that of the others, each as large as it has to be."""
+        sizes = [max(bucket.nbytes for bucket in buckets[first::2]) for first in range(min(len(buckets), 2))]
+        if [len(buffer) for buffer in self._buffers] != sizes:
+            self._buffers = []  # before the new ones take its place
+            self._buffers = [self.transport.buffer(size) for size in sizes]
 
     def _send(self, load: _Load, targets: Sequence[Target], receivers: ThreadPoolExecutor, sent: Sent) -> None:
         start = time.perf_counter()

@@ -70,6 +70,17 @@ def test_buckets_are_bounded_packed_and_aligned(name, layout):
                 assert end == bucket.nbytes
 
 
+@pytest.mark.parametrize(("vocabulary", "tied", "large"), [(4000, False, 2), (4000, True, 1), (131, True, 0)])
+@pytest.mark.parametrize("bound", [40_000, 100_000, 400_000])
+def test_of_two_buffers_only_the_first_is_as_large_as_the_embedding(vocabulary, tied, large, bound):
+    hf, ranks = config("qwen3", vocab_size=vocabulary, tie_word_embeddings=tied), trainer()
+    plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE], bucket_bytes=SLAB_BYTES + bound)
+    sizes = [bucket.nbytes for bucket in plan.routes[0].senders[0]]
+    assert sum(size > bound for size in sizes) == large
+    assert max(sizes[1::2], default=0) <= bound
+    assert len(sizes) <= 2 * large + 1 or sizes[0] <= bound
+
+
 def test_replicas_share_the_servers_out():
     _, _, plan = planned("qwen3", "dp4 tp2", servers=6)
     assert [route.receivers for route in plan.routes] == [(0, 4), (1, 5), (2,), (3,)]
