@@ -22,7 +22,8 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.size import handover_bytes, object_store_bytes, steps_held
 from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
-from megarl.planning.memory import Memory, device_memory, held, server_bytes
+from megarl.planning.memory import Memory, device_memory, server_bytes
+from megarl.planning.terms import held
 from megarl.staleness import policy_of
 
 ROWS_SHOWN = 64

@@ -18,22 +18,21 @@ from megarl.disaggregated.buffer.size import object_store_bytes
 from megarl.envs.robots.settings import SimulatorSettings
 from megarl.planning.memory import (
     Memory,
-    Moment,
-    Term,
     device_memory,
     learned_parts,
+    offloaded_bytes,
     response_terms,
     server_bytes,
-    term,
 )
 from megarl.planning.robot import episode_bytes, recorder_bytes
 from megarl.planning.shards import BYTES, GRADIENT, Sizes, layout_key, parameter_bytes, state_bytes
+from megarl.planning.terms import Moment, Term, term
 from megarl.rewards.runner import reward_processes
 from megarl.staleness import policy_of
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
 _WORKER = 0.65e9
-_GPU_WORKER = 4e9  # CUDA's context and pinned buffers come on top; not measured here
+_GPU_WORKER = 4e9  # with CUDA's context and libraries; not measured here
 _REWARD_WORKER = 0.1e9
 _CPU_SERVER = 1.2e9  # an SGLang server without its model
 # Rows as Python objects, their rendered texts and tokens, per byte of a data file (jsonl: 3.4 for the rows only).
@@ -76,7 +75,8 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
     layout = layout_key(config, team.roles[0])
     staging = [Term("a checkpoint on its way to disk", own, f"the model's size, {layout}", 0.0)] if own else []
     if gpu:
-        offloaded = [term("offloaded state", own, "actor.engine.offload")] if actor.engine.offload and own else []
+        away = ranks * offloaded_bytes(config, sizes, team)
+        offloaded = [term("offloaded state", away, "actor.engine.offload, critic.engine.offload")] if away else []
         # The buffers are on the device: none of the host memory is certain.
         buffers = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
         responses = [replace(_times(ranks, part), least=0.0) for part in buffers]

@@ -20,9 +20,10 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.size import LEAST, refuse_too_large
 from megarl.errors import count
 from megarl.machine import Machine
-from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, Moment, device_memory, held, server_bytes
+from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory, server_bytes
 from megarl.planning.outcome import ROOM_KEYS
 from megarl.planning.shards import Sizes, key_value_bytes
+from megarl.planning.terms import Moment, held
 
 TIGHT = 0.9
 _START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers

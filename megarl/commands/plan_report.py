@@ -14,10 +14,10 @@ from megarl.components import COMPONENTS
 from megarl.config.load import dump_config, find_recipe, load_config, recipe_names
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import to_yaml
-from megarl.planning.memory import Moment, Term
 from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan
 from megarl.planning.search import FoundPlan, SearchResult, describe_layout
 from megarl.planning.shards import Sizes
+from megarl.planning.terms import Moment, Term
 from megarl.planning.workload import Workload
 
 if TYPE_CHECKING:

@@ -1,15 +1,11 @@
 """The memory that one rank of a team needs on its device, estimated from sizes.
 
-An estimate is a list of moments (the actor's update, generation, ...), and each moment a list of terms, so that a
-refusal can name what takes the most and the key that changes it. A term is rough when its size depends on how the
-libraries work or on what samples turn out to be (their lengths, the experts that they meet): measured runs lay within a
-factor of 1.5 of it, and only what is left after that division is held against a machine. docs/planning.md has the
-tables of what was measured.
+An estimate is a list of moments (the actor's update, generation, ...), and each moment a list of terms (`terms.py`).
+docs/planning.md has the tables of what was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megarl.artifacts.facts import ModelFacts
@@ -21,6 +17,7 @@ from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.offload_schedule import (
     ACTOR,
+    ALWAYS,
     CRITIC,
     GRADIENTS,
     OPTIMIZER,
@@ -44,58 +41,15 @@ from megarl.planning.shards import (
     parameter_bytes,
     state_bytes,
 )
+from megarl.planning.terms import Moment, Term, held, term
+from megarl.planning.weight_sync import WeightSyncMemory, weights_travel
 
-ROUGH = 1.5
 SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
 PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
 """On a CPU the embedded engine re-orders weights up to this size once, where it decodes at least so many tokens."""
 # Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
 _TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
 _TOKEN_CERTAIN = 12.0  # of them for certain: embedded generation begins with token ids (int64) and log-probs (fp32)
-
-
-@dataclass(frozen=True)
-class Term:
-    """One use of memory.
-
-    Attributes:
-        keys: the settings that change it.
-        least: bytes that it takes for certain.
-        shrinks: it adapts to the room there is, down to `least`.
-    """
-
-    what: str
-    bytes: float
-    keys: str
-    least: float
-    shrinks: bool = False
-
-
-def term(what: str, size: float, keys: str, *, rough: bool = False) -> Term:
-    """Return a term of `size` bytes."""
-    return Term(what, size, keys, size / ROUGH if rough else size)
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The memory that is held at the same time."""
-
-    name: str
-    terms: tuple[Term, ...]
-
-    @property
-    def bytes(self) -> float:
-        """The estimate."""
-        return sum(term.bytes for term in self.terms)
-
-    @property
-    def least(self) -> float:
-        """The bytes that the moment certainly takes."""
-        return sum(term.least for term in self.terms)
-
-    def largest(self, count: int = 3) -> list[Term]:
-        """Return the terms that weigh most in `least`."""
-        return sorted(self.terms, key=lambda term: -term.least)[:count]
 
 
 @dataclass(frozen=True)
@@ -274,11 +228,6 @@ def beside_servers(moment: Moment) -> float:
     return held(term for term in moment.terms if term.what not in (_SERVER_WEIGHTS, SERVER_CACHE))
 
 
-def held(terms: Iterable[Term]) -> float:
-    """Return the bytes of terms, where what adapts to the room there is has its least."""
-    return sum(part.least if part.shrinks else part.bytes for part in terms)
-
-
 def device_memory(
     config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str = "train", room: GpuRoom | None = None
 ) -> Memory:
@@ -297,9 +246,12 @@ def device_memory(
     cache = [] if known is None else [_server_cache(config, sizes, known.server_share, free)]
     on_its_own = [Moment("a server", (*servers, *cache))] if servers and not shared else []
     generation = _generation(config, sizes, team, job, gpu=gpu) + (cache if shared else [])
+    travels = gpu and job != "sft" and weights_travel(config, team)
+    sync = WeightSyncMemory(config, models.facts[ACTOR], team) if travels else None
     if job in ("eval", "generate"):
         weights = models.state[ACTOR][PARAMETERS]
-        return Memory((Moment("generation", (weights, *shared, *generation)), *on_its_own), free)
+        moments = [Moment("generation", (weights, *shared, *generation))]
+        return Memory((*_with_sync(moments, sync, [weights, *shared]), *on_its_own), free)
     moments = []
     if Role.ACTOR in team.roles:
         learning = _learning_terms("actor", config, models.facts[ACTOR], team, gpu=gpu, job=job)
@@ -308,7 +260,7 @@ def device_memory(
         return Memory((replace(moments[0], name="the update"),))
     seen = _encoder_terms(config, team, gpu=gpu)
     if Role.ROLLOUT in team.roles:
-        moments += [Moment("generation", (*models.resident("generate"), *generation)), *on_its_own]
+        moments.append(Moment("generation", (*models.resident("generate"), *generation)))
     if gpu and Role.ACTOR in team.roles:
         moments.append(Moment("a checkpoint", tuple(models.resident("checkpoint"))))
     for role, name in ((REFERENCE, "log-probs"), (TEACHER, "log-probs"), (CRITIC, "values")):
@@ -320,7 +272,21 @@ def device_memory(
     if seen:
         moments = [replace(moment, terms=(*moment.terms, seen[0])) for moment in moments]
         moments.append(Moment("scores of episodes", (*models.resident("generate"), *seen)))
-    return Memory(tuple(moments), free)
+    return Memory((*_with_sync(moments, sync, models.resident("publish")), *on_its_own), free)
+
+
+def offloaded_bytes(config: RunConfig, sizes: Sizes, team: TeamPlan) -> float:
+    """Return the bytes of a rank's copies in host memory of what leaves its GPU."""
+    return _Models(config, sizes, team, [], gpu=True).offloaded()
+
+
+def _with_sync(moments: list[Moment], sync: WeightSyncMemory | None, publishing: list[Term]) -> list[Moment]:
+    """Add what weight updates take: to every moment what stays, and the moment of an update, with `publishing`."""
+    if sync is None:
+        return moments
+    stays = sync.always()
+    updated = Moment("new weights for servers", (*publishing, *stays, *sync.passing()))
+    return [*(replace(moment, terms=(*moment.terms, *stays)) for moment in moments), updated]
 
 
 def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
@@ -409,6 +375,15 @@ class _Models:
             for kind, part in parts.items()
             if kind in wanted.get(name, ()) or not self._offloads[name] or not (self._gpu or kind == GRADIENTS)
         ]
+
+    def offloaded(self) -> float:
+        """Return the bytes of copies in host memory: what leaves the device in some phase, and is kept."""
+        return sum(
+            part.bytes
+            for name, parts in self.state.items()
+            for kind, part in parts.items()
+            if name != SERVERS and self._offloads[name] and kind != GRADIENTS and kind not in ALWAYS.get(name, ())
+        )
 
     def when_servers_start(self, job: str) -> float:
         """Return the bytes on the device at this time; what stays there all the time has no Adam moments before the

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from megarl.dag.placement import Placement
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.hardware import Hardware
-from megarl.planning.memory import Moment, held
 from megarl.planning.passes import Cost, total
+from megarl.planning.terms import Moment, held
 
 ROOM_KEYS = (
     "rollout.sglang.memory_fraction, rollout.sglang.max_total_tokens, rollout.sglang.tp_size, "

@@ -25,11 +25,12 @@ from megarl.planning.decoding import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
-from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory, held, server_bytes
+from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory, server_bytes
 from megarl.planning.outcome import Filled, PlannedPhase, ServerRoom, StepPlan
 from megarl.planning.passes import Cost, ModelPass, total
 from megarl.planning.schedule import Schedule
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
+from megarl.planning.terms import held
 from megarl.planning.workload import Share, Workload
 
 #: Results that do not depend on the memory use of engines and servers.

@@ -1,0 +1,94 @@
+"""The device memory that bringing weights to servers takes, and that colocated servers take beside weights and cache.
+
+    always, from the first update on     a sender's two buffers, NCCL's connections between ranks that exchange slices
+    always, from the start of servers    contexts and graphs of those on the device, and contexts of those on others
+                                         that map memory of this one
+    during an update                     a bucket on its way into a server, a tensor that is verified
+
+Contexts, graphs and connections come from no measurement of this project, so that no part of them is certain.
+"""
+
+from __future__ import annotations
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.config.run import RunConfig
+from megarl.dag.placement import TeamPlan
+from megarl.dag.stage import Role
+from megarl.planning.shards import BYTES
+from megarl.planning.terms import Term, term
+
+CONTEXT_BYTES = 0.5e9
+"""A process's CUDA context on one GPU, with its kernels."""
+SERVER_BYTES = 3e9
+"""A server's context, workspaces and CUDA graphs, which stay when its weights and cache have left."""
+PAIR_BYTES = 0.05e9
+"""NCCL's connection of two ranks that exchange slices."""
+_HASHING = 0.1e9
+_ON_DEVICE = ("auto", "tensor", "distributed")  # transports whose buffers are there
+
+
+class WeightSyncMemory:
+    """Uses of memory on the fullest rank of the actor's team, on GPUs.
+
+    Args:
+        facts: of the policy.
+        team: the actor's.
+    """
+
+    def __init__(self, config: RunConfig, facts: ModelFacts, team: TeamPlan) -> None:
+        self.config, self.facts, self.team = config, facts, team
+        parallel = team.parallel
+        experts = parallel.expert_tp * parallel.ep * parallel.pp if facts.is_moe else 0
+        self._replica = max(parallel.tp * parallel.pp, experts)  # ranks that hold the model once
+        self._here = min(self._replica, -(-team.devices // config.cluster.nnodes))  # of them on one machine
+
+    @property
+    def _largest(self) -> float:
+        """Bytes of the embedding on the wire."""
+        return self.facts.vocab * self.facts.hidden * BYTES[self._dtype]
+
+    @property
+    def _dtype(self) -> str:
+        return self.config.model.dtype if self.config.sync.dtype == "model" else self.config.sync.dtype
+
+    def buffers(self) -> tuple[float, float]:
+        """Return the bytes of a sender's two buffers: the embedding, or the head, is a bucket of its own."""
+        share = self.facts.parameters * BYTES[self._dtype] / self._here
+        usual = min(self.config.sync.bucket_mb * 1e6, share)
+        return max(usual, self._largest), usual
+
+    def always(self) -> list[Term]:
+        """Return what stays on the device all the time."""
+        found: list[Term] = []
+        if self.config.sync.transport in _ON_DEVICE:
+            size = sum(self.buffers())
+            found.append(term("buffers of new weights for servers", size, "sync.bucket_mb, the model's size"))
+        pairs = self.team.parallel.tp - 1 + self._replica - self._here
+        if pairs:
+            found.append(Term(f"NCCL connections to {pairs} ranks", pairs * PAIR_BYTES, "actor.parallel.tp", 0.0))
+        servers = self.config.rollout.sglang
+        if self.config.rollout.colocated:
+            found.append(Term("a server's context and graphs", SERVER_BYTES, "rollout.sglang.colocated", 0.0))
+            # Every rank of a server maps the buffers of all senders that feed it.
+            others = max(self._here, servers.ranks) - 1
+            if others and self.config.sync.transport in ("auto", "tensor"):
+                what = f"contexts of {others} server ranks on other GPUs"
+                keys = "actor.parallel.tp, rollout.sglang.tp_size"
+                found.append(Term(what, others * CONTEXT_BYTES, keys, 0.0))
+        return found
+
+    def passing(self) -> list[Term]:
+        """Return what an update takes in addition, while it lasts."""
+        found: list[Term] = []
+        if self.config.rollout.colocated and max(self._here, self.config.rollout.sglang.ranks) > 1:
+            found.append(Term("a bucket on its way into a server", max(self.buffers()), "sync.bucket_mb", 0.0))
+        if self.config.sync.verify != "off":
+            parts = 2 if self.team.parallel.tp > 1 else 1
+            size = parts * self._largest + _HASHING
+            found.append(Term("a tensor that is verified", size, "sync.verify, the model's size", 0.0))
+        return found
+
+
+def weights_travel(config: RunConfig, team: TeamPlan) -> bool:
+    """Tell whether the team's weights are generated with by processes other than its own."""
+    return Role.ACTOR in team.roles and (config.rollout.engine == "sglang" or Role.ROLLOUT not in team.roles)
