@@ -52,10 +52,10 @@ class WeightSyncMemory:
         return self.config.model.dtype if self.config.sync.dtype == "model" else self.config.sync.dtype
 
     def buffers(self) -> tuple[float, float]:
-        """Return the bytes of a sender's two buffers: the embedding, or the head, is a bucket of its own."""
-        share = self.facts.parameters * BYTES[self._dtype] / self._here
-        usual = min(self.config.sync.bucket_mb * 1e6, share)
-        return max(usual, self._largest), usual
+        """Return the bytes of a sender's two buffers: an embedding that is larger than a bucket has one of its own."""
+        share = max(self.facts.parameters * BYTES[self._dtype] / self._here, self._largest)
+        bucket = self.config.sync.bucket_mb * 1e6
+        return (share, 0.0) if share <= bucket else (max(bucket, self._largest), min(bucket, share - self._largest))
 
     def always(self) -> list[Term]:
         """Return what stays on the device all the time."""

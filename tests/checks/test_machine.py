@@ -203,8 +203,11 @@ def test_weights_of_servers_that_share_the_devices_count_wherever_they_stay(conf
     engines = ["actor.engine.offload=true", "critic.engine.offload=true"]
     config = config_of("rollout.engine=sglang", f"rollout.sglang.colocated={colocated}", *engines)
     memory = device_memory(config, sizes_of(config), together(config, MODEL_ROLES).teams[0], gpu=True)
-    with_weights = {moment.name for moment in memory.moments for part in moment.terms if "a server's" in part.what}
-    assert with_weights == ({"generation", "a checkpoint", "log-probs", "values"} if colocated else {"a server"})
+    with_weights = {
+        moment.name for moment in memory.moments for part in moment.terms if "server's weights" in part.what
+    }
+    theirs = {"generation", "new weights for servers", "a checkpoint", "log-probs", "values"}
+    assert with_weights == (theirs if colocated else {"a server"})
 
 
 def test_of_held_out_rows_only_what_is_known_counts(judged):

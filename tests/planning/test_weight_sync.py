@@ -1,0 +1,83 @@
+"""What weight updates take of a GPU, against the plan that an update follows."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.artifacts.facts import model_facts
+from megarl.checks.host import host_memory
+from megarl.config.load import load_config
+from megarl.config.model import ModelConfig
+from megarl.dag.placement import MODEL_ROLES, together
+from megarl.dag.stage import Role
+from megarl.planning.memory import device_memory
+from megarl.planning.shards import parameter_bytes, state_bytes
+from megarl.planning.weight_sync import WeightSyncMemory
+from megarl.sync.plan import holdings, make_plan
+from tests.models.tiny import tiny_dict
+from tests.sync.layouts import HERE, config, ranks_of, trainer
+
+SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 40_000}
+SERVERS = ["rollout.engine=sglang", "rollout.sglang.colocated=true", "actor.engine.offload=true"]
+
+
+def recipe(*overrides: str):
+    sizes = [f"model.hf_config.{key}={value}" for key, value in SIZES.items()]
+    return load_config("grpo_quickstart", [*sizes, "model.dtype=bf16", *SERVERS, *overrides])
+
+
+def sizes_of(made):
+    return dict.fromkeys(MODEL_ROLES, model_facts(made.model))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("bucket_mb", [10, 50, 1000])
+def test_buffers_are_those_of_the_plan_of_an_update(tp, tied, bucket_mb):
+    shape = SIZES | {"tie_word_embeddings": tied}
+    hf, ranks = config("qwen3", **shape), trainer(tp=tp, dp=2)
+    plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE] * 2, bucket_bytes=bucket_mb * 10**6)
+    sent = [[bucket.nbytes for bucket in buckets] for route in plan.routes for buckets in route.senders.values()]
+    most = max(sum(max(sizes[first::2], default=0) for first in (0, 1)) for sizes in sent)
+    made = recipe(f"cluster.nproc={2 * tp}", f"actor.parallel.tp={tp}", f"sync.bucket_mb={bucket_mb}")
+    memory = WeightSyncMemory(
+        made, model_facts(ModelConfig(hf_config=tiny_dict("qwen3", **shape))), together(made).teams[0]
+    )
+    estimate = sum(memory.buffers())
+    # Senders are balanced to a percent; a model of a few buckets does not fill its last ones.
+    assert 0.99 * most <= estimate <= 1.6 * most
+
+
+def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpus_too():
+    made = recipe("cluster.nproc=4", "actor.parallel.tp=2", "rollout.sglang.servers=4")
+    memory = device_memory(made, sizes_of(made), together(made).teams[0], gpu=True)
+    for moment in memory.moments:
+        terms = {term.what: term.bytes for term in moment.terms}
+        assert terms["a server's context and graphs"] == 3e9, moment.name
+        assert terms["contexts of 1 server ranks on other GPUs"] == 0.5e9
+        assert terms["NCCL connections to 1 ranks"] == 0.05e9
+        assert terms["buffers of new weights for servers"] > 2 * 40_000 * 1024
+        assert ("a tensor that is verified" in terms) == (moment.name == "new weights for servers")
+    apart = recipe("rollout.sglang.colocated=false", "cluster.nproc=4", "actor.parallel.tp=2")
+    memory = device_memory(apart, sizes_of(apart), together(apart).teams[0], gpu=True)
+    found = {term.what for moment in memory.moments for term in moment.terms if moment.name != "a server"}
+    assert "buffers of new weights for servers" in found
+    assert not any("server's" in what or "contexts" in what for what in found)
+    disk = recipe("sync.transport=disk", "sync.verify=off")
+    (moment,) = [
+        m for m in device_memory(disk, sizes_of(disk), together(disk).teams[0], gpu=True).moments if "new" in m.name
+    ]
+    assert {term.what for term in moment.terms if "server" in term.what} == {
+        "a server's weights, per rank of it",
+        "a server's context and graphs",
+    }
+
+
+def test_copies_in_host_memory_are_what_the_offload_schedule_takes_away():
+    made = recipe("cluster.nproc=2", "algorithm.kl.use=loss", "algorithm.kl.coef=0.1")
+    team = together(made, (Role.ACTOR, Role.ROLLOUT, Role.REFERENCE)).teams[0]
+    facts = model_facts(made.model)
+    memory = host_memory(made, sizes_of(made), together(made, (Role.ACTOR, Role.ROLLOUT, Role.REFERENCE)), gpu=True)
+    (away,) = {term.bytes for moment in memory.moments for term in moment.terms if term.what == "offloaded state"}
+    optimizer = state_bytes(facts, team.parallel, made.actor.engine, "bf16", 2)["optimizer"]
+    assert away == 2 * (optimizer + parameter_bytes(facts, team.parallel, "bf16"))
