@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,6 +235,18 @@ def opened_states(urls: list[str]) -> list[str]:
     except ServerError as error:
         return [str(error)]
     return [server.state for server in fleet.servers]
+
+
+def test_every_rank_learns_on_which_gpus_a_server_of_another_rank_is(tmp_path: Path) -> None:
+    config = SGLangConfig(tp_size=2, colocated=True)
+    spec = ServerSpec(
+        0, config, tmp_path, "bfloat16", "127.0.0.1", "key", tmp_path, cuda=True, gpus=("5", "2", "0", "7")
+    )
+    owner, other = (Fleet([Server(0, ServerApi("", None, "server 0"))], config) for _ in range(2))
+    owner._owned = {0: SimpleNamespace(spec=spec, api=ServerApi("http://127.0.0.1:1", None, "server 0"), check=str)}  # type: ignore[dict-item]
+    owner._check()
+    other.adopt(json.loads(json.dumps(owner.reports())))
+    assert other.servers[0].gpus == ("5", "2")  # the others it only sees
 
 
 @pytest.mark.procs

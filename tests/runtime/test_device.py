@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.device import device, refuse_shared_gpu
+from megarl.device import device, gpu_name, refuse_shared_gpu
 from megarl.errors import ConfigError
 
 
@@ -28,6 +28,20 @@ def test_every_process_has_a_gpu_of_its_own(gpus):
 def test_the_only_visible_gpu_is_the_process_s_own(gpus):
     gpus(1, 3)
     assert device() == torch.device("cuda", 0)
+
+
+def test_the_gpu_of_a_process_is_called_as_in_the_list_that_shows_it(gpus, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus(4, 3)
+    assert gpu_name() == "3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,6 ,7")
+    gpus(4, 2)
+    assert gpu_name() == "6"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ab")  # as Ray shows it
+    gpus(1, 2)
+    assert gpu_name() == "GPU-ab"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_name() == ""
 
 
 def test_two_ranks_on_one_gpu_are_refused():
