@@ -75,7 +75,8 @@ class _Model:
         self.receiver = receiver
 
     def parameters(self) -> Iterator[Tensor]:
-        return iter(self.receiver.tensors.values())
+        yield torch.empty(0, device=self.receiver.device)  # a server's model has some before any tensor comes
+        yield from self.receiver.tensors.values()
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
