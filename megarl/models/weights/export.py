@@ -123,8 +123,8 @@ def iter_on_all_ranks(
     """Yield every Hugging Face tensor in export order, whole, on `device` of every rank; it may be a parameter itself.
 
     Collective over `world`, all ranks that hold the model, by broadcasts: unlike messages to one rank, these open no
-    connection for each pair of ranks. One tensor is in flight at a time. Values are exactly the parameters', with adapters
-    added to those that have some.
+    connection for each pair of ranks. One tensor is in flight at a time. Values are exactly the parameters', with
+    adapters added to those that have some.
 
     Args:
         device: of the parameters, or the CPU.
