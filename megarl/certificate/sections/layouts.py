@@ -15,7 +15,6 @@ from megarl.certificate.runs import gpu_count
 from megarl.config.load import find_recipe, load_config
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.device import dist_backend
 from megarl.launchers.common import run_workers
 from megarl.processes import write_atomically
 
@@ -89,12 +88,12 @@ def _ranks(processes: int, folder: Path) -> list[dict[str, Any]]:
 
 def work(config: RunConfig, run_dir: Path) -> None:
     """Compute the numbers of every layout and leave this rank's in a file. Runs in each worker."""
-    from megarl.comm import team_world
-    from megarl.rendezvous import join
+    from megarl.runtime.setup import init_processes
     from megarl.training.parallel import init_parallel
 
-    join(dist_backend(), config.cluster.timeout_s, run_dir)
-    world, found = team_world(config.cluster.timeout_s), {}
+    first, found = init_processes(config, run_dir, ParallelConfig()), {}
+    world = first.world
+    first.close()
     for name, parallel in layouts_of(world.size):
         layout = init_parallel(parallel, world)
         engine = make_engine(name.partition(" ")[0], layout, torch.float32)
