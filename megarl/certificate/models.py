@@ -16,6 +16,7 @@ from megarl.metrics import Metrics
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from megarl.models.layer_forms import Form
     from megarl.models.policy import PolicyModel
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
@@ -75,16 +76,22 @@ def fill(chunks: list[PolicyModel], hf: PretrainedConfig) -> None:
 
 
 def make_engine(
-    model: str, layout: Layout, dtype: torch.dtype, *, chunk_tokens: int = 64, frozen: bool = False
+    model: str,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    layers: Form = "local",
+    chunk_tokens: int = 64,
+    frozen: bool = False,
 ) -> MegatronEngine:
-    """Return an engine of one of `MODELS` under `layout`."""
+    """Return an engine of one of `MODELS` under `layout`, with `layers` of this form."""
     from megarl.training.engine import MegatronEngine
 
     hf = hf_config(model)
     return MegatronEngine(
         hf,
         layout.parallel,
-        EngineConfig(micro_batch_tokens=256, logits_chunk_tokens=chunk_tokens),
+        EngineConfig(layers=layers, micro_batch_tokens=256, logits_chunk_tokens=chunk_tokens),
         None if frozen else OPTIM,
         dtype=dtype,
         layout=layout,

@@ -30,7 +30,7 @@ REQUIRED = (
 TESTED_TORCH = ("2.11", "2.13", "2.14")
 OPTIONAL = {
     "flash-attn": "variable-length attention kernels on GPUs (else: scaled-dot-product attention of torch)",
-    "transformer-engine": "Megatron-Core takes its fused AdamW and gradient norm on GPUs (else: torch's)",
+    "transformer-engine": "layers in bf16 and FP8 on GPUs, fused AdamW and gradient norm (else: torch's)",
     "mcp": "tools of Model Context Protocol servers (env.mcp)",
     "mbridge": "tests compare weight conversion with it",
 }

@@ -45,7 +45,22 @@ class EngineConfig(Section):
         1024, description="tokens whose vocabulary logits exist at the same time in the fused log-prob"
     )
     recompute: Literal["none", "full", "selective"] = Field("none", description="activation recomputation")
+    layers: Literal["auto", "local", "te"] = Field(
+        "auto",
+        description="modules of the transformer layers: te has those of Transformer Engine, local plain ones; auto: "
+        "te for bf16 on GPUs where it is installed, else local. Reference and teacher have the actor's",
+    )
+    fp8: Literal["none", "blockwise", "delayed"] = Field(
+        "none",
+        description="matrix products of te layers in FP8: scales of blocks, or one per tensor from the maxima of steps "
+        "before; the weights, attention and the head stay in model.dtype",
+    )
     distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
+    exp_avg_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="dtype of AdamW's first moment; bf16 takes 2 bytes per parameter less, and a bf16 model, "
+        "distributed_optimizer and Transformer Engine",
+    )
     overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass runs")
     offload: bool = Field(
         False,

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from torch.distributed import ProcessGroup
 
 from megarl.models.attention_cpu import LONGEST, causal_attention
 from megarl.models.config import PolicyConfig
@@ -78,13 +79,25 @@ class PackedAttention(MegatronModule):
         cos, sin = packed_seq_params.cache["rope"]
         q = apply_rope(query.squeeze(1), cos, sin)
         k = apply_rope(key.squeeze(1), cos, sin)
-        v = value.squeeze(1)
-        if packed_seq_params.cp_size > 1:
-            k = gather_from_sequence_parallel_region(k.contiguous(), group=self.cp_group)
-            v = gather_from_sequence_parallel_region(v.contiguous(), group=self.cp_group)
         window = self.window if self.window and self.window < packed_seq_params.max_seqlen_q else None
-        out = attend(q, k, v, packed_seq_params, self.scale, window)
+        out = attend_over_ranks(q, k, value.squeeze(1), packed_seq_params, self.scale, window, self.cp_group)
         return out.reshape(out.shape[0], 1, -1)
+
+
+def attend_over_ranks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packed: PackedSequences,
+    scale: float,
+    window: int | None,
+    ranks: ProcessGroup,
+) -> torch.Tensor:
+    """`attend` to the keys and values of all context-parallel ranks; all tensors are this rank's tokens."""
+    if packed.cp_size > 1:
+        k = gather_from_sequence_parallel_region(k.contiguous(), group=ranks)
+        v = gather_from_sequence_parallel_region(v.contiguous(), group=ranks)
+    return attend(q, k, v, packed, scale, window)
 
 
 def attend(

@@ -96,16 +96,34 @@ def _dispatch(chunk: PolicyModel) -> None:
 
 
 def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of one chunk: Megatron's own, with this package's attention and norm."""
+    """Return the layers of one chunk: Megatron's own, in the form that `config` says."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     kinds = {sparse: layer_spec(config, sparse=sparse) for sparse in set(moe_layers(hf))}
     layers = [copy.deepcopy(kinds[sparse]) for sparse in moe_layers(hf)[first : first + count]]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(config))
 
 
 def layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
     """Return one transformer layer, its MLP dense or a mixture of experts."""
+    if config.layers == "local":
+        return local_layer_spec(config, sparse=sparse)
+    from megarl.models.te_layers import te_layer_spec
+
+    return te_layer_spec(config, local_layer_spec(config, sparse=True).submodules.mlp if sparse else None)
+
+
+def final_norm(config: PolicyConfig) -> type:
+    """Return the norm after the last layer."""
+    if config.layers == "local":
+        return RMSNorm
+    from megarl.models.te_layers import FINAL_NORM
+
+    return FINAL_NORM
+
+
+def local_layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
+    """Return a layer of Megatron's plain parts with this package's attention, norm and SwiGLU."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if sparse else None,
         moe_grouped_gemm=config.moe_grouped_gemm,

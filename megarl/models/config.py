@@ -14,6 +14,7 @@ from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import (
     check_layout,
+    encoder_of,
     expert_ffn,
     head_dim,
     layer_windows,
@@ -22,6 +23,8 @@ from megarl.models.hf import (
     normalizes_experts,
     num_experts,
 )
+from megarl.models.layer_forms import Form, layer_form, refuse_fp8
+from megarl.models.rope import Rope
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,6 +39,8 @@ class PolicyConfig(TransformerConfig):
     layer_windows: tuple[int | None, ...] = ()
     """Sliding attention window per layer (0-based, all layers of the model): a query sees that many newest keys,
     itself included; None sees all."""
+    layers: Form = "local"
+    """The modules of the transformer layers, see `megarl.models.layer_forms`."""
 
     lora: LoraConfig | None = None
     """Low-rank adapters that the model has."""
@@ -48,14 +53,20 @@ def transformer_config(
     dtype: torch.dtype,
     engine: EngineConfig,
     lora: LoraConfig | None = None,
+    where: str = "actor.engine",
 ) -> PolicyConfig:
     """Return the Megatron configuration of `hf` under the layout `parallel`, with parameters and activations in
-    `dtype`.
+    `dtype`; `where` is the place of `engine` in the recipe.
 
     Raises:
-        ConfigError: the layout does not divide the model.
+        ConfigError: the layout does not divide the model, or its layers cannot have the form that is asked for.
     """
     check_layout(hf, parallel)
+    needs_local = None if lora is None else "a model with adapters"
+    if encoder_of(hf) is not None:
+        needs_local = "a model of images and text, whose positions have three numbers,"
+    form = layer_form(engine, dtype, where, needs_local)
+    refuse_fp8(hf, parallel, engine, where)
     fields: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -70,18 +81,19 @@ def transformer_config(
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "use_te_activation_func": True,  # means: the activation module of the layer spec, here models.swiglu
+        "use_te_activation_func": True,  # means: the activation module of the layer spec
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "layer_windows": layer_windows(hf),
         "lora": lora,
+        "layers": form,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         # Parameters are read from a checkpoint or drawn by `init_random`; Megatron's own draw depends on the layout.
         "perform_initialization": False,
         "use_cpu_initialization": not device.has_cuda(),
-        # These need Transformer Engine or Apex.
+        # These need Apex, or are what the layer spec replaces.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
@@ -92,7 +104,9 @@ def transformer_config(
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
     }
-    fields |= _parallel_fields(parallel) | _moe_fields(hf, parallel) | _recompute_fields(engine)
+    if form == "te":
+        fields["softmax_scale"] = head_dim(hf) ** -0.5 * Rope(hf).scale ** 2
+    fields |= _parallel_fields(parallel) | _moe_fields(hf, parallel) | _recompute_fields(engine) | _fp8_fields(engine)
     # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
     fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
     config = PolicyConfig(**fields)
@@ -131,6 +145,16 @@ def _moe_fields(hf: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.expert_tp,
     }
+
+
+def _fp8_fields(engine: EngineConfig) -> dict[str, Any]:
+    if engine.fp8 == "none":
+        return {}
+    # Copies of the weights in FP8 would stay on the device when the parameters leave it.
+    fields: dict[str, Any] = {"fp8": "e4m3", "fp8_recipe": engine.fp8, "disable_parameter_transpose_cache": True}
+    if engine.fp8 == "delayed":
+        fields |= {"fp8": "hybrid", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    return fields
 
 
 def _recompute_fields(engine: EngineConfig) -> dict[str, Any]:

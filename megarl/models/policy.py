@@ -10,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import value_bias
+from megarl.models.layer_forms import table_name
 from megarl.models.packing import PackedSequences
 from megarl.models.rope import Rope
 
@@ -55,7 +56,7 @@ class PolicyModel(GPTModel):
             spec,
             vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
-            position_embedding_type="none",  # RoPE is applied by PackedAttention from explicit positions
+            position_embedding_type="none",  # RoPE is applied by the attention from explicit positions
             share_embeddings_and_output_weights=hf.tie_word_embeddings and not value_head,
             pre_process=pre_process,
             post_process=post_process,
@@ -87,13 +88,21 @@ class PolicyModel(GPTModel):
         if self.config.lora is not None and decoder_input is not None and torch.is_grad_enabled():
             # Layers that are computed again in the backward pass have gradients only if their input has one.
             decoder_input.requires_grad_(True)
-        tables = self.rope.cos_sin if len(position_ids) == 1 else self.rope.cos_sin_of_three
-        packed_seq_params.cache["rope"] = tables(position_ids.squeeze(0), self.config.params_dtype)
+        cache = packed_seq_params.cache
+        if self.config.layers == "te":
+            cache["angles"] = self.rope.angles(packed_seq_params.max_seqlen_q, position_ids.device)
+        else:
+            tables = self.rope.cos_sin if len(position_ids) == 1 else self.rope.cos_sin_of_three
+            cache["rope"] = tables(position_ids.squeeze(0), self.config.params_dtype)
         return decoder_input, None, None, None, None, padding_mask
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Return the hidden states as the decoder leaves them."""
         return hidden_states
+
+    def weights(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters by their names in the weight table, whatever the form of the layers."""
+        return {table_name(name): parameter for name, parameter in self.named_parameters()}
 
     @property
     def lm_head_weight(self) -> torch.Tensor:

@@ -55,6 +55,13 @@ class Rope(torch.nn.Module):
     def _tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
+    def angles(self, length: int, where: torch.device) -> torch.Tensor:
+        """Return the angles [length, 1, 1, head_dim] float32 of positions 0 .. length - 1, as Transformer Engine takes
+        them: it has no place for `scale`, which the softmax takes twice instead."""
+        self.frequencies = self.frequencies.to(where)
+        half = torch.outer(torch.arange(length, dtype=torch.float32, device=where), self.frequencies)
+        return torch.cat([half, half], -1)[:, None, None]
+
 
 def _sections(sizes: Sequence[int], *, interleaved: bool) -> torch.Tensor:
     """Return which of the three numbers of a position each frequency goes by, int64 [head_dim / 2]."""

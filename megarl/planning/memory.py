@@ -33,13 +33,13 @@ from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.robot import call_columns, encoder_bytes, tower_bytes
 from megarl.planning.shards import (
     BYTES,
-    MOMENT_BYTES,
-    STEP_BYTES,
+    MASTER_BYTES,
     Sizes,
     key_value_bytes,
     layout_key,
     parameter_bytes,
     state_bytes,
+    step_bytes,
 )
 from megarl.planning.terms import Moment, Term, held, term
 from megarl.planning.weight_sync import WeightSyncMemory, weights_travel
@@ -342,8 +342,9 @@ class _Models:
     """
 
     def __init__(self, config: RunConfig, sizes: Sizes, team: TeamPlan, servers: list[Term], *, gpu: bool) -> None:
-        self._gpu, self._dtype, dp = gpu, config.model.dtype, team.replicas
-        dtype = self._dtype
+        self._gpu, dtype, dp = gpu, config.model.dtype, team.replicas
+        engines = {ACTOR: config.actor.engine, CRITIC: config.critic.engine}
+        self._moments = {role: 1 - MASTER_BYTES[dtype] / step_bytes(engine, dtype) for role, engine in engines.items()}
         self.facts = {role.value: _known(sizes, role) for role in team.roles}
         self.state: dict[str, dict[str, Term]] = {}
         self._always: list[Term] = []
@@ -391,7 +392,7 @@ class _Models:
         if job in ("eval", "generate"):
             return self.state[ACTOR][PARAMETERS].bytes
         learners = [role for role in (ACTOR, CRITIC) if role in self.state and not self._offloads[role]]
-        moments = sum(self.state[role][OPTIMIZER].bytes for role in learners) * MOMENT_BYTES / STEP_BYTES[self._dtype]
+        moments = sum(self.state[role][OPTIMIZER].bytes * self._moments[role] for role in learners)
         return held(part for part in self.resident("start_servers") if part.what != _SERVER_WEIGHTS) - moments
 
 

@@ -25,10 +25,10 @@ from megarl.planning.links import Links
 from megarl.planning.shards import (
     BYTES,
     GRADIENT,
-    STEP_BYTES,
     adapter_parameters,
     owned_parameters,
     stage_parameters,
+    step_bytes,
     trained_parameters,
 )
 from megarl.planning.workload import Share
@@ -341,6 +341,6 @@ class ModelPass:
             share = self.replicas * self.parallel.cp if engine.distributed_optimizer else 1
             owned = self._trained[0] / share
         read = self._element if self.dtype == "fp32" else 0
-        moved = owned * (GRADIENT + 2 * STEP_BYTES[self.dtype] + read + self._element)
+        moved = owned * (GRADIENT + 2 * step_bytes(self.engine, self.dtype) + read + self._element)
         rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share
         return Cost("T10", "optimizer's step", moved / rate, moved)

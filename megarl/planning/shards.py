@@ -20,8 +20,8 @@ GRADIENT = 4
 """Bytes of a gradient: buffers are float32 whatever the parameters are."""
 MOMENT_BYTES = 8
 """Of a parameter: Adam has two float32 moments of it, from the first step on."""
-STEP_BYTES = {"fp32": MOMENT_BYTES, "bf16": MOMENT_BYTES + 4}
-"""Bytes of optimizer state per parameter: its moments, and a float32 master where parameters are shorter."""
+MASTER_BYTES = {"fp32": 0, "bf16": 4}
+"""Of a parameter: a float32 master where parameters are shorter."""
 
 #: Sizes of each role's model; None: not known here.
 Sizes = Mapping[Role, ModelFacts | None]
@@ -146,18 +146,23 @@ def state_bytes(
     value_head: bool = False,
     lora: LoraConfig | None = None,
 ) -> dict[str, float]:
-    """Return the bytes of parameters, gradients (fp32) and optimizer state (fp32 moments, and masters below bf16)."""
+    """Return the bytes of parameters, gradients (fp32) and optimizer state (moments, and masters below bf16)."""
     held = sum(stage_parameters(facts, parallel, value_head=value_head))
     trained = trained_parameters(facts, parallel, lora, value_head=value_head)
     owned = owned_parameters(facts, parallel, engine, dp, value_head=value_head, lora=lora)
     return {
         "parameters": (held + (0 if lora is None else adapter_parameters(facts, parallel, lora))) * BYTES[dtype],
         "gradients": trained * GRADIENT,
-        "optimizer": owned * STEP_BYTES[dtype],
+        "optimizer": owned * step_bytes(engine, dtype),
     }
+
+
+def step_bytes(engine: EngineConfig, dtype: str) -> int:
+    """Return the bytes of optimizer state per parameter: its moments, and its master."""
+    return MOMENT_BYTES - (2 if engine.exp_avg_dtype == "bf16" else 0) + MASTER_BYTES[dtype]
 
 
 def checkpoint_bytes(facts: ModelFacts, dtype: str, lora: LoraConfig | None = None) -> float:
     """Return the bytes of a checkpoint of a model that learns: what is trained and optimizer state, each once."""
     trained = facts.parameters if lora is None else adapter_parameters(facts, ParallelConfig(), lora)
-    return trained * (BYTES[dtype] + STEP_BYTES[dtype])
+    return trained * (BYTES[dtype] + MOMENT_BYTES + MASTER_BYTES[dtype])

@@ -69,8 +69,8 @@ def _begin(c: RankState, chunks: list[PolicyModel], source: str | None) -> None:
 def copy_trunk(policy: Sequence[PolicyModel], critic: Sequence[PolicyModel]) -> None:
     """Everything but the head from a policy to a critic of the same layout; the value head becomes zero."""
     for source, target in zip(policy, critic, strict=True):
-        weights = dict(source.named_parameters())
-        for name, parameter in target.named_parameters():
+        weights = source.weights()
+        for name, parameter in target.weights().items():
             if name.startswith("output_layer."):
                 parameter.zero_()
             else:

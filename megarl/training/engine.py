@@ -27,6 +27,7 @@ from megarl.device import device
 from megarl.metrics import Metrics
 from megarl.models.build import build_policy
 from megarl.models.config import transformer_config
+from megarl.models.layer_forms import fp8_unit
 from megarl.models.lora import freeze_base, init_adapters
 from megarl.models.policy import PolicyModel
 from megarl.offload_schedule import PARAMETERS, PARTS
@@ -106,7 +107,10 @@ class MegatronEngine:
         self.device = device()
         self.lora, self.step = lora, 0
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        self.model_config = transformer_config(hf_config, parallel, dtype=dtype, engine=engine, lora=lora)
+        self._where = "critic.engine" if name == "critic" else "actor.engine"
+        self.model_config = transformer_config(
+            hf_config, parallel, dtype=dtype, engine=engine, lora=lora, where=self._where
+        )
         self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
         if lora is not None:  # before the weights: a critic begins with the actor's adapters
@@ -124,7 +128,11 @@ class MegatronEngine:
             self.optimizer = None
             return
         self.wrapped = optimizer.wrap_chunks(self.chunks, self.model_config, engine)
-        self.optimizer = optimizer.build_optimizer(self.wrapped, optim, engine, dtype)
+        if self.model_config.layers == "te":
+            from megarl.models.te_layers import add_into_main_grad
+
+            add_into_main_grad(self.chunks)
+        self.optimizer = optimizer.build_optimizer(self.wrapped, optim, engine, dtype, self._where)
         self.model_config.finalize_model_grads_func = _sum_gradients
         if engine.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.wrapped]
@@ -136,7 +144,7 @@ class MegatronEngine:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
         self.require(*PARTS)
         self.optim, self.total_steps, self.step = optim, total_steps, 0
-        self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype)
+        self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype, self._where)
 
     # -- inference -----------------------------------------------------------------------------------------------
 
@@ -198,7 +206,7 @@ class MegatronEngine:
         self.require(PARAMETERS)
         budget = self.config.micro_batch_tokens
         groups = microbatch.plan(batch, budget, self.layout, self.device, self.sequences, together=together)
-        micros, length = microbatch.build_all(batch, groups, self.layout, self.device, self.sequences)
+        micros, length = self._build(batch, groups)
         self._train_mode(False)
         last = functools.partial(self._collect, head)
         outputs = self._schedule(micros, length, last, forward_only=True)
@@ -295,7 +303,7 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         with phase("forward_backward"):
             groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device, self.sequences)
-            micros, length = microbatch.build_all(batch, groups, self.layout, self.device, self.sequences)
+            micros, length = self._build(batch, groups)
             results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
         metrics = self._merge(Metrics(), results)
         if divisor is not None:
@@ -377,6 +385,10 @@ class MegatronEngine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _build(self, batch: Batch, groups: list[list[int]]) -> tuple[list[MicroBatch], int]:
+        unit = fp8_unit(self.config)
+        return microbatch.build_all(batch, groups, self.layout, self.device, self.sequences, unit)
 
     def _train_mode(self, on: bool) -> None:
         if self.optimizer is not None:

@@ -76,10 +76,12 @@ def build(
     device: torch.device,
     total: int | None = None,
     sequences: SequenceLayout = TEXT,
+    multiple: int = 1,
 ) -> MicroBatch:
     """Pack `samples` of `batch`; no samples make a filler that counts for nothing.
 
-    The stream is padded to `total` tokens (over all context-parallel ranks) when that is given.
+    The stream is padded to `total` tokens (over all context-parallel ranks) when that is given, and so that each
+    tensor-parallel rank has a `multiple` of tokens.
     """
     packed = sequences.pack(batch.select(list(samples))) if samples else sequences.filler()
     tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
@@ -95,7 +97,7 @@ def build(
         lengths,
         cp_size=layout.cp_size,
         cp_rank=layout.cp_rank,
-        multiple=layout.tp_size,  # sequence parallelism needs it, and mixtures of experts always use that
+        multiple=layout.tp_size * multiple,  # sequence parallelism needs it, and mixtures of experts always use that
         open_from=opens,
     )
     # All of this on the host: on a GPU it would wait for the count of rows.
@@ -123,6 +125,7 @@ def build_all(
     layout: Layout,
     device: torch.device,
     sequences: SequenceLayout = TEXT,
+    multiple: int = 1,
 ) -> tuple[list[MicroBatch], int]:
     """Return all micro-batches, and the stream length that Megatron's schedules expect.
 
@@ -132,12 +135,12 @@ def build_all(
     total = None
     if layout.parallel.vpp:
         unit = _unit(layout)
-        step = math.lcm(unit, layout.cp_size * layout.tp_size)
+        step = math.lcm(unit, layout.cp_size * layout.tp_size * multiple)
         padded = -(-sequences.lengths(batch) // unit) * unit
         filler = sum(-(-length // unit) * unit for length in sequences.filler().lengths)
         longest = max(int(padded[list(group)].sum()) if group else filler for group in groups)
         total = -(-longest // step) * step
-    return [build(batch, group, layout, device, total, sequences) for group in groups], total or 1
+    return [build(batch, group, layout, device, total, sequences, multiple) for group in groups], total or 1
 
 
 def _unit(layout: Layout) -> int:

@@ -10,6 +10,9 @@ import torch
 
 from megarl.compat import megatron as compat
 from megarl.config.training import EngineConfig, OptimConfig
+from megarl.device import DTYPES
+from megarl.errors import ConfigError
+from megarl.models.layer_forms import te_version
 
 compat.install()
 
@@ -64,10 +67,20 @@ def wrap_chunks(
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], config: OptimConfig, engine: EngineConfig, dtype: torch.dtype
+    chunks: list[DistributedDataParallel],
+    config: OptimConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    where: str = "actor.engine",
 ) -> ChainedOptimizer:
     """Return the AdamW over all parameters of `chunks`; vectors (norms, biases) are not decayed. bf16 gets float32
-    masters."""
+    masters.
+
+    Raises:
+        ConfigError: a first moment in bf16 that this optimizer cannot have; `where` is the place of `engine` in the
+            recipe.
+    """
+    refuse_short_moment(engine, dtype, f"{where}.exp_avg_dtype")
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -80,6 +93,10 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=engine.distributed_optimizer,
+            use_precision_aware_optimizer=engine.exp_avg_dtype == "bf16",
+            exp_avg_dtype=DTYPES[engine.exp_avg_dtype],
+            # A step of the second moment, 1 - beta2 of it, is less than the last place of bf16: it stays in float32.
+            store_param_remainders=False,  # masters as they are, which checkpoints read and write in place
         ),
         chunks,
     )
@@ -93,6 +110,34 @@ def build_optimizer(
     return optimizer
 
 
+def refuse_short_moment(engine: EngineConfig, dtype: torch.dtype, key: str) -> None:
+    """Check that AdamW can have the first moment in bf16 that the recipe asks for at `key`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if engine.exp_avg_dtype == "fp32":
+        return
+    missing = [
+        what
+        for what, there in (
+            ("a model in bf16", dtype == torch.bfloat16),
+            ("distributed_optimizer", engine.distributed_optimizer),
+            ("Transformer Engine, whose AdamW has it", te_version() is not None),
+        )
+        if not there
+    ]
+    if missing:
+        raise ConfigError(
+            f"a first moment in bf16 takes {' and '.join(missing)}", where=key, found="bf16", fix=f"set {key}=fp32"
+        )
+
+
+def holds_masters(part: MegatronOptimizer) -> bool:
+    """Tell whether the float32 masters are state of the inner optimizer, which reads gradients beside parameters."""
+    return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+
+
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers inside a chained one that hold parameters on this rank (dense, experts)."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -103,4 +148,4 @@ def clip(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
     """Scale the ready gradients so that their global norm, which is `norm`, is at most `limit`; 0 turns it off."""
     if limit > 0:
         for part in parts(optimizer):
-            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=limit, total_norm=norm)
+            clip_grad_by_total_norm_fp32(part.get_parameters(), limit, norm, holds_masters(part))

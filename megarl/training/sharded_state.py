@@ -25,7 +25,7 @@ from megarl.models.lora import local_adapters
 from megarl.models.weights.adapters import adapter_tensors
 from megarl.offload_schedule import OPTIMIZER, PARAMETERS
 from megarl.training.checksums import few
-from megarl.training.optimizer import parts
+from megarl.training.optimizer import holds_masters, parts
 from megarl.training.shards import CheckpointError, Index, Snapshot, fill, foreign
 from megarl.training.tensor_slices import SlicePlace, TensorSlice, places_of, slices_of
 
@@ -153,7 +153,9 @@ def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]
         sharded = _tensors_only(chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}))
         add_prefix_for_sharding(sharded, f"{name}.")
         for key, value in chunk.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor) and (engine.lora is None or (value.requires_grad and not is_adapter(key))):
+            if key.endswith("_extra_state") or not isinstance(value, Tensor):
+                continue  # of Transformer Engine's modules, see `_tensors_only`
+            if engine.lora is None or (value.requires_grad and not is_adapter(key)):
                 replica = sharded[key].replica_id
                 *in_model, in_data = replica if isinstance(replica, tuple) else (replica,)
                 yield _Copy(places_of(sharded[key]), not any(in_model), in_data == 0), value
@@ -222,9 +224,10 @@ def _owned_pieces(part: DistributedOptimizer) -> Iterable[tuple[Tensor, slice, d
     """Yield each model parameter that this data-parallel rank owns a piece of, the piece of the flat parameter, its
     state."""
     for parameter, (group, place) in part.model_param_group_index_map.items():
-        main = part.optimizer.param_groups[group]["params"][place]
+        held = part.optimizer.param_groups[group]["params"][place]
+        main = part.optimizer.state[held]["master_param"] if holds_masters(part) else held.data
         piece = part._get_model_param_range_map(parameter)["param"]
-        yield parameter, slice(piece.start, piece.end), {_MASTER: main.data, **_moments(part, main)}
+        yield parameter, slice(piece.start, piece.end), {_MASTER: main, **_moments(part, held)}
 
 
 def _moments(part: Any, main: Tensor) -> dict[str, Tensor]:
@@ -240,12 +243,16 @@ def _state(part: Any) -> Iterable[tuple[Tensor, int, dict[str, Tensor]]]:
 
 def _create_state(part: Any) -> None:
     """Create the state that the first optimizer step would, so that there is something to read and to load into."""
-    if not isinstance(part.optimizer, torch.optim.AdamW):
+    if not isinstance(part.optimizer, torch.optim.AdamW) and not holds_masters(part):
         part.init_state_fn(part.optimizer, part.config)
         return
     for group in part.param_groups:
         for parameter in group["params"]:
-            if not part.optimizer.state[parameter]:
+            if part.optimizer.state[parameter]:
+                continue
+            if holds_masters(part):  # Megatron's function for it lacks an argument of Transformer Engine's
+                part.optimizer.initialize_state(parameter, store_param_remainders=False)
+            else:
                 part.optimizer.state[parameter].update(
                     step=torch.zeros((), dtype=torch.float32, device=parameter.device),
                     **{moment: torch.zeros_like(parameter.data) for moment in MOMENTS},

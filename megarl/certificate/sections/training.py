@@ -14,6 +14,7 @@ from megarl.certificate.sections.kernels import difference
 from megarl.device import device, dist_backend
 
 if TYPE_CHECKING:
+    from megarl.models.layer_forms import Form
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
 
@@ -41,7 +42,16 @@ def run(found: Findings, folder: Path) -> None:
             exact = reference.outputs(batch)
         steps = [reference.step(batch) for _ in range(_STEPS)]
         for dtype in _NUMBERS:
-            train(found, model, layout, dtype, exact, steps)
+            for layers in forms(dtype):
+                train(found, model, layout, dtype, layers, exact, steps)
+
+
+def forms(dtype: torch.dtype) -> tuple[Form, ...]:
+    """Return the forms of layers to train: that of Transformer Engine too, where `auto` takes it."""
+    from megarl.config.training import EngineConfig
+    from megarl.models.layer_forms import layer_form
+
+    return ("local",) if layer_form(EngineConfig(), dtype) == "local" else ("local", "te")
 
 
 def train(
@@ -49,12 +59,13 @@ def train(
     model: str,
     layout: Layout,
     dtype: torch.dtype,
+    layers: Form,
     exact: dict[str, torch.Tensor],
     steps: list[dict[str, float]],
 ) -> None:
     """Hold an engine against the reference's numbers before training, and those of its steps."""
-    name = f"{model} {str(dtype).removeprefix('torch.')}"
-    engine, batch, limit = make_engine(model, layout, dtype), make_batch(), _NUMBERS[dtype]
+    name = f"{model} {str(dtype).removeprefix('torch.')}{'' if layers == 'local' else ' in Transformer Engine'}"
+    engine, batch, limit = make_engine(model, layout, dtype, layers=layers), make_batch(), _NUMBERS[dtype]
     elsewhere = left_on_host(engine)
     found.check(f"{name}: all on {device()}", not elsewhere, ", ".join(elsewhere[:4]))
     before = outputs(engine, batch)

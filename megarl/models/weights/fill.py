@@ -47,7 +47,7 @@ def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Pa
     """Return the plan of this process without adapters, each entry with its parameter."""
     hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
     params = {
-        (i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters() if not is_adapter(name)
+        (i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.weights().items() if not is_adapter(name)
     }
     shards = slices_for(hf, coordinate(chunks), value_head=value_head)
     planned = {(s.chunk, s.param) for s in shards}

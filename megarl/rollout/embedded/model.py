@@ -24,6 +24,7 @@ from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_referenc
 from megarl.kernels.cpu import load as load_kernels
 from megarl.models.experts import group_by_group, grouped_linear
 from megarl.models.head import head_logits
+from megarl.models.layer_forms import bias_of, layer_norms
 from megarl.models.lora import adapter_of
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 from megarl.rollout.embedded.attention import Attend, HeadNorm, RopeTables
@@ -62,7 +63,7 @@ class Recipe:
 
         An adapter is added to the weight where that is copied anyway, and to the product where it is not.
         """
-        weight, bias, adapter = linear.weight, linear.bias, adapter_of(linear)
+        weight, bias, adapter = linear.weight, bias_of(linear), adapter_of(linear)
         if adapter is None or not adapter.enabled:
             return self.linear(weight, bias)
         if self.pack_rows or self.dtype != weight.dtype:
@@ -106,8 +107,7 @@ class Layer:
         attention, mlp = module.self_attention, module.mlp
         self._heads = (config.num_query_groups // mesh.tp.size, -1, config.kv_channels)
         self._window = config.layer_windows[module.layer_number - 1] if config.layer_windows else None
-        self._attn_norm = recipe.cast(module.input_layernorm.weight)
-        self._mlp_norm = recipe.cast(module.pre_mlp_layernorm.weight)
+        self._attn_norm, self._mlp_norm = map(recipe.cast, layer_norms(module))
         self._qkv = recipe.layer(attention.linear_qkv)
         self._proj = recipe.layer(attention.linear_proj)
         weights = None

@@ -1,0 +1,136 @@
+"""The `te` form of a layer: Megatron's Transformer Engine modules. Import it only where that package is.
+
+    residual --[norm + qkv]--> q, k, v --[RoPE]--> [attention over the packed stream] --[proj]--> +
+             --[norm + gate, up]--[SwiGLU]--[down]--> +             each bracket is one call of Transformer Engine
+
+Mixtures of experts compute their experts as the `local` form does; what is around them is Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm, fused_apply_rotary_pos_emb_thd
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from transformer_engine.pytorch.ops import SwiGLU
+
+from megarl.models.attention import attend_over_ranks
+from megarl.models.config import PolicyConfig
+from megarl.models.packing import PackedSequences
+
+FINAL_NORM = TENorm
+
+
+def te_layer_spec(config: PolicyConfig, experts: ModuleSpec | None) -> ModuleSpec:
+    """Return one transformer layer; its MLP is dense, or the mixture `experts`."""
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    parts = spec.submodules
+    parts.self_attention.submodules.core_attention = TEPackedAttention
+    if experts is None:
+        parts.mlp.submodules.activation_func = FusedSwiGLU
+    else:
+        parts.mlp, parts.pre_mlp_layernorm = experts, TENorm
+        # The key that Megatron's plain layer gives this norm in checkpoints, and that a dense layer has.
+        parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    return spec
+
+
+class FusedSwiGLU(SwiGLU):
+    """Transformer Engine's SwiGLU as Megatron's MLP wants it: made from its configuration, asked for its state."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return nothing: it has no parameters."""
+        return {}
+
+
+class TEPackedAttention(TEDotProductAttention):
+    """The attention of each sequence of a packed stream to itself by Transformer Engine, with its RoPE and its context
+    parallelism (keys and values go round the ranks).
+
+    What its kernels do not compute goes to `models.attention`: streams in which some tokens see what comes after them
+    and others not, and sliding windows under context parallelism.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        assert pg_collection is not None, "Megatron's transformer layer passes its groups"
+        assert softmax_scale is not None, "models.config sets it for this form"
+        super().__init__(
+            config,
+            layer_number,
+            attn_mask_type,
+            attention_type,
+            attention_dropout,
+            softmax_scale,
+            cp_comm_type=cp_comm_type or "p2p",
+            pg_collection=pg_collection,
+        )
+        self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
+        self.scale, self.ranks = softmax_scale, pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        num_splits: int | None = None,
+    ) -> torch.Tensor:
+        """Return the context [t, 1, heads * d] of `query` [t, 1, heads, d] and `key`, `value` [t, 1, groups, d], before
+        RoPE."""
+        packed = packed_seq_params
+        assert isinstance(packed, PackedSequences), "PolicyModel has checked it"
+        angles, at = packed.cache["angles"], (packed.cp_size, packed.cp_rank)
+        q, k = (fused_apply_rotary_pos_emb_thd(x.squeeze(1), packed.cu_seqlens_q, angles, *at) for x in (query, key))
+        v = value.squeeze(1)
+        window = self.window if self.window and self.window < packed.max_seqlen_q else None
+        mixed = any(packed.open_from) or (window is not None and bool(packed.open_from))
+        if mixed or (window is not None and packed.cp_size > 1):
+            out = attend_over_ranks(q, k, v, packed, self.scale, window, self.ranks)
+        else:
+            self.window_size = None if window is None else (window - 1, 0)
+            mask = AttnMaskType.no_mask if packed.open_from else AttnMaskType.causal
+            out = super().forward(q, k, v, None, mask, packed_seq_params=_for_kernels(packed))
+        return out.reshape(len(q), 1, -1)
+
+
+def _for_kernels(packed: PackedSequences) -> PackedSeqParams:
+    """Return the layout of a stream as Transformer Engine takes it; made once for all layers."""
+    if "te" not in packed.cache:
+        cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        padded = cu if packed.cp_size > 1 else None  # there is no padding between sequences but what `lengths` count
+        packed.cache["te"] = PackedSeqParams("thd", cu, cu, padded, padded, longest, longest)
+    return packed.cache["te"]
+
+
+def add_into_main_grad(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let the backward pass of Transformer Engine's layers add weight gradients to Megatron's float32 buffers at once,
+    in the matrix product. The chunks have been given their buffers."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            # Megatron's configuration has a switch for it, which its own layers (the head) refuse without Apex.
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010 (a module of another package)
