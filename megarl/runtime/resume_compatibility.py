@@ -56,7 +56,7 @@ def _model_path(before: Plain, now: Plain) -> Effect:
 
 def _init_seed(before: Plain, now: Plain) -> Effect:
     drawn = _at(now, "model.lora") not in (None, _MISSING) and _at(now, "model.path") is None
-    return FIXED if drawn else f"not used: {WEIGHTS}"  # adapters alone are in the checkpoint
+    return FIXED if drawn else f"not used: {WEIGHTS}"  # the checkpoint has only adapters
 
 
 def _staleness(before: Plain, now: Plain) -> Effect:
