@@ -24,6 +24,8 @@ class Stream:
         return Event()
 
     def synchronize(self) -> None: ...
+    def is_capturing(self) -> bool:
+        return False
 
 
 class Event:
@@ -38,6 +40,7 @@ class Event:
 def replace(seen: Any, graph: type, capture: type) -> None:
     """`torch.cuda` of one device."""
     cuda, stream, generator = torch.cuda, Stream(), torch.Generator()
+    stream.is_capturing = lambda: seen.graph is not None
 
     # A function of its own for every name: the compiler of torch 2.11 keeps a table by function, and refuses doubles.
     def nothing() -> Any:
@@ -77,6 +80,7 @@ def replace(seen: Any, graph: type, capture: type) -> None:
             "graph": capture,
         },
         cuda.random: states(),
+        torch.accelerator: {"current_stream": lambda *_: stream},  # where optimizers of torch 2.14 look for a capture
     }.items():
         for name, value in found.items():
             setattr(module, name, value)
