@@ -84,6 +84,17 @@ def test_a_merged_weight_is_the_sum_and_loads_in_again(exported, tmp_path):
     assert (tmp_path / "converted/model.safetensors").read_bytes() == (merged / "model.safetensors").read_bytes()
 
 
+def test_servers_are_sent_merged_weights(exported):
+    from megarl.models.weights.files import CheckpointReader
+    from megarl.sync.source import Pieces
+
+    base, _, merged = exported
+    sent, want = Pieces(adapted(base)), CheckpointReader(merged)
+    assert {name for name, _ in sent} == set(want.names())
+    for (name, box), tensor in sent.items():
+        assert torch.equal(tensor, want.read(name, box)), name
+
+
 def test_peft_computes_what_the_merged_model_does(exported):
     peft = pytest.importorskip("peft", reason="PEFT is not installed: the formula is tested above")
     base, adapter, merged = exported
