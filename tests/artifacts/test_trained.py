@@ -46,7 +46,12 @@ def test_the_exported_models_come_first(run_dir: Path) -> None:
     save(run_dir, 3, 6, best=3)
     export(run_dir, Exported(LAST, 6, "last"), Exported(BEST, 3, "best"))
     settings, what = overrides_for_model(run_dir, "best")
-    assert settings == [f"model.path={run_dir / 'hf_best'}", "model.hf_config=null", "trainer.resume=auto"]
+    assert settings == [
+        f"model.path={run_dir / 'hf_best'}",
+        "model.hf_config=null",
+        "model.lora=null",
+        "trainer.resume=auto",
+    ]
     assert what.endswith("hf_best (best, step 3)")
     assert overrides_for_model(run_dir, "last")[1].endswith("hf (last, step 6)")
 
