@@ -91,6 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
     plan_truth.add_arguments(bench)
     bench.set_defaults(run=_bench)
     _add_formulas(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command that looks at an installation, with its checks."""
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
     doctor.add_argument("--clean", action="store_true", help="remove what killed processes left in /tmp and /dev/shm")
     doctor.set_defaults(run=_doctor)
@@ -104,7 +110,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     certificate.add_arguments(gpu)
     gpu.set_defaults(run=certificate.run)
-    return parser
 
 
 def _add_formulas(commands: argparse._SubParsersAction[Parser]) -> None:

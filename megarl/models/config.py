@@ -67,7 +67,22 @@ def transformer_config(
         needs_local = "a model of images and text, whose positions have three numbers,"
     form = layer_form(engine, dtype, where, needs_local)
     refuse_fp8(hf, parallel, engine, where)
-    fields: dict[str, Any] = {
+    fields = {**_model_fields(hf, dtype), "lora": lora, "layers": form}
+    if form == "te":
+        fields["softmax_scale"] = head_dim(hf) ** -0.5 * Rope(hf).scale ** 2
+    fields |= _parallel_fields(parallel) | _moe_fields(hf, parallel) | _recompute_fields(engine) | _fp8_fields(engine)
+    # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
+    fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
+    config = PolicyConfig(**fields)
+    if num_experts(hf) is not None:
+        # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks: of one expert the
+        # renormalised probability is 1 and the router gets no gradient, as in transformers, and Megatron refuses that.
+        config.moe_router_pre_softmax = not normalizes_experts(hf)
+    return config
+
+
+def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
         "num_attention_heads": hf.num_attention_heads,
@@ -85,8 +100,6 @@ def transformer_config(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "layer_windows": layer_windows(hf),
-        "lora": lora,
-        "layers": form,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -104,17 +117,6 @@ def transformer_config(
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
     }
-    if form == "te":
-        fields["softmax_scale"] = head_dim(hf) ** -0.5 * Rope(hf).scale ** 2
-    fields |= _parallel_fields(parallel) | _moe_fields(hf, parallel) | _recompute_fields(engine) | _fp8_fields(engine)
-    # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
-    fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
-    config = PolicyConfig(**fields)
-    if num_experts(hf) is not None:
-        # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks: of one expert the
-        # renormalised probability is 1 and the router gets no gradient, as in transformers, and Megatron refuses that.
-        config.moe_router_pre_softmax = not normalizes_experts(hf)
-    return config
 
 
 def _parallel_fields(parallel: ParallelConfig) -> dict[str, Any]:
