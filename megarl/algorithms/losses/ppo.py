@@ -60,7 +60,10 @@ def clipped_surrogate(
     """Return the token loss, which tokens the clip stopped, and which the dual clip (None without one)."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    loss, clipped = torch.maximum(plain, bounded), bounded > plain
+    clipped = bounded > plain
+    loss = torch.where(
+        clipped, bounded, plain
+    )  # at the bound all of the gradient, which torch 2.14's clamp drops there
     if cfg.dual_clip is None:
         return loss, clipped, None
     ceiling = -advantages * cfg.dual_clip
