@@ -184,9 +184,7 @@ class ImageSet:
 
 
 def image_sets(samples: Batch) -> list[ImageSet | None]:
-    """Return the images of each sample; None: it has none."""
-    if GRIDS not in samples:
-        return [None] * len(samples)
+    """Return the images of each sample, which has the fields of images; None: it has none."""
     parts = zip(*(samples[name].to("cpu").unbind() for name in (PATCHES, GRIDS, DIGESTS)), strict=True)
     return [
         _image_set(patches, grids.tolist(), digests.tolist()) if len(grids) else None

@@ -52,7 +52,8 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
     """Groups of `n` samples of `prompts`, under these numbers."""
     columns = ("prompt_text", "answer", "data_source", "row")
     told = zip(*(prompts[name] for name in columns), strict=True) if c.config.has_turns else repeat(None)
-    given = zip(prompts["prompt_ids"].unbind(), prompts["uid"], image_sets(prompts), strict=True)
+    sets = repeat(None, len(prompts)) if c.config.data.image_key is None else image_sets(prompts)
+    given = zip(prompts["prompt_ids"].unbind(), prompts["uid"], sets, strict=True)
     for number, (ids, uid, images), about in zip(numbers, given, told, strict=False):
         seeds = [partial(c.seeds.sample, uid, sample) for sample in range(n)]
         if about is None:

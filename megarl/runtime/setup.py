@@ -313,7 +313,7 @@ def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig) -> Sequen
         return TEXT
     from megarl.training.vlm_sequences import ImageLayout
 
-    return ImageLayout(encoder)
+    return ImageLayout(encoder, config.data.image_key is not None)
 
 
 def image_prompts(

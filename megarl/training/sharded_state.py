@@ -25,6 +25,7 @@ from megarl.models.lora import local_adapters
 from megarl.models.weights.adapters import adapter_tensors
 from megarl.offload_schedule import OPTIMIZER, PARAMETERS
 from megarl.training.checksums import few
+from megarl.training.host_memory import HostArena
 from megarl.training.optimizer import holds_masters, parts
 from megarl.training.shards import CheckpointError, Index, Snapshot, fill, foreign
 from megarl.training.tensor_slices import SlicePlace, TensorSlice, places_of, slices_of
@@ -42,8 +43,10 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
-    """Copy this rank's slices of all engines into host memory, that of the first of them."""
-    return Snapshot(_all_slices(engines, writing=True), label, next(iter(engines.values())).snapshots)
+    """Copy this rank's slices of all engines, which may be none, into host memory, that of the first of them."""
+    first = next(iter(engines.values()), None)
+    memory = HostArena() if first is None else first.snapshots
+    return Snapshot(_all_slices(engines, writing=True), label, memory)
 
 
 def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Index, steps: Mapping[str, int]) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from megarl.architectures.vision_language import VisionEncoder
 from megarl.data.batch import Batch
-from megarl.data.fields import GRIDS
 from megarl.data.image_prompts import image_sets
 from megarl.models.vlm.model import gather_images
 from megarl.models.vlm.positions import positions_of
@@ -23,9 +22,11 @@ class ImageLayout(TextLayout):
 
     Attributes:
         encoder: the model's vision encoder.
+        reads_images: samples have the fields of images; else all are text.
     """
 
     encoder: VisionEncoder
+    reads_images: bool = True
 
     def pack(self, rows: Batch) -> PackedRows:
         """See `SequenceLayout`; rows without images may be among them, or be all.
@@ -33,7 +34,7 @@ class ImageLayout(TextLayout):
         A token of a response is text, whichever it is, but for the images of an environment's answers.
         """
         packed = super().pack(rows)
-        if GRIDS not in rows:
+        if not self.reads_images or not len(rows):
             return packed
         sets = image_sets(rows)
         positions = [
