@@ -45,7 +45,7 @@ def pins() -> dict[str, str]:
 
 
 def install(folder: Path, kind: str) -> None:
-    """Make a virtual environment in `folder` and check that the server imports in it."""
+    """Make a virtual environment in `folder`; of the kind `cpu`, check that the server imports in it."""
     wanted = pins()
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = str(folder / "bin" / "python")
@@ -55,9 +55,6 @@ def install(folder: Path, kind: str) -> None:
 
     if kind == "cuda":
         pip(wanted["sglang"])
-        # The compiler of the CUDA that torch brings: with a newer one, headers of two versions would meet.
-        pip("cuda-toolkit[nvcc,cccl]")
-        lay_out_toolkit(Path(python))
     else:
         # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.
         pip(wanted["torch"])
@@ -70,9 +67,18 @@ def install(folder: Path, kind: str) -> None:
         subprocess.run([python, "-W", "ignore", "-c", code], check=True, env={"SGLANG_USE_CPU_ENGINE": "1"})
 
 
+def add_toolkit(python: Path) -> None:
+    """Give the interpreter a compiler of the CUDA that its torch brings, where it has none: with a newer one, headers
+    of two versions would meet."""
+    if not (own_toolkit(python) / "bin/nvcc").is_file():
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "cuda-toolkit[nvcc,cccl]"], check=True)
+        lay_out_toolkit(python)
+
+
 def lay_out_toolkit(python: Path) -> None:
     """Link compiler, headers and libraries of the CUDA wheels into a folder that has the form of a toolkit's."""
     home = own_toolkit(python)
+    shutil.rmtree(home, ignore_errors=True)
     for wheels in (site / "nvidia" / f"cu{MAJOR}" for site in site_folders(python)):
         if not (wheels / "bin/nvcc").is_file():
             continue
@@ -133,6 +139,7 @@ def main() -> None:
         if kind == "cuda":
             python, trainer = folder / "bin" / "python", Path(sys.executable)
             agree_on_nccl(python, trainer)
+            add_toolkit(python)
             for note in advice(python, trainer):
                 print(f"warning: {note}", file=sys.stderr)
     print(folder / "bin" / "python")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,11 @@ from megarl.artifacts.jsonl import read_jsonl
 
 class Skipped(Exception):
     """A section, or a part of it, cannot run here; the message says why."""
+
+
+def worst(errors: Iterable[float]) -> float:
+    """Return the largest of these errors; NaN, which `max` may pass over, counts as larger than any number."""
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 class Findings:

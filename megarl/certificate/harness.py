@@ -31,6 +31,7 @@ from megarl.machine import visible_gpus
 from megarl.processes import ending, has_nvidia_device, write_atomically
 
 Status = Literal["passed", "failed", "skipped"]
+_SECTION_OF = "MEGARL_SECTION_OF"  # a variable of all processes of a section: its folder
 _GRACE_S = 20.0  # for a section that is asked to end, which ends what it has started
 _PACKAGES = (
     *("megarl", "torch", "triton", "megatron-core", "transformers", "transformer-engine", "flash-attn", "liger-kernel"),
@@ -112,7 +113,8 @@ def certify(
     machine, results = machine_key(), []
     for one in sections:
         kept = read_result(folder / one.name)
-        if kept is not None and kept.status == "passed" and kept.machine == machine and not again:
+        same = kept is not None and kept.machine == machine and not machine["commit"].endswith("+")
+        if kept is not None and same and kept.status == "passed" and not again:
             tell(f"{one.name:<14} passed before, {kept.seconds:.0f} s")
             results.append(kept)
             continue
@@ -141,14 +143,19 @@ def run_section(section: Section, folder: Path, machine: dict[str, Any]) -> Resu
     began = time.monotonic()
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, _SECTION_OF: str(folder)},
         )
         try:
             code: int | None = process.wait(deadline)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            end_family(process)
+            end_family(process, folder)
     findings = read_findings(folder / "findings.jsonl")
     status, reason = verdict(findings, code, deadline)
     result = Result(section.name, status, reason, round(time.monotonic() - began, 1), findings, machine)
@@ -171,11 +178,19 @@ def verdict(findings: Sequence[dict[str, Any]], code: int | None, deadline_s: fl
     return ("passed" if done or figures else "skipped"), "; ".join(skips)
 
 
-def end_family(process: subprocess.Popen[bytes]) -> None:
-    """End a section's process with all that it has started, also in sessions of their own; wait until they are gone."""
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid).children(recursive=True)
+def _section_of(process: psutil.Process) -> str | None:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get(_SECTION_OF)
+    return None
+
+
+def end_family(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End a section's process with all that it has started, also in sessions of their own; wait until they are gone.
+
+    They are known by a variable of their environment, which says the section's `folder`: a process that died has no
+    children any more.
+    """
+    family = [one for one in psutil.process_iter() if one.pid != process.pid and _section_of(one) == str(folder)]
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

@@ -49,8 +49,18 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     aligned = all(size * x.element_size() % _ALIGNED == 0 for size in weight.shape[1:])
     if len(x) and aligned and x.dtype != torch.float64:
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        transposed = weight.transpose(1, 2)
+        if transposed.requires_grad and _leaves_gradients_undefined(weight.device):
+            empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+            transposed.register_hook(lambda grad: grad.masked_fill(empty[:, None, None], 0))
+        return F.grouped_mm(x, transposed, offs=ends)
     return group_by_group([partial(F.linear, weight=each) for each in weight], x, ends)
+
+
+def _leaves_gradients_undefined(place: torch.device) -> bool:
+    """Tell whether torch's kernel may leave the gradient of a group without rows undefined: on compute capability 10
+    (pytorch/pytorch#172439)."""
+    return place.type == "cuda" and torch.cuda.get_device_capability(place)[0] == 10
 
 
 def group_by_group(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, ends: Tensor) -> Tensor:

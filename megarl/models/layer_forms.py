@@ -75,7 +75,7 @@ def layer_form(
             where=key,
             found=found,
             allowed=f"transformer-engine from {TE_SINCE} on and below {TE_BELOW}, as this megatron-core works with",
-            fix=f"pip install --no-build-isolation -c constraints-gpu.txt '.[te]' in megarl's source, {other}",
+            fix=f"pip install --no-build-isolation -c constraints-gpu.txt -e '.[te]' in megarl's source, {other}",
         )
     refuse_device(key, found, dtype)
     return "te"

@@ -6,6 +6,7 @@ that a block is kept for the next use of the same kind.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import weakref
@@ -52,8 +53,9 @@ class HostArena:
     def _locked(self, nbytes: int) -> Tensor:
         if self._block.nbytes < nbytes:
             self.close()
-            pages = mmap.mmap(-1, nbytes)
-            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages are locked faster
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without huge pages, of which fewer are locked faster
+                pages.madvise(mmap.MADV_HUGEPAGE)
             block = torch.frombuffer(pages, dtype=torch.uint8)
             runtime = torch.cuda.cudart()
             code = int(runtime.cudaHostRegister(block.data_ptr(), nbytes, 0))

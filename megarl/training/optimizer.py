@@ -12,7 +12,7 @@ from megarl.compat import megatron as compat
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
-from megarl.models.layer_forms import te_version
+from megarl.models.layer_forms import te_problem
 
 compat.install()
 
@@ -123,7 +123,7 @@ def refuse_short_moment(engine: EngineConfig, dtype: torch.dtype, key: str) -> N
         for what, there in (
             ("a model in bf16", dtype == torch.bfloat16),
             ("distributed_optimizer", engine.distributed_optimizer),
-            ("Transformer Engine, whose AdamW has it", te_version() is not None),
+            ("Transformer Engine, whose AdamW has it", te_problem() is None),
         )
         if not there
     ]

@@ -41,5 +41,11 @@ def hangs(found: Findings, folder: Path) -> None:
     time.sleep(600)
 
 
+def dies_with_a_child(found: Findings, folder: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    (folder.parent / "child").write_text(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def is_skipped(found: Findings, folder: Path) -> None:
     raise Skipped("no GPU")

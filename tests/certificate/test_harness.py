@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from megarl.certificate import catalogue
+from megarl.certificate import catalogue, harness
 from megarl.certificate.command import chosen
+from megarl.certificate.findings import worst
 from megarl.certificate.harness import Section, certify, read_result
 from megarl.certificate.report import bug_report, page, write_reports
 from megarl.cli import main
@@ -25,6 +27,12 @@ def section(run: Any, deadline_s: float = 60.0) -> Section:
 def one(run: Any, folder: Path, **limits: float) -> Any:
     (result,) = certify([section(run, **limits)], folder, tell=lambda line: None)
     return result
+
+
+@pytest.fixture(autouse=True)
+def _commit(monkeypatch):
+    """A tree without changes: of one with changes nothing is kept."""
+    monkeypatch.setattr(harness, "commit_now", lambda: ("abc", False))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +67,19 @@ def test_what_has_passed_is_kept_and_what_failed_is_run_again(tmp_path):
         assert [one.status for one in results] == ["passed", "failed"]
     assert (tmp_path / "runs").read_text() == "xx"
     assert sum("a section that fails" in line for line in told) == 3
+
+
+def test_nothing_is_kept_of_a_tree_with_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "commit_now", lambda: ("abc", True))
+    for _ in range(2):
+        certify([section(planted.passes)], tmp_path, tell=lambda line: None)
+    assert (tmp_path / "runs").read_text() == "xx"
+
+
+def test_a_section_that_dies_leaves_nothing_running(tmp_path):
+    one(planted.dies_with_a_child, tmp_path)
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_result_of_another_machine_is_not_kept(tmp_path):
@@ -115,3 +136,8 @@ def test_the_command_reports_what_ran_and_what_was_kept(tmp_path, monkeypatch, c
     assert "failed       two: nan, at most 1" in (tmp_path / "fails" / "bug.txt").read_text()
     saved = json.loads((tmp_path / "certificate.json").read_text())["sections"]
     assert [one["section"] for one in saved] == ["passes", "fails"]
+
+
+def test_nan_is_the_worst_of_errors():
+    assert math.isnan(worst([0.1, math.nan, 0.2]))
+    assert worst([0.1, math.inf, 0.2]) == math.inf

@@ -1,6 +1,6 @@
 """The Triton kernels of the head against float64: on a GPU as they are, elsewhere in Triton's interpreter.
 
-make triton-env campaign-triton     # where Triton is not installed
+make triton-test     # where Triton is not installed
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.certificate.findings import Findings
+from megarl.certificate.findings import Findings, worst
 from megarl.device import device, has_cuda
 
 #: Norm of the difference over the norm of the result. bf16 keeps 8 bits: an element is off by up to 4e-3, and
@@ -31,8 +32,8 @@ def run(found: Findings, folder: Path) -> None:
     for dtype, limit in LIMITS.items():
         name = str(dtype).removeprefix("torch.")
         for window in (None, 64):
-            worst = max(_attention(lengths, dtype, window) for lengths in _LENGTHS)
-            found.within(f"attention {name}{f', window {window}' if window else ''}", worst, limit)
+            largest = worst(_attention(lengths, dtype, window) for lengths in _LENGTHS)
+            found.within(f"attention {name}{f', window {window}' if window else ''}", largest, limit)
         for ranks in (2, 4):
             name_of = f"attention {name}, shared by {ranks} context-parallel ranks"
             found.within(name_of, _shared_attention([40, 512, 8], dtype, ranks), limit)
@@ -47,6 +48,11 @@ def difference(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
     """Return the norm of the difference over that of `wanted`, in float64; `floor` is added to the latter."""
     wanted = wanted.detach().double()
     return float((got.detach().double() - wanted).norm() / (wanted.norm() + floor))
+
+
+def _difference_of(got: Tensor | None, wanted: Tensor | None, floor: float = 0.0) -> float:
+    """Return `difference`; a missing result or gradient is infinitely far away."""
+    return math.inf if got is None or wanted is None else difference(got, wanted, floor)
 
 
 def _attention(lengths: Sequence[int], dtype: torch.dtype, window: int | None) -> float:
@@ -68,7 +74,7 @@ def _attention(lengths: Sequence[int], dtype: torch.dtype, window: int | None) -
     wanted.backward(upstream.double())
     floor = _NOTHING * float(upstream.double().norm())
     pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(inputs, exact, strict=True))]
-    return max(difference(got, want, floor) for got, want in pairs if got is not None and want is not None)
+    return worst(_difference_of(got, want, floor) for got, want in pairs)
 
 
 def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) -> float:
@@ -141,7 +147,7 @@ def _with_gradients(ours: Callable[..., Tensor], exact: Callable[..., Tensor], i
     out.backward(upstream)
     wanted.backward(upstream.double())
     pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]
-    return max(difference(got, want) for got, want in pairs if got is not None and want is not None)
+    return worst(_difference_of(got, want) for got, want in pairs)
 
 
 def _norm(dtype: torch.dtype) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.certificate.findings import Findings
+from megarl.certificate.findings import Findings, worst
 from megarl.certificate.models import make_batch, make_engine, outputs, step
 from megarl.certificate.runs import gpu_count
 from megarl.config.load import find_recipe, load_config
@@ -46,9 +46,9 @@ def differences(expected: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[s
         found = {name: row for rank in ranks for name, row in rank["samples"][what].items()}
         same = found.keys() == rows.keys() and all(len(found[name]) == len(row) for name, row in rows.items())
         pairs = [(a, b) for name, row in rows.items() for a, b in zip(row, found[name], strict=True)] if same else []
-        errors[what] = max(abs(a - b) for a, b in pairs) if same else float("inf")
+        errors[what] = worst(abs(a - b) for a, b in pairs) if same else float("inf")
     for what in expected["steps"][0]:
-        errors[what] = max(
+        errors[what] = worst(
             abs(ours[what] - theirs[what]) / max(abs(theirs[what]), 1.0)
             for rank in ranks
             for ours, theirs in zip(rank["steps"], expected["steps"], strict=True)

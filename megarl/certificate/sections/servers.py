@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.certificate.findings import Findings, Skipped
+from megarl.certificate.findings import Findings, Skipped, worst
 from megarl.certificate.runs import gpu_count, sizes_of
 from megarl.compat.sglang import find_python
 from megarl.config.load import find_recipe, load_config
@@ -103,7 +103,7 @@ def _check(found: Findings, name: str, ranks: Sequence[dict[str, Any]]) -> None:
     found.check(f"{name}: checksums of all tensors", min(verified) > 0, f"{verified} tensors compared")
     crossing = ranks[0]["crossings"]
     found.check(f"{name}: colocated servers are fed from their own GPUs", not crossing, "; ".join(crossing))
-    gap = max(rank["gap"] for rank in ranks)
+    gap = worst(rank["gap"] for rank in ranks)
     found.within(f"{name}: log-probs of servers and trainer", gap, _LIMITS[ranks[0]["dtype"]])
     versions = {version for rank in ranks for version in rank["versions"]}
     found.check(f"{name}: samples are of the newest weights", versions == {_UPDATES}, f"versions {sorted(versions)}")
