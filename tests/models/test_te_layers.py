@@ -287,7 +287,7 @@ def test_the_first_moment_may_be_in_bf16(tmp_path):
     ],
 )
 def test_a_moment_in_bf16_that_cannot_be_is_an_error_at_its_key(monkeypatch, dtype, settings, missing):
-    monkeypatch.setattr(optimizer, "te_version", lambda: None)
+    monkeypatch.setattr(optimizer, "te_problem", lambda: "it is not installed")
     with pytest.raises(ConfigError, match=rf"actor\.engine\.exp_avg_dtype: .* takes {missing}"):
         optimizer.refuse_short_moment(
             EngineConfig(exp_avg_dtype="bf16", **settings), dtype, "actor.engine.exp_avg_dtype"
