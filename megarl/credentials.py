@@ -24,9 +24,8 @@ def _userinfo(ends: str) -> re.Pattern[str]:
     A database's password may contain `/`, `?` and `#` unescaped; a path with an @ before it begins with a slash.
     """
     database = rf"(?<!http://)(?<!https://)(?!\*\*\*@)[^/:{ends}]*:[^@{ends}]*(?:@[^?{ends}]*)?"
-    return re.compile(
-        rf"(?P<scheme>[A-Za-z][\w+.-]*://)(?P<userinfo>{database}|[^/?#{ends}]+)@", re.ASCII | re.IGNORECASE
-    )
+    scheme = r"[A-Za-z][\w+.-]{0,30}://"  # bounded: a long text of such letters would take the square of its length
+    return re.compile(rf"(?P<scheme>{scheme})(?P<userinfo>{database}|[^/?#{ends}]+)@", re.ASCII | re.IGNORECASE)
 
 
 _IN_TEXT, _WHOLE = _userinfo(r"\s'\""), _userinfo("")

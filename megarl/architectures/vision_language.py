@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megarl.errors import ConfigError
 
 #: Model types and the architecture of their decoders.
-DECODERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+DECODERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 
 
 class Prefixes(NamedTuple):
@@ -43,9 +43,8 @@ _DECODER_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
     },
     "qwen3_vl": {"max_position_embeddings": 128000, "rope_theta": 5e5},
-    "qwen3_vl_moe": {"max_position_embeddings": 128000, "rope_theta": 5e5, "num_experts": 60},
 }
-_SECTIONS = {"qwen2_5_vl": (16, 24, 24)}  # of the others: 24, 20, 20
+_SECTIONS = {"qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
 _OF_POSITIONS = ("mrope_section", "mrope_interleaved")
 _SIZES: dict[str, dict[str, int]] = {
     "qwen2_5_vl": {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14},
@@ -238,7 +237,7 @@ def _sections(raw: Mapping[str, Any], hidden: int, where: str) -> tuple[int, int
     """Return how many rotation frequencies go by each number of a position."""
     kind, text = str(raw["model_type"]), _text(raw)
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    found = tuple(rope.get("mrope_section") or _SECTIONS.get(kind, (24, 20, 20)))
+    found = tuple(rope.get("mrope_section") or _SECTIONS[kind])
     head = text.get("head_dim") or (hidden // text["num_attention_heads"] if kind == "qwen2_5_vl" else 128)
     if len(found) != 3 or sum(found) != head // 2:
         raise ConfigError(

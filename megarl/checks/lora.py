@@ -28,14 +28,26 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
             allowed="null",
             fix="remove model.lora: all weights of a robot's policy are trained",
         )
-    if lora.dropout and config.actor.parallel.tp > 1:
+    for role in ("actor", "critic"):
+        tp = config.parallel_of(role).tp
+        if lora.dropout and tp > 1:
+            checks.fail(
+                _NAME,
+                "model.lora.dropout",
+                "tensor-parallel ranks would drop different parts of one input",
+                found=f"{lora.dropout:g} with {role}.parallel.tp={tp}",
+                allowed="0 with tp above 1",
+                fix=f"set model.lora.dropout=0, or {role}.parallel.tp=1",
+            )
+            break
+    if facts is not None and facts.encoder is not None:
         checks.fail(
             _NAME,
-            "model.lora.dropout",
-            "tensor-parallel ranks would drop different parts of one input",
-            found=f"{lora.dropout:g} with actor.parallel.tp={config.actor.parallel.tp}",
-            allowed="0 with tp above 1",
-            fix="set model.lora.dropout=0, or actor.parallel.tp=1",
+            "model.lora",
+            "adapters of vision-language models were not tried against PEFT",
+            found=facts.encoder.model_type,
+            allowed="a model of text",
+            fix="remove model.lora, or take a model of text",
         )
     if placement is not None:
         _check_critic(config, placement, checks)

@@ -237,11 +237,11 @@ KEYS: dict[str, str] = {
     "report_to": _MLFLOW,
     "trainer.logger": _MLFLOW,
 }
-_LORA = "there are no adapters (LoRA, QLoRA, DoRA) here: all weights are trained"
+_LORA = "adapters are in section model.lora: rank, alpha, dropout, targets"
 _QUANTISED = "there is no training of quantised weights here; model.dtype is fp32 or bf16"
 _WANDB = "there is no W&B here; MLflow is (tracking.mlflow), and report.html in the run folder"
 _SHARDS = "there is no FSDP or DeepSpeed here: Megatron's layouts are (actor.parallel, actor.engine)"
-_PICTURES = "there is no reinforcement learning of vision-language models here, but of robot policies (robot)"
+_PICTURES = "images of prompts are named by data.image_key, with data.image_dir, min_pixels, max_pixels, limit_images"
 _REFERENCE = "the reference is frozen here (reference.path)"
 _REWARD_MODEL = "there is no reward model in the run here; a reward function may ask a server for scores (reward.name)"
 _ALWAYS = "this is always so here, and there is no key for it"

@@ -159,9 +159,16 @@ class ImagePrompts:
     def fields(self, rows: Sequence[Row], prompts: Sequence[Tensor]) -> dict[str, Jagged]:
         """Return the fields of prompts, of these tokens, with these rows' images."""
         images, starts = [self.patches(row) for row in rows], list[list[int]]()
-        for own, tokens in zip(images, prompts, strict=True):
+        for own, tokens, row in zip(images, prompts, rows, strict=True):
             places = (tokens == self.token).nonzero()[:, 0].tolist()
             counts = [len(image.values) // self.settings.merge**2 for image in own]
+            if sum(counts) != len(places):
+                raise DataError(
+                    "an image has another size than when the prompts were read",
+                    where=self._where(row),
+                    found=f"{sum(counts)} features for {len(places)} tokens",
+                    fix="leave image files as they are during a run",
+                )
             starts.append([places[sum(counts[:number])] for number in range(len(own))])
         return image_fields(images, starts, self.settings)
 

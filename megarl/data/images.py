@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 #: Most pixels of a file's image: more is a mistake, or an attack by a small file of many pixels.
 MOST_PIXELS = 100_000_000
 _LEAST_SIDE, _MOST_RATIO = 2, 200
+_LONGEST_PATH = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5  # Exif: from 5 on width and height change places
 _DATA_URL = "data:image/"
@@ -86,8 +87,11 @@ def open_image(value: Any, folder: Path | None, where: str) -> Image:
 
 def image_size(value: Any, folder: Path | None, where: str) -> tuple[int, int]:
     """Return height and width of an image, of which only the first bytes are read. Errors as `open_image`."""
+    from PIL import Image
+
     with _reading(value, folder, where) as (image, _):
-        turned = image.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
+        # The class of PNG files would decode all pixels to look for an entry after them.
+        turned = Image.Image.getexif(image).get(_ORIENTATION, 1) >= _FIRST_TURNED
         return (image.width, image.height) if turned else (image.height, image.width)
 
 
@@ -106,7 +110,7 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
     if isinstance(value, str) and value.startswith(_DATA_URL):
         value = _decoded(value, where)
     if isinstance(value, str):
-        file = Path(value).expanduser()
+        file = _path(value, where)
         file = file if folder is None or file.is_absolute() else folder / file
         source, where = _opened(file, where), f"{where}: {file}"
     elif isinstance(value, bytes):
@@ -129,7 +133,7 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
             found = source.read(16)
             raise DataError("not an image", where=where, found=found, allowed=", ".join(_FORMATS)) from error
     _check_size(image, where)
-    frames = getattr(image, "n_frames", 1)
+    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)  # a phone's JPEG has previews
     if frames > 1:
         raise DataError(
             "the image has several frames",
@@ -204,6 +208,21 @@ def _decoded(url: str, where: str) -> bytes:
     except (ValueError, binascii.Error) as error:
         raise DataError(
             "not an image in a URL", where=where, found=url[:60], allowed="data:image/png;base64,..."
+        ) from error
+
+
+def _path(text: str, where: str) -> Path:
+    try:
+        if len(text) > _LONGEST_PATH or "\0" in text:
+            raise ValueError("too long, or with a zero")
+        return Path(text).expanduser()
+    except (ValueError, RuntimeError) as error:  # a home that nobody has
+        raise DataError(
+            f"not the path of an image: {error}",
+            where=where,
+            found=text[:60],
+            allowed=FORMS,
+            fix="base64 needs data:image/png;base64, before it",
         ) from error
 
 

@@ -127,7 +127,7 @@ class PromptDataset:
             "data_source": row.get("data_source") == _data_source(row),
         }
         if self._images is not None:
-            held[self._images.key.partition(".")[0]] = True  # its values cannot be sent, and rewards get the images
+            held[self._images.key.partition(".")[0]] = True  # its values cannot be sent
         held["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
         return {name: value for name, value in row.items() if not held.get(name, False)}
 

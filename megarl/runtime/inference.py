@@ -11,6 +11,7 @@ from megarl.artifacts.lock import refuse_if_taken
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.offload_schedule import ACTOR
+from megarl.runtime.frozen_models import check_base
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_rank_state
@@ -77,6 +78,8 @@ def _restore(c: RankState) -> None:
     resume = c.config.trainer.resume
     if resume not in ("auto", "never"):
         with phase("resume"), c.offload.phase("restore", ACTOR):
+            if c.config.model.lora is not None:
+                check_base(Path(resume), c.config.model.path, c.layout.world)
             c.context.step, _ = load(Path(resume), {ACTOR: c.actor.engine})
         set_step(c.context.step)
     open_rollout(c)

@@ -14,6 +14,7 @@ from megarl.algorithms.kl import KLController
 from megarl.architectures.vision_language import DECODERS
 from megarl.comm import team_world
 from megarl.config.base import raise_problems
+from megarl.config.images import image_problems
 from megarl.config.run import RunConfig
 from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
@@ -97,6 +98,8 @@ def build_rank_state(
             check_trainable(hf_config, config.model.path or "model.hf_config")
         if team.others and any(moe_layers(hf_config)):  # a model on the hub is known now at the earliest
             raise_problems(experts_problems(config))
+        if encoder_of(hf_config) is not None:
+            raise_problems(image_problems(config, [team.plan.parallel]))
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
         source = None
         draws = team.holds(Role.ROLLOUT)
@@ -254,11 +257,20 @@ def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
 
 
 def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str) -> None:
-    """Refuse another model (named at `key`) that has fewer embeddings than the policy can draw tokens.
+    """Refuse another model (named at `key`) that has fewer embeddings than the policy can draw tokens, or that sees no
+    images where the policy does.
 
     Raises:
-        ConfigError: names both sizes.
+        ConfigError: names both sizes, or kinds.
     """
+    if encoder_of(policy) is not None and encoder_of(model) is None:
+        raise ConfigError(
+            "the policy sees images, and this model would read their tokens as words",
+            where=key,
+            found=model.model_type,
+            allowed=f"a vision-language model: {', '.join(DECODERS)}",
+            fix="choose a model of the policy's kind",
+        )
     if model.vocab_size < policy.vocab_size:
         raise ConfigError(
             "the policy can draw tokens for which this model has no embedding",

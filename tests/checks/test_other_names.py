@@ -65,7 +65,7 @@ def test_no_key_of_this_project_is_taken_for_one_of_another():
         ("reward.function=f", "here this is reward.name"),
         ("optim.lr=1", "did you mean actor.optim.lr or "),
         ("worker.actor.global_batch_size=5", "here this is actor.mini_batch_size"),
-        ("model.use_lora=true", "there are no adapters"),
+        ("model.use_lora=true", "adapters are in section model.lora"),
         ("report_to=wandb", "here this is tracking.mlflow and tracking.mlflow_uri; there is no W&B"),
         ("actor.fsdp_config=x", "there is no FSDP"),
         ("actor.optim.beta=0.9", "did you mean actor.optim.beta1 or actor.optim.beta2?"),

@@ -94,7 +94,6 @@ class Session:
         Returns:
             Rows of the cache.
         """
-        self._shifts: Tensor | None = None
         self._stage, self._mesh, self._sampling = stage, stage.mesh, sampling
         device = stage.device
         fixed = device.type == "cuda"
@@ -119,6 +118,8 @@ class Session:
         self._state = _State(slots, idle=len(seeds), device=device)
         self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)
         self._seeds = torch.tensor([*seeds, 0], dtype=torch.int64, device=device)
+        # A graph of the decode step that was captured without shifts would be replayed for samples with images.
+        self._shifts = None if stage.encoder is None else torch.zeros_like(self._seeds)
         self._tokens = torch.zeros(len(seeds) + 1, self._width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(len(seeds) + 1, self._width, dtype=torch.float32, device=device)
         self._stops = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=device)
@@ -139,13 +140,8 @@ class Session:
 
     def _place_images(self, sample: int, tokens: int, images: ImageSet | None) -> None:
         """Keep by how much the positions of a sample differ from its places after `tokens` tokens with `images`."""
-        if images is None or self._stage.encoder is None:
-            if self._shifts is not None:
-                self._shifts[sample] = 0
-            return
-        if self._shifts is None:
-            self._shifts = torch.zeros_like(self._seeds)
-        self._shifts[sample] = next_position(tokens, images.places) - tokens
+        if self._shifts is not None:
+            self._shifts[sample] = 0 if images is None else next_position(tokens, images.places) - tokens
 
     def _slots(self, wanted: int, length: int, sessions: int) -> int:
         """Return the rows that fit into memory, the same number on all ranks of the replica."""

@@ -6,12 +6,15 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
+from megarl.data.fields import IMAGES
 from megarl.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.data.versions import VERSION_FIELDS
 from megarl.errors import MegarlError
 from megarl.runtime.stages.needs import call_fields, needed_fields
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
@@ -131,7 +134,8 @@ def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scor
 
     by_turn = c.config.has_turns
     first = samples.select([group[0] for group in group_places(samples["uid"])])
-    prompts = _given_prompts(first, "data_" if by_turn else "")
+    images = () if c.config.data.image_key is None else IMAGES
+    prompts = _given_prompts(first, "data_" if by_turn else "", images)
     greedy = c.config.rollout.sampling.model_copy(update={"n": 1, "temperature": 0.0})
     best = generate(c, rollout, prompts, greedy)
     results = collect(c, scorer, submit(scorer, best), best)
@@ -151,12 +155,14 @@ def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scor
     return samples
 
 
-def _given_prompts(samples: Batch, prefix: str) -> Batch:
-    """Return the prompts of the data, one per sample; `prefix`: of the fields that have them."""
+def _given_prompts(samples: Batch, prefix: str, images: Sequence[str]) -> Batch:
+    """Return the prompts of the data, one per sample; `prefix`: of the fields that have them; `images`: the fields of
+    their images."""
     from megarl.data.batch import Batch
 
     columns = {"prompt_text": samples[f"{prefix}prompt_text"], **{name: samples[name] for name in _OF_ROWS}}
-    return Batch({"prompt_ids": samples[f"{prefix}prompt_ids"]}, columns, size=len(samples))
+    fields = {"prompt_ids": samples[f"{prefix}prompt_ids"], **{name: samples[name] for name in images}}
+    return Batch(fields, columns, size=len(samples))
 
 
 def generate(

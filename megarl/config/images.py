@@ -1,0 +1,48 @@
+"""The settings of a recipe that cannot do with images, asked before a run and again when the model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from megarl.config.model import ParallelConfig
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+
+
+def image_problems(config: RunConfig, layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
+    """Return what keeps a vision-language model from this recipe; `layouts`: of its teams."""
+    found = []
+    if config.rollout.engine != "embedded":
+        found.append(
+            ConfigError(
+                "servers are not given images",
+                where="rollout.engine",
+                found=config.rollout.engine,
+                allowed="embedded",
+                fix="set rollout.engine to embedded",
+            )
+        )
+    if config.has_turns:
+        found.append(
+            ConfigError(
+                "episodes of an environment have no images",
+                where="env",
+                found=str(config.env["name"]),
+                allowed="no environment",
+                fix="remove the section env, or take a model of text",
+            )
+        )
+    if any(layout.cp > 1 for layout in layouts):
+        found.append(
+            ConfigError(
+                "images are not split over context-parallel ranks",
+                where="actor.parallel.cp",
+                found="above 1",
+                allowed="1",
+                fix="use tp or pp for long sequences",
+            )
+        )
+    return found
