@@ -256,24 +256,24 @@ def test_samples_of_a_killed_server_finish_on_the_other(both: Fleet) -> None:
     assert both.servers[1].state == "current"
 
 
-def test_when_all_servers_die_the_rest_is_generated_after_restart_and_catch_up(some: Fleet) -> None:
+def test_when_all_servers_die_the_rest_is_generated_after_restart_and_catch_up(both: Fleet) -> None:
     sampling = SamplingConfig(max_new_tokens=32)
-    undisturbed = tokens(engine(some).generate(requests(), sampling, EOS))
-    before = [server.restarts for server in some.servers]
+    undisturbed = tokens(engine(both).generate(requests(), sampling, EOS))
+    before = [server.restarts for server in both.servers]
     finished: list[int] = []
 
     def kill_all(samples: int) -> None:
         finished.append(samples)
         if len(finished) == 3:
-            for process in some._owned.values():
+            for process in both._owned.values():
                 if process.pid is not None:
                     os.killpg(process.pid, signal.SIGKILL)
 
-    groups = engine(some).generate(requests(), sampling, EOS, kill_all)
+    groups = engine(both).generate(requests(), sampling, EOS, kill_all)
     assert tokens(groups) == undisturbed
     assert sum(finished) == 24
-    assert [server.restarts for server in some.servers] == [count + 1 for count in before]
-    assert len(some.current(0)) == 2
+    assert [server.restarts for server in both.servers] == [count + 1 for count in before]
+    assert len(both.current(0)) == 2
 
 
 def scheduler_of(fleet: Fleet, number: int) -> psutil.Process:
