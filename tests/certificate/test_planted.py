@@ -47,7 +47,7 @@ def router_on_the_host(folder: str) -> None:
     found = Findings(Path(folder) / "f")
     with Pretend(), mock.patch.object(training, "make_engine", planted):
         try:
-            training.train(found, "mixture", _layout(), torch.float32, {}, [])
+            training.train(found, "mixture", _layout(), torch.float32, "local", {}, [])
         except Exception as error:
             found.fact("error", error)
 
