@@ -100,6 +100,8 @@ def _is_base(c: RankState, resumed_from: Path | None) -> bool:
     Raises:
         ConfigError: it had it so, and has the reference in another team now.
     """
+    if c.config.model.lora is None:  # which is fixed in a run
+        return False
     together = c.team.placement.of_role(Role.REFERENCE) == c.team.plan
     if resumed_from is not None:
         recorded = frozen_in(resumed_from).get("reference")
@@ -114,7 +116,7 @@ def _is_base(c: RankState, resumed_from: Path | None) -> bool:
             allowed="the reference in the actor's team",
             fix=f"place it there, or set {_NAMED}={c.config.model.path or 'the folder of the base model'}",
         )
-    if c.config.model.lora is None or not together:
+    if not together:
         return False
     largest = max(c.layout.world.all_gather_json(largest_up(c.actor.chunks)))
     return not largest

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist import no_parallel
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
@@ -58,6 +59,7 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_its_files_are_the_adapters
             names |= set(tensors.keys())
     assert names
     assert all(".lora_A.weight@" in name or ".lora_B.weight@" in name for name in names)
+    no_parallel()  # of another test
     convert(killed / "checkpoints/step_4", tmp_path / "from checkpoint")
     convert(killed / "hf_adapter", tmp_path / "from adapter")
     merged = (killed / "hf/model.safetensors").read_bytes()
