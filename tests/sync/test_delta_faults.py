@@ -16,7 +16,7 @@ from tests.sync.receivers import fleet_of, receivers, weight_sync
 from tests.sync.test_updater import SETTINGS, held_by, state_of
 
 pytestmark = pytest.mark.procs
-BUCKETS = 3  # of the model below, with the sizes below, on one sender
+BUCKETS = 4  # of the model below, with the sizes below, on one sender
 VOCABULARY = 20_000
 DEADLINE_S = 8.0  # for those who hang; the others have to be done by then on a slow machine, too
 
