@@ -40,7 +40,7 @@ _PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Section:
+class CertificateSection:
     """A section of the certificate.
 
     Attributes:
@@ -99,7 +99,7 @@ def machine_key() -> dict[str, Any]:
 
 
 def certify(
-    sections: Sequence[Section], folder: Path, *, again: bool = False, tell: Callable[[str], None] = print
+    sections: Sequence[CertificateSection], folder: Path, *, again: bool = False, tell: Callable[[str], None] = print
 ) -> list[Result]:
     """Run sections in turn and return their results, kept ones among them; each is in `folder` when it has ended.
 
@@ -133,7 +133,7 @@ def read_result(folder: Path) -> Result | None:
         return None
 
 
-def run_section(section: Section, folder: Path, machine: dict[str, Any]) -> Result:
+def run_section(section: CertificateSection, folder: Path, machine: dict[str, Any]) -> Result:
     """Run a section in a process of its own until it ends or its deadline has passed; return and keep its result."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.certificate.harness import Result, Section
+from megarl.certificate.harness import CertificateSection, Result
 from megarl.credentials import CREDENTIAL, mask
 from megarl.processes import write_atomically
 
@@ -103,7 +103,7 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def bug_report(section: Section, result: Result, folder: Path) -> str:
+def bug_report(section: CertificateSection, result: Result, folder: Path) -> str:
     """Return what the report of a bug needs: versions, command, checks that failed, last lines, environment.
 
     Args:

@@ -105,7 +105,7 @@ def te_problem() -> str | None:
 
 def import_te() -> None:
     """Import the part of Transformer Engine that works on torch tensors."""
-    importlib.import_module("transformer_engine.pytorch")
+    import transformer_engine.pytorch  # noqa: F401 (it may be there, and not work)
 
 
 def refuse_device(key: str, found: str, dtype: torch.dtype) -> None:

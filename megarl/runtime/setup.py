@@ -96,10 +96,7 @@ def build_rank_state(
         hf_config = load_hf_config(config.model)
         if trainable:
             check_trainable(hf_config, config.model.path or "model.hf_config")
-        if team.others and any(moe_layers(hf_config)):  # a model on the hub is known now at the earliest
-            raise_problems(experts_problems(config))
-        if encoder_of(hf_config) is not None:
-            raise_problems(image_problems(config, [team.plan.parallel]))
+        _refuse_known_late(config, team, hf_config)
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
         source = None
         draws = team.holds(Role.ROLLOUT)
@@ -219,6 +216,14 @@ class _Source:
                 PromptColumn(config.data.prompt_key, config.whole_conversations),
             ),
         }
+
+
+def _refuse_known_late(config: RunConfig, team: OwnTeam, hf_config: PretrainedConfig) -> None:
+    """Refuse what does not go with the model, of which one on the hub is known now at the earliest."""
+    if team.others and any(moe_layers(hf_config)):
+        raise_problems(experts_problems(config))
+    if encoder_of(hf_config) is not None:
+        raise_problems(image_problems(config, [team.plan.parallel]))
 
 
 def _end_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> list[int]:

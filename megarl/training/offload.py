@@ -22,7 +22,7 @@ from megarl.training.optimizer import parts
 
 
 @dataclass(frozen=True)
-class Block:
+class ParkedBlock:
     """A storage that is to be emptied."""
 
     storage: torch.UntypedStorage
@@ -34,7 +34,7 @@ class Parked:
     """The storages that are empty from here on; `restore` brings them back. All copies are complete before one is
     emptied, so that an error on the way leaves the model whole."""
 
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks: list[ParkedBlock]) -> None:
         self._blocks = blocks
         synchronize()
         for block in blocks:
@@ -86,16 +86,18 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
                 yield from (v for v in part.optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
 
 
-def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[Block]:
+def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[ParkedBlock]:
     """Return the storages of `tensors`, with copies that are on their way to the host."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     copies = arena.take([storage.nbytes() for storage in storages])
     for storage, copy in zip(storages, copies, strict=True):
         view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copy.copy_(view, non_blocking=True)
-    return [Block(storage, copy.nbytes, copy) for storage, copy in zip(storages, copies, strict=True)]
+    return [ParkedBlock(storage, copy.nbytes, copy) for storage, copy in zip(storages, copies, strict=True)]
 
 
-def unkept(tensors: Sequence[Tensor]) -> list[Block]:
+def unkept(tensors: Sequence[Tensor]) -> list[ParkedBlock]:
     """Return the storages of `tensors`, whose contents are not kept."""
-    return [Block(storage, storage.nbytes(), None) for storage in (tensor.untyped_storage() for tensor in tensors)]
+    return [
+        ParkedBlock(storage, storage.nbytes(), None) for storage in (tensor.untyped_storage() for tensor in tensors)
+    ]

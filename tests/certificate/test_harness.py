@@ -13,15 +13,15 @@ import pytest
 from megarl.certificate import catalogue, harness
 from megarl.certificate.command import chosen
 from megarl.certificate.findings import worst
-from megarl.certificate.harness import Section, certify, read_result
+from megarl.certificate.harness import CertificateSection, certify, read_result
 from megarl.certificate.report import bug_report, page, write_reports
 from megarl.cli import main
 from megarl.errors import UserError
 from tests.certificate import planted
 
 
-def section(run: Any, deadline_s: float = 60.0) -> Section:
-    return Section(run.__name__, f"a section that {run.__name__}", run, deadline_s, deadline_s)
+def section(run: Any, deadline_s: float = 60.0) -> CertificateSection:
+    return CertificateSection(run.__name__, f"a section that {run.__name__}", run, deadline_s, deadline_s)
 
 
 def one(run: Any, folder: Path, **limits: float) -> Any:

@@ -337,7 +337,10 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
         (run_dir / name / "config.json").touch()
 
     monkeypatch.setattr(export, "_write", write)
-    c = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True)), run_dir=run_dir)
+    c = SimpleNamespace(
+        config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True), model=SimpleNamespace(lora=None)),
+        run_dir=run_dir,
+    )
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     c.actor, c.models, c.offload = SimpleNamespace(engine=SimpleNamespace(layout=c.layout)), {}, OffloadSchedule()
     c.team = SimpleNamespace(leads=True)

@@ -149,7 +149,8 @@ def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.Monke
         reward, "collect", lambda c, scorer, asked, samples: [{"overall": scores[uid]} for uid in asked]
     )
     sampling = SimpleNamespace(model_copy=lambda update: None)
-    config = SimpleNamespace(rollout=SimpleNamespace(sampling=sampling), has_turns=False, robot=None)
+    data = SimpleNamespace(image_key=None)
+    config = SimpleNamespace(rollout=SimpleNamespace(sampling=sampling), data=data, has_turns=False, robot=None)
     c = SimpleNamespace(config=config, metrics=Metrics())
     assert rollout.greedy_rollout(c, samples, rollout=None, scorer=None)["greedy_score"].tolist() == [
         3.0,

@@ -82,8 +82,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         assert q.shape[-1] == self.kv_channels
         assert k.shape[-2] == self.num_gqa_groups_per_partition
         lengths = cu_seqlens_q.diff().tolist()
-        assert max(lengths) <= max_seqlen_q
-        assert max(lengths) <= max_seqlen_kv
+        assert max(lengths) <= min(max_seqlen_q, max_seqlen_kv)
         left = (window_size or self.window_size or (-1, -1))[0]
         cp = 1 if self.cp_group is None else self.cp_group.size()
         places = torch.cat([torch.arange(length) for length in lengths])
