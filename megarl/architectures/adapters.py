@@ -18,7 +18,7 @@ MODULE = "adapter"
 """Adapters are a module of this name inside the linear layer that they are added to."""
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 TARGETS: dict[Part, str] = {"layer": "attention", "dense": "mlp"}
-"""What `model.lora.targets` calls the parts of a model whose linear layers may have adapters."""
+"""Names in `model.lora.targets` of the parts of a model whose linear layers may have adapters."""
 
 
 def is_adapter(param: str) -> bool:

@@ -49,12 +49,11 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     """
     from transformers import AutoConfig
 
-    policy = _robot_policy(model, key, follow_files=follow_files)
-    if policy is not None:
-        return policy
-    seeing = _vision_language(model, key)
-    if seeing is not None:
-        return seeing
+    raw, where = _raw_config(model, key)
+    if raw.get("model_type") == ROBOT_POLICY:
+        return _robot_policy(raw, where, model, key, follow_files=follow_files)
+    if raw.get("model_type") in DECODERS:
+        return _vision_language(raw, where, model, key)
     if model.path is not None:
         config = read_hf_config(model.path, key, trust_remote_code=model.trust_remote_code)
         check_supported(config, key)
@@ -78,22 +77,28 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     return config
 
 
-def _robot_policy(model: ModelConfig, key: str, *, follow_files: bool) -> PretrainedConfig | None:
-    """Return the configuration of a robot policy, for which transformers has no class; None for another model.
+def _raw_config(model: ModelConfig, key: str) -> tuple[dict[str, Any], str]:
+    """Return config.json of a model as it is, and its place for errors. Empty where it cannot be read: who reads it as
+    that of a language model says what is wrong."""
+    from transformers import PretrainedConfig
+
+    if model.path is None:
+        return model.hf_config or {}, "model.hf_config"
+    _check_folder(model.path, key)
+    where = f"{key}: config.json"
+    try:
+        return PretrainedConfig.get_config_dict(model.path)[0], where
+    except _refusals():
+        return {}, where
+
+
+def _robot_policy(
+    raw: dict[str, Any], where: str, model: ModelConfig, key: str, *, follow_files: bool
+) -> PretrainedConfig:
+    """Return the configuration of a robot policy, for which transformers has no class.
 
     Small files next to config.json are a part of it. A model on the hub comes with weights only with `follow_files`.
     """
-    from transformers import PretrainedConfig
-
-    raw, where = model.hf_config or {}, "model.hf_config"
-    if model.path is not None:
-        _check_folder(model.path, key)
-        try:
-            raw, where = PretrainedConfig.get_config_dict(model.path)[0], f"{key}: config.json"
-        except _refusals():
-            return None  # who reads it as that of a language model says what is wrong
-    if raw.get("model_type") != ROBOT_POLICY:
-        return None
     from megarl.models.vla.config import policy_config, read_policy_config
 
     if model.path is None:
@@ -103,22 +108,11 @@ def _robot_policy(model: ModelConfig, key: str, *, follow_files: bool) -> Pretra
     return read_policy_config(resolve_folder(model.path, key, weights=follow_files))
 
 
-def _vision_language(model: ModelConfig, key: str) -> PretrainedConfig | None:
+def _vision_language(raw: dict[str, Any], where: str, model: ModelConfig, key: str) -> PretrainedConfig:
     """Return the configuration of a vision-language model's decoder, which has that of the whole model in
-    `vision_language`; None for another model."""
-    from transformers import PretrainedConfig
-
+    `vision_language`."""
     from megarl.models.weights.files import resolve_folder
 
-    raw, where = model.hf_config or {}, "model.hf_config"
-    if model.path is not None:
-        _check_folder(model.path, key)
-        try:
-            raw, where = PretrainedConfig.get_config_dict(model.path)[0], f"{key}: config.json"
-        except _refusals():
-            return None  # who reads it as that of a language model says what is wrong
-    if raw.get("model_type") not in DECODERS:
-        return None
     hf = load_hf_config(ModelConfig(hf_config=decoder_config(raw)), f"{where}.text_config")
     VisionEncoder.from_config(raw, hf.hidden_size, where)
     hf.vision_language = dict(raw)  # goes into the config.json of what is exported, as it is

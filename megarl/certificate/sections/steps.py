@@ -124,8 +124,8 @@ def _measure(found: Findings, name: str, overrides: list[str], kind: Hardware | 
         found.figure(
             f"{name}: seconds of {phase}", statistics.median(step.phases.get(phase, 0.0) for step in steps), "s"
         )
-    drawn = statistics.median(step.generated_tokens / step.phases["rollout"] for step in steps) / gpus
-    found.figure(f"{name}: decoding", drawn, f"tokens/s/{device}")
+    rate = statistics.median(step.generated_tokens / step.phases["rollout"] for step in steps) / gpus
+    found.figure(f"{name}: decoding", rate, f"tokens/s/{device}")
     if "sync/seconds" in lines[-1]:
         found.figure(f"{name}: weight update", statistics.median(line["sync/seconds"] for line in lines[1:]), "s")
 
