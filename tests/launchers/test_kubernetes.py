@@ -315,6 +315,13 @@ def test_a_ray_cluster_has_a_pod_for_every_node():
     assert "workerGroupSpecs" not in single["spec"]["rayClusterSpec"]
 
 
+@pytest.mark.parametrize("case", ["ray on nodes", "teams"])
+def test_ray_asks_for_a_token_where_its_dashboard_listens_in_the_clusters_network(case):
+    cluster = made(case)[1]["spec"]["rayClusterSpec"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "0.0.0.0"
+    assert cluster["authOptions"] == {"mode": "token"}
+
+
 @pytest.mark.parametrize("case", ["four nodes", "teams"])
 def test_secrets_are_references(case):
     recipe, job = made(case)

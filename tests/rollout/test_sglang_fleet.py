@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +33,14 @@ LEAVES = """#!/bin/sh
 touch "$TMPDIR/socket" "{folder}/sgl_shm_${{MEGARL_SERVER_INSTANCE}}_mq_1_a"
 touch "{folder}/sglang_loads_${{MEGARL_SERVER_INSTANCE}}_0.shm"
 exec sleep 600
+"""
+# A server that ends so often with {end}, and then answers /health.
+ENDS = """#!/bin/sh
+[ "$1" = -I ] && echo {version} && exit
+echo >> "{folder}/starts"
+[ "$(wc -l < "{folder}/starts")" -le {times} ] && {end}
+while [ "$1" != --port ]; do shift; done
+exec "{python}" -m http.server --bind 127.0.0.1 --directory "{folder}" "$2"
 """
 
 
@@ -82,6 +92,37 @@ def test_servers_that_run_already_may_take_as_long_to_answer_as_own_ones() -> No
     fleet.mark_failed(fleet.servers[0], "test")
     fleet.refresh()
     assert fleet.servers[0].state == "catching_up"
+
+
+def fleet_that_ends(folder: Path, end: str, times: int, **config: Any) -> Fleet:
+    python = folder / "python"
+    python.write_text(ENDS.format(version=sglang.TESTED, folder=folder, times=times, end=end, python=sys.executable))
+    python.chmod(0o755)
+    (folder / "health").write_text("{}")
+    settings = SGLangConfig(python=str(python), start_timeout_s=60, **config)
+    spec = ServerSpec(0, settings, folder, "float32", "127.0.0.1", "key", folder / "logs", cuda=False)
+    process = ServerProcess(spec)
+    process.start()
+    return Fleet([Server(0, process.api)], settings, {0: process})
+
+
+def test_a_server_that_is_killed_while_it_starts_is_started_again(tmp_path: Path, capfd) -> None:
+    with fleet_that_ends(tmp_path, "kill -9 $$", 2) as fleet:
+        fleet.wait_started()
+        assert (fleet.servers[0].state, fleet.servers[0].restarts) == ("catching_up", 2)
+    said = capfd.readouterr().out
+    assert re.findall(r"restart (\d) of 3 follows .*: the process ended \(signal SIGKILL", said) == ["1", "2"]
+
+
+@pytest.mark.parametrize(("end", "starts"), [("kill -9 $$", 3), ("exit 3", 1)])
+def test_one_that_is_always_killed_or_ends_by_itself_is_given_up(tmp_path: Path, end: str, starts: int) -> None:
+    with (
+        fleet_that_ends(tmp_path, end, 9, max_restarts=2) as fleet,
+        pytest.raises(ServerError, match=r"no server is left.*the process ended"),
+    ):
+        fleet.wait_started()
+    assert len((tmp_path / "starts").read_text()) == starts
+    assert fleet.servers[0].given_up
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,8 @@ class Fleet:
     def wait_started(self) -> None:
         """Restart what failed and wait until every server answers or is given up, for `start_timeout_s` at most.
 
-        Collective. Servers that run already are waited for, too.
+        Collective. Servers that run already are waited for, too. One that a signal ends meanwhile is started again; one
+        that ends by itself would do so the next time.
 
         Raises:
             ServerError: on every rank, when no server is left.
@@ -190,6 +191,11 @@ class Fleet:
         waited = self._starting()
         while True:
             self._check()
+            for server in waited:
+                if server.state == "failed" and not server.given_up and not self._was_killed(server):
+                    self._give_up(server)
+            self._end_failed()
+            self._restart()
             self._ask(self._starting(), end)
             if not self._starting() or time.monotonic() > end:
                 break
@@ -243,6 +249,10 @@ class Fleet:
 
     def _may_restart(self, server: Server) -> bool:
         return server.state == "failed" and not server.given_up and server.restarts < self._config.max_restarts
+
+    def _was_killed(self, server: Server) -> bool:
+        process = self._owned.get(server.number)
+        return process is not None and process.was_killed
 
     def _restart(self) -> None:
         """Start what failed again. From the main thread, see ServerProcess."""

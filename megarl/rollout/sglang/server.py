@@ -174,6 +174,11 @@ class ServerProcess:
         """It was started and not stopped: it runs, or has left something."""
         return self._process is not None
 
+    @property
+    def was_killed(self) -> bool:
+        """A signal has ended it, from outside or SGLang's own when one of its processes died."""
+        return self._process is not None and (self._process.poll() or 0) < 0
+
     def check(self) -> None:
         """See that the process runs. A port that was taken since it was chosen is exchanged for another.
 
