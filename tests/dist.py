@@ -63,15 +63,26 @@ def run_pretending(fn: Callable[..., Any], world_size: int, timeout: float = 240
     return _run(fn, world_size, timeout, args, "tests.preload_pretending")
 
 
+def run_pretending_with_te(fn: Callable[..., Any], world_size: int, timeout: float = 240.0, *args: Any) -> list[Any]:
+    """The same in processes that have a pretended GPU each and the double of Transformer Engine (tests/te_double)."""
+    if has_nvidia_device():
+        pytest.skip("this machine has a GPU: nothing to pretend")
+    return _run_with_te(fn, world_size, timeout, args, "tests.preload_pretending_with_te")
+
+
 def run_with_te(fn: Callable[..., Any], world_size: int, timeout: float = 240.0, *args: Any) -> list[Any]:
-    """The same in processes that have the double of Transformer Engine (tests/te_double), on CPUs."""
+    """The same in processes that have the double of Transformer Engine, on CPUs."""
+    return _run_with_te(fn, world_size, timeout, args, "tests.preload_te")
+
+
+def _run_with_te(fn: Callable[..., Any], world_size: int, timeout: float, args: tuple, preload: str) -> list[Any]:
     if importlib.util.find_spec("transformer_engine") is not None:
         pytest.skip("this interpreter has Transformer Engine: no double beside it")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             sys, "path", [str(_ROOT / "tests" / "te_double"), *sys.path]
         )  # ranks get the path of this process
-        return _run(fn, world_size, timeout, args, "tests.preload_te")
+        return _run(fn, world_size, timeout, args, preload)
 
 
 def _run(fn: Callable[..., Any], world_size: int, timeout: float, args: tuple, preload: str) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Every architecture on a pretended GPU: read from files, trained for a step, exported, all against transformers."""
+"""Every architecture on a pretended GPU: read from files, trained for a step, exported, all against transformers.
+
+In both forms of layers: `local`, and `te` as the double of Transformer Engine computes it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist import run_pretending
+from tests.dist import run_pretending_with_te
 from tests.models.tiny import ARCHITECTURES, save_tiny
 from tests.training.cases import make_batch, outputs, train
 
+FORMS = {"local": "ColumnParallelLinear", "te": "TELayerNormColumnParallelLinear"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-def life(folder: Path, out: Path, dtype: torch.dtype) -> dict[str, Any]:
+
+def life(folder: Path, out: Path, layers: str, dtype: torch.dtype) -> dict[str, Any]:
     """Log-probs of the files' model and of the trained one, which is exported to `out`; losses of two steps."""
     from megarl.config.model import ModelConfig, ParallelConfig
     from megarl.config.training import EngineConfig, OptimConfig
@@ -26,7 +32,7 @@ def life(folder: Path, out: Path, dtype: torch.dtype) -> dict[str, Any]:
     engine = MegatronEngine(
         hf,
         parallel,
-        EngineConfig(micro_batch_tokens=64, logits_chunk_tokens=16),
+        EngineConfig(layers=layers, micro_batch_tokens=64, logits_chunk_tokens=16),
         OptimConfig(lr=1e-3),
         dtype=dtype,
         layout=layout_for(parallel),
@@ -34,7 +40,8 @@ def life(folder: Path, out: Path, dtype: torch.dtype) -> dict[str, Any]:
         weights=lambda chunks: load_weights(chunks, folder),
     )
     places = sorted({str(p.device) for chunk in engine.chunks for p in chunk.parameters()})
-    found = {"places": places, "read": outputs(engine, batch)["logp"].values}
+    form = type(engine.chunks[0].decoder.layers[0].self_attention.linear_qkv).__name__
+    found = {"form": form, "places": places, "read": outputs(engine, batch)["logp"].values}
     found["losses"] = [train(engine, batch).result()["loss"] for _ in range(2)]
     found["trained"] = outputs(engine, batch)["logp"].values
     export_weights(engine.chunks, out, hf, world=world())
@@ -46,9 +53,10 @@ def lives(root: str) -> dict[str, dict[str, Any]]:
 
     with Pretend():
         return {
-            f"{kind} {name}": life(Path(root, kind), Path(root, f"{kind} {name}"), dtype)
+            (name := f"{kind} {layers} {dtype}"): life(Path(root, kind), Path(root, name), layers, DTYPES[dtype])
             for kind in ARCHITECTURES
-            for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+            for layers in FORMS
+            for dtype in DTYPES
         }
 
 
@@ -76,18 +84,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(root: Path) -> dict[str, dict[str, Any]]:
-    return run_pretending(lives, 1, 240, str(root))[0]
+    return run_pretending_with_te(lives, 1, 240, str(root))[0]
 
 
 @pytest.mark.procs
+@pytest.mark.parametrize("layers", FORMS)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_model_is_read_trained_and_exported_as_transformers_sees_it(found, root, kind):
-    exact, half = (found[f"{kind} {dtype}"] for dtype in ("float32", "bfloat16"))
+def test_a_model_is_read_trained_and_exported_as_transformers_sees_it(found, root, kind, layers):
+    exact, half = (found[f"{kind} {layers} {dtype}"] for dtype in DTYPES)
+    assert exact["form"] == half["form"] == FORMS[layers]
     assert exact["places"] == half["places"] == ["cuda:0"]
     # float32, summed in other orders: log-probs reach -20
     torch.testing.assert_close(exact["read"], by_transformers(root / kind), rtol=0, atol=1e-4)
-    torch.testing.assert_close(exact["trained"], by_transformers(root / f"{kind} float32"), rtol=0, atol=1e-4)
+    torch.testing.assert_close(exact["trained"], by_transformers(root / f"{kind} {layers} float32"), rtol=0, atol=1e-4)
     assert exact["losses"][1] < exact["losses"][0]
     assert half["losses"][1] < half["losses"][0]
     # The same weights, with a bfloat16 sum in every layer: 8 bits of numbers up to 20, on average
-    assert (half["trained"] - by_transformers(root / f"{kind} bfloat16")).abs().mean() < 0.2
+    exported = by_transformers(root / f"{kind} {layers} bfloat16")
+    assert (half["trained"] - exported).abs().mean() < 0.2

@@ -85,15 +85,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         assert max(lengths) <= min(max_seqlen_q, max_seqlen_kv)
         left = (window_size or self.window_size or (-1, -1))[0]
         cp = 1 if self.cp_group is None else self.cp_group.size()
-        places = torch.cat([torch.arange(length) for length in lengths])
-        which = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        mine = torch.arange(len(places))
+        places = torch.cat([torch.arange(length) for length in lengths]).to(q.device)
+        which = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(q.device)
+        mine = torch.arange(len(places), device=q.device)
         if cp > 1:
             assert cu_seqlens_q_padded is not None
             assert cu_seqlens_kv_padded is not None
             assert left < 0 or self.cp_comm_type in ("a2a", "all_gather"), "no sliding window with p2p"
             order = [_zigzag(lengths, cp, rank) for rank in range(cp)]
-            mine, held = order[dist.get_rank(self.cp_group)], torch.cat(order)
+            mine, held = order[dist.get_rank(self.cp_group)].to(q.device), torch.cat(order).to(q.device)
             k, v = (Exchange.apply(x, self.cp_group, gathered, scattered_sum)[held.argsort()] for x in (k, v))
         seen = which[mine, None] == which
         if "causal" in mask_type:

@@ -25,6 +25,7 @@ def apply_rotary_pos_emb(
     assert freqs.shape[1:3] == (1, 1)
     lengths = cu_seqlens.diff().tolist()
     places = torch.cat([torch.arange(length) for length in lengths])
-    angles = freqs[places[_zigzag(lengths, cp_size, cp_rank)] if cp_size > 1 else places, :, 0]
+    mine = places[_zigzag(lengths, cp_size, cp_rank)] if cp_size > 1 else places
+    angles = freqs[mine.to(freqs.device), :, 0]
     first, second = t.float().chunk(2, -1)
     return (t * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(t.dtype)
