@@ -250,16 +250,17 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         job = Job(entry, config, run_dir, log, placement, folder=folder, machine=lock.machine, lock=lock)
         attempts = Attempts(starts[launcher], job)
         ended: Status = "failed"
-        with signals_raise() as ignore_signals:
+        with signals_raise() as signals:
             try:
-                code = attempts.run()
+                with signals.raised():
+                    code = attempts.run()
                 ended = "failed" if code else "finished"
                 return code
             except Stopped as stopped:
                 ended = "stopped"
-                with contextlib.suppress(Stopped):  # a second signal: at once
+                with contextlib.suppress(Stopped), signals.raised():  # a second signal: at once
                     attempts.save_first(stopped.number)
-                ignore_signals()
+                signals.ignore()
                 log.say(f"megarl: stopped by {signal.Signals(stopped.number).name}")
                 return 128 + stopped.number
             except UserError:
@@ -276,7 +277,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 )
                 return 1
             finally:
-                ignore_signals()
+                signals.ignore()
                 attempts.stop()
                 if lock.machine == 0 and lock.is_ours() and not folder.is_gone():  # it may be another command's by now
                     _leave_folder(job, ended, attempts.started)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -262,32 +262,53 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+class Signals:
+    """The signals of `CAUGHT`, as they come to this process."""
+
+    def __init__(self) -> None:
+        self._number = 0  # of the last one
+        self._came = -math.inf
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Raise `Stopped`; a handler."""
+        now = time.monotonic()
+        if now - self._came > _REPEATED_S:
+            self._number, self._came = number, now
+            raise Stopped(number)
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise `Stopped` for a KeyboardInterrupt that was made of it: waits of Ray raise one of their own."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if isinstance(error, Stopped) or not self._number:
+                raise
+            raise Stopped(self._number) from error
+
+    def ignore(self) -> None:
+        """Ignore them from here on."""
+        if threading.current_thread() is threading.main_thread():
+            for number in CAUGHT:
+                signal.signal(number, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
-def signals_raise() -> Iterator[Callable[[], None]]:
-    """Turn the signals of `CAUGHT` into `Stopped`, until the yielded function is called to ignore them.
+def signals_raise() -> Iterator[Signals]:
+    """Turn the signals of `CAUGHT` into `Stopped`.
 
     Only the main thread may set handlers: in others signals stay as they are.
     """
+    signals = Signals()
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
+        yield signals
         return
-    came = [-math.inf]
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now - came[0] > _REPEATED_S:
-            came[0] = now
-            raise Stopped(number)
-
-    def ignore() -> None:
-        for number in CAUGHT:
-            signal.signal(number, signal.SIG_IGN)
-
     # A signal of a terminal that hangs up stays ignored where it was (nohup): the run outlives the terminal.
     caught = [one for one in CAUGHT if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in caught}
+    before = {number: signal.signal(number, signals.stop) for number in caught}
     try:
-        yield ignore
+        with signals.raised():
+            yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

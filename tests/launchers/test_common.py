@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -244,15 +247,30 @@ class Running:
     def stop(self) -> None: ...
 
 
+class Waiting(Running):
+    """Workers whose wait makes another exception of what a handler raises, as Ray's compiled ones do."""
+
+    def poll(self) -> dict[int, int]:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(60)
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
-    ("ended", "code", "status"),
-    [({0: -9}, 1, "failed"), (Stopped(15), 143, "stopped"), ({0: 0}, 0, "running")],
+    ("workers", "code", "status"),
+    [
+        (Running({0: -9}), 1, "failed"),
+        (Running(Stopped(15)), 143, "stopped"),
+        (Waiting({}), 129, "stopped"),
+        (Running({0: 0}), 0, "running"),
+    ],
 )
 def test_the_launcher_says_how_a_run_ended_that_could_not_say_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: dict[int, int] | Stopped, code: int, status: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Running, code: int, status: str
 ) -> None:
     (tmp_path / "run.json").write_text('{"status": "running", "config": {"tracking": {"report": false}}}')
-    monkeypatch.setattr("megarl.launchers.local.start", lambda job: Running(ended))
+    monkeypatch.setattr("megarl.launchers.local.start", lambda job: workers)
     assert run_workers("local", "m:f", config(), tmp_path) == code
     assert json.loads((tmp_path / "run.json").read_text())["status"] == status
 
