@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -40,12 +41,13 @@ from megarl.artifacts.run_folder import (
     restore_config,
     write_next_config,
 )
+from megarl.credentials import mask
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
 from megarl.launchers.output import OutputLog
 from megarl.leftovers import remove_leftovers
 from megarl.machine import available_cores
-from megarl.processes import JOB_BEGAN, Stopped, has_nvidia_device, signals_raise, worker_name
+from megarl.processes import COMMAND, JOB_BEGAN, Stopped, has_nvidia_device, signals_raise, worker_name
 from megarl.rendezvous import forget_token, ranks_text, write_token
 from megarl.runtime.health import Old, RankFailure, read_beat, read_errors
 from megarl.runtime.worker import WATCHED
@@ -404,7 +406,9 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
     if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it show its progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
-    environment = {WATCHED: "1"} | {name: os.environ.get(name, value) for name, value in chosen.items()}
+    command = mask(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    environment = {WATCHED: "1", COMMAND: command}
+    environment |= {name: os.environ.get(name, value) for name, value in chosen.items()}
     if config.cluster.threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment

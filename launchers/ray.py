@@ -52,6 +52,7 @@ _PROBE_S = 5.0  # seconds to open a connection to a cluster
 #: Settings of a Ray that is started for a run: a full object store neither moves objects to disk nor creates new ones
 #: there. Without the second Ray uses files for objects that do not fit, unless the disk is too full.
 NO_SPILLING = {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0}
+_TRACKERS = ("WANDB_", "TRACKIO_")
 _HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set only here, by `check_hub`
 
 
@@ -260,7 +261,8 @@ class RayWorkers:
         port = ray.get(self._actors[first].listen.remote(master), timeout=self._seconds_left())
         shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port), **(more or {})}
         # Not in the actors' runtime_env, which Ray shows to everybody.
-        shared |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
+        secrets = [name for name in os.environ if name in (USER, PASSWORD) or name.startswith(_TRACKERS)]
+        shared |= {name: os.environ[name] for name in secrets}
         shared |= own_environment(job) if self._address is None else {ATTEMPT: job.attempt}
         environments = ranks_of(team, self._places, lends=lends(job.config, team), servers=self._left_to_servers(team))
         for number, own in enumerate(environments, first):

@@ -31,6 +31,8 @@ TEAM, WORKER, STORE = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_STORE"
 RESTARTS, FINISHED = "MEGARL_RESTARTS", "MEGARL_FINISHED"
 #: Unix time at which this process's job began, for all attempts of a launcher, and of a batch job.
 JOB_BEGAN = "MEGARL_JOB_BEGAN"
+#: Command line that started the run, without credentials.
+COMMAND = "MEGARL_COMMAND"
 #: Signals that stop a command; a run that would lose steps saves first (`megarl.launchers.interrupt`).
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: More signals within this time are the same request: `timeout` tells a process, and then its group; systemd sends

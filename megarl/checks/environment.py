@@ -10,7 +10,9 @@ from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.credentials import PASSWORD, USER, mask, put_back, take_out
 from megarl.dag.placement import Placement
+from megarl.imports import is_file_reference, is_module_reference, source_file
 from megarl.rewards import REWARDS
+from megarl.tracking.loggers import LOGGERS
 
 
 def check_packages(
@@ -26,12 +28,28 @@ def check_packages(
         _require("ray", "placement", teams, "leave placement out: one team needs no Ray", checks)
     if job != "generate" and config.tracking.mlflow:
         _require("mlflow", "tracking.mlflow", True, "set tracking.mlflow=false", checks)
+    for logger in config.tracking.loggers if job != "generate" else ():
+        _check_logger(logger, checks)
     reward = config.reward.name
     package = REWARDS.spec(reward).package if reward in REWARDS.names() else None
     if job != "generate" and package is not None:
         _require(package, "reward.name", reward, "choose another reward, for example numeric", checks)
     if tables is not None:
         _require("pyarrow", tables, sources[tables], "convert the data to .jsonl", checks)
+
+
+def _check_logger(name: str, checks: Checklist) -> None:
+    """Check a tracker: its package is installed, or its reference has the form of one; a worker imports it."""
+    key = "tracking.loggers"
+    if is_file_reference(name) or is_module_reference(name):
+        file = source_file(name)
+        if file is None:
+            checks.fail("packages", key, "there is no such file or module", found=name, fix="correct the path")
+    elif name not in LOGGERS:
+        allowed = [*LOGGERS, "file.py:Class", "pkg.mod:Class"]
+        checks.fail("packages", key, "there is no such tracker", found=name, allowed=allowed, fix="correct the name")
+    else:
+        _require(name, key, name, "take it out of the list", checks)
 
 
 def _require(package: str, key: str, found: object, instead: str, checks: Checklist) -> None:

@@ -19,7 +19,7 @@ _USE_KL = "algorithm.kl.use (none, loss or reward)"
 _KL_COEF = "algorithm.kl.coef, with algorithm.kl.use=loss or reward"
 _RESUME = "trainer.resume; megarl train RECIPE --run-dir RUN_DIR continues a run"
 _FOLDER = "tracking.dir, or the option --run-dir"
-_MLFLOW = "tracking.mlflow and tracking.mlflow_uri; there is no W&B, TensorBoard or SwanLab"
+_TRACKERS = "tracking.mlflow, and tracking.loggers (wandb, tensorboard, trackio)"
 _GREEDY = "validation.sampling (greedy; what is not said is as in rollout.sampling)"
 
 #: Name in another project -> key here, with remarks.
@@ -233,13 +233,13 @@ KEYS: dict[str, str] = {
     "logging_dir": _FOLDER,
     "experiment_name": "name",
     "run_name": "name",
-    "project_name": "tracking.dir, and name for the run",
-    "report_to": _MLFLOW,
-    "trainer.logger": _MLFLOW,
+    "project_name": "tracking.project",
+    "report_to": _TRACKERS,
+    "trainer.logger": _TRACKERS,
 }
 _LORA = "adapters are in section model.lora: rank, alpha, dropout, targets"
 _QUANTISED = "there is no training of quantised weights here; model.dtype is fp32 or bf16"
-_WANDB = "there is no W&B here; MLflow is (tracking.mlflow), and report.html in the run folder"
+_WANDB = "trackers are named in tracking.loggers (wandb, tensorboard, trackio, a class of yours), tracking.project"
 _SHARDS = "there is no FSDP or DeepSpeed here: Megatron's layouts are (actor.parallel, actor.engine)"
 _PICTURES = "images of prompts are named by data.image_key, with data.image_dir, min_pixels, max_pixels, limit_images"
 _REFERENCE = "the reference is frozen here (reference.path)"

@@ -101,6 +101,10 @@ class TrackingConfig(Section):
     dir: str = Field("runs", description="folder of run folders")
     mlflow: bool = Field(True, description="log to MLflow")
     mlflow_uri: str | None = Field(None, description="MLflow tracking URI; null: sqlite:///<dir>/mlflow.db")
+    loggers: list[str] = Field(
+        [], description="trackers beside MLflow: wandb, tensorboard, trackio, or classes of yours, file.py:Class"
+    )
+    project: str = Field("megarl", min_length=1, description="project of W&B and trackio, experiment of MLflow")
     report: bool = Field(True, description="write report.html at the end")
     peak_tflops: PositiveFloat | None = Field(
         None,

@@ -24,7 +24,6 @@ from megarl.tracking.mlflow_store import down_text, unreachable
 from megarl.tracking.names import SafeNames
 
 log = logging.getLogger(__name__)
-EXPERIMENT = "megarl"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
 _PARAM_CHARS = 500  # the smallest limit among MLflow's stores
 _PARAMS_PER_CALL = 100
@@ -50,11 +49,23 @@ class MlflowLog:
         params: logged once, when the MLflow run is created.
         id_file: file for the id of the MLflow run.
         resume: continue the run of `id_file`.
+        experiment: its name, created when absent.
+        tags: of a new run.
     """
 
     def __init__(
-        self, uri: str, artifacts: str | None, name: str, params: dict[str, Any], id_file: Path, *, resume: bool
+        self,
+        uri: str,
+        artifacts: str | None,
+        name: str,
+        params: dict[str, Any],
+        id_file: Path,
+        *,
+        resume: bool,
+        experiment: str = "megarl",
+        tags: dict[str, str] | None = None,
     ) -> None:
+        self._experiment, self._tags = experiment, tags or {}
         self._uri, self._artifacts, self._name, self._params = uri, artifacts, name, params
         self._id_file, self._resume = id_file, resume
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -155,7 +166,7 @@ class MlflowLog:
         self._keep(run_id, status)
 
     def _keep(self, run_id: str, status: str) -> None:
-        known = {"uri": self._uri, "experiment": EXPERIMENT, "run_id": run_id, "status": status}
+        known = {"uri": self._uri, "experiment": self._experiment, "run_id": run_id, "status": status}
         write_record(self._id_file, known)
 
     def _earlier(self, client: Any, run_id: str, key: str) -> frozenset[int]:
@@ -259,13 +270,13 @@ class MlflowLog:
         return str(known["run_id"])
 
     def _create(self, client: Any) -> str:
-        experiment = client.get_experiment_by_name(EXPERIMENT)
+        experiment = client.get_experiment_by_name(self._experiment)
         if experiment is None:
-            experiment_id = client.create_experiment(EXPERIMENT, artifact_location=self._artifacts)
+            experiment_id = client.create_experiment(self._experiment, artifact_location=self._artifacts)
         else:
             experiment_id = experiment.experiment_id
         if self._created is None:
-            self._created = str(client.create_run(experiment_id, run_name=self._name).info.run_id)
+            self._created = str(client.create_run(experiment_id, run_name=self._name, tags=self._tags).info.run_id)
         from mlflow.entities import Param
 
         names = SafeNames()

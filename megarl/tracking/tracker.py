@@ -6,6 +6,7 @@ RUN_DIR/run.json        name, status, machine, resolved configuration
 RUN_DIR/trace/          phases per rank; trace.json at the end
 RUN_DIR/report.html     at the end
 MLflow                  parameters once, metrics per step, the files above at the end
+W&B, TensorBoard, ...   the same without the files (megarl.tracking.loggers)
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megarl.machine import machine_info
 from megarl.processes import identity
 from megarl.tracing import keep_beating
 from megarl.tracking.console import ConsoleView
+from megarl.tracking.loggers import LoggedRun, LoggerThread, describe_run
 from megarl.tracking.mlflow_log import STATUS, MlflowLog
 from megarl.tracking.trace import merge_trace
 
@@ -100,7 +102,10 @@ class Tracker:
         self._run |= {"machine": machine_info(), "config": resolved}
         self._write_run()
         self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage)
-        self._mlflow = self._open_mlflow(resolved, resume_step is not None) if cfg.mlflow else None
+        resumed = resume_step is not None
+        about = describe_run(self.run_dir, cfg.project, name, stage, resolved, started=started, resumed=resumed)
+        self._mlflow = self._open_mlflow(about) if cfg.mlflow else None
+        self._loggers = [LoggerThread(logger, about) for logger in cfg.loggers]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step; may be called more than once per step.
@@ -123,12 +128,17 @@ class Tracker:
         self.view.step(step, metrics)
         if self._mlflow is not None:
             self._mlflow.metrics(step, metrics)
+        for logger in self._loggers:
+            logger.log(step, metrics)
 
     def samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Record generations for the report: dicts with prompt, response, answer, score and further known values."""
         refuse_if_taken(self.run_dir)
-        for row in rows:
+        kept = list(rows)
+        for row in kept:
             self._samples.write({"step": step, "stage": self._stage, **row})
+        for logger in self._loggers:
+            logger.samples(step, kept)
 
     def progress(self, description: str, total: int | None = None) -> AbstractContextManager[Callable[[float], None]]:
         """Show long work: `with tracker.progress("validate", 64) as advance: ... advance(1)`."""
@@ -155,6 +165,8 @@ class Tracker:
                 self._close_files(status, lines)
         if self._mlflow is not None:
             self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
+        for logger in self._loggers:
+            logger.finish(status)
 
     def _close_trace(self, status: Status) -> None:
         """Write trace.json, unless others add to it; a failure is only logged."""
@@ -213,14 +225,22 @@ class Tracker:
         archive.close()
         rewrite_jsonl(path, lambda line: line["stage"] != self._stage)
 
-    def _open_mlflow(self, resolved: dict[str, Any], resume: bool) -> MlflowLog:
+    def _open_mlflow(self, about: LoggedRun) -> MlflowLog:
         uri, artifacts = self._cfg.mlflow_uri, None
         if uri is None:
             store = Path(self._cfg.dir).absolute()
             store.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{store / 'mlflow.db'}", (store / "mlartifacts").as_uri()
-        name = self._name if self._stage == "train" else f"{self._name} ({self._stage})"
-        return MlflowLog(uri, artifacts, name, resolved, self.run_dir / f"mlflow.{self._stage}.json", resume=resume)
+        return MlflowLog(
+            uri,
+            artifacts,
+            about.name,
+            about.config,
+            self.run_dir / f"mlflow.{self._stage}.json",
+            resume=about.resumed,
+            experiment=about.project,
+            tags=about.tags,
+        )
 
     def _write_run(self) -> None:
         write_record(self.run_dir / RUN, self._run)

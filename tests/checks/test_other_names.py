@@ -66,7 +66,7 @@ def test_no_key_of_this_project_is_taken_for_one_of_another():
         ("optim.lr=1", "did you mean actor.optim.lr or "),
         ("worker.actor.global_batch_size=5", "here this is actor.mini_batch_size"),
         ("model.use_lora=true", "adapters are in section model.lora"),
-        ("report_to=wandb", "here this is tracking.mlflow and tracking.mlflow_uri; there is no W&B"),
+        ("report_to=wandb", "here this is tracking.mlflow, and tracking.loggers"),
         ("actor.fsdp_config=x", "there is no FSDP"),
         ("actor.optim.beta=0.9", "did you mean actor.optim.beta1 or actor.optim.beta2?"),
         ("actor.optim.lrr=1", "did you mean actor.optim.lr?"),

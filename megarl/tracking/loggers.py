@@ -1,0 +1,308 @@
+"""Trackers beside MLflow: W&B, TensorBoard, trackio, or a class of the user's.
+
+    tracking: {loggers: [wandb, tensorboard, my_loggers.py:Chat], project: maths}
+
+Each gets its calls in a thread of its own, so that a slow service holds no step up. One that cannot be started ends the
+run, at the next step; a call that fails later is reported once and counted, because metrics.jsonl has every number.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import logging
+import math
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import megarl
+from megarl.credentials import mask
+from megarl.errors import ConfigError
+from megarl.imports import import_callable
+from megarl.processes import COMMAND
+
+log = logging.getLogger(__name__)
+_KEY = "tracking.loggers"
+_GIT_S = 5.0
+_FINISH_TIMEOUT_S = 120.0
+_MOST_WAITING = 10_000  # calls that wait for a service that does not keep up
+_TABLE = ("prompt", "response", "answer", "score")  # columns of a table of samples, where a sample has them
+_TEXT_CHARS = 20_000  # of one sample in TensorBoard
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run as a tracker is told of it.
+
+    Attributes:
+        id: the same for a run that is resumed, and for no other.
+        name: of the recipe, with the stage where that is not `train`.
+        stage: `train` or `sft`.
+        folder: run folder.
+        project: `tracking.project`.
+        config: the resolved recipe, as plain data, without credentials.
+        tags: command, commit, user, model and run folder (`run_tags`).
+        resumed: the run continues an earlier attempt, whose last steps it may repeat.
+    """
+
+    id: str
+    name: str
+    stage: str
+    folder: Path
+    project: str
+    config: dict[str, Any]
+    tags: dict[str, str]
+    resumed: bool
+
+
+class RunLogger(Protocol):
+    """A tracker: a class with these methods, called with a `LoggedRun`. All calls come from one thread, in order."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record finite numbers of a step; called more than once for a step with several sources of numbers."""
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Record generations: dicts with `prompt`, `response`, `answer`, `score` and further values."""
+
+    def finish(self, status: str) -> None:
+        """Close the run, whose status is `finished`, `failed`, `stopped` or `killed`."""
+
+
+class WandbLogger:
+    """A run of Weights & Biases, with `WANDB_MODE=offline` in the folder `wandb` of the run folder.
+
+    W&B takes no step again that it has: steps that a resumed run repeats keep their first numbers there.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it reports its own errors over the network otherwise
+        import wandb
+
+        self._wandb = wandb
+        # Console capture would take standard output from the worker's log, and reports of load are in perf/*.
+        settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            resume="allow" if os.environ.get("WANDB_MODE") != "offline" else None,  # W&B resumes nothing offline
+            dir=run.folder,
+            config=run.config | {"tags": run.tags},
+            job_type=run.stage,
+            settings=settings,
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the numbers of a step."""
+        self._run.log(metrics, step=step)
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Record a table of samples."""
+        columns = columns_of(rows)
+        data = [[step, *(_cell(row.get(column)) for column in columns)] for row in rows]
+        self._run.log({"samples": self._wandb.Table(columns=["step", *columns], data=data)}, step=step)
+
+    def finish(self, status: str) -> None:
+        """Close the run and wait for its upload."""
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
+
+
+class TensorboardLogger:
+    """Event files in the folder `tensorboard/STAGE` of the run folder; a resumed run adds a file to them."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder / "tensorboard" / run.stage))  # type: ignore[no-untyped-call]
+        lines = "\n".join(f"    {key}: {value}" for key, value in run.tags.items())
+        self._writer.add_text("run", f"{run.name}\n\n{lines}")  # type: ignore[no-untyped-call]
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the numbers of a step, readable at once."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Record samples as text, indented so that Markdown leaves it alone."""
+        columns = columns_of(rows)
+        text = "\n\n".join("\n".join(f"{c}: {_cell(row.get(c))}" for c in columns)[:_TEXT_CHARS] for row in rows)
+        indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
+        self._writer.add_text("samples", indented, step)  # type: ignore[no-untyped-call]
+
+    def finish(self, status: str) -> None:
+        """Close the event file."""
+        self._writer.add_text("status", status)  # type: ignore[no-untyped-call]
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class TrackioLogger:
+    """A run of trackio, in its local store or where its environment variables say."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        import trackio
+
+        self._trackio = trackio
+        self._run = trackio.init(
+            project=run.project,
+            name=f"{run.name} {run.id}",  # trackio finds a run that goes on by its name
+            config=run.config | {"tags": run.tags},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the numbers of a step."""
+        self._run.log(metrics, step=step)
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Record a table of samples."""
+        columns = columns_of(rows)
+        table = self._trackio.Table(columns=columns, data=[[_cell(row.get(c)) for c in columns] for row in rows])
+        self._run.log({"samples": table}, step=step)
+
+    def finish(self, status: str) -> None:
+        """Close the run."""
+        self._run.finish()
+
+
+#: Name in `tracking.loggers` -> class; its package has the same name.
+LOGGERS: dict[str, Callable[[LoggedRun], RunLogger]] = {
+    "wandb": WandbLogger,
+    "tensorboard": TensorboardLogger,
+    "trackio": TrackioLogger,
+}
+
+
+def describe_run(
+    folder: Path, project: str, name: str, stage: str, config: dict[str, Any], *, started: float, resumed: bool
+) -> LoggedRun:
+    """Describe a run for trackers; `started` is the unix time at which it began first."""
+    about = f"{folder} {stage} {started!r}".encode()
+    title = name if stage == "train" else f"{name} ({stage})"
+    number = hashlib.sha256(about).hexdigest()[:12]
+    return LoggedRun(number, title, stage, folder, project, config, run_tags(folder, config), resumed)
+
+
+def run_tags(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return where a run comes from: run folder, model, command, user, commit of the current folder, and version."""
+    model = config.get("model", {})
+    tags = {
+        "run_dir": str(folder),
+        "model": model.get("path") or (model.get("hf_config") or {}).get("model_type"),
+        "command": os.environ.get(COMMAND),
+        "user": _user(),
+        "commit": _commit(),
+        "megarl": megarl.__version__,
+    }
+    return {key: str(value) for key, value in tags.items() if value}
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user number without a name
+        return None
+
+
+def _commit() -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=_GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def columns_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the columns of a table of samples that any of them has."""
+    return [name for name in _TABLE if any(name in row for row in rows)]
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+
+
+class LoggerThread:
+    """One tracker and the thread that calls it.
+
+    Args:
+        name: an element of `tracking.loggers`.
+        run: the run.
+    """
+
+    def __init__(self, name: str, run: LoggedRun) -> None:
+        self._name, self._run = name, run
+        self._calls: queue.SimpleQueue[Callable[[RunLogger], None] | None] = queue.SimpleQueue()
+        self._start_error: Exception | None = None
+        self.failures = 0
+        self._thread = threading.Thread(target=self._serve, name=f"megarl-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Queue the finite numbers of a step.
+
+        Raises:
+            ConfigError: the tracker could not be started.
+        """
+        self._check()
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self._put(lambda logger: logger.log(step, finite))
+
+    def samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        """Queue samples."""
+        kept = list(rows)
+        if kept:
+            self._put(lambda logger: logger.samples(step, kept))
+
+    def finish(self, status: str) -> None:
+        """Close the tracker's run and wait for it within `_FINISH_TIMEOUT_S`; report calls that failed."""
+        self._calls.put(lambda logger: logger.finish(status))
+        self._calls.put(None)
+        self._thread.join(_FINISH_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("%s: %s did not take everything within %g s", _KEY, self._name, _FINISH_TIMEOUT_S)
+        if self.failures:
+            log.warning("%s: %d calls of %s failed; metrics.jsonl is complete", _KEY, self.failures, self._name)
+        if status == "finished":  # otherwise another error is on its way to the user, who needs that one
+            self._check()
+
+    def _put(self, call: Callable[[RunLogger], None]) -> None:
+        if self._calls.qsize() < _MOST_WAITING:
+            self._calls.put(call)
+        else:
+            self.failures += 1
+
+    def _check(self) -> None:
+        if self._start_error is not None:
+            error = self._start_error
+            raise ConfigError(
+                f"{self._name} could not be started: {mask(f'{type(error).__name__}: {error}')}",
+                where=_KEY,
+                found=self._name,
+                fix="correct what it says, or take it out of the list",
+            ) from error
+
+    def _serve(self) -> None:
+        try:
+            make = LOGGERS.get(self._name) or import_callable(self._name, where=_KEY)
+            logger: RunLogger = make(self._run)
+        except Exception as error:
+            self._start_error = error
+            return
+        while (call := self._calls.get()) is not None:
+            try:
+                call(logger)
+            except Exception as error:
+                self.failures += 1
+                if self.failures == 1:
+                    text = mask(f"{type(error).__name__}: {error}")
+                    log.warning("%s: a call of %s failed, training goes on: %s", _KEY, self._name, text)
