@@ -120,27 +120,28 @@ class TensorboardLogger:
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard" / run.stage))  # type: ignore[no-untyped-call]
+        make: Any = SummaryWriter  # it has no types
+        self._writer = make(str(run.folder / "tensorboard" / run.stage))
         lines = "\n".join(f"    {key}: {value}" for key, value in run.tags.items())
-        self._writer.add_text("run", f"{run.name}\n\n{lines}")  # type: ignore[no-untyped-call]
+        self._writer.add_text("run", f"{run.name}\n\n{lines}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the numbers of a step, readable at once."""
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Record samples as text, indented so that Markdown leaves it alone."""
         columns = columns_of(rows)
         text = "\n\n".join("\n".join(f"{c}: {_cell(row.get(c))}" for c in columns)[:_TEXT_CHARS] for row in rows)
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
-        self._writer.add_text("samples", indented, step)  # type: ignore[no-untyped-call]
+        self._writer.add_text("samples", indented, step)
 
     def finish(self, status: str) -> None:
         """Close the event file."""
-        self._writer.add_text("status", status)  # type: ignore[no-untyped-call]
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.add_text("status", status)
+        self._writer.close()
 
 
 class TrackioLogger:

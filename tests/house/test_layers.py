@@ -57,6 +57,7 @@ NAMES = {
     "megarl/rollout/sglang/keeper.py": "starts a program",
     "megarl/simulators/start.py": "what its folder is called in the interpreter of a simulator",
     "megarl/sync/transports/delta.py": "starts a program",
+    "megarl/tracking/loggers.py": "trackers of the user's",
     "megarl/tracking/report.py": "files of its own folder",
 }
 MODULE = re.compile(r"megarl\.[\w.]*(:[\w.]+)?")
