@@ -3,28 +3,42 @@
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests import campaigns
-from tests.turns import Turns, files_alone, longest_first
+from tests.turns import SINGLY, OneTakesTheWide, Turns, kinds_of, longest_first, write_kinds
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
 
 TURNS = pytest.StashKey[Turns]()
-ALONE = pytest.StashKey[set]()
+KINDS = pytest.StashKey[dict[Path, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     campaigns.add_option(parser)
 
 
+def shared_file(run: str) -> Path:
+    """The path that files of all processes of a run of pytest-xdist are called after."""
+    return Path(tempfile.gettempdir()) / f"megarl-tests-{run}"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of the processes of pytest-xdist
-        config.stash[TURNS] = Turns(Path(tempfile.gettempdir()) / f"megarl-tests-{config.workerinput['testrunuid']}")
+        config.stash[TURNS] = Turns(shared_file(config.workerinput["testrunuid"]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneTakesTheWide | None:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    run = config.pluginmanager.getplugin("dsession").nodemanager.testrunuid
+    return OneTakesTheWide(config, log, shared_file(f"{run}.kinds"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -34,19 +48,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     campaigns.choose(config, items)
-    config.stash[ALONE] = files_alone(items)
+    config.stash[KINDS] = kinds_of(items)
     if TURNS in config.stash:
-        items[:] = longest_first(items, config.stash[ALONE])
+        items[:] = longest_first(items, config.stash[KINDS])
+        write_kinds(shared_file(f"{config.workerinput['testrunuid']}.kinds"), items, config.stash[KINDS])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of what pytest-timeout measures
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     if TURNS not in item.config.stash:
         return (yield)
-    turns, alone = item.config.stash[TURNS], item.path in item.config.stash[ALONE]
-    turns.enter(alone=alone)
+    turns, kind = item.config.stash[TURNS], item.config.stash[KINDS][item.path]
+    turns.enter(kind)
     try:
         return (yield)
     finally:
-        if not alone or nextitem is None or nextitem.path != item.path:
+        # What a file that runs singly starts lives as long as the file.
+        if kind not in SINGLY or nextitem is None or nextitem.path != item.path:
             turns.leave()

@@ -33,7 +33,7 @@ from tests.forked import Command
 from tests.runtime import harness
 from tests.runtime.robots import write_robots_recipe
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(3600), pytest.mark.campaign("faults")]
+pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(3600), pytest.mark.campaign("faults")]
 
 RESULTS = Path(os.environ.get("FAULTS", "faults.json")).resolve()
 LAUNCHERS = ("local", "torchrun", "ray")

@@ -1,46 +1,107 @@
-"""Who waits for whom when several processes share the suite."""
+"""Who waits for whom when several processes share the suite, and which of them takes which files."""
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-from tests.turns import Turns, files_alone, longest_first
+from xdist.workermanage import Producer
+
+from tests.turns import OneTakesTheWide, Turns, kinds_of, longest_first
 
 
-def wants(turns: Turns, *, alone: bool) -> threading.Event:
+def wants(turns: Turns, kind: str) -> threading.Event:
     """Set once `turns` has entered."""
     entered = threading.Event()
-    threading.Thread(target=lambda: (turns.enter(alone=alone), entered.set()), daemon=True).start()
+    threading.Thread(target=lambda: (turns.enter(kind), entered.set()), daemon=True).start()
     return entered
 
 
 def test_one_is_alone_after_those_before_it_and_before_those_after_it(tmp_path: Path) -> None:
     first, second, alone, late = (Turns(tmp_path / "run") for _ in range(4))
-    first.enter(alone=False)
-    assert wants(second, alone=False).wait(60)
-    single = wants(alone, alone=True)
+    first.enter("")
+    assert wants(second, "procs").wait(60)
+    single = wants(alone, "alone")
     assert not single.wait(0.1)
-    others = wants(late, alone=False)
+    others = wants(late, "")
     first.leave()
     assert not single.wait(0.1)
     assert not others.is_set()
     second.leave()
     assert single.wait(60)
-    alone.enter(alone=True)  # the next test of the same file, while another waits
+    alone.enter("alone")  # the next test of the same file, while another waits
     assert not others.is_set()
     alone.leave()
     assert others.wait(60)
     late.leave()
-    late.close()
+    for turns in (first, second, alone, late):
+        turns.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_files_alone_come_first_then_servers_then_groups_of_processes() -> None:
+def test_beside_a_wide_one_runs_what_starts_no_processes(tmp_path: Path) -> None:
+    wide, single, group = (Turns(tmp_path / "run") for _ in range(3))
+    wide.enter("wide")
+    assert wants(single, "").wait(60)
+    waits = wants(group, "servers")
+    assert not waits.wait(0.1)
+    single.leave()
+    wide.enter("wide")
+    assert not waits.wait(0.1)
+    wide.leave()
+    assert waits.wait(60)
+    assert not wants(wide, "wide").wait(0.1)
+    group.leave()
+
+
+def items() -> list[Any]:
     def item(path: str, *marks: str) -> SimpleNamespace:
         return SimpleNamespace(path=Path(path), get_closest_marker=lambda name: name in marks)
 
-    items = [item("a"), item("b", "procs"), item("c", "servers", "procs"), item("c"), item("d", "alone"), item("e")]
-    ordered = longest_first(items, files_alone(items))
-    assert [str(one.path) for one in ordered] == ["d", "c", "c", "b", "a", "e"]
+    marked = [("a",), ("b", "procs"), ("c", "servers", "procs"), ("c",), ("d", "alone"), ("e",), ("f", "wide", "procs")]
+    return [item(*one) for one in marked]
+
+
+def test_files_alone_come_first_then_wide_ones_then_servers_then_groups_of_processes() -> None:
+    ordered = longest_first(items(), kinds_of(items()))
+    assert [str(one.path) for one in ordered] == ["d", "f", "c", "c", "b", "a", "e"]
+
+
+class Node:
+    """A process that takes what it is sent."""
+
+    shutting_down = False
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.gateway = SimpleNamespace(id="x")
+
+    def send_runtest_some(self, indexes: list[int]) -> None:
+        self.sent += indexes
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_one_process_takes_the_wide_files_and_others_begin_with_those_that_start_nothing(tmp_path: Path) -> None:
+    kinds = {"a": "alone", "w1": "wide", "w2": "wide", "s": "servers", "p": "procs", "x": "", "y": "", "z": ""}
+    (tmp_path / "kinds").write_text(json.dumps(kinds))
+    tests = [f"{file}::t{number}" for file in kinds for number in range(3)]
+    config: Any = SimpleNamespace(
+        getvalue=lambda name: ["popen", "popen"], option=SimpleNamespace(loadscopereorder=False), rootpath=tmp_path
+    )
+    scheduler, nodes = OneTakesTheWide(config, Producer("test"), tmp_path / "kinds"), [Node(), Node()]
+    for node in nodes:
+        scheduler.add_node(node)
+        scheduler.add_node_collection(node, tests)
+    scheduler.schedule()
+    for turn in range(200):  # the first process takes twice as long for each
+        for node in nodes if turn % 2 else nodes[1:]:
+            done = sum(map(sum, (found.values() for found in scheduler.assigned_work[node].values())))
+            if done < len(node.sent):
+                scheduler.mark_test_complete(node, node.sent[done])
+    order = [list(dict.fromkeys(tests[index][:-4] for index in node.sent)) for node in nodes]
+    assert order == [["a", "w1", "w2"], ["x", "y", "z", "p", "s"]]

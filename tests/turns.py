@@ -1,61 +1,133 @@
-"""Tests that need the machine for themselves, when several processes of pytest-xdist share the suite."""
+"""Which tests run beside which, when several processes of pytest-xdist share the suite.
+
+A file is of the first of `KINDS` that one of its tests is marked with; others work in the process of their test.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
+KINDS = ("alone", "wide", "servers", "procs")
+#: One process takes all files of these, one after the other.
+SINGLY = ("alone", "wide")
+
+
+def kinds_of(items: list[pytest.Item]) -> dict[Path, str]:
+    """The kind of every file; empty: of none."""
+
+    def kind(marked: set[str]) -> str:
+        return next((name for name in KINDS if name in marked), "")
+
+    found: dict[Path, set[str]] = {}
+    for item in items:
+        found.setdefault(item.path, set()).update(name for name in KINDS if item.get_closest_marker(name))
+    return {path: kind(marked) for path, marked in found.items()}
+
+
+def longest_first(items: list[pytest.Item], kinds: dict[Path, str]) -> list[pytest.Item]:
+    """Files in the order of `KINDS`, then the rest, so that the processes end at about one time."""
+    order = [*KINDS, ""]
+    return sorted(items, key=lambda item: order.index(kinds[item.path]))
+
+
+class FairLock:
+    """A lock file, held by one or shared by several; who waits for it holds `gate`, so that nobody overtakes."""
+
+    def __init__(self, path: Path) -> None:
+        self._paths = (path, path.with_name(f"{path.name}.gate"))
+        self._lock, self._gate = (one.open("w") for one in self._paths)
+
+    def enter(self, *, alone: bool) -> None:
+        """Wait until nobody has it alone or, for `alone`, until nobody has it."""
+        fcntl.flock(self._gate, fcntl.LOCK_EX)
+        fcntl.flock(self._lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(self._gate, fcntl.LOCK_UN)
+
+    def leave(self) -> None:
+        """Let others in."""
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Remove the files; others that still hold them are not disturbed."""
+        for file, path in zip((self._lock, self._gate), self._paths, strict=True):
+            file.close()
+            path.unlink(missing_ok=True)
 
 
 class Turns:
-    """Lock files of one run of the suite: `room` is held by one, or shared by several; whoever waits for it holds
-    `gate`, so that nobody passes by one who came earlier and wants the machine for itself.
+    """When a test of a kind may run: beside one that is `alone` nothing, beside a `wide` one what starts no processes.
 
     Args:
         stem: path that all processes of the run give; the files are called after it.
     """
 
     def __init__(self, stem: Path) -> None:
-        self.paths = [stem.with_name(f"{stem.name}.{name}") for name in ("gate", "room")]
-        self._gate, self._room = (path.open("w") for path in self.paths)
-        self._alone = False
+        self._machine, self._cores = (FairLock(stem.with_name(f"{stem.name}.{name}")) for name in ("machine", "cores"))
+        self._held = ""
 
-    def enter(self, *, alone: bool) -> None:
-        """Wait until nobody is alone or, for `alone`, until nobody is there. Nothing to wait for while one is alone."""
-        if self._alone:
+    def enter(self, kind: str) -> None:
+        """Wait for the turn of a test of this kind. Nothing to wait for while one's own file holds it."""
+        if self._held:
             return
-        fcntl.flock(self._gate, fcntl.LOCK_EX)
-        fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(self._gate, fcntl.LOCK_UN)
-        self._alone = alone
+        self._machine.enter(alone=kind == "alone")
+        if kind and kind != "alone":
+            self._cores.enter(alone=kind == "wide")
+        self._held = kind if kind in SINGLY else ""
 
     def leave(self) -> None:
         """Let others in."""
-        self._alone = False
-        fcntl.flock(self._room, fcntl.LOCK_UN)
+        self._held = ""
+        self._machine.leave()
+        self._cores.leave()
 
     def close(self) -> None:
-        """Remove the files; others that still hold them are not disturbed."""
-        self._gate.close()
-        self._room.close()
-        for path in self.paths:
-            path.unlink(missing_ok=True)
+        """Remove the files."""
+        self._machine.close()
+        self._cores.close()
 
 
-def files_alone(items: list[pytest.Item]) -> set[Path]:
-    """Files with a test marked `alone`. Their servers live as long as the file, so all of it is."""
-    return {item.path for item in items if item.get_closest_marker("alone")}
+def write_kinds(file: Path, items: list[pytest.Item], kinds: dict[Path, str]) -> None:
+    """Leave kinds, by the file's part of the node id, for the process that deals the files out and collects nothing."""
+    written = file.with_name(f"{file.name}.{os.getpid()}")
+    written.write_text(json.dumps({item.nodeid.partition("::")[0]: kinds[item.path] for item in items}))
+    written.replace(file)
 
 
-def longest_first(items: list[pytest.Item], alone: set[Path]) -> list[pytest.Item]:
-    """Files that are alone, then those with servers, with groups of processes, then the rest.
+class OneTakesTheWide(LoadFileScheduling):
+    """The first process takes the files that run singly, and meanwhile the others those that start no processes."""
 
-    So the processes end at about one time.
-    """
+    def __init__(self, config: pytest.Config, log: Any, kinds: Path) -> None:
+        super().__init__(config, log)
+        self._file, self._kinds = kinds, dict[str, str]()
 
-    def marked(name: str) -> set[Path]:
-        return {item.path for item in items if item.get_closest_marker(name)}
+    def schedule(self) -> None:
+        """As it is; all processes have collected by now."""
+        if not self._kinds:
+            self._kinds = json.loads(self._file.read_text())
+            self._file.unlink()
+        super().schedule()
 
-    order = (alone, marked("servers"), marked("procs"))
-    return sorted(items, key=lambda item: [item.path not in files for files in order])
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        self.workqueue.move_to_end(self._next(first=node is self.nodes[0]), last=False)
+        super()._assign_work_unit(node)
+
+    def _next(self, *, first: bool) -> str:
+        """The file that a process takes."""
+        under_way = [scope for scope, tests in self.assigned_work[self.nodes[0]].items() if not all(tests.values())]
+        singly = [scope for scope in (*self.workqueue, *under_way) if self._kinds[scope] in SINGLY]
+        if not first and singly:
+            for wanted in ("", "procs", "servers"):
+                for scope in self.workqueue:
+                    if self._kinds[scope] == wanted:
+                        return scope
+        return next(iter(self.workqueue))

@@ -21,7 +21,7 @@ from megarl.rendezvous import write_token
 from tests.disaggregated.test_in_order_loop import wait_for
 from tests.runtime import harness
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)]
 
 STEPS = 5
 AS_READY = (

@@ -21,7 +21,7 @@ from megarl.tracking.close import complete_trace
 from tests.forked import Command
 from tests.runtime import harness
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)]
 
 AHEAD = (
     "async.max_staleness=1",

@@ -28,7 +28,7 @@ from megarl.processes import free_port
 from tests.launchers import test_launchers as every
 from tests.runtime import harness
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
+pytestmark = [pytest.mark.procs, pytest.mark.wide]  # Ray ends itself where its own processes start slowly
 
 
 @pytest.fixture(scope="module", autouse=True)

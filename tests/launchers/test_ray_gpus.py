@@ -11,7 +11,7 @@ import pytest
 
 from tests.launchers import test_launchers as every
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
+pytestmark = [pytest.mark.procs, pytest.mark.wide]  # Ray ends itself where its own processes start slowly
 
 
 @pytest.fixture(autouse=True)

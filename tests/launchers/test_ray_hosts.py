@@ -14,7 +14,7 @@ from tests.runtime import harness
 
 pytestmark = [
     pytest.mark.procs,
-    pytest.mark.alone,
+    pytest.mark.wide,
     pytest.mark.servers,
     pytest.mark.campaign("servers"),
     pytest.mark.timeout(600),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launchers.test_launchers import DEADLINE_S, command, environment
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.campaign("kills")]
+pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.campaign("kills")]
 
 
 def test_a_run_that_lost_its_machine_goes_on_when_there_is_another(tmp_path: Path) -> None:

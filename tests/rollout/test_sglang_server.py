@@ -32,7 +32,7 @@ from tests.models.tiny import save_tiny
 from tests.rollout.forked import forked_servers
 from tests.rollout.servers import VOCAB, engine, label, need_interpreter, start
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)]
 EOS = [5, 9]
 
 

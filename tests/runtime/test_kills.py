@@ -29,7 +29,7 @@ from tests.disaggregated import test_as_ready_loop as test_flow
 from tests.disaggregated import test_in_order_loop as test_ahead
 from tests.runtime import harness
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900), pytest.mark.campaign("kills")]
+pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900), pytest.mark.campaign("kills")]
 
 SEEDS = range(20)
 STEPS = 5

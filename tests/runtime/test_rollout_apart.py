@@ -14,7 +14,7 @@ from megarl.artifacts.trained import steps_in
 from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)]
 
 STEPS = ("trainer.steps=3", "validation.every=1")
 TWO_TEAMS = (

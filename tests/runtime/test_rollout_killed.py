@@ -16,7 +16,7 @@ from tests.disaggregated import test_as_ready_loop as test_flow
 from tests.disaggregated import test_in_order_loop as test_ahead
 from tests.runtime import harness
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)]
 
 SAVED = ("trainer.save_every=1", "trainer.steps=7")
 PARTIAL = (test_flow.PARTIAL, *test_flow.LONG)

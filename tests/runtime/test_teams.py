@@ -15,7 +15,7 @@ from tests.runtime import harness
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(600)]
 
 GRPO = ("sft.steps=0", "trainer.steps=3", "trainer.export_hf=false")
 PPO = (*harness.PPO, "trainer.steps=3")

@@ -16,7 +16,7 @@ from megarl.dag.placement import Placement, place
 from megarl.data.wire import Block, Span
 from tests.disaggregated.buffer import teams
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
+pytestmark = [pytest.mark.procs, pytest.mark.wide]  # Ray ends itself where its own processes start slowly
 
 COUNT = 5
 TEAMS = {
