@@ -48,7 +48,7 @@ class FairLock:
         self._lock, self._gate = (one.open("w") for one in self._paths)
 
     def enter(self, *, alone: bool) -> None:
-        """Wait until nobody has it alone or, for `alone`, until nobody has it."""
+        """Wait until nobody has it for itself or, for `alone`, until nobody has it."""
         fcntl.flock(self._gate, fcntl.LOCK_EX)
         fcntl.flock(self._lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(self._gate, fcntl.LOCK_UN)
