@@ -35,6 +35,7 @@ BY_NAME = {
     "megarl/simulators/robotwin.py": "a task's module, in the interpreter of a simulator, without this package",
     "megarl/runtime/worker.py": "the program runs the function that its command line names",
     "megarl/staleness.py": "a policy of the user",
+    "megarl/tracking/loggers.py": "a tracker of the user",
     "recipes/build.py": "a function of the user",
 }
 #: file -> why it holds texts that name modules of this package.
@@ -57,7 +58,6 @@ NAMES = {
     "megarl/rollout/sglang/keeper.py": "starts a program",
     "megarl/simulators/start.py": "what its folder is called in the interpreter of a simulator",
     "megarl/sync/transports/delta.py": "starts a program",
-    "megarl/tracking/loggers.py": "trackers of the user's",
     "megarl/tracking/report.py": "files of its own folder",
 }
 MODULE = re.compile(r"megarl\.[\w.]*(:[\w.]+)?")
