@@ -12,6 +12,20 @@ from typing import Literal
 
 Part = Literal["embedding", "layer", "dense", "moe", "expert", "final", "head"]
 Split = Literal["copy", "stack", "vocab", "row", "qkv", "gate_up"]
+ModelPart = Literal["tower", "merger", "language_model"]
+"""The vision tower; what makes embeddings of its features (a projector, of a robot's state, too); everything else."""
+_MERGERS = ("visual.merger.", "visual.deepstack_merger_list.", "vision.projector.", "vision.proprio_projector.")
+
+
+def part_of(parameter: str) -> ModelPart:
+    """Return the part of a model that a parameter belongs to, by its name in the first pipeline chunk.
+
+    >>> part_of("visual.merger.mlp.0.weight")
+    'merger'
+    """
+    if parameter.startswith(_MERGERS):
+        return "merger"
+    return "tower" if parameter.startswith(("visual.", "vision.")) else "language_model"
 
 
 @dataclass(frozen=True)

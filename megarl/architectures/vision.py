@@ -9,7 +9,6 @@ imports torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,11 +100,6 @@ class VisionShape:
     def patches(self) -> int:
         """Number of embeddings of a picture."""
         return self.towers[0].patches
-
-    @property
-    def parameters(self) -> int:
-        """Number of values in all tensors."""
-        return sum(math.prod(shape) for _, shape in self.tensors.values())
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -10,7 +10,6 @@ modelling files of these models in transformers 5.23.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -105,11 +104,6 @@ class VisionEncoder:
     def patch_values(self) -> int:
         """Numbers of a patch: colours, frames, pixels."""
         return 3 * self.temporal * self.patch**2
-
-    @property
-    def parameters(self) -> int:
-        """Number of values in all tensors."""
-        return sum(math.prod(shape) for _, shape in self.tensors.values())
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.check import check_keys
 from megarl.architectures.sizes import COMPONENTS, Elements, elements
-from megarl.architectures.tensors import UNTIED_HEAD
+from megarl.architectures.tensors import UNTIED_HEAD, ModelPart, part_of
 from megarl.architectures.values import (
     expert_count,
     expert_width,
@@ -64,6 +65,8 @@ class ModelFacts:
     """The vision part of a robot policy; None: another model."""
     encoder: VisionEncoder | None = None
     """The vision encoder of a vision-language model; None: another model."""
+    frozen: tuple[ModelPart, ...] = ()
+    """Parts that do not learn, see `ModelConfig.freeze`."""
     windows: tuple[int | None, ...] = ()
     """Keys that a query of each layer sees at most, itself included; None, or no entries: all before it."""
 
@@ -126,7 +129,23 @@ class ModelFacts:
     @property
     def visual_parameters(self) -> int:
         """Parameters of what a model sees with, all on the first pipeline stage."""
-        return sum(part.parameters for part in (self.vision, self.encoder) if part is not None)
+        return sum(self.visual_parts.values())
+
+    @cached_property
+    def visual_parts(self) -> dict[ModelPart, int]:
+        """Parameters of each part of what a model sees with."""
+        found: dict[ModelPart, int] = {}
+        for before, shape in (("vision.", self.vision), ("visual.", self.encoder)):
+            for name, (_, size) in () if shape is None else shape.tensors.items():
+                part = part_of(before + name)
+                found[part] = found.get(part, 0) + math.prod(size)
+        return found
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters of the whole model that learn."""
+        parts = {"language_model": sum(self.parameters_of.values()), **self.visual_parts}
+        return sum(count for part, count in parts.items() if part not in self.frozen)
 
     @property
     def computing_parameters(self) -> int:
@@ -206,7 +225,7 @@ def model_facts(model: ModelConfig) -> ModelFacts | None:
     unsupported.
     """
     found = raw_config(model)
-    return None if found is None else facts_from_config(*found)
+    return None if found is None else replace(facts_from_config(*found), frozen=tuple(model.freeze))
 
 
 def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:

@@ -61,6 +61,9 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
         )
     else:
         checks.ok("model", f"{facts.source}: {facts.model_type}, {facts.parameters:,} parameters")
+        problem = model.freeze_problem(sees=bool(facts.visual_parts))
+        if problem is not None:
+            checks.from_error("model", problem)
         check_local_weights("model", model.path, facts, checks)
     if model.hf_config is not None and model.path is None:
         _check_spelling(model.hf_config, checks)
@@ -351,7 +354,7 @@ def check_other_models(
             continue
         role = work.value
         try:
-            found = model_facts(ModelConfig(path=path))
+            found = model_facts(ModelConfig(path=path, freeze=config.model.freeze))
         except ConfigError as error:
             where = error.where if error.where != "model.path" else f"{role}.path"
             checks.from_error(

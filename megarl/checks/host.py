@@ -70,8 +70,9 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
     """Estimate the memory of a team's ranks on one machine. `facts`: of the policy."""
     ranks, parallel, dp, actor = _ranks_here(config, team), team.parallel, team.replicas, config.actor
     state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp, lora=config.model.lora)
-    trained = state["gradients"] / GRADIENT * BYTES[config.model.dtype]
-    own = ranks * (state["optimizer"] + trained / dp) if Role.ACTOR in team.roles else 0.0
+    adapters = state["gradients"] / GRADIENT * BYTES[config.model.dtype]
+    written = state["parameters"] if config.model.lora is None else adapters
+    own = ranks * (state["optimizer"] + written / dp) if Role.ACTOR in team.roles else 0.0
     layout = layout_key(config, team.roles[0])
     staging = [Term("a checkpoint on its way to disk", own, f"the model's size, {layout}", 0.0)] if own else []
     if gpu:

@@ -32,7 +32,7 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
     for problem in problems:
         checks.from_error(_NAME, problem)
     if facts is not None and encoder is not None and _deep_layers_fit(config, facts, checks) and not problems:
-        checks.ok(_NAME, f"{encoder.model_type}, {encoder.parameters:,} parameters of its encoder")
+        checks.ok(_NAME, f"{encoder.model_type}, {facts.visual_parameters:,} parameters of its encoder")
 
 
 def _deep_layers_fit(config: RunConfig, facts: ModelFacts, checks: Checklist) -> bool:

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from megarl.architectures.tensors import ModelPart
 from megarl.config.base import Section
+from megarl.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16"]
 Target = Literal["attention", "mlp"]
@@ -53,6 +55,10 @@ class ModelConfig(Section):
         None,
         description="train low-rank adapters, of the critic, too, and no other weights; null: train all weights",
     )
+    freeze: list[ModelPart] = Field(
+        [],
+        description="parts that stay as they are, of the critic, too: tower, merger (projectors), language_model",
+    )
 
     @property
     def named_base(self) -> bool:
@@ -60,6 +66,33 @@ class ModelConfig(Section):
         path = Path(self.path or "")
         name = next((part for part in path.parts if part.startswith("models--")), path.name)  # of the hub's cache
         return "base" in re.split(r"[-_.]", name.lower())
+
+    def freeze_problem(self, *, sees: bool) -> ConfigError | None:
+        """Return why the parts in `freeze` cannot stay as they are; `sees`: the model has a vision part."""
+        parts = ["tower", "merger", "language_model"] if sees else ["language_model"]
+        missing = [part for part in self.freeze if part not in parts]
+        found, where = list(self.freeze), "model.freeze"
+        if missing:
+            return ConfigError(
+                f"this model has no {' and no '.join(missing)}",
+                where=where,
+                found=found,
+                allowed=parts if sees else "[], as this model has no other part than its language_model",
+                fix="remove what is not there",
+            )
+        if self.freeze and set(parts) == set(self.freeze):
+            return ConfigError(
+                "nothing would learn", where=where, found=found, allowed="not all parts", fix="remove one of them"
+            )
+        if self.freeze and self.lora is not None:
+            return ConfigError(
+                "adapters leave all weights as they are already",
+                where=where,
+                found=f"{found} with model.lora",
+                allowed="one of the two",
+                fix="set model.freeze=[], or model.lora=null",
+            )
+        return None
 
 
 class ParallelConfig(Section):

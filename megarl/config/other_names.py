@@ -238,6 +238,7 @@ KEYS: dict[str, str] = {
     "trainer.logger": _TRACKERS,
 }
 _LORA = "adapters are in section model.lora: rank, alpha, dropout, targets"
+_FROZEN = "parts of a model that stay as they are: model.freeze=[tower], [tower, merger] or [language_model]"
 _QUANTISED = "there is no training of quantised weights here; model.dtype is fp32 or bf16"
 _WANDB = "trackers are named in tracking.loggers (wandb, tensorboard, trackio, a class of yours), tracking.project"
 _SHARDS = "there is no FSDP or DeepSpeed here: Megatron's layouts are (actor.parallel, actor.engine)"
@@ -253,14 +254,13 @@ ABSENT: dict[str, str] = {
         _LORA,
     ),
     **dict.fromkeys(("use_peft", "peft", "peft_config", "use_dora", "target_modules", "modules_to_save"), _LORA),
+    **dict.fromkeys(("freeze_vision_tower", "freeze_vision", "freeze_llm", "freeze_aligner"), _FROZEN),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "fp8_training"), _QUANTISED),
     **dict.fromkeys(("fp16", "amp"), "there is no fp16 here; model.dtype is fp32 or bf16"),
     **dict.fromkeys(("wandb", "use_wandb", "wandb_project", "wandb_entity", "wandb_log_unique_prompts"), _WANDB),
     **dict.fromkeys(("tensorboard", "tensorboard_dir", "use_tensorboard", "swanlab", "trackio_space_id"), _WANDB),
     **dict.fromkeys(("fsdp", "fsdp_config", "fsdp_size", "deepspeed", "ds_config", "zero_stage"), _SHARDS),
-    **dict.fromkeys(
-        ("image_key", "video_key", "min_pixels", "max_pixels", "limit_images", "freeze_vision_tower"), _PICTURES
-    ),
+    **dict.fromkeys(("image_key", "video_key", "min_pixels", "max_pixels", "limit_images"), _PICTURES),
     **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE),
     **dict.fromkeys(("reward_model", "reward_model_path", "rm"), _REWARD_MODEL),
     **dict.fromkeys(("packing", "padding_free", "use_remove_padding", "balance_batch", "calculate_log_probs"), _ALWAYS),

@@ -120,7 +120,7 @@ def connect_engines(c: RankState) -> WeightSync:
         whys = [text for text in c.layout.world.all_gather_json(why) if text is not None]
         if receivers is None or whys:
             raise WorkerError(whys[0])
-        return WeightSync(c.actor.chunks, receivers, c.config.sync, c.run_dir, c.layout.world)
+        return WeightSync(c.actor.chunks, receivers, c.config.sync, c.run_dir, c.layout.world, c.config.model.freeze)
 
 
 def push_weights(c: RankState, version: int) -> SyncReport:

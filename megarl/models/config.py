@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ def transformer_config(
     dtype: torch.dtype,
     engine: EngineConfig,
     lora: LoraConfig | None = None,
+    freeze: Collection[str] = (),
     where: str = "actor.engine",
 ) -> PolicyConfig:
     """Return the Megatron configuration of `hf` under the layout `parallel`, with parameters and activations in
@@ -63,6 +65,8 @@ def transformer_config(
     """
     check_layout(hf, parallel)
     needs_local = None if lora is None else "a model with adapters"
+    if "language_model" in freeze:
+        needs_local = "a model whose language_model is frozen"
     if encoder_of(hf) is not None:
         needs_local = "a model of images and text, whose positions have three numbers,"
     form = layer_form(engine, dtype, where, needs_local)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 
+from megarl.architectures.tensors import part_of
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import value_bias
 from megarl.models.layer_forms import table_name
@@ -99,6 +101,13 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Return the hidden states as the decoder leaves them."""
         return hidden_states
+
+    def freeze(self, parts: Collection[str]) -> None:
+        """Leave the parameters of these parts (`ModelPart`) without gradients; a value head always learns."""
+        for name, parameter in self.named_parameters():
+            head = self.has_value_head and name.startswith("output_layer.")
+            if part_of(name) in parts and not head:
+                parameter.requires_grad_(False)
 
     def weights(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by their names in the weight table, whatever the form of the layers."""

@@ -56,14 +56,14 @@ class Cost:
 
 
 @lru_cache(maxsize=4096)
-def _stage_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head: bool) -> tuple[float, float]:
+def _trained_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head: bool) -> tuple[float, float]:
     """Return `stage_parameters`, cached, since a search asks for the same layouts with many engines."""
-    return stage_parameters(facts, parallel, value_head=value_head)
+    return stage_parameters(facts, parallel, value_head=value_head, trained=True)
 
 
 @lru_cache(maxsize=4096)
 def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, value_head: bool) -> float:
-    """Do as `_stage_parameters`. `engine`: only its `distributed_optimizer` counts."""
+    """Do as `_trained_parameters`. `engine`: only its `distributed_optimizer` counts."""
     return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
 
 
@@ -188,7 +188,8 @@ class ModelPass:
         ranks = parallel.tp * parallel.cp
         peak = self.hardware.peak(self.dtype)
         tokens, scores = share.tokens, self._scores(share)
-        frozen = 1 if train and self.lora is not None else 0  # weights that have no gradient
+        keeps = self.lora is not None or "language_model" in facts.frozen
+        frozen = 1 if train and keeps else 0  # weights that have no gradient
         linear = tokens * (self._counter.per_token - self._expert_flops) / parallel.pp
         head_tokens = share.samples * share.response
         head = head_tokens * (2 * facts.hidden if self.value_head else self._counter.per_head_token)
@@ -303,7 +304,7 @@ class ModelPass:
         """(dense, expert) parameters of the fullest rank that have gradients."""
         if self.lora is not None:
             return trained_parameters(self.facts, self.parallel, self.lora, value_head=self.value_head), 0.0
-        return _stage_parameters(self.facts, self.parallel, self.value_head)
+        return _trained_parameters(self.facts, self.parallel, self.value_head)
 
     def _reduce(self, share: Share) -> list[Cost]:
         """Return the gradients of one update, scattered in fp32, and parameters gathered; without sharding both in

@@ -32,7 +32,9 @@ def layout_key(config: RunConfig, role: Role) -> str:
     return f"{'actor' if getattr(config, role.value).parallel is None else role.value}.parallel"
 
 
-def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head: bool = False) -> tuple[float, float]:
+def stage_parameters(
+    facts: ModelFacts, parallel: ParallelConfig, *, value_head: bool = False, trained: bool = False
+) -> tuple[float, float]:
     """Return the (dense, expert) parameters that the fullest rank holds.
 
     Tensor parallelism divides every matrix but the router, and biases; norms and routers are on all of its ranks, and
@@ -43,7 +45,12 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head:
 
     Args:
         value_head: one value per token in place of a vocabulary.
+        trained: count only parameters that learn.
     """
+    visual = sum(size for part, size in facts.visual_parts.items() if not trained or part not in facts.frozen)
+    if trained and "language_model" in facts.frozen:
+        head = facts.hidden if value_head else 0
+        return float(visual + head if parallel.pp == 1 else max(visual, head)), 0.0
     part = _elements(facts, parallel.tp, parallel.expert_tp)
     share: dict[Part, float] = {
         "layer": 1.0,
@@ -51,7 +58,7 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head:
         "moe": facts.copies["router"] / facts.layers,
     }
     layers = facts.layers / parallel.pp
-    first = part["embedding"] + facts.visual_parameters
+    first = part["embedding"] + visual
     last = part["final"] + (facts.hidden if value_head else part["embedding"])
     if parallel.pp == 1:
         ends = first + part["final"] if facts.tied and not value_head else first + last
@@ -103,7 +110,7 @@ def trained_parameters(
 ) -> float:
     """Return the parameters of the fullest rank that have gradients: with adapters only these and a value head."""
     if lora is None:
-        return sum(stage_parameters(facts, parallel, value_head=value_head))
+        return sum(stage_parameters(facts, parallel, value_head=value_head, trained=True))
     return adapter_parameters(facts, parallel, lora) + (facts.hidden if value_head else 0)
 
 
@@ -126,7 +133,7 @@ def owned_parameters(
 
     Dense parameters are shared among the ranks that have the same ones, which are dp * cp; experts among fewer.
     """
-    dense, expert = stage_parameters(facts, parallel, value_head=value_head)
+    dense, expert = stage_parameters(facts, parallel, value_head=value_head, trained=True)
     if lora is not None:
         dense, expert = trained_parameters(facts, parallel, lora, value_head=value_head), 0.0
     if not engine.distributed_optimizer:
@@ -163,6 +170,8 @@ def step_bytes(engine: EngineConfig, dtype: str) -> int:
 
 
 def checkpoint_bytes(facts: ModelFacts, dtype: str, lora: LoraConfig | None = None) -> float:
-    """Return the bytes of a checkpoint of a model that learns: what is trained and optimizer state, each once."""
-    trained = facts.parameters if lora is None else adapter_parameters(facts, ParallelConfig(), lora)
-    return trained * (BYTES[dtype] + MOMENT_BYTES + MASTER_BYTES[dtype])
+    """Return the bytes of a checkpoint of a model that learns: its parameters, or adapters, and optimizer state."""
+    held, trained = float(facts.parameters), float(facts.trained_parameters)
+    if lora is not None:
+        held = trained = adapter_parameters(facts, ParallelConfig(), lora)
+    return held * BYTES[dtype] + trained * (MOMENT_BYTES + MASTER_BYTES[dtype])

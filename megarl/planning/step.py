@@ -53,7 +53,7 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
     for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER):
         if role in graph.roles:
             path = getattr(config, role.value).path
-            sizes[role] = facts if path is None else model_facts(ModelConfig(path=path))
+            sizes[role] = facts if path is None else model_facts(ModelConfig(path=path, freeze=config.model.freeze))
     return sizes
 
 

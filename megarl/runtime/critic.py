@@ -25,7 +25,7 @@ def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> Crit
     from megarl.models.config import load_hf_config
     from megarl.models.hf import check_trainable
     from megarl.runtime.frozen_models import record_base
-    from megarl.runtime.setup import check_embeddings
+    from megarl.runtime.setup import check_embeddings, sequence_layout_of
     from megarl.training.engine import MegatronEngine
 
     config, source = c.config.critic, c.config.critic.path
@@ -48,7 +48,9 @@ def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> Crit
             name="critic",
             seed=c.config.trainer.seed,
             value_head=True,
+            sequences=sequence_layout_of(c.config, hf_config),
             lora=c.config.model.lora,
+            freeze=c.config.model.freeze,
         )
         record_base(c, "critic", checkpoint)
         return CriticRole(engine, c.context, offloads=config.engine.offload)

@@ -97,7 +97,7 @@ def send_weights_to(c: RankState, fleet: Fleet) -> WeightSync:
         c.offload.add_servers(ServerMemory(fleet, config.rollout.sglang.health_timeout_s, c.layout.world))
     sizes = config.rollout.sglang.tp_size, config.rollout.sglang.ep_size
     receivers = SglangReceivers(fleet, ServerLayout.of(c.hf_config, *sizes, on_gpu=has_cuda()))
-    c.sync = sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, c.layout.world)
+    c.sync = sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, c.layout.world, config.model.freeze)
     return sync
 
 

@@ -75,6 +75,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "model.dtype": _dtype,
     "model.trust_remote_code": None,
     "model.lora": FIXED,
+    "model.freeze": FIXED,  # a checkpoint has no optimizer state of what was frozen
     "algorithm.pipeline": None,
     "algorithm.advantage": None,
     "algorithm.loss": None,

@@ -28,7 +28,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
-from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_layers
+from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_layers, visual_tensors
 from megarl.models.weights import init_random, load_weights
 from megarl.offload_schedule import ACTOR, OffloadSchedule
 from megarl.rendezvous import join
@@ -222,6 +222,8 @@ def _refuse_known_late(config: RunConfig, team: OwnTeam, hf_config: PretrainedCo
     """Refuse what does not go with the model, of which one on the hub is known now at the earliest."""
     if team.others and any(moe_layers(hf_config)):
         raise_problems(experts_problems(config))
+    problem = config.model.freeze_problem(sees=bool(visual_tensors(hf_config)))
+    raise_problems([] if problem is None else [problem])
     if encoder_of(hf_config) is not None:
         raise_problems(image_problems(config, [team.plan.parallel]))
 
@@ -318,6 +320,7 @@ def build_engine(
         seed=config.trainer.seed,
         sequences=sequence_layout_of(config, hf_config),
         lora=config.model.lora if name == ACTOR else None,
+        freeze=config.model.freeze if trainable else (),
     )
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megarl.models.weights.plan import Box, Coordinate, hf_tensors, slices_for
@@ -63,10 +63,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The tensors that travel as one flat buffer, without gaps; larger items first, so that all are aligned."""
+    """The tensors that travel as one flat buffer, without gaps; larger items first, so that all are aligned. `frozen`:
+    training leaves them as they are."""
 
     entries: tuple[Entry, ...]
     nbytes: int
+    frozen: bool = False
 
     def sources(self) -> list[str]:
         """Return the Hugging Face tensors in the bucket, in order."""
@@ -99,6 +101,12 @@ class SyncPlan:
 
     hosts: tuple[str, ...]
     routes: tuple[Route, ...]
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The tensors that training leaves as they are."""
+        buckets = (bucket for route in self.routes for own in route.senders.values() for bucket in own)
+        return frozenset(name for bucket in buckets if bucket.frozen for name in bucket.sources())
 
     def route_of(self, receiver: int) -> Route:
         """Return the route that feeds `receiver`."""
@@ -179,6 +187,7 @@ def make_plan(
     gpus: Sequence[Sequence[str]] = (),
     one_replica: bool = False,
     senders_per_stage: int | None = None,
+    frozen: Container[str] = (),
 ) -> SyncPlan:
     """Plan a synchronisation.
 
@@ -193,6 +202,7 @@ def make_plan(
         gpus: names of the GPUs of each receiver on its host, where they may be the trainer's.
         one_replica: the first replica sends to all receivers.
         senders_per_stage: senders of one pipeline stage at most; None: every holder of a tensor may send it.
+        frozen: tensors that training leaves as they are; they have buckets of their own, each sender's first.
 
     Raises:
         ValueError: a receiver's host has no trainer rank although `same_host` asks for it.
@@ -203,7 +213,7 @@ def make_plan(
     sharing = members[:1] if one_replica else members
     for replica, host, mine in _share_out(sharing, ranks, hosts, gpus if same_host else None):
         pools = _pools(members[replica], ranks, host, senders_per_stage)
-        routes.append(_route(tensors, replica, count, mine, pools, ranks, dtype, fp8, bucket_bytes))
+        routes.append(_route(tensors, replica, count, mine, pools, ranks, dtype, fp8, bucket_bytes, frozen))
     return SyncPlan(tuple(hosts), tuple(routes))
 
 
@@ -267,6 +277,7 @@ def _route(
     dtype: str,
     fp8: bool,
     bucket_bytes: int,
+    frozen: Container[str],
 ) -> Route:
     holders = {
         name: tuple((box, _in_replica(who, replica, count)) for box, who in held.boxes)
@@ -280,8 +291,16 @@ def _route(
     for name in tensors:
         names.setdefault(sender_of[name], []).append(name)
     bound = max(bucket_bytes - SLAB_BYTES, 1)
+
+    def buckets(sender: int, *, learn: bool) -> tuple[Bucket, ...]:
+        mine = [(name, tensors[name].shape) for name in names[sender] if (name in frozen) != learn]
+        return _in_turn(_buckets(mine, dtype, fp8, bound), bound)
+
     senders = {
-        sender: _in_turn(_buckets([(n, tensors[n].shape) for n in names[sender]], dtype, fp8, bound), bound)
+        sender: (
+            *(replace(bucket, frozen=True) for bucket in buckets(sender, learn=False)),
+            *buckets(sender, learn=True),
+        )
         for sender in sorted(names)
     }
     return Route(replica, receivers, senders, givers)

@@ -54,8 +54,9 @@ class BucketSender:
         """Memory of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def run(self, routes: Sequence[int], targets: Sequence[Target]) -> Sent:
-        """Send this rank's buckets to `targets`, all of them on this rank's route. Collective over the trainer."""
+    def run(self, routes: Sequence[int], targets: Sequence[Target], *, whole: bool = True) -> Sent:
+        """Send this rank's buckets to `targets`, all of them on this rank's route; frozen ones only if `whole`.
+        Collective over the trainer."""
         sent, waiting = Sent(), deque[Future[None]]()
         mine = self.source.my_route()
         buckets = self.source.buckets() if mine is not None and mine in routes else ()
@@ -67,11 +68,13 @@ class BucketSender:
         ):
             for number in range(self.source.rounds(routes)):
                 bucket = buckets[number] if number < len(buckets) else None
+                if bucket is not None and bucket.frozen and not whole:
+                    bucket = None
                 if len(waiting) == len(self._buffers) and waiting:
                     waiting.popleft().result()
                 flat = None if bucket is None else self._buffers[number % 2][: bucket.nbytes]
                 start = time.perf_counter()
-                self.source.fill(number, routes, flat)
+                self.source.fill(number, routes, flat, whole=whole)
                 sent.gather_s += time.perf_counter() - start
                 if bucket is not None and flat is not None:
                     put = putting.submit(self.transport.put, number, bucket, self.source.parts(bucket, flat))

@@ -87,6 +87,7 @@ class Source:
         self.peak_staged = 0  # bytes in addition to the buckets, for tests
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
+        self._frozen = plan.frozen
         self._given_by_one = _given_by_one(plan, self.my_route(), rank) if live else set()
 
     def my_route(self) -> int | None:
@@ -119,11 +120,12 @@ class Source:
         return found if found.is_contiguous() and found.nbytes == entry.nbytes and entry.name == entry.source else None
 
     @torch.no_grad()
-    def fill(self, number: int, routes: Sequence[int], out: Tensor | None) -> None:
+    def fill(self, number: int, routes: Sequence[int], out: Tensor | None, *, whole: bool = True) -> None:
         """Round `number` of `routes`. Collective over the ranks that hold pieces of these routes.
 
         Args:
             out: uint8 [bytes of this rank's bucket of that round], or None when it has none.
+            whole: frozen buckets are filled, too.
 
         Raises:
             WorkerError: another rank did not answer before the process group's deadline.
@@ -132,6 +134,8 @@ class Source:
         for route in routes:
             for entry, moves in self._moves[route].get(number, ()):
                 beat()
+                if not whole and entry.source in self._frozen:
+                    continue
                 if moves[0].sender == self.rank:
                     assert out is not None
                     if self._live(entry) is None:

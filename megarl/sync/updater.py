@@ -18,7 +18,7 @@ from __future__ import annotations
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from megarl.errors import ServerError, WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_on_all_ranks, layout_of_all
 from megarl.models.weights.fill import coordinate
+from megarl.models.weights.plan import tensors_of
 from megarl.sync import verify
 from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
 from megarl.sync.plan import TrainerRank, holdings, make_plan
@@ -91,6 +92,7 @@ class WeightSync:
         config: section `sync` of the recipe.
         run_dir: the folder of the disk transport and logs lie in it.
         world: all ranks of the trainer.
+        freeze: parts of the model (`ModelPart`) that training leaves as they are: a receiver gets them once.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class WeightSync:
         config: SyncConfig,
         run_dir: Path,
         world: WorkerGroup,
+        freeze: Collection[str] = (),
     ) -> None:
         self.chunks, self.receivers, self.config, self.world = chunks, receivers, config, world
         self.version: int | None = None
@@ -122,6 +125,7 @@ class WeightSync:
             gpus=[receiver.gpus for receiver in receivers.all],
             one_replica=kind.one_replica,
             senders_per_stage=kind.senders_per_stage,
+            frozen=tensors_of(chunks[0].hf_config, freeze),
         )
         self.transport = self._make_transport(run_dir, names, addresses)
         at, live = self.transport.device, self.transport.live and chunks[0].config.lora is None
@@ -182,10 +186,11 @@ class WeightSync:
         if not agreed:
             return report
         with phase("weight_sync"):
+            whole = self._lack_something(agreed)
             updates = {n: self._update(n) for n in agreed if self._is_lead(n)}
             self._each(updates, self._open, report)
             ready = self._agree(agreed, report)
-            sent = self._send(ready, report)
+            sent = self._send(ready, report, whole=whole)
             self._agree(ready, report)
             self._finish(updates, [n for n in ready if n not in report.failed], report)
         self._close_report(report, sent, time.perf_counter() - start, agreed)
@@ -203,14 +208,23 @@ class WeightSync:
         update.pause(self.config.pause)
         update.begin()
 
-    def _send(self, ready: list[int], report: SyncReport) -> Sent:
-        """Run all rounds on this rank."""
+    def _lack_something(self, numbers: list[int]) -> bool:
+        """Tell whether one of these receivers does not have the frozen tensors for certain: it gets everything."""
+        if not self.plan.frozen or not self.transport.in_parts:
+            return True
+        targets = [self._target(number) for number in numbers if self._is_lead(number)]
+        with ThreadPoolExecutor(max(len(targets), 1)) as pool:
+            hold = list(pool.map(lambda target: target.holds_what_it_was_given(self.config.timeout_s), targets))
+        return any(self.world.all_gather_json(not all(hold)))
+
+    def _send(self, ready: list[int], report: SyncReport, *, whole: bool) -> Sent:
+        """Run all rounds on this rank; `whole`: with the frozen tensors."""
         routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
         mine = self.sender.source.my_route()
         targets = [self._target(n) for n in ready if mine is not None and n in self.plan.routes[mine].receivers]
         if targets:
             self.transport.start(report.version, targets)
-        sent = self.sender.run(routes, targets)
+        sent = self.sender.run(routes, targets, whole=whole)
         report.failed |= sent.failed
         return sent
 

@@ -13,7 +13,7 @@ compute the same loss, but each passes back only the gradient of the tokens it h
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -79,6 +79,7 @@ class MegatronEngine:
         value_head: a critic: one value per token in place of a vocabulary.
         sequences: the layout of rows as sequences.
         lora: low-rank adapters, fresh ones drawn from `seed`, which are trained in place of the weights; None: none.
+        freeze: parts (`ModelPart`) that stay as they are.
 
     Attributes:
         snapshots: host memory for its part of a checkpoint; one at a time is on its way to disk.
@@ -100,6 +101,7 @@ class MegatronEngine:
         value_head: bool = False,
         sequences: SequenceLayout = TEXT,
         lora: LoraConfig | None = None,
+        freeze: Collection[str] = (),
     ) -> None:
         self.sequences = sequences
         self.hf_config, self.config, self.optim = hf_config, engine, optim
@@ -109,7 +111,7 @@ class MegatronEngine:
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         self._where = "critic.engine" if name == "critic" else "actor.engine"
         self.model_config = transformer_config(
-            hf_config, parallel, dtype=dtype, engine=engine, lora=lora, where=self._where
+            hf_config, parallel, dtype=dtype, engine=engine, lora=lora, freeze=freeze, where=self._where
         )
         self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
@@ -118,6 +120,8 @@ class MegatronEngine:
         weights(self.chunks)
         if lora is not None:
             freeze_base(self.chunks)
+        for chunk in self.chunks:
+            chunk.freeze(freeze)
         self._away: dict[str, offload.Parked] = {}
         self._arenas = {part: HostArena() for part in PARTS}
         self.snapshots = HostArena()

@@ -93,8 +93,8 @@ def test_the_estimate_of_a_policy_of_7b_counts_all_of_it() -> None:
     assert facts is not None
     assert facts.vision is not None
     # Half of the language model, and all that it sees with, on each of two ranks.
-    language = facts.parameters - facts.vision.parameters
-    assert said["actor parameters"] == pytest.approx(2 * (language / 2 + facts.vision.parameters), rel=1e-3)
+    language = facts.parameters - facts.visual_parameters
+    assert said["actor parameters"] == pytest.approx(2 * (language / 2 + facts.visual_parameters), rel=1e-3)
     assert said["vision towers at work"] > 5e9
     assert {"an encoder of videos", "clips in the encoder of videos"} < set(said)
     host = host_memory(config, checked.sizes, checked.placement, gpu=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from megarl.config.model import LoraConfig, ParallelConfig
+from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import facts_of
 from megarl.models.weights.adapters import adapter_slices
@@ -99,3 +100,27 @@ def test_with_adapters_only_these_and_a_value_head_have_gradients(model_type, la
     assert critic["gradients"] == 4 * (adapters + facts.hidden)
     if not layout:
         assert checkpoint_bytes(facts, "bf16", lora) == 14 * adapters
+
+
+@pytest.mark.parametrize("freeze", [("tower",), ("tower", "merger"), ("language_model",)], ids=str)
+def test_what_is_frozen_has_neither_gradients_nor_optimizer_state(freeze):
+    from megarl.architectures.tensors import part_of
+    from megarl.artifacts.facts import facts_from_config
+    from megarl.models.hf import load_hf_config
+    from tests.models.vlm_tiny import config_of
+
+    raw = config_of("qwen3_vl")
+    facts, hf = facts_from_config(raw, "tiny"), load_hf_config(ModelConfig(hf_config=raw))
+    facts = replace(facts, frozen=freeze)
+    for parallel in (ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(pp=2)):
+        ranks = [
+            slices_for(hf, Coordinate(tp=parallel.tp, pp=parallel.pp, pp_rank=rank)) for rank in range(parallel.pp)
+        ]
+        held, learn = (
+            max(sum(math.prod(one.shape) for one in rank if part_of(one.param) not in parts) for rank in ranks)
+            for parts in ((), freeze)
+        )
+        state = state_bytes(facts, parallel, EngineConfig(), "bf16", 2)
+        assert state == {"parameters": 2 * held, "gradients": 4 * learn, "optimizer": 12 * learn / 2}
+    learn = sum(math.prod(one.shape) for one in slices_for(hf, Coordinate()) if part_of(one.param) not in freeze)
+    assert checkpoint_bytes(facts, "bf16") == 2 * facts.parameters + 12 * learn

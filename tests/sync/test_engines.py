@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -130,13 +130,13 @@ def test_an_engine_holds_and_samples_what_the_trainer_has(tmp_path, model, train
 
 
 @contextlib.contextmanager
-def engines_here(folder: Path, count: int) -> Iterator[tuple]:
+def engines_here(folder: Path, count: int, save: Callable = save_tiny, kind: str = "qwen3") -> Iterator[tuple]:
     """Trainer and engines in this process: chunks, the engines' inboxes, and the receivers."""
     from megarl.rollout.embedded.inbox import WeightInbox
     from megarl.rollout.embedded.receiver import EngineReceivers
 
     single_process()
-    save_tiny(folder / "model", "qwen3")
+    save(folder / "model", kind)
     chunks = build_tiny(folder / "model")
     inboxes = [WeightInbox(build_tiny(folder / "model"), KEY, world()) for _ in range(count)]
     receivers = EngineReceivers.connect([[inbox.address] for inbox in inboxes], KEY, chunks[0].hf_config, 30.0)
@@ -399,3 +399,30 @@ def test_ranks_of_an_engine_begin_together_or_not_at_all(tmp_path):
     assert first[0] == 5
     assert "within 0.2 s: rank 0 of the engine is paused, holding 5@run" in first[1]
     assert first[2].startswith("no weights of version 4 came")
+
+
+@pytest.mark.parametrize("transport", ["tensor", "delta"])
+def test_frozen_tensors_are_sent_once(tmp_path, monkeypatch, transport):
+    """To an engine that holds them: one that holds something else gets everything again."""
+    from megarl.models.weights.plan import tensors_of
+    from megarl.sync.updater import WeightSync
+    from tests.models.vlm_tiny import save
+
+    with engines_here(tmp_path, 1, save, "qwen3_vl") as (chunks, (inbox,), receivers):
+        config = SyncConfig(transport=transport, verify="every", timeout_s=30.0, bucket_mb=5)
+        sync = WeightSync(chunks, receivers, config, tmp_path, world(), ["tower", "language_model"])
+        frozen, came = tensors_of(chunks[0].hf_config, ["tower", "language_model"]), list[str]()
+        for op in ("write", "write_elements"):
+            write = getattr(inbox._writer, op)
+            monkeypatch.setattr(inbox._writer, op, lambda n, *a, write=write: (came.append(n), write(n, *a))[1])
+        for version in range(3):
+            came.clear()
+            with torch.no_grad():
+                for name, parameter in chunks[0].named_parameters():
+                    if ".merger." in name:
+                        parameter.add_(0.5)
+            if version == 2:
+                inbox.set_version("another trainer's")
+            assert sync.push(version).updated == [0]
+            assert frozen.intersection(came) == (set() if version == 1 else frozen)
+        sync.close()

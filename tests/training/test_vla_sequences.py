@@ -68,11 +68,12 @@ def engine_of(folder: Path, budget: int = 120, split: dict[str, int] | None = No
         read_policy_config(folder),
         layout,
         EngineConfig(micro_batch_tokens=budget, logits_chunk_tokens=16),
-        OptimConfig(lr=1e-2, eps=1e-3),
+        settings.pop("optim", OptimConfig(lr=1e-2, eps=1e-3)),
         dtype=torch.float32,
         layout=layout_for(layout),
         total_steps=10,
         weights=lambda chunks: load_weights(chunks, folder),
+        freeze=settings.pop("freeze", ()),
         sequences=vla_layout_of(folder, **settings),
     )
 

@@ -4,6 +4,7 @@ Tolerances as in test_layouts.py.
 """
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,12 @@ LAYOUTS = [
     ({}, {"overlap_grad_reduce": True}),
     ({}, {"micro_batch_tokens": 1, "distributed_optimizer": False}),
 ]
+#: With parts that do not learn; of the first one a stage has nothing that does.
+FROZEN = [({"pp": 2}, {"recompute": "full"}, ["language_model"]), ({"tp": 2, "sp": True}, {}, ["tower"])]
 
 
-def _batch(hf):
+def batch_for(hf):
+    """Samples with weights of their tokens."""
     from megarl.models.hf import encoder_of, image_settings
 
     rng = random.Random(4)
@@ -42,27 +46,33 @@ def _batch(hf):
     return batch
 
 
-def _run(kind: str, parallel: ParallelConfig, engine: EngineConfig) -> dict:
-    """Log-probs before, gradient norms, and all parameters after two steps."""
+def engine_of(kind: str, parallel: ParallelConfig, engine: EngineConfig, optim: OptimConfig = OPTIM, **settings: Any):
+    """An engine with a random model; `dtype`, `seed` and `freeze` can be given."""
     from megarl.models.hf import encoder_of, load_hf_config
-    from megarl.models.weights import iter_hf_tensors
     from megarl.training.engine import MegatronEngine
     from megarl.training.vlm_sequences import ImageLayout
 
-    layout = fresh_layout(parallel)
-    hf = load_hf_config(ModelConfig(hf_config=config_of(kind)))
-    made = MegatronEngine(
+    hf, seed = load_hf_config(ModelConfig(hf_config=config_of(kind))), settings.pop("seed", 3)
+    return MegatronEngine(
         hf,
         parallel,
         engine,
-        OPTIM,
-        dtype=torch.float32,
-        layout=layout,
+        optim,
+        dtype=settings.pop("dtype", torch.float32),
+        layout=fresh_layout(parallel),
         total_steps=10,
-        weights=lambda chunks: cases._random(chunks, hf, 3),
+        weights=lambda chunks: cases._random(chunks, hf, seed),
         sequences=ImageLayout(encoder_of(hf)),
+        **settings,
     )
-    whole = _batch(hf)
+
+
+def _run(kind: str, parallel: ParallelConfig, engine: EngineConfig, **settings: Any) -> dict:
+    """Log-probs before, gradient norms, and all parameters after two steps."""
+    from megarl.models.weights import iter_hf_tensors
+
+    made = engine_of(kind, parallel, engine, **settings)
+    layout, whole = made.layout, batch_for(made.hf_config)
     few = 2 if layout.dp_size > 1 else 0  # the last rank's samples have no image
     batch = whole if not few else whole.split([len(whole) - few, few])[layout.dp_rank]
     logp = made.logprobs(batch, 0.8)[0]
@@ -89,6 +99,23 @@ def _case(kind: str) -> list[str]:
             if not torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4):
                 wrong.append(f"{parallel} {engine} {name}: {(ours - theirs).abs().max():.2g}")
     return wrong
+
+
+def _frozen(kind: str, alone: list[dict]) -> list[str]:
+    """Compare runs with frozen parts with those of one process."""
+    import torch.distributed as dist
+
+    wrong = []
+    for (parallel, engine, freeze), want in zip(FROZEN, alone, strict=True):
+        run = _run(kind, ParallelConfig(**parallel), EngineConfig(**engine), freeze=freeze)
+        pairs = [("norms", run["norms"], want["norms"])]
+        pairs += [(name, run["tensors"][name], tensor) for name, tensor in want["tensors"].items() if run["tensors"]]
+        wrong += [
+            f"{parallel} {freeze} {name}: {(ours - theirs).abs().max():.2g}"
+            for name, ours, theirs in pairs
+            if not torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
+        ]
+    return wrong if dist.get_rank() == 0 else []
 
 
 def _alone(kind: str) -> dict:
@@ -118,3 +145,12 @@ def test_every_layout_equals_one_process(kind):
 
     single_process()
     assert run_distributed(_both, 2, 240.0, kind, _alone(kind)) == [[], []]
+
+
+def test_frozen_parts_in_layouts_equal_one_process():
+    from tests.dist import single_process
+
+    single_process()
+    whole = EngineConfig(micro_batch_tokens=10_000)
+    alone = [_run("qwen3_vl", ParallelConfig(), whole, freeze=freeze) for *_, freeze in FROZEN]
+    assert run_distributed(_frozen, 2, 240.0, "qwen3_vl", alone) == [[], []]

@@ -6,13 +6,13 @@ padding rows of the vocabulary. Loading, random initialisation, export and weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
-from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
+from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule, part_of
 from megarl.models.hf import checkpoint_name, dimensions, moe_layers, value_bias, visual_tensors
 
 if TYPE_CHECKING:
@@ -72,6 +72,12 @@ def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, t
         for name, shape in _sources(rule, names, size):
             found[name] = shape
     return found | dict(visual_tensors(hf).values())
+
+
+def tensors_of(hf: PretrainedConfig, parts: Collection[str]) -> frozenset[str]:
+    """Return the names in a checkpoint of the tensors of these parts of a model (`ModelPart`)."""
+    visual = {name: part_of(parameter) for parameter, (name, _) in visual_tensors(hf).items()}
+    return frozenset(name for name in hf_tensors(hf) if visual.get(name, "language_model") in parts)
 
 
 def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False) -> list[Shard]:

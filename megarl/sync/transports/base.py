@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.errors import ServerError
 from megarl.sync.plan import Bucket
 from megarl.sync.protocol import version_tag
-from megarl.sync.receiver import Receiver
+from megarl.sync.receiver import Receiver, UpdateStep
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,15 @@ class Target:
         """The receiver's name of its version, unless somebody else has loaded one since."""
         return None if self.version is None else version_tag(self.version, self.run)
 
+    def holds_what_it_was_given(self, deadline_s: float) -> bool:
+        """Ask the receiver whether it has the version that it got last; no, if it does not answer."""
+        if self.version is None:
+            return False
+        try:
+            return self.receiver.held_version(UpdateStep("its version", deadline_s)) == self.tag
+        except ServerError:
+            return False
+
     def error(self, phase: str, reason: str) -> ServerError:
         """Return the error to raise when the update of this receiver failed."""
         return ServerError(self.receiver.name, self.receiver.url, phase, reason)
@@ -55,6 +64,7 @@ class Transport(ABC):
         senders_per_stage: bound on the senders of one pipeline stage; None: none.
         device: where `buffer` is.
         sent_bytes: bytes sent since `start`, where they are not simply every bucket to every receiver.
+        in_parts: an update may leave out tensors that receivers have already.
         live: `put` reads parameters where they lie; they are copied into the buffer only where they have to be.
     """
 
@@ -63,6 +73,7 @@ class Transport(ABC):
     one_replica = False
     senders_per_stage: int | None = None
     device = torch.device("cpu")
+    in_parts = True
     live = False
     sent_bytes: int | None = None
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megarl.comm import WorkerGroup
 from megarl.config.sync import SyncConfig
-from megarl.errors import ConfigError, ServerError, WorkerError
+from megarl.errors import ConfigError, WorkerError
 from megarl.processes import ending
 from megarl.simulators.parents import as_parent
 from megarl.sync.delta import Delta, make_delta, patch_header
@@ -102,15 +102,8 @@ class DeltaTransport(Transport):
         self._version, self.sent_bytes = version, 0
         self._relayed, self._current, self._put, self._lost = {}, set(), {}, {}
         with ThreadPoolExecutor(max(len(targets), 1)) as pool:
-            current = pool.map(self._holds_what_it_was_given, targets)
+            current = pool.map(lambda target: target.holds_what_it_was_given(self.deadline_s), targets)
             self._current = {target.number for target, holds in zip(targets, current, strict=True) if holds}
-
-    def _holds_what_it_was_given(self, target: Target) -> bool:
-        try:
-            said = target.receiver.held_version(UpdateStep("its version", self.deadline_s))
-        except ServerError:
-            return False  # it gets everything; when it is gone, `deliver` says so
-        return said == target.tag
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare with what was sent last, and remember this."""

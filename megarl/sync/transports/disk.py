@@ -40,6 +40,7 @@ class DiskTransport(Transport):
 
     session = False
     one_replica = True
+    in_parts = False  # a folder holds the whole model
     live = True
 
     def __init__(self, folder: Path, rank: int, hf: PretrainedConfig, deadline_s: float) -> None:
