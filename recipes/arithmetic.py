@@ -1,4 +1,4 @@
-"""Generated arithmetic: rows for `data.train_files: [megarl.recipes.arithmetic:make_rows]`."""
+"""Generated arithmetic: rows for `data.train_files: [megarl.recipes.arithmetic:make_rows]`, and pairs of answers."""
 
 from __future__ import annotations
 
@@ -57,3 +57,21 @@ def make_rows(
         raise ValueError(f"held_out must lie between 1 and {len(rows) - 1}, not {held_out}")
     random.Random(seed).shuffle(rows)
     return rows[:held_out] if split == "val" else rows[held_out:]
+
+
+def make_pairs(
+    split: str = "train", ops: Sequence[str] = ("+",), low: int = 10, high: int = 99, held_out: int = 512, seed: int = 0
+) -> list[dict[str, str]]:
+    """Return the expressions of `make_rows` with a preference that is invented: results have four digits.
+
+    Returns:
+        Rows with `prompt` ("47+85="), `chosen` ("0132"), `rejected` ("132"), and `answer`, one of the two at random:
+        what supervised fine-tuning learns first.
+    """
+    rows = make_rows(split, ops, low, high, held_out, seed)
+    tossed = random.Random(f"{seed}{split}")
+    pairs = [(row["prompt"], f"{int(row['answer']):04d}", row["answer"]) for row in rows]
+    return [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected, "answer": tossed.choice([chosen, rejected])}
+        for prompt, chosen, rejected in pairs
+    ]

@@ -34,20 +34,34 @@ def with_steps(config: RunConfig) -> RunConfig:
             allowed="null",
             fix="set trainer.steps, and trainer.epochs=null",
         )
-    from megarl.data.prompts import PromptDataset
-    from megarl.data.tokenizer import load_tokenizer
-
-    tokenizer, whole = load_tokenizer(config.model), config.whole_conversations
-    prompts = len(PromptDataset(config.data, tokenizer, "train", whole=whole, answered=False))
+    prompts, unit = (_prompts(config), "prompt") if config.preference is None else (_pairs(config), "pair")
     trainer = config.trainer
     steps = trainer.steps_of(prompts, config.data.batch_size)
     named = trainer.steps not in (steps, type(trainer).model_fields["steps"].default)
     print(
-        f"trainer.epochs={epochs:g} of {count(prompts, 'prompt')} in batches of {config.data.batch_size}: "
+        f"trainer.epochs={epochs:g} of {count(prompts, unit)} in batches of {config.data.batch_size}: "
         f"trainer.steps={steps}{f' (not {trainer.steps}, which trainer.epochs=null would use)' if named else ''}",
         flush=True,
     )
     return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
+
+
+def _prompts(config: RunConfig) -> int:
+    from megarl.data.prompts import PromptDataset
+    from megarl.data.tokenizer import load_tokenizer
+
+    tokenizer, whole = load_tokenizer(config.model), config.whole_conversations
+    return len(PromptDataset(config.data, tokenizer, "train", whole=whole, answered=False))
+
+
+def _pairs(config: RunConfig) -> int:
+    from megarl.data.preferences import PairDataset
+    from megarl.data.tokenizer import load_tokenizer
+    from megarl.models.config import load_hf_config
+
+    assert config.preference is not None, "it has pairs"
+    limit = load_hf_config(config.model).max_position_embeddings
+    return len(PairDataset(config.data, config.preference, load_tokenizer(config.model), max_tokens=limit))
 
 
 def _why_not(config: RunConfig) -> str | None:

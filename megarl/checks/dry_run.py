@@ -50,7 +50,8 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
     sections = {"Configuration": dump_config(config)}
     if job == "train":
         sections["Task graph"] = _graph_text(config, checked)
-        sections["Rollout correction"] = "\n".join(describe_correction(config))
+        if config.preference is None:
+            sections["Rollout correction"] = "\n".join(describe_correction(config))
     else:
         sections[f"What megarl {job} does"] = "\n".join(_job_lines(config, job))
     if checked.placement is not None and checked.placement.separate:

@@ -38,6 +38,8 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
     elif isinstance(built, UserError):
         if not checks.failed(built.where):
             checks.from_error("task graph", built)
+    elif built is not None and (built.has_responses or config.preference is not None):
+        _check_pairs(config, built, checks)
     elif built is not None:
         _check_critic(config, built, checks)
         _check_sampling(config, built, checks)
@@ -131,3 +133,46 @@ def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> Non
             allowed="name: bounds with null bounds and truncated: false, or the grpo or dapo pipeline",
             fix="remove algorithm.filter",
         )
+
+
+def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
+    """Check a run that learns from pairs of responses: its pipeline, and settings that it would ignore."""
+    preference, pipeline = config.preference, config.algorithm.pipeline
+    if preference is None or not graph.has_responses:
+        checks.fail(
+            "preferences",
+            "algorithm.pipeline" if preference is not None else "preference",
+            f"the {pipeline} pipeline generates its responses, so the pairs of the section preference would not be read"
+            if preference is not None
+            else f"the {pipeline} pipeline learns from pairs, and the recipe does not say how",
+            found=pipeline if preference is not None else "null",
+            allowed=["dpo", "file.py:fn", "pkg.mod:fn"] if preference is not None else "a section",
+            fix="set algorithm.pipeline=dpo, or remove preference" if preference is not None else "add preference: {}",
+        )
+        return
+    wrong = {
+        "rollout.sampling.temperature": (config.rollout.sampling.temperature, 1.0, "log-probs are those of the model"),
+        "placement": (config.placement.asks_for_teams, False, "one team has the policy and its reference"),
+        "rollout.engine": (config.rollout.engine, "embedded", "nothing is generated"),
+        "algorithm.kl.use": (config.algorithm.kl.use, "none", "the loss holds the policy near its reference"),
+    }
+    for key, (found, wanted, why) in wrong.items():
+        if found != wanted:
+            checks.fail(
+                "preferences",
+                key,
+                f"with preference pairs {why}",
+                found=found,
+                allowed=wanted,
+                fix="leave it out",
+            )
+    if preference.label_smoothing and preference.loss in ("hinge", "ipo"):
+        checks.fail(
+            "preferences",
+            "preference.label_smoothing",
+            f"the loss {preference.loss} has no labels to smooth",
+            found=preference.label_smoothing,
+            allowed=0,
+            fix="set preference.label_smoothing=0, or preference.loss=sigmoid",
+        )
+    checks.ok("preferences", f"loss {preference.loss}, beta {preference.beta:g}")

@@ -13,6 +13,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import place
 from megarl.dag.stage import Role
+from megarl.errors import ConfigError
 from megarl.launchers.bundles import lends
 from megarl.planning.step import model_sizes
 
@@ -23,6 +24,7 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
     Raises:
         ConfigError: lists all problems.
     """
+    _refuse_pairs(config, graph)
     checks, sizes = Checklist(), model_sizes(config, graph)
     check_cluster(config, checks, None)
     placement = check_placement(config, graph, "train", None, checks)
@@ -40,6 +42,7 @@ def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
     Raises:
         ConfigError: samples are longer than the model's limit.
     """
+    _refuse_pairs(config, graph)
     checks = Checklist()
     check_sampling(config, model_sizes(config, graph)[Role.ACTOR], checks)
     _raise(checks)
@@ -51,6 +54,7 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     Raises:
         ConfigError: lists all problems.
     """
+    _refuse_pairs(config, graph)
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
     check_cluster(config, checks, None)
     check_layouts(config, placement, sizes, checks)
@@ -62,6 +66,17 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
         if team is not None and lends(config, team) and config.cluster.nnodes > 1:
             check_lent(config, placement, team, checks)
     _raise(checks, but="validation.")
+
+
+def _refuse_pairs(config: RunConfig, graph: TaskGraph) -> None:
+    if graph.has_responses:
+        raise ConfigError(
+            "there are no formulas for a run that generates nothing",
+            where="algorithm.pipeline",
+            found=config.algorithm.pipeline,
+            allowed="a pipeline that generates its responses",
+            fix="megarl train RECIPE --dry-run estimates the memory of this one",
+        )
 
 
 def _raise(checks: Checklist, but: str = "-") -> None:

@@ -108,13 +108,16 @@ def check_config(
     if job in ("train", "sft"):
         check_only_in_training(facts, checks)
         _check_steps(config, placement, roles, job, checks)
+    learns_pairs = job == "train" and config.preference is not None
     if job == "train":
-        check_objective(config, roles, checks)
         check_graph(config, built, checks)
+    if job == "train" and not learns_pairs:
+        check_objective(config, roles, checks)
         check_correction(config, checks)
         if placement is not None:
             check_async(config, placement, facts, checks)
-    check_sampling(config, facts, checks)
+    if not learns_pairs:
+        check_sampling(config, facts, checks)
     if job != "sft":
         check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
@@ -157,7 +160,7 @@ def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
     check_chat_template(config, checks)
     check_end_tokens(config, checks)
     check_data(config, job, checks)
-    if job != "generate":
+    if job != "generate" and not (job == "train" and config.preference is not None):
         check_reward(config, checks)
 
 

@@ -22,9 +22,11 @@ from megarl.checks.recipe import ConfigWarning
 from megarl.checks.references import check_reference, signature_of
 from megarl.config.base import as_config_error, raise_problems
 from megarl.config.run import RunConfig
+from megarl.config.training import PreferenceConfig
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
 from megarl.data.messages import Message, response_of
-from megarl.data.render import Chat, Split, render_prompts, tokenize, uses_chat, within_limit
+from megarl.data.pairs import as_pairs
+from megarl.data.render import Chat, Split, given_prompts, render_prompts, tokenize, uses_chat, within_limit
 from megarl.data.rows import TRUTH, Row, hidden_columns, reference_of
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
 from megarl.data.templates import no_chat_template, prompt_formatter
@@ -64,6 +66,14 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     chat = _contents if chats else None
     deadline = clock() + _TOKENIZE_S
     rows = _Rows(config, tokenizer, chat, lambda: clock() < deadline)
+    if config.preference is not None and job == "train":
+        read = rows.check_pairs(data.val_files, config.preference) | rows.check_pairs(
+            data.train_files, config.preference
+        )
+        if config.sft.steps:
+            read |= rows.check("train", config.sft.train_files or data.train_files, config.sft.response_key)
+        rows.raise_all()
+        return read
     read = rows.check("val", data.val_files, scored=job != "generate", needless=job == "sft")
     if job not in ("eval", "generate"):
         supervised, examples = trains_supervised(config, job), config.sft.train_files
@@ -122,6 +132,20 @@ class _Rows:
                 self._check_texts(split, sources, known, response)
         self.problems[:] = self.problems[before:] + self.problems[:before]  # the rows that are trained on come first
         return bool(known)
+
+    def check_pairs(self, sources: list[str], settings: PreferenceConfig) -> bool:
+        """Record the problems of rows that are preference pairs; return whether any row was read."""
+        data, read = self.config.data, False
+        for source in filter(_is_readable_here, sources):
+            with self._recorded():
+                rows = load_rows(source)
+                read = True
+                pairs = as_pairs(rows, data, settings)
+                given_prompts(data, pairs, chat=self.chat is not None)
+                for row in pairs:
+                    for key in (settings.chosen_key, settings.rejected_key):
+                        self._response(row, key)
+        return read
 
     def raise_all(self) -> None:
         """Raise the recorded problems, if there are any."""

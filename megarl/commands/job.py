@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 # Work of each command's workers: command -> (entry, help)
 JOBS = {
-    "train": ("megarl.recipes.entry:train", "train with reinforcement learning, after the recipe's cold start"),
+    "train": (
+        "megarl.recipes.entry:train",
+        "train with the recipe's pipeline: RL or preferences, after its cold start",
+    ),
     "sft": ("megarl.recipes.entry:sft", "supervised fine-tuning only"),
     "eval": ("megarl.recipes.entry:evaluate", "score the model on the held-out prompts"),
     "generate": ("megarl.recipes.entry:generate", "write responses to the held-out prompts"),

@@ -154,7 +154,7 @@ class AlgorithmConfig(Section):
     """The RL objective. `pipeline` names the task graph."""
 
     pipeline: str = Field(
-        "grpo", description="grpo, ppo, dapo, srpo, or file.py:fn or pkg.mod:fn that builds a TaskGraph"
+        "grpo", description="grpo, ppo, dapo, srpo, dpo, or file.py:fn or pkg.mod:fn that builds a TaskGraph"
     )
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="advantage estimator")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")

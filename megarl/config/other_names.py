@@ -246,7 +246,8 @@ _PICTURES = "images of prompts are named by data.image_key, with data.image_dir,
 _REFERENCE = "the reference is frozen here (reference.path)"
 _REWARD_MODEL = "there is no reward model in the run here; a reward function may ask a server for scores (reward.name)"
 _ALWAYS = "this is always so here, and there is no key for it"
-_PREFERENCES = "there is no training on preference pairs here (DPO, IPO, KTO, ORPO, SimPO, reward models)"
+_PREFERENCES = "of methods that learn from preferences DPO, IPO, SLiC and robust DPO are here (section preference)"
+_PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
 #: Name in another project -> why it does not exist here, and what to use.
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
@@ -268,7 +269,8 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(
         ("completion_only_loss", "assistant_only_loss", "train_on_prompt"), f"{_ALWAYS}: only responses are learnt"
     ),
-    **dict.fromkeys(("dpo", "dpo_beta", "label_smoothing", "desirable_weight", "undesirable_weight"), _PREFERENCES),
+    **dict.fromkeys(("dpo", "dpo_beta", "label_smoothing", "loss_type", "rpo_alpha", "reference_free"), _PAIRS),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), _PREFERENCES),
     **dict.fromkeys(
         ("push_to_hub", "hub_model_id", "hub_strategy"), "nothing is uploaded here; the model is hf/ in RUN_DIR"
     ),
@@ -288,7 +290,9 @@ ABSENT: dict[str, str] = {
 }
 #: Methods that are named where a pipeline, an estimator or a loss is chosen, or a reward -> what to set here.
 METHODS: dict[str, str] = {
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "bco", "online_dpo", "nash_md", "xpo"), _PREFERENCES),
+    "dpo": _PAIRS,
+    "ipo": "set algorithm.pipeline=dpo and preference.loss=ipo",
+    **dict.fromkeys(("kto", "orpo", "simpo", "cpo", "bco", "online_dpo", "nash_md", "xpo"), _PREFERENCES),
     **dict.fromkeys(("rm", "reward_model", "reward", "prm"), _REWARD_MODEL),
     **dict.fromkeys(("sft", "cold_start"), "this is a command here: megarl sft RECIPE; before RL it is sft.steps"),
     **dict.fromkeys(("gkd", "distillation", "opd"), "set algorithm.distillation.coef and teacher.path"),

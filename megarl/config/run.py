@@ -18,7 +18,14 @@ from megarl.config.placement import PlacementConfig
 from megarl.config.robot import RobotConfig
 from megarl.config.rollout import SINGLE_TURN, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
-from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, SFTConfig, TeacherConfig
+from megarl.config.training import (
+    ActorConfig,
+    CriticConfig,
+    PreferenceConfig,
+    ReferenceConfig,
+    SFTConfig,
+    TeacherConfig,
+)
 
 
 class TrainerConfig(Section):
@@ -140,6 +147,9 @@ class RunConfig(Section):
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="reference policy")
     teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="teacher of distillation")
     sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised cold start")
+    preference: PreferenceConfig | None = Field(
+        None, description="learning from pairs of responses (pipeline dpo); null: samples are generated"
+    )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="loop")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")
     placement: PlacementConfig = Field(default_factory=PlacementConfig, description="roles on devices of their own")

@@ -130,6 +130,43 @@ class TeacherConfig(Section):
     parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
 
 
+class PreferenceConfig(Section):
+    """Learning from pairs of a better and a worse response: DPO and its relatives. Keys as TRL's, where it has them."""
+
+    loss: Literal["sigmoid", "robust", "hinge", "ipo"] = Field(
+        "sigmoid",
+        description="of a pair, with m its margin of log-ratios to the reference: sigmoid (DPO) -log sigmoid(beta m), "
+        "robust the same less what wrong labels add to it, hinge (SLiC) max(0, 1 - beta m), ipo (m - 1 / (2 beta))^2",
+    )
+    beta: PositiveFloat = Field(0.1, le=1000, description="how much a log-ratio to the reference counts")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="share of pairs whose label is believed to be wrong, of sigmoid and robust"
+    )
+    length_normalised: bool | None = Field(
+        None,
+        description="log-ratios are means over a response's tokens, not sums; null: true for ipo, false for others",
+    )
+    sft_coef: NonNegativeFloat = Field(
+        0.0, le=1000, description="weight of the mean -log-prob of the chosen responses' tokens (RPO); 0: no term"
+    )
+    chosen_key: str = Field(
+        "chosen",
+        description="column of the better response: text, or chat messages. Without a column data.prompt_key both "
+        "responses begin with the prompt, and what they have in common is the prompt",
+    )
+    rejected_key: str = Field("rejected", description="column of the worse response, in the same form")
+    max_tokens: PositiveInt | None = Field(
+        None,
+        description="pairs with a longer sequence of prompt and response are overlong (data.overlong); null: the "
+        "model's limit",
+    )
+
+    @property
+    def means(self) -> bool:
+        """Whether log-ratios are means over tokens."""
+        return self.loss == "ipo" if self.length_normalised is None else self.length_normalised
+
+
 class SFTConfig(Section):
     """Supervised fine-tuning: a cold start before RL, or `megarl sft` by itself."""
 

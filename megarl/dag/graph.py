@@ -53,6 +53,11 @@ class TaskGraph:
         """Whose work its nodes are, and what they work with."""
         return {node.role for node in self} | {ROLES[name] for node in self for name in node.needs_roles}
 
+    @property
+    def has_responses(self) -> bool:
+        """Whether the batch that enters already has responses, so that none are generated."""
+        return "response_ids" in self.entry
+
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes.values())
 

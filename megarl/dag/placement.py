@@ -143,8 +143,8 @@ class Placement:
 
 def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
     """Return the models that a run of this graph holds. There always are an actor, and something that generates
-    samples."""
-    there = graph.roles | {Role.ACTOR, Role.ROLLOUT}
+    samples, unless the data have them."""
+    there = graph.roles | ({Role.ACTOR} if graph.has_responses else {Role.ACTOR, Role.ROLLOUT})
     return tuple(role for role in MODEL_ROLES if role in there)
 
 

@@ -89,11 +89,11 @@ FIELDS: dict[str, Field] = {
     ),
     "image_digests": Field("int64", "[B, images]", "loader", "hash of each image's pixels", "[-8132]"),
     # -- what generation adds
-    "response_ids": Field("int64", "[B, response]", "rollout", "all tokens after the prompt", "[21, 23, 2]"),
+    "response_ids": Field("int64", "[B, response]", "rollout; loader of pairs", "all tokens after the prompt", "[21, 23, 2]"),
     "response_mask": Field(
         "bool",
         "[B, response]",
-        "rollout, filter, greedy_rollout",
+        "rollout, filter, greedy_rollout; loader of pairs",
         "tokens that are trained on: the policy's own, of samples that no filter leaves out",
         "[1, 1, 1]",
     ),
@@ -102,8 +102,8 @@ FIELDS: dict[str, Field] = {
     ),
     "weight_versions": Field("int64", "[B, runs]", "rollout", "weights that generated each run of tokens", "[3, 4]"),
     "version_tokens": Field("int64", "[B, runs]", "rollout", "length of each of these runs", "[2, 1]"),
-    "sample_id": Field("str", "[B]", "rollout", "the sample's name: uid and number", '"0:17#2"'),
-    "response_text": Field("str", "[B]", "rollout", "the response, or its last turn", '"132"'),
+    "sample_id": Field("str", "[B]", "rollout; loader of pairs", "the sample's name: uid and number", '"0:17#2"'),
+    "response_text": Field("str", "[B]", "rollout; loader of pairs", "the response, or its last turn", '"132"'),
     "finish_reason": Field("str", "[B]", "rollout", "stop, length or abort, of the last turn", '"stop"'),
     "greedy_score": Field("float32", "[B]", "greedy_rollout", "score of the prompt's greedy response (ReMax)", "1.0"),
     # -- additional fields of episodes

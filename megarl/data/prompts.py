@@ -44,10 +44,12 @@ class PromptDataset:
         whole: bool = False,
         answered: bool = True,
         images: ImagePrompts | None = None,
+        rows: Sequence[Row] | None = None,
     ) -> None:
         """Read, render and tokenise.
 
         Args:
+            rows: of the split, where they have been read; None: those of its files.
             tools: JSON schemas of tools that the chat template announces to the model.
             whole: the prompt's column holds conversations with the responses to learn; prompts are what comes before.
             answered: something reads reference answers; else rows may have none.
@@ -58,11 +60,7 @@ class PromptDataset:
             ConfigError: no files for the split, broken template.
         """
         self.config, self.split = config, split
-        sources = config.train_files if split == "train" else config.val_files
-        if not sources:
-            raise ConfigError("no data", where=f"data.{split}_files", found=[], fix="name at least one source")
-        kwargs = {"split": split, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
-        rows = [row for source in sources for row in load_rows(source, kwargs)]
+        rows = read_split(config, split) if rows is None else rows
         has_template = bool(tokenizer.chat_template)
         self.chat = chat_of(config, tokenizer, tools)
         self._images = images
@@ -130,6 +128,20 @@ class PromptDataset:
             held[self._images.key.partition(".")[0]] = True  # its values cannot be sent
         held["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
         return {name: value for name, value in row.items() if not held.get(name, False)}
+
+
+def read_split(config: DataConfig, split: Split) -> list[Row]:
+    """Return the rows of a split.
+
+    Raises:
+        DataError: an unreadable file.
+        ConfigError: no files for the split.
+    """
+    sources = config.train_files if split == "train" else config.val_files
+    if not sources:
+        raise ConfigError("no data", where=f"data.{split}_files", found=[], fix="name at least one source")
+    kwargs = {"split": split, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
+    return [row for source in sources for row in load_rows(source, kwargs)]
 
 
 def _data_source(row: Row) -> str:

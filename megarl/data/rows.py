@@ -128,8 +128,8 @@ def _hint(row: Row, key: str) -> str:
     object."""
     if {"chosen", "rejected"} <= row.keys():
         return (
-            ". The row is a pair of preferences, on which nothing is trained here: its chosen response can be learnt "
-            "(megarl sft with sft.response_key: chosen), and RL needs prompts and a reward"
+            ". The row is a pair of preferences: algorithm.pipeline: dpo with a section preference learns from it, "
+            "megarl sft its chosen response (sft.response_key: chosen), and RL needs prompts and a reward"
         )
     if key == "data.answer_key":
         inner = [f"{name}.{TRUTH}" for name, value in row.items() if isinstance(value, dict) and TRUTH in value]

@@ -52,6 +52,7 @@ class SFTDataset(PromptDataset):
         tools: Sequence[dict[str, Any]] = (),
         stop_ids: Sequence[int] = (),
         images: ImagePrompts | None = None,
+        rows: Sequence[Row] | None = None,
     ) -> None:
         """Read, render and tokenise both columns; see PromptDataset for what is refused.
 
@@ -60,6 +61,7 @@ class SFTDataset(PromptDataset):
                 in `too_long`, or refused when data.overlong is `error`. None: no limit.
             tools: as in PromptDataset.
             images: as in PromptDataset.
+            rows: as in PromptDataset.
             stop_ids: tokens that end a turn, in addition to the tokenizer's. Of these a response of several turns
                 learns the one that the chat template writes; one of a single turn does, too, where that is special.
 
@@ -68,7 +70,7 @@ class SFTDataset(PromptDataset):
                 example is longer than `max_tokens`, or all are.
         """
         whole = response_key == config.prompt_key
-        super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images)
+        super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images, rows=rows)
         talks = [self._response(number, response_key) for number in range(len(self.rows))]
         if all(len(talk) == 1 and not extra_keys(talk[0]) for talk in talks):
             texts = [talk[0]["content"] for talk in talks]

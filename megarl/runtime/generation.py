@@ -34,7 +34,7 @@ def open_rollout(c: RankState) -> None:
     """
     from megarl.rollout.sglang.engine import Replica
 
-    if c.config.rollout.engine != "sglang":
+    if c.config.rollout.engine != "sglang" or not c.team.holds(Role.ROLLOUT):
         return
     config, layout = c.config, c.layout
     c.fleet = fleet = start_servers(c)
@@ -135,7 +135,12 @@ def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
 
 
 def publish(c: RankState, version: int) -> None:
-    """Generate with the weights as they are now from here on, as `version`. Collective over the ranks of the team."""
+    """Generate with the weights as they are now from here on, as `version`; nothing where nothing is generated.
+
+    Collective over the ranks of the team.
+    """
+    if not c.team.holds(Role.ROLLOUT):
+        return
     if c.fleet is not None:
         _look_after_servers(c)
     with on_shared_devices(c, "publish"):

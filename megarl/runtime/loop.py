@@ -118,7 +118,7 @@ def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: OwnTeam
     """Build this rank's part of a team that trains. Collective over the team."""
     c = build_rank_state(config, run_dir, team)
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
-    if team.leads and c.layout.rank == 0:
+    if team.leads and not graph.has_responses and c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     if config.robot is not None and team.holds(Role.ROLLOUT):
         c.context.scores = EpisodeScores.of(config, c.layout)

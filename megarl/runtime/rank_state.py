@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
+from megarl.runtime.roles import ActorRole, ModelRole, ReferenceRole, RolloutRole, ScorerRole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.config.run import RunConfig
     from megarl.data.loader import PromptLoader
+    from megarl.data.preferences import PairDataset
     from megarl.data.prompts import PromptDataset
     from megarl.disaggregated.rollout_team import LoaderElsewhere
     from megarl.offload_schedule import OffloadSchedule
@@ -56,6 +57,7 @@ class RankState:
         sync: brings the parameters to where samples are drawn; see `megarl.runtime.generation`.
         loader: training data, in the team that draws samples; None: there is none.
         val_data: held-out prompts, as `loader`.
+        val_pairs: held-out preference pairs, where nothing is generated.
         fleet: the servers that generate, when there are any.
         loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
         frozen: checksums of the models that do not learn, by name, as checkpoints note them.
@@ -69,6 +71,7 @@ class RankState:
     sync: NullSync | WeightSync
     loader: PromptLoader | None
     val_data: PromptDataset | Trials | None
+    val_pairs: PairDataset | None = None
     fleet: Fleet | None = None
     loader_elsewhere: LoaderElsewhere | None = None
     frozen: dict[str, Any] = field(default_factory=dict)
@@ -118,6 +121,11 @@ class RankState:
     def actor(self) -> ActorRole:
         """The policy; only in its team."""
         return self._role("actor", ActorRole)
+
+    @property
+    def reference(self) -> ReferenceRole:
+        """The frozen policy that training starts from; only in its team."""
+        return self._role("reference", ReferenceRole)
 
     @property
     def rollout(self) -> RolloutRole:

@@ -135,6 +135,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "reference": None,
     "teacher": None,
     "sft": COLD_START,
+    "preference": None,
     "trainer.steps": None,
     "trainer.epochs": None,
     "trainer.seed": f"used for what is drawn from now on; {ORDER}",

@@ -53,7 +53,8 @@ class ModelRole:
         """This rank's parts of the model."""
         return self.engine.chunks
 
-    def _log_probs(self, samples: Batch, temperature: float | None) -> Jagged:
+    def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
+        """As `log_probs`, without counting the work as that of a step."""
         with self._c.offload.phase("score", self.name):
             wanted = self._c.temperature if temperature is None else temperature
             return self.engine.logprobs(samples, wanted, entropy=False)[0]
@@ -72,14 +73,19 @@ class ActorRole(ModelRole):
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """Log-prob of every response token (float32) at `temperature`; None: the one that samples are drawn at."""
         self._c.count_pass(samples)
-        return self._log_probs(samples, temperature)
+        return self.score(samples, temperature)
 
     def train_step(
-        self, mini: Batch, loss: LossFn, divisor: Divisor | None = None, taught: Taught | None = None
+        self,
+        mini: Batch,
+        loss: LossFn,
+        divisor: Divisor | None = None,
+        taught: Taught | None = None,
+        unit: int = 1,
     ) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
         with self._c.offload.phase("update", self.name):
-            return self.engine.train_step(mini, loss, self._c.temperature, divisor, taught)
+            return self.engine.train_step(mini, loss, self._c.temperature, divisor, taught, unit)
 
     def sft_step(self, batch: Batch) -> Metrics:
         """One supervised optimizer step; see `MegatronEngine.sft_step`."""
@@ -117,7 +123,7 @@ class ReferenceRole(ModelRole):
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """As `ActorRole.log_probs`."""
-        logp = self._log_probs(samples, temperature)
+        logp = self.score(samples, temperature)
         self._c.count_pass(samples)
         return logp
 
@@ -128,7 +134,8 @@ class BaseReferenceRole(ReferenceRole):
     def __init__(self, engine: MegatronEngine, c: StepContext) -> None:
         self.engine, self._c = engine, c  # in the offload schedule it is the actor
 
-    def _log_probs(self, samples: Batch, temperature: float | None) -> Jagged:
+    def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
+        """As `ModelRole.score`."""
         from megarl.models.lora import adapters_off
 
         with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
@@ -143,7 +150,7 @@ class TeacherRole(ModelRole):
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """As `ActorRole.log_probs`."""
-        return self._log_probs(samples, temperature)
+        return self.score(samples, temperature)
 
     def top_tokens(self, samples: Batch, k: int) -> Jagged:
         """Its k likeliest tokens among the policy's at every response token; see `MegatronEngine.top_tokens`."""

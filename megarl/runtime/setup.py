@@ -22,6 +22,7 @@ from megarl.data.end_tokens import end_tokens
 from megarl.data.image_prompts import ImagePrompts
 from megarl.data.loader import PromptLoader
 from megarl.data.messages import PromptColumn
+from megarl.data.preferences import PairDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
 from megarl.data.tokenizer import load_tokenizer
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.config.model import ParallelConfig
+    from megarl.config.training import PreferenceConfig
     from megarl.data.render import Split
     from megarl.data.sft import SFTDataset
     from megarl.models.policy import PolicyModel
@@ -100,10 +102,22 @@ def build_rank_state(
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
         source = None
         draws = team.holds(Role.ROLLOUT)
+        pairs = _Pairs()
         if draws or (team.holds(Role.ACTOR) and config.sft.steps):  # a cold start is measured where it trains
             state = ProcessState.now()
-            source = _Source.load(config, hf_config, tokenizer, layout, trainable=trainable and draws, scored=scored)
+            learns_pairs = config.preference is not None and not draws
+            source = _Source.load(
+                config,
+                hf_config,
+                tokenizer,
+                layout,
+                trainable=trainable and draws,
+                scored=() if learns_pairs else scored,
+                held_out=not learns_pairs,
+            )
             state.check("the environment, or a function of the data,")
+        if config.preference is not None and not draws:
+            pairs = _Pairs.load(config, config.preference, hf_config, tokenizer, layout)
     kl = config.algorithm.kl
     context = StepContext(
         config,
@@ -135,9 +149,41 @@ def build_rank_state(
         tokenizer,
         held,
         NullSync(),
-        None if source is None else source.loader,
+        pairs.loader if source is None else pairs.loader or source.loader,
         None if source is None else source.val_data,
+        pairs.held_out,
     )
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Preference pairs to train on and held-out ones, of a run that generates nothing."""
+
+    loader: PromptLoader | None = None
+    held_out: PairDataset | None = None
+
+    @classmethod
+    def load(
+        cls,
+        config: RunConfig,
+        settings: PreferenceConfig,
+        hf_config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: Layout,
+    ) -> _Pairs:
+        stop_ids = [*_end_tokens(config, tokenizer, layout), *config.rollout.sampling.stop_token_ids]
+        images = image_prompts(config, hf_config, tokenizer)
+        limit = hf_config.max_position_embeddings
+        read = partial(
+            PairDataset, config.data, settings, tokenizer, max_tokens=limit, stop_ids=stop_ids, images=images
+        )
+        data = read("train")
+        if config.trainer.epochs is not None:
+            check_epochs(config, len(data))
+        held_out = read("val") if config.data.val_files else None
+        if held_out is not None and layout.rank == 0:
+            print(held_out.describe(), flush=True)
+        return cls(open_loader(config, data, layout, "data.batch_size", config.data.batch_size), held_out)
 
 
 @dataclass(frozen=True)
@@ -161,6 +207,7 @@ class _Source:
         *,
         trainable: bool,
         scored: Scored,
+        held_out: bool,
     ) -> _Source:
         robots = open_robots(config, hf_config, tokenizer, layout)
         if robots is not None:
@@ -184,7 +231,7 @@ class _Source:
             if "train" in scored and config.trainer.epochs is not None:  # supervised runs have steps of their own
                 check_epochs(config, len(data))
             loader = _training_loader(config, data, layout)
-        if config.data.val_files:
+        if config.data.val_files and held_out:
             val_data = prompts("val", scored="val" in scored)
         reward = build_reward(config.reward) if scored and layout.is_lead else None
         return cls(eos_ids, episodes, None, loader, val_data, reward)
@@ -400,7 +447,11 @@ def _training_loader(config: RunConfig, data: PromptDataset | Trials, layout: La
 
 
 def open_loader(
-    config: RunConfig, data: PromptDataset | Trials | SFTDataset | CloningExamples, layout: Layout, key: str, size: int
+    config: RunConfig,
+    data: PromptDataset | PairDataset | Trials | SFTDataset | CloningExamples,
+    layout: Layout,
+    key: str,
+    size: int,
 ) -> PromptLoader:
     """Describe the training data once, and load batches of `size` (configuration key `key`) of it."""
     if layout.rank == 0:

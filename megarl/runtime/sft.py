@@ -42,7 +42,7 @@ def cold_start(c: RankState, examples: PromptLoader) -> None:
     An interrupted cold start begins again; `megarl sft` has checkpoints.
     """
     if c.layout.rank == 0:
-        print("first phase: supervised fine-tuning; reinforcement learning follows", flush=True)
+        print("first phase: supervised fine-tuning; the training that the pipeline names follows", flush=True)
     c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
     with Recorder(c, "sft", c.config.sft.steps, part="first") as recorder:
         _steps(c, recorder, examples, checkpoints=None)

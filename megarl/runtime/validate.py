@@ -16,6 +16,7 @@ from megarl.tracing import phase
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
+    from megarl.data.preferences import PairDataset
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
@@ -88,13 +89,35 @@ def _report_rows(samples: Batch, results: list[dict[str, Any]]) -> list[dict[str
 def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False) -> float | None:
     """Evaluate and hand everything to the step's record. Returns the accuracy over all ranks, None without prompts.
 
-    Collective over the ranks of a team that draws samples, also those of a cold start.
+    Collective over the ranks of a team that draws samples, also those of a cold start. Where pairs are learnt, the
+    accuracy is the share of held-out ones that are ranked right; a cold start before that evaluates nothing.
     """
+    if c.val_pairs is not None:
+        return _evaluate_pairs(c, c.val_pairs) if "reference" in c.models else None
     result = validate(c, step if films else None)
     if result is None:
         return None
     recorder.samples(step, result.rows)
     return _take_up(c, result)
+
+
+def _evaluate_pairs(c: RankState, data: PairDataset) -> float:
+    """Count the metrics of held-out pairs with those of the step; the share that is ranked right, over all ranks."""
+    from megarl.data.loader import rounds
+    from megarl.runtime.stages.preference import measure_pairs
+
+    found = Metrics()
+    with phase(VALIDATE):
+        for pairs in rounds(data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
+            found.merge(measure_pairs(c.context, pairs, c.actor, c.reference))
+    metrics = Metrics()
+    for name in list(found):
+        _, total, pairs_measured = found.pop(name)
+        metrics.mean(f"val/{name}", total, pairs_measured)
+        if name == "rewards/accuracies":
+            metrics.mean("val/acc", total, pairs_measured)
+    c.context.metrics.merge(metrics)
+    return c.layout.dp_group.reduce_metrics(metrics).result()["val/acc"]
 
 
 def _take_up(c: RankState, result: Validation) -> float:

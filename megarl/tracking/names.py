@@ -22,6 +22,9 @@ class Shown:
 
 STEP_LINE = (
     Shown("sft/loss", "loss", better="down"),
+    Shown("preference/loss", "loss", better="down"),
+    Shown("rewards/accuracies", "acc", better="up"),
+    Shown("rewards/margins", "margin", better="up"),
     Shown("critic/score/mean", "score", better="up"),
     Shown("actor/pg_loss", "pg"),
     Shown("actor/kl_loss", "kl"),
@@ -41,6 +44,9 @@ FINAL_TABLE = (
     Shown("critic/score/mean", "score", better="up"),
     Shown("critic/rewards/mean", "reward", better="up"),
     Shown("sft/loss", "SFT loss", better="down"),
+    Shown("preference/loss", "preference loss", better="down"),
+    Shown("rewards/accuracies", "pairs ranked right", better="up"),
+    Shown("rewards/margins", "reward margin", better="up"),
     Shown("actor/kl_loss", "KL to reference"),
     Shown("critic/vf_loss", "value loss", better="down"),
     Shown("critic/vf_explained_var", "explained variance", better="up"),

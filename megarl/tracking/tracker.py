@@ -156,7 +156,7 @@ class Tracker:
         lines = self._lines(self.run_dir / "metrics.jsonl")
         if self._part == "first" and status == "finished":
             self.view.final(f"{self._name}: first phase ({self._stage}) is done", lines)
-            self.view.note("the run goes on with its second phase, reinforcement learning")
+            self.view.note("the run goes on with its second phase")
         else:
             self._run |= {"status": status, "ended": time.time()}
             self._write_run()

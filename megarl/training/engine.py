@@ -258,6 +258,7 @@ class MegatronEngine:
         temperature: float = 1.0,
         divisor: Divisor | None = None,
         taught: Taught | None = None,
+        unit: int = 1,
     ) -> Metrics:
         """Make one optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
 
@@ -265,7 +266,7 @@ class MegatronEngine:
         they belong to, and returns a scalar that is already a sum with global weights, and metrics. Where a count is
         known only after the last forward pass, `divisor` takes it from the merged metrics: the gradient of all
         micro-batches and ranks is divided by it. With `taught` it is `loss_fn(logp, entropy, cross, mass, micro)`, see
-        `SoftTargets`.
+        `SoftTargets`. Every `unit` samples, one after the other, go to `loss_fn` together.
 
         Returns:
             The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal everywhere.
@@ -273,7 +274,7 @@ class MegatronEngine:
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; no parameter has moved.
         """
-        return self._step(batch, loss_fn, self._log_probs(temperature), divisor, taught)
+        return self._step(batch, loss_fn, self._log_probs(temperature), divisor, taught, unit)
 
     def value_step(self, batch: Batch, loss_fn: LossFn) -> Metrics:
         """`train_step` of an engine with a value head, with `loss_fn(values [N], micro)`."""
@@ -293,7 +294,13 @@ class MegatronEngine:
         return self.train_step(batch, loss)
 
     def _step(
-        self, batch: Batch, loss_fn: LossFn, head: Head, divisor: Divisor | None = None, taught: Taught | None = None
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        head: Head,
+        divisor: Divisor | None = None,
+        taught: Taught | None = None,
+        unit: int = 1,
     ) -> Metrics:
         if self.optimizer is None:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
@@ -306,7 +313,8 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with phase("forward_backward"):
-            groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device, self.sequences)
+            budget = self.config.micro_batch_tokens
+            groups = microbatch.plan(batch, budget, self.layout, self.device, self.sequences, unit=unit)
             micros, length = self._build(batch, groups)
             results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
         metrics = self._merge(Metrics(), results)

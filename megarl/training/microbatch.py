@@ -53,20 +53,26 @@ def plan(
     sequences: SequenceLayout = TEXT,
     *,
     together: bool = True,
+    unit: int = 1,
 ) -> list[list[int]]:
     """Return the rows of each micro-batch: the same number of micro-batches on all data-parallel ranks, fillers empty.
 
-    Not `together`: this replica is the only one that has any.
+    Not `together`: this replica is the only one that has any. Every `unit` rows, one after the other in the batch, are
+    in one micro-batch, in their order.
 
     With interleaved pipelining the number is a multiple of the pipeline size.
     """
-    lengths = sequences.lengths(batch).tolist()
+    rows = sequences.lengths(batch).view(-1, unit)
+    lengths = rows.sum(1).tolist()
     wanted = torch.tensor([len(pack(lengths, budget))], device=device)
     count = max(int(layout.dp_group.all_reduce(wanted, "max") if together else wanted), 1)
     if layout.parallel.vpp:
         count = -(-count // layout.pp_size) * layout.pp_size
     # Sequences of equal length go through attention together when they are neighbours.
-    return [sorted(group, key=lambda sample: -lengths[sample]) for group in split_to_count(lengths, count, budget)]
+    longest = rows.max(1).values.tolist()
+    groups = split_to_count(lengths, count, budget)
+    ordered = [sorted(group, key=lambda number: -longest[number]) for group in groups]
+    return [[number * unit + i for number in group for i in range(unit)] for group in ordered]
 
 
 def build(

@@ -90,11 +90,11 @@ def test_each_setting_in_a_section_of_another_project_is_explained_at_its_line(w
 @pytest.mark.parametrize(
     ("key", "name", "words"),
     [
-        ("algorithm.pipeline", "dpo", "there is no training on preference pairs here"),
+        ("algorithm.pipeline", "simpo", "of methods that learn from preferences DPO"),
         ("algorithm.pipeline", "sft", "megarl sft RECIPE"),
         ("algorithm.pipeline", "rloo", "set algorithm.advantage.name=rloo"),
         ("algorithm.pipeline", "gpro", "did you mean grpo?"),
-        ("algorithm.loss.name", "KTO", "there is no training on preference pairs here"),
+        ("algorithm.loss.name", "DPO", "set algorithm.pipeline=dpo"),
         ("algorithm.advantage.name", "reinforce++", "set algorithm.advantage.name=reinforce_pp"),
         ("reward.name", "accuracy_reward", "set reward.name=math"),
     ],

@@ -1,0 +1,114 @@
+"""Losses of preference pairs, from the log-probs of a better and a worse response to one prompt.
+
+    m = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)        margin of log-ratios
+    s = label_smoothing                                                  share of pairs that are labelled wrongly
+
+| loss | of a pair | source |
+|---|---|---|
+| sigmoid | (1 - s) f(m) + s f(-m), f(m) = -log sigmoid(beta m) | DPO, arXiv 2305.18290; s: conservative DPO |
+| robust | ((1 - s) f(m) - s f(-m)) / (1 - 2 s) | arXiv 2403.00409 |
+| hinge | max(0, 1 - beta m) | SLiC, arXiv 2305.10425 |
+| ipo | (m - 1 / (2 beta))^2 | IPO, arXiv 2310.12036, equation 17; of means over tokens, as its authors advise |
+
+A log-ratio is the sum over a response's tokens, or their mean. The reward that a policy implies is beta times the sum;
+metrics have the names that TRL gives them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megarl.algorithms.rows import Rows, at_least_float32
+from megarl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from megarl.config.training import PreferenceConfig
+
+
+@dataclass(frozen=True)
+class Responses:
+    """The response tokens of whole pairs: samples 0, 2, 4, ... are chosen, each before its rejected one.
+
+    Attributes:
+        mask: bool [N], tokens that count.
+        offsets: int64 [2P + 1], where each response begins.
+        ref_logp: float32 [N], log-probs of the reference.
+    """
+
+    mask: Tensor
+    offsets: Tensor
+    ref_logp: Tensor
+
+
+def pair_losses(margins: Tensor, settings: PreferenceConfig) -> Tensor:
+    """Return the loss of each pair from its margin of log-ratios, both [P]."""
+    scaled, wrong = settings.beta * margins, settings.label_smoothing
+    if settings.loss == "hinge":
+        return torch.relu(1 - scaled)
+    if settings.loss == "ipo":
+        return (margins - 1 / (2 * settings.beta)) ** 2
+    right, flipped = -(1 - wrong) * logsigmoid(scaled), -wrong * logsigmoid(-scaled)
+    return right + flipped if settings.loss == "sigmoid" else (right - flipped) / (1 - 2 * wrong)
+
+
+def preference_loss(
+    logp: Tensor, responses: Responses, settings: PreferenceConfig, counts: Tensor
+) -> tuple[Tensor, Metrics]:
+    """Return the part of the loss that whole pairs contribute, and their metrics.
+
+    Args:
+        logp: float [N], log-probs of the policy, differentiable.
+        responses: of the pairs.
+        settings: of the loss.
+        counts: `local_pair_counts` added over all ranks of the mini-batch: the loss is a mean over its pairs, and the
+            term of the chosen responses one over their tokens.
+    """
+    logp = at_least_float32(logp)
+    rows, mask = Rows.of(responses.mask, responses.offsets), responses.mask
+    own = rows.sum(torch.where(mask, logp, 0))
+    reference = rows.sum(torch.where(mask, at_least_float32(responses.ref_logp), 0))
+    lengths = rows.counts(mask)
+    ratios = own - reference
+    chosen, rejected = (ratios / lengths if settings.means else ratios).view(-1, 2).unbind(1)
+    pairs, tokens = (float(count) for count in counts)
+    losses = pair_losses(chosen - rejected, settings)
+    loss = losses.sum() / pairs
+    metrics = Metrics()
+    metrics.mean("preference/loss", float(losses.detach().double().sum()), len(losses))
+    if settings.sft_coef:
+        nll = -own.view(-1, 2)[:, 0].sum()
+        loss = loss + settings.sft_coef * nll / tokens
+        metrics.mean("preference/sft_loss", float(nll.detach()), int(lengths.view(-1, 2)[:, 0].sum()))
+    _measure(metrics, own.detach(), settings.beta * ratios.detach())
+    return loss, metrics
+
+
+def local_pair_counts(mask: Tensor, offsets: Tensor) -> Tensor:
+    """Count the pairs, and the tokens of their chosen responses: float64 [2] on the CPU. Add the counts over ranks.
+
+    Args:
+        mask: bool [N], as in `Responses`.
+        offsets: int64 [2P + 1].
+    """
+    lengths = Rows.of(mask, offsets).counts(mask).view(-1, 2)
+    return torch.tensor([len(lengths), int(lengths[:, 0].sum())], dtype=torch.float64)
+
+
+def _measure(metrics: Metrics, logp: Tensor, rewards: Tensor) -> None:
+    """Record what TRL's trainer records of a batch of pairs, from both [2P] of whole responses."""
+    chosen, rejected = rewards.view(-1, 2).unbind(1)
+    better, worse = logp.view(-1, 2).unbind(1)
+    for name, values in {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": chosen > rejected,
+        "logps/chosen": better,
+        "logps/rejected": worse,
+    }.items():
+        metrics.mean(name, float(values.double().sum()), len(chosen))

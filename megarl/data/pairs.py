@@ -1,0 +1,88 @@
+"""Rows that are preference pairs: a prompt, its better response and its worse one. Without torch, as render.py.
+
+A row is one of these, as text or as chat messages:
+
+    {"prompt": ..., "chosen": ..., "rejected": ...}      responses may repeat the prompt's messages at their start
+    {"chosen": ..., "rejected": ...}                     both begin with the prompt: what they have in common
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from megarl.config.data import DataConfig
+from megarl.config.training import PreferenceConfig
+from megarl.data.messages import ASSISTANT, read_messages
+from megarl.data.rows import Row
+from megarl.errors import DataError
+
+
+def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig) -> list[Row]:
+    """Return the rows with prompt, chosen and rejected response in columns of their own, without equal responses.
+
+    Raises:
+        DataError: a row lacks a column, its responses are of different forms, or have no beginning in common that
+            could be the prompt; the row is named.
+    """
+    found = []
+    for row in rows:
+        chosen = row.column(settings.chosen_key, "preference.chosen_key")
+        rejected = row.column(settings.rejected_key, "preference.rejected_key")
+        for key, value in ((settings.chosen_key, chosen), (settings.rejected_key, rejected)):
+            if not isinstance(value, str | list) or not value:
+                raise DataError(
+                    f"column {key!r} holds no response",
+                    where=row.where,
+                    found=value,
+                    allowed="text, or chat messages",
+                    fix=row.way_out,
+                )
+        if isinstance(chosen, str) is not isinstance(rejected, str):
+            raise DataError(
+                "one response is text and the other one is messages",
+                where=row.where,
+                found=f"{settings.chosen_key}: {chosen!r:.60}, {settings.rejected_key}: {rejected!r:.60}",
+                fix="give both the same form",
+            )
+        if chosen != rejected:
+            found.append(_with_prompt(row, config, settings, chosen, rejected))
+    return found
+
+
+def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chosen: Any, rejected: Any) -> Row:
+    """Return the row with its prompt in a column: as it is, or taken from the beginning of both responses.
+
+    Responses that are conversations tell the whole prompt; text beside them, as in UltraFeedback, repeats a part.
+    """
+    talks = isinstance(chosen, list)
+    if row.has(config.prompt_key):
+        prompt = row.column(config.prompt_key, "data.prompt_key")
+        if not (talks and isinstance(prompt, str) and _begins_with_others(chosen, row, settings.chosen_key)):
+            return row
+    if talks:
+        chosen = read_messages(chosen, row, settings.chosen_key)
+        rejected = read_messages(rejected, row, settings.rejected_key)
+    alike = (a == b for a, b in zip(chosen, rejected, strict=False))
+    shared = sum(1 for _ in takewhile(bool, alike))
+    if not talks and shared and chosen[shared - 1] == " ":  # a space belongs to the word after it, as in TRL
+        shared -= 1
+    if not shared or shared in (len(chosen), len(rejected)):
+        raise DataError(
+            "the two responses do not begin with a prompt that they have in common, and go on after it",
+            where=row.where,
+            found=f"{settings.chosen_key}: {chosen!r:.80}, {settings.rejected_key}: {rejected!r:.80}",
+            allowed=f"a column {config.prompt_key!r}, or responses with a common beginning",
+            fix="set data.prompt_key to the column of the prompt",
+        )
+    values = {
+        config.prompt_key: chosen[:shared],
+        settings.chosen_key: chosen[shared:],
+        settings.rejected_key: rejected[shared:],
+    }
+    return Row({**row, **values}, row.source, row.number, row.unit)
+
+
+def _begins_with_others(messages: list[Any], row: Row, column: str) -> bool:
+    return read_messages(messages, row, column)[0]["role"] != ASSISTANT

@@ -1,0 +1,97 @@
+"""Rows that are preference pairs, in the forms in which they are found."""
+
+import pytest
+
+from megarl.config.data import DataConfig
+from megarl.config.training import PreferenceConfig
+from megarl.data.pairs import as_pairs
+from megarl.data.preferences import PairDataset
+from megarl.data.rows import Row
+from megarl.data.tokenizer import character_tokenizer
+from megarl.errors import DataError
+
+USER = {"role": "user", "content": "2+2="}
+GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
+SYSTEM = {"role": "system", "content": "count"}
+
+
+def pairs(*rows, **settings):
+    found = [Row(row, "pairs.jsonl", number, "line") for number, row in enumerate(rows, 1)]
+    return as_pairs(found, DataConfig(), PreferenceConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "chosen", "rejected"),
+    [
+        ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "2+2=", "4", "5"),
+        ({"chosen": "2+2= 4", "rejected": "2+2= 5"}, "2+2=", " 4", " 5"),  # as in TRL
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, [USER], [GOOD], [BAD]),
+        ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER], [GOOD], [BAD]),
+        ({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, [USER, GOOD, USER], [GOOD], [BAD]),
+        ({"prompt": "2+2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [USER], [GOOD], [BAD]),  # UltraFeedback
+        ({"prompt": "2+2=", "chosen": [SYSTEM, GOOD], "rejected": [SYSTEM, BAD]}, [SYSTEM], [GOOD], [BAD]),
+        ({"prompt": "2+2=", "chosen": [GOOD], "rejected": [BAD]}, "2+2=", [GOOD], [BAD]),
+    ],
+)  # fmt: skip
+def test_forms_of_pairs(row, prompt, chosen, rejected):
+    (pair,) = pairs(row)
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (prompt, chosen, rejected)
+    assert pair.where == "pairs.jsonl:1"
+
+
+def test_columns_have_the_names_of_the_recipe():
+    (pair,) = pairs(
+        {"prompt": "p", "scores": {"good": "4", "bad": "5"}}, chosen_key="scores.good", rejected_key="scores.bad"
+    )
+    assert pair.column("scores.good", "") == "4"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "p", "chosen": "4"}, "no column 'rejected'"),
+        ({"prompt": "p", "chosen": "4", "rejected": None}, "column 'rejected' holds no response"),
+        ({"prompt": "p", "chosen": "", "rejected": "5"}, "column 'chosen' holds no response"),
+        ({"prompt": "p", "chosen": "4", "rejected": [BAD]}, "one response is text and the other one is messages"),
+        ({"chosen": "4", "rejected": "5"}, "do not begin with a prompt that they have in common"),
+        ({"chosen": "2+2=4", "rejected": "2+2=45"}, "do not begin with a prompt"),
+        ({"chosen": [USER], "rejected": [USER, BAD]}, "do not begin with a prompt"),
+    ],
+)
+def test_bad_rows_are_refused_by_name(row, words):
+    with pytest.raises(DataError, match=words) as error:
+        pairs({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, row)
+    assert "pairs.jsonl:2" in str(error.value)
+
+
+def test_batches_hold_each_pair_as_two_samples(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(
+        '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}\n'
+        '{"prompt": "1+1=", "chosen": "2", "rejected": "2"}\n'
+        '{"prompt": "9+9=", "chosen": "18", "rejected": "99999999"}\n'
+        '{"prompt": "3+4=", "chosen": "7", "rejected": "12"}\n'
+    )
+    config = DataConfig(train_files=[str(file)])
+    tokenizer = character_tokenizer("0123456789+=")
+    data = PairDataset(config, PreferenceConfig(max_tokens=10), tokenizer)
+    assert (len(data), data.equal, data.overlong) == (2, 1, 1)
+    assert data.describe() == (
+        "train: 2 pairs of at most 6-7 tokens a sequence; 1 with equal responses dropped; "
+        "1 with a prompt or a sequence that is too long dropped"
+    )
+    batch = data.batch([1, 0], epoch=3)
+    assert batch["response_text"] == ["7", "12", "4", "5"]
+    assert batch["prompt_text"] == ["3+4="] * 2 + ["2+2="] * 2
+    assert batch["uid"][0] == batch["uid"][1] != batch["uid"][2] == batch["uid"][3]
+    assert [name.partition("#")[2] for name in batch["sample_id"]] == ["chosen", "rejected"] * 2
+    end = tokenizer.eos_token_id
+    assert [row[-1] for row in map(list, batch["response_ids"].unbind())] == [end] * 4
+    assert batch["response_ids"].lengths.tolist() == [2, 3, 2, 2]
+    assert len(data.batch([])) == 0
+    with pytest.raises(DataError, match="too long"):
+        PairDataset(config.model_copy(update={"overlong": "error"}), PreferenceConfig(max_tokens=10), tokenizer)
+    other = PairDataset(
+        config, PreferenceConfig(max_tokens=10, chosen_key="rejected", rejected_key="chosen"), tokenizer
+    )
+    assert other.fingerprint != data.fingerprint
