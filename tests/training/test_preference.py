@@ -132,7 +132,7 @@ def test_the_gradient_is_that_of_transformers_in_float64(tmp_path):
     for better, worse in zip(ratios[::2], ratios[1::2], strict=True):
         margin = 0.5 * (better - worse)
         loss = loss - (0.9 * margin.sigmoid().log() + 0.1 * (-margin).sigmoid().log()) / PAIRS
-    assert got["metrics"]["preference/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert got["metrics"]["preference/loss"] == pytest.approx(loss.item(), rel=1e-5)
     (loss - 0.3 * torch.cat(chosen).mean()).backward()
     weights = dict(model.named_parameters())
     assert set(got["gradient"]) == set(weights)
