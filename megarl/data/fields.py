@@ -89,7 +89,9 @@ FIELDS: dict[str, Field] = {
     ),
     "image_digests": Field("int64", "[B, images]", "loader", "hash of each image's pixels", "[-8132]"),
     # -- what generation adds
-    "response_ids": Field("int64", "[B, response]", "rollout; loader of pairs", "all tokens after the prompt", "[21, 23, 2]"),
+    "response_ids": Field(
+        "int64", "[B, response]", "rollout; loader of pairs", "all tokens after the prompt", "[21, 23, 2]"
+    ),
     "response_mask": Field(
         "bool",
         "[B, response]",
