@@ -234,11 +234,16 @@ class SleepingActor(ActorRole):
         self._work = work
 
     def train_step(
-        self, mini: Batch, loss: LossFn, divisor: Divisor | None = None, taught: Taught | None = None
+        self,
+        mini: Batch,
+        loss: LossFn,
+        divisor: Divisor | None = None,
+        taught: Taught | None = None,
+        unit: int = 1,
     ) -> Metrics:
         """See `ActorRole`."""
         end = time.monotonic() + self._work.training_s
-        metrics = super().train_step(mini, loss, divisor, taught)
+        metrics = super().train_step(mini, loss, divisor, taught, unit)
         time.sleep(max(0.0, end - time.monotonic()))
         return metrics
 
