@@ -6,6 +6,8 @@ W where that is split by rows, and A where it is split by columns; the other one
 
     W = [q; k; v] or [gate; up]    `a` = [A_q; A_k; A_v]    whole      `b`: rows in the order of W's   split as W
     W of o_proj or down_proj       `a` = A                  split as W `b` = B                         whole
+
+Of experts, a parameter holds the tensors of each one below those of the one before, as it does for their weights.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from megarl.architectures.tensors import Part, WeightRule, WeightSource
 MODULE = "adapter"
 """Adapters are a module of this name inside the linear layer that they are added to."""
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-TARGETS: dict[Part, str] = {"layer": "attention", "dense": "mlp"}
+TARGETS: dict[Part, str] = {"layer": "attention", "dense": "mlp", "expert": "experts"}
 """Names in `model.lora.targets` of the parts of a model whose linear layers may have adapters."""
+DEFAULT_TARGETS = ("attention", "mlp")
+"""The targets of `model.lora.targets=null`: adapters of experts are as many as those, and are asked for by name."""
 
 
 def is_adapter(param: str) -> bool:
@@ -27,15 +31,17 @@ def is_adapter(param: str) -> bool:
 
 
 def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None) -> Iterator[WeightRule]:
-    """Yield the rules of the adapters for the linear layers of a table of weights; `targets`: None selects all.
+    """Yield the rules of the adapters for the linear layers of a table of weights; `targets`: None selects the default
+    ones.
 
     Sources are named as those of the weights, with `lora_A.weight` or `lora_B.weight` in place of `weight`. Their
     shapes name the size `rank` too.
     """
+    wanted = DEFAULT_TARGETS if targets is None else targets
     for rule in table:
         target = TARGETS.get(rule.part)
         linear = rule.split in ("qkv", "gate_up", "row") and rule.param.endswith(".weight")
-        if target is None or not linear or (targets is not None and target not in targets):
+        if target not in wanted or not linear:
             continue
         stem = f"{rule.param.removesuffix('weight')}{MODULE}."
         down, up = [], []
@@ -45,4 +51,4 @@ def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None
             up.append(WeightSource(name + UP, (rows, "rank")))
         by_columns = rule.split == "row"  # of the weight
         yield WeightRule(f"{stem}a", rule.part, "row" if by_columns else "stack", tuple(down))
-        yield WeightRule(f"{stem}b", rule.part, "copy" if by_columns else rule.split, tuple(up))
+        yield WeightRule(f"{stem}b", rule.part, "stack" if by_columns else rule.split, tuple(up))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from megarl.architectures.adapters import DEFAULT_TARGETS
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
-from megarl.config.model import LoraConfig, Target
+from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
@@ -28,7 +29,19 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
             allowed="null",
             fix="remove model.lora: all weights of a robot's policy are trained",
         )
+    experts = "experts" in (lora.targets or ())
+    if lora.dropout and experts:
+        checks.fail(
+            _NAME,
+            "model.lora.dropout",
+            "PEFT has no dropout in adapters of experts",
+            found=f"{lora.dropout:g}",
+            allowed="0 with experts among model.lora.targets",
+            fix="set model.lora.dropout=0",
+        )
     for role in ("actor", "critic"):
+        if experts:
+            _check_expert_layout(role, config.parallel_of(role), checks)
         tp = config.parallel_of(role).tp
         if lora.dropout and tp > 1:
             checks.fail(
@@ -53,8 +66,22 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
         _check_critic(config, placement, checks)
 
 
+def _check_expert_layout(role: str, parallel: ParallelConfig, checks: Checklist) -> None:
+    if parallel.expert_tp not in (1, parallel.tp):
+        checks.fail(
+            _NAME,
+            f"{role}.parallel.etp",
+            "adapters of experts are divided as the rest of the model, or not at all",
+            found=parallel.expert_tp,
+            allowed=f"1 or {role}.parallel.tp, which is {parallel.tp}",
+            fix=f"set {role}.parallel.etp=1, or take experts out of model.lora.targets",
+        )
+
+
 def _check_targets(lora: LoraConfig, facts: ModelFacts, checks: Checklist) -> None:
-    present: list[Target] = ["attention", *(["mlp"] if facts.copies["mlp"] else [])]  # type: ignore[list-item]
+    found = {"attention": True, "mlp": facts.copies["mlp"] > 0, "experts": facts.copies["router"] > 0}
+    present = [target for target, there in found.items() if there]
+    default = [target for target in present if target in DEFAULT_TARGETS]
     missing = [target for target in lora.targets or () if target not in present]
     if missing or lora.targets == []:
         checks.fail(
@@ -63,10 +90,10 @@ def _check_targets(lora: LoraConfig, facts: ModelFacts, checks: Checklist) -> No
             f"this model has no layers that are {' or '.join(missing) or 'a target'}",
             found=lora.targets,
             allowed=present,
-            fix="name what it has, or set model.lora.targets=null: all that it has",
+            fix=f"name what it has, or set model.lora.targets=null: {', '.join(default)}",
         )
     else:
-        checks.ok(_NAME, f"rank {lora.rank} on {', '.join(lora.targets or present)}")
+        checks.ok(_NAME, f"rank {lora.rank} on {', '.join(lora.targets or default)}")
 
 
 def _check_critic(config: RunConfig, placement: Placement, checks: Checklist) -> None:

@@ -13,7 +13,7 @@ from megarl.config.base import Section
 from megarl.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16"]
-Target = Literal["attention", "mlp"]
+Target = Literal["attention", "mlp", "experts"]
 """Linear layers that low-rank adapters may be on."""
 
 
@@ -24,7 +24,9 @@ class LoraConfig(Section):
     alpha: PositiveFloat = Field(32.0, description="numerator of the scale alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's input that training drops; only tp=1")
     targets: list[Target] | None = Field(
-        None, description="layers that get adapters: attention, mlp (dense ones); null: all of these that the model has"
+        None,
+        description="layers that get adapters: attention, mlp (of dense layers), experts (each has its own); null: "
+        "attention and mlp, where the model has them",
     )
     path: str | None = Field(
         None, description="folder of a PEFT adapter to start from, of this rank, alpha and targets; null: a fresh one"

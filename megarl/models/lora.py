@@ -11,7 +11,11 @@ An adapter is added to the output of its layer by a hook, and is split so that t
 Of a parameter that is whole on every rank but meets a part of the tokens there, gradients are summed as those of norms
 are: Megatron does it where `sequence_parallel` is set.
 
-Shapes: t tokens of this rank, r rank, n projections in one weight (3 of q, k, v; 2 of gate and up; else 1).
+Each expert has adapters of its own. Rows come to all ranks that divide an expert, and what they make of them is summed
+after the second projection, so that nothing travels in between; gradients of what is whole are summed over these ranks.
+
+Shapes: t tokens of this rank, r rank, n projections in one weight (3 of q, k, v; 2 of gate and up; else 1), E experts
+of this process, rows: tokens on their way to an expert.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from torch import Tensor
 
 from megarl.architectures.adapters import DOWN, MODULE, is_adapter
 from megarl.config.model import LoraConfig
+from megarl.models.experts import GroupedLinear, expert_groups, grouped_linear
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors, check_targets
 from megarl.models.weights.fill import coordinate, fill
 from megarl.models.weights.peft import AdapterReader
@@ -49,31 +54,78 @@ if TYPE_CHECKING:
 
 
 class Adapter(torch.nn.Module):
-    """The adapter of one linear layer.
+    """The parameters of what is added to the weight of a linear layer, or to those of the experts of a layer.
+
+    Args:
+        weight: of the layer; of experts the weights of all of them, one below the other.
+        a, b: shapes of the parameters.
+        heights: rows of each projection in one group of the weight's rows.
+        experts: number of experts, 1 for a layer without.
 
     Attributes:
-        a: [n * r, in], or this rank's columns of it.
-        b: [out, r] in the order of the rows of the layer's weight, or this rank's rows of it.
+        a: [E * n * r, in], or this rank's columns of it.
+        b: [E * out, r] in the order of the rows of the layer's weight, or this rank's rows of it.
         enabled: False leaves the layer as it is.
     """
 
-    def __init__(self, linear: Any, a: tuple[int, ...], b: tuple[int, ...], heights: Sequence[int], lora: LoraConfig):
+    def __init__(
+        self,
+        weight: Any,
+        a: tuple[int, ...],
+        b: tuple[int, ...],
+        heights: Sequence[int],
+        lora: LoraConfig,
+        experts: int = 1,
+    ) -> None:
         super().__init__()
-        weight = linear.weight
         self.a = torch.nn.Parameter(torch.empty(a, dtype=weight.dtype, device=weight.device))
         self.b = torch.nn.Parameter(torch.empty(b, dtype=weight.dtype, device=weight.device))
-        self.enabled, self.scale, self._dropout, self._rank = True, lora.scale, lora.dropout, lora.rank
-        self._heights = tuple(heights)  # rows of each projection in one group of the weight's rows
-        self._by_columns = isinstance(linear, RowParallelLinear)
+        self.enabled, self.scale, self._rank = True, lora.scale, lora.rank
+        self._heights, self._experts = tuple(heights), experts
+        for parameter in (self.a, self.b):
+            parameter.allreduce = weight.allreduce  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor, box: Box) -> Tensor:
+        """Return W + scale * B A inside a box of this rank's weight, whose rows are of one projection.
+
+        Computed in float32 (or wider) and rounded once to the dtype of the weight.
+        """
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        (top, bottom), (left, right) = box
+        expert, row = divmod(top, len(self.b) // self._experts)
+        part, below = 0, row % sum(self._heights)
+        while below >= self._heights[part]:
+            below -= self._heights[part]
+            part += 1
+        first = (expert * len(self._heights) + part) * self._rank
+        a = self.a[first : first + self._rank, left:right].to(wide)
+        whole = weight[top:bottom, left:right].to(wide)
+        return torch.addmm(whole, self.b[top:bottom].to(wide), a, alpha=self.scale).to(weight.dtype)
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """Return `merged` of all of this rank's weight."""
+        out, top = torch.empty_like(weight), 0
+        while top < len(weight):
+            for height in self._heights:
+                rows = slice(top, top + height)
+                out[rows] = self.merged(weight, ((top, top + height), (0, weight.shape[1])))
+                top = rows.stop
+        return out
+
+
+class LinearAdapter(Adapter):
+    """The adapter of one of Megatron's parallel linear layers."""
+
+    def __init__(self, linear: Any, a: tuple[int, ...], b: tuple[int, ...], heights: Sequence[int], lora: LoraConfig):
+        super().__init__(linear.weight, a, b, heights, lora)
+        self._dropout, self._by_columns = lora.dropout, isinstance(linear, RowParallelLinear)
         group = linear.tp_group
         self._group = None if group is None or group.size() == 1 else group
-        # Experts get all tokens that are theirs, and what sums over ranks follows after the layer.
-        self._sequence = linear.config.sequence_parallel and self._group is not None and not linear.is_expert
+        self._sequence = linear.config.sequence_parallel and self._group is not None
         split, whole, dim = (self.a, self.b, 1) if self._by_columns else (self.b, self.a, 0)
         set_tensor_model_parallel_attributes(split, is_parallel=True, dim=dim, stride=1)
         whole.sequence_parallel = self._sequence  # type: ignore[attr-defined]
-        for parameter in (self.a, self.b):
-            parameter.allreduce = weight.allreduce  # type: ignore[attr-defined]
         linear.register_forward_hook(self._add)
 
     def _add(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
@@ -99,12 +151,11 @@ class Adapter(torch.nn.Module):
             return gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True, group=self._group)
         return copy_to_tensor_model_parallel_region(h, group=self._group)
 
-    def _up(self, h: Tensor, wide: torch.dtype | None = None) -> Tensor:
-        """Return B h, rows in the order of the weight's; B in the dtype `wide`, if given."""
-        b = self.b if wide is None else self.b.to(wide)
+    def _up(self, h: Tensor) -> Tensor:
+        """Return B h, rows in the order of the weight's."""
         if len(self._heights) == 1:
-            return F.linear(h, b)
-        groups = b.view(-1, sum(self._heights), self._rank)
+            return F.linear(h, self.b)
+        groups = self.b.view(-1, sum(self._heights), self._rank)
         parts = []
         for part, rows in zip(h.split(self._rank, -1), groups.split(self._heights, 1), strict=True):
             found = F.linear(part, rows.reshape(-1, self._rank))
@@ -119,29 +170,42 @@ class Adapter(torch.nn.Module):
         """
         return self._up(F.linear(x, self.a) * self.scale)
 
-    @torch.no_grad()
-    def merged(self, weight: Tensor, box: Box | None = None) -> Tensor:
-        """Return W + scale * B A of this rank's weight, or inside a box of it, whose rows are of one projection.
 
-        Computed in float32 (or wider) and rounded once to the dtype of the weight.
-        """
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        if box is None:
-            added = self._up(self.a.t().to(wide), wide).t()
-            return torch.add(weight.to(wide), added, alpha=self.scale).to(weight.dtype)
-        (top, bottom), (left, right) = box
-        part, below = 0, top % sum(self._heights)
-        while below >= self._heights[part]:
-            below -= self._heights[part]
-            part += 1
-        a = self.a[part * self._rank : (part + 1) * self._rank, left:right].to(wide)
-        whole = weight[top:bottom, left:right].to(wide)
-        return torch.addmm(whole, self.b[top:bottom].to(wide), a, alpha=self.scale).to(weight.dtype)
+class ExpertAdapters(Adapter):
+    """The adapters of one projection, or of gate and up, of each of a process's experts."""
+
+    def __init__(self, linear: GroupedLinear, a: tuple[int, ...], b: tuple[int, ...], lora: LoraConfig) -> None:
+        projections, rows = a[0] // (lora.rank * linear.experts), b[0] // linear.experts
+        super().__init__(linear.weight, a, b, (rows // projections,) * projections, lora, linear.experts)
+        self._by_columns = linear.weight.partition_dim == 1  # type: ignore[attr-defined]
+        group = expert_groups().expt_tp
+        self._group = None if group.size() == 1 else group
+        split, whole, dim = (self.a, self.b, 1) if self._by_columns else (self.b, self.a, 0)
+        # The gradient norm takes what is not marked from the first tensor-parallel rank only.
+        for parameter in (split,) if self._group is not None else (split, whole):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+        linear.register_forward_hook(self._add)
+
+    def _add(self, linear: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+        return output + self(*inputs) if self.enabled else output
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return what is added to `grouped_linear` of the weights, of its input [rows, in]."""
+        a, b = self.a, self.b
+        if self._group is not None and self._by_columns:
+            b = copy_to_tensor_model_parallel_region(b, group=self._group)  # sums gradients
+        elif self._group is not None:
+            a = copy_to_tensor_model_parallel_region(a, group=self._group)
+        h = grouped_linear(x, a.view(self._experts, -1, a.shape[1]), ends) * self.scale
+        ups = b.view(self._experts, -1, self._rank).split(self._heights, 1)
+        parts = zip(h.split(self._rank, -1), ups, strict=True)
+        return torch.cat([grouped_linear(part, up, ends) for part, up in parts], -1)
 
 
 def adapter_of(linear: Any) -> Adapter | None:
     """Return the adapter of a linear layer; None: it has none."""
-    return getattr(linear, MODULE, None)
+    found: Adapter | None = getattr(linear, MODULE, None)
+    return found
 
 
 def adapters_in(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
@@ -162,11 +226,14 @@ def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
         if part != "a":
             continue
         linear = chunks[number].get_submodule(name)
+        up = shapes[number, f"{name}.{MODULE}.b"]
+        if isinstance(linear, GroupedLinear):
+            linear.add_module(MODULE, ExpertAdapters(linear, down, up, lora))
+            continue
         if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
             raise TypeError(f"{name}: adapters are for Megatron's parallel linear layers, not {type(linear).__name__}")
-        up = shapes[number, f"{name}.{MODULE}.b"]
         heights = _heights(name, up[0], down[0] // lora.rank, chunks[number].config)
-        linear.add_module(MODULE, Adapter(linear, down, up, heights, lora))
+        linear.add_module(MODULE, LinearAdapter(linear, down, up, heights, lora))
 
 
 def _heights(name: str, rows: int, projections: int, config: Any) -> tuple[int, ...]:

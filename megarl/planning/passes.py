@@ -62,9 +62,16 @@ def _trained_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head:
 
 
 @lru_cache(maxsize=4096)
-def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, value_head: bool) -> float:
+def _owned(
+    facts: ModelFacts,
+    parallel: ParallelConfig,
+    engine: EngineConfig,
+    dp: int,
+    value_head: bool,
+    lora: LoraConfig | None,
+) -> float:
     """Do as `_trained_parameters`. `engine`: only its `distributed_optimizer` counts."""
-    return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
+    return owned_parameters(facts, parallel, engine, dp, value_head=value_head, lora=lora)
 
 
 def total(parts: Sequence[Cost]) -> float:
@@ -211,7 +218,9 @@ class ModelPass:
         """Return the FLOPs of a forward pass through a stage's adapters."""
         if self.lora is None:
             return 0.0
-        return 2 * tokens * adapter_parameters(self.facts, ParallelConfig(), self.lora) / self.parallel.pp
+        dense, expert = adapter_parameters(self.facts, ParallelConfig(), self.lora)
+        active = expert / self.facts.experts * self.facts.experts_per_token if expert else 0.0
+        return 2 * tokens * (dense + active) / self.parallel.pp
 
     def _scores(self, share: Share) -> float:
         """Return the FLOPs of attention over the context, in all layers."""
@@ -303,7 +312,7 @@ class ModelPass:
     def _trained(self) -> tuple[float, float]:
         """(dense, expert) parameters of the fullest rank that have gradients."""
         if self.lora is not None:
-            return trained_parameters(self.facts, self.parallel, self.lora, value_head=self.value_head), 0.0
+            return trained_parameters(self.facts, self.parallel, self.lora, value_head=self.value_head)
         return _trained_parameters(self.facts, self.parallel, self.value_head)
 
     def _reduce(self, share: Share) -> list[Cost]:
@@ -336,11 +345,7 @@ class ModelPass:
         """Return the cost of AdamW, which reads gradient, master, moments, and writes master, moments, parameter; in
         fp32 the parameter is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
-        if self.lora is None:
-            owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
-        else:
-            share = self.replicas * self.parallel.cp if engine.distributed_optimizer else 1
-            owned = self._trained[0] / share
+        owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head, self.lora)
         read = self._element if self.dtype == "fp32" else 0
         moved = owned * (GRADIENT + 2 * step_bytes(self.engine, self.dtype) + read + self._element)
         rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share

@@ -93,25 +93,34 @@ def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
     return found
 
 
-def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig) -> float:
-    """Return the parameters of adapters that a rank holds: a stage has its share of the layers, as for weights."""
+def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig) -> tuple[float, float]:
+    """Return the (dense, expert) parameters of adapters that a rank holds: a stage has its share of the layers, as for
+    weights."""
     size = {**facts.dimensions, "rank": lora.rank}
-    per_layer = {"layer": 1.0, "dense": facts.copies["mlp"] / facts.layers}
-    found = 0.0
+    sparse = facts.copies["router"] / facts.layers
+    per_layer = {
+        "layer": 1.0,
+        "dense": facts.copies["mlp"] / facts.layers,
+        "expert": facts.experts / parallel.ep * sparse if sparse else 0.0,
+    }
+    found = {"layer": 0.0, "dense": 0.0, "expert": 0.0}
     for rule in adapter_rules(ARCHITECTURES[facts.model_type].tensors, lora.targets):
         whole = sum(math.prod(size[dimension] for dimension in source.shape) for source in rule.sources)
-        ways = 1 if rule.split in ("copy", "stack") else parallel.tp
-        found += whole / ways * per_layer[rule.part]
-    return found * facts.layers / parallel.pp
+        split = parallel.expert_tp if rule.part == "expert" else parallel.tp
+        found[rule.part] += whole / (1 if rule.split == "stack" else split) * per_layer[rule.part]
+    share = facts.layers / parallel.pp
+    return (found["layer"] + found["dense"]) * share, found["expert"] * share
 
 
 def trained_parameters(
     facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig | None, *, value_head: bool = False
-) -> float:
-    """Return the parameters of the fullest rank that have gradients: with adapters only these and a value head."""
+) -> tuple[float, float]:
+    """Return the (dense, expert) parameters of the fullest rank that have gradients: with adapters only these and a
+    value head."""
     if lora is None:
-        return sum(stage_parameters(facts, parallel, value_head=value_head, trained=True))
-    return adapter_parameters(facts, parallel, lora) + (facts.hidden if value_head else 0)
+        return stage_parameters(facts, parallel, value_head=value_head, trained=True)
+    dense, expert = adapter_parameters(facts, parallel, lora)
+    return dense + (facts.hidden if value_head else 0), expert
 
 
 def parameter_bytes(facts: ModelFacts, parallel: ParallelConfig, dtype: str) -> float:
@@ -133,9 +142,7 @@ def owned_parameters(
 
     Dense parameters are shared among the ranks that have the same ones, which are dp * cp; experts among fewer.
     """
-    dense, expert = stage_parameters(facts, parallel, value_head=value_head, trained=True)
-    if lora is not None:
-        dense, expert = trained_parameters(facts, parallel, lora, value_head=value_head), 0.0
+    dense, expert = trained_parameters(facts, parallel, lora, value_head=value_head)
     if not engine.distributed_optimizer:
         return dense + expert
     expert_ranks = parallel.expert_tp * parallel.ep * parallel.pp
@@ -155,10 +162,10 @@ def state_bytes(
 ) -> dict[str, float]:
     """Return the bytes of parameters, gradients (fp32) and optimizer state (moments, and masters below bf16)."""
     held = sum(stage_parameters(facts, parallel, value_head=value_head))
-    trained = trained_parameters(facts, parallel, lora, value_head=value_head)
+    trained = sum(trained_parameters(facts, parallel, lora, value_head=value_head))
     owned = owned_parameters(facts, parallel, engine, dp, value_head=value_head, lora=lora)
     return {
-        "parameters": (held + (0 if lora is None else adapter_parameters(facts, parallel, lora))) * BYTES[dtype],
+        "parameters": (held + (0 if lora is None else sum(adapter_parameters(facts, parallel, lora)))) * BYTES[dtype],
         "gradients": trained * GRADIENT,
         "optimizer": owned * step_bytes(engine, dtype),
     }
@@ -173,5 +180,5 @@ def checkpoint_bytes(facts: ModelFacts, dtype: str, lora: LoraConfig | None = No
     """Return the bytes of a checkpoint of a model that learns: its parameters, or adapters, and optimizer state."""
     held, trained = float(facts.parameters), float(facts.trained_parameters)
     if lora is not None:
-        held = trained = adapter_parameters(facts, ParallelConfig(), lora)
+        held = trained = sum(adapter_parameters(facts, ParallelConfig(), lora))
     return held * BYTES[dtype] + trained * (MOMENT_BYTES + MASTER_BYTES[dtype])

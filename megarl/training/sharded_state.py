@@ -30,6 +30,7 @@ from megarl.training.optimizer import holds_masters, parts
 from megarl.training.shards import CheckpointError, Index, Snapshot, fill, foreign
 from megarl.training.tensor_slices import SlicePlace, TensorSlice, places_of, slices_of
 
+from megatron.core import parallel_state as mpu  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # isort: skip
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
@@ -169,6 +170,7 @@ def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[t
     wholes = adapter_tensors(engine.hf_config, lora)
     layout = engine.layout
     first_in_data = layout.dp_rank == 0 and layout.cp_rank == 0
+    first_of_experts = mpu.get_expert_data_parallel_rank() == 0
     for shard, parameter in local_adapters(engine.chunks, lora):
         places = []
         for piece in shard.pieces:
@@ -185,7 +187,8 @@ def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[t
                 )
             )
         split = getattr(parameter, "tensor_model_parallel", False)
-        yield _Copy(places, split or layout.tp_rank == 0, first_in_data), parameter
+        first = first_of_experts if ".experts." in shard.param else first_in_data
+        yield _Copy(places, split or layout.tp_rank == 0, first), parameter
 
 
 def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:

@@ -34,6 +34,9 @@ def estimator(name: str) -> list[str]:
         ([GDPO, PARTS], "algorithm.advantage.parts", ["exact_match returns one number", "'right'"]),
         ([GDPO, PARTS, "algorithm.kl.use=reward"], "algorithm.kl.use", ["penalty", "none or loss"]),
         ([GDPO, PARTS, "algorithm.overlong.buffer_tokens=2"], "algorithm.overlong.buffer_tokens", ["penalty"]),
+        (["model.lora.targets=[experts]"], "model.lora.targets", ["no layers that are experts", "attention", "mlp"]),
+        (["model.lora={dropout: 0.1, targets: [experts]}"], "model.lora.dropout", ["PEFT has no dropout"]),
+        (["model.lora.targets=[experts]", "actor.parallel.etp=2"], "actor.parallel.etp", ["1 or actor.parallel.tp"]),
         ([DISTIL], "teacher.path", ["needs a teacher"]),
         ([DISTIL, "teacher.path=no/such/model"], "teacher.path", ["no such model folder"]),
         ([DISTIL, "teacher.path=."], "teacher.path", ["no config.json"]),
@@ -78,7 +81,7 @@ def estimator(name: str) -> list[str]:
 def test_what_cannot_work_is_refused(failures, overrides, key, words):
     found = [check for check in failures(*overrides) if check.key == key]
     assert found
-    text = str(found[0].problem())
+    text = "\n".join(str(check.problem()) for check in found)
     assert all(word in text for word in words), text
     assert found[0].fix
 

@@ -13,7 +13,8 @@ from tests.dist import single_process, world
 from tests.models.tiny import save_tiny
 
 LORA = LoraConfig(rank=4, alpha=6)
-MODELS = ["qwen2", "qwen3", "mixtral"]  # biases; norms of heads; experts, which have no adapters
+EXPERTS = LORA.model_copy(update={"targets": ["attention", "experts"]})
+MODELS = {"qwen2": LORA, "qwen3": LORA, "mixtral": EXPERTS, "qwen3_moe": EXPERTS}  # biases; norms of heads; experts
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +44,17 @@ def adapted(folder, lora: LoraConfig = LORA, dtype: torch.dtype = torch.float32)
 
 @pytest.fixture(params=MODELS)
 def exported(request, tmp_path, layout):
-    """Folders: the base model, the adapter, and both merged by the export of the whole model."""
+    """Folders: the base model, the adapter, and both merged by the export of the whole model; what the adapter is."""
     from megarl.models.weights import export_weights
     from megarl.models.weights.peft import export_adapter
 
     base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
-    save_tiny(base, request.param)
-    chunks = adapted(base)
-    export_adapter(chunks, adapter, LORA, base=str(base), world=world())
+    lora = MODELS[request.param]
+    save_tiny(base, request.param, num_hidden_layers=2)
+    chunks = adapted(base, lora)
+    export_adapter(chunks, adapter, lora, base=str(base), world=world())
     export_weights(chunks, merged, chunks[0].hf_config, world=world())
-    return base, adapter, merged
+    return base, adapter, merged, lora
 
 
 def logits(folder):
@@ -65,7 +67,7 @@ def test_a_merged_weight_is_the_sum_and_loads_in_again(exported, tmp_path):
     from megarl.models.convert import convert
     from megarl.models.weights.files import CheckpointReader
 
-    base, adapter, merged = exported
+    base, adapter, merged, lora = exported
     tensors = load_file(adapter / "adapter_model.safetensors")
     before, after = CheckpointReader(base), CheckpointReader(merged)
     changed = set()
@@ -77,8 +79,8 @@ def test_a_merged_weight_is_the_sum_and_loads_in_again(exported, tmp_path):
             changed.add(stem)
         torch.testing.assert_close(after.read(name).double(), want, rtol=1e-6, atol=1e-6)
     assert len(changed) * 2 == len(tensors)
-    again = adapted(base, LORA.model_copy(update={"path": str(adapter)}))
-    for name, parameter in adapted(base)[0].named_parameters():
+    again = adapted(base, lora.model_copy(update={"path": str(adapter)}))
+    for name, parameter in adapted(base, lora)[0].named_parameters():
         assert torch.equal(dict(again[0].named_parameters())[name], parameter), name
     convert(adapter, tmp_path / "converted")
     assert (tmp_path / "converted/model.safetensors").read_bytes() == (merged / "model.safetensors").read_bytes()
@@ -88,8 +90,8 @@ def test_servers_are_sent_merged_weights(exported):
     from megarl.models.weights.files import CheckpointReader
     from megarl.sync.source import Pieces
 
-    base, _, merged = exported
-    sent, want = Pieces(adapted(base)), CheckpointReader(merged)
+    base, _, merged, lora = exported
+    sent, want = Pieces(adapted(base, lora)), CheckpointReader(merged)
     assert {name for name, _ in sent} == set(want.names())
     for (name, box), tensor in sent.items():
         assert torch.equal(tensor, want.read(name, box)), name
@@ -97,7 +99,7 @@ def test_servers_are_sent_merged_weights(exported):
 
 def test_peft_computes_what_the_merged_model_does(exported):
     peft = pytest.importorskip("peft", reason="PEFT is not installed: the formula is tested above")
-    base, adapter, merged = exported
+    base, adapter, merged, _ = exported
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         found = peft.PeftModel.from_pretrained(logits(base), adapter)(ids).logits

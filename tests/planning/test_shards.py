@@ -85,10 +85,11 @@ def test_a_checkpoint_has_parameters_and_state_once(dtype, bytes_each):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "pp": 2}])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "ep": 2}])
 def test_with_adapters_only_these_and_a_value_head_have_gradients(model_type, layout):
-    hf, parallel, lora = hf_of(model_type), ParallelConfig(**layout), LoraConfig(rank=4)
-    at = Coordinate(tp=parallel.tp, pp=parallel.pp, etp=parallel.expert_tp)
+    targets = ["attention", "experts" if "moe" in model_type else "mlp"]
+    hf, parallel, lora = hf_of(model_type), ParallelConfig(**layout), LoraConfig(rank=4, targets=targets)
+    at = Coordinate(tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.expert_tp)
     adapters = sum(math.prod(shard.shape) for shard in adapter_slices(hf, at, lora))
     facts, engine = facts_of(hf), EngineConfig()
     state = state_bytes(facts, parallel, engine, "bf16", 2, lora=lora)

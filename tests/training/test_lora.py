@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
@@ -10,13 +9,14 @@ from tests.dist import run_distributed
 from tests.training import cases
 
 LORA = LoraConfig(rank=4, alpha=8)
+EXPERTS = LoraConfig(rank=4, alpha=8, targets=["attention", "experts"])
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0)
 
 
 def adapted_engine(model: str = "dense", parallel: ParallelConfig | None = None, clip: float = 0, **kwargs):
     """Engine whose adapters are random, B too: a product that is zero would hide mistakes."""
     optim = OPTIM.model_copy(update={"clip_grad": clip})
-    engine = cases.make_engine(model, parallel, lora=kwargs.pop("lora", LORA), optim=optim, **kwargs)
+    engine = cases.make_engine(model, parallel, lora=EXPERTS if "moe" in model else LORA, optim=optim, **kwargs)
     spread_up(engine)
     return engine
 
@@ -57,33 +57,47 @@ def _whole(engine, of) -> dict[str, torch.Tensor]:
     return found
 
 
-def base_model(engine):
-    """transformers' float64 model with the base weights of an engine in one process."""
-    from transformers import AutoModelForCausalLM
-
+def base_weights(engine) -> dict[str, torch.Tensor]:
+    """The base weights of an engine in one process, in float64."""
     from megarl.models.lora import adapters_off
     from megarl.models.weights import iter_hf_tensors
 
-    model = AutoModelForCausalLM.from_config(engine.hf_config, attn_implementation="eager").double().eval()
     with adapters_off(engine.chunks):
-        weights = dict(iter_hf_tensors(engine.chunks, engine.layout.world))
-    model.load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
-    return model.requires_grad_(False)
+        return {name: tensor.double() for name, tensor in iter_hf_tensors(engine.chunks, engine.layout.world)}
+
+
+def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights as transformers' modules hold them: those of all experts of a layer in two tensors."""
+    found = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for block in sorted({name.partition(".experts.")[0] for name in weights.keys() - found.keys()}):
+        named = {
+            kind: [
+                weights[f"{block}.experts.{number}.{kind}_proj.weight"]
+                for number in range(cases.MODELS["moe"]["num_experts"])
+            ]
+            for kind in ("gate", "up", "down")
+        }
+        found[f"{block}.experts.down_proj"] = torch.stack(named["down"])
+        found[f"{block}.experts.gate_up_proj"] = torch.cat([torch.stack(named["gate"]), torch.stack(named["up"])], 1)
+    return found
 
 
 def oracle(engine, batch, temperature: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs of the responses, and the gradient of the tests' loss for every adapter tensor, all in float64."""
-    model = base_model(engine)
+    from transformers import AutoModelForCausalLM
+
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(engine.hf_config, **plain).double().eval()
     adapters = {name: t.double().requires_grad_() for name, t in whole_adapters(engine).items()}
+    weights = base_weights(engine)
     for name in {name.rpartition(".lora_")[0] for name in adapters}:
-        linear = model.get_submodule(name)
-        a, b = adapters[f"{name}.lora_A.weight"], adapters[f"{name}.lora_B.weight"]
-        linear.register_forward_hook(
-            lambda _, x, y, a=a, b=b: y + engine.lora.alpha / engine.lora.rank * F.linear(F.linear(x[0], a), b)
-        )
+        added = adapters[f"{name}.lora_B.weight"] @ adapters[f"{name}.lora_A.weight"]
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + engine.lora.alpha / engine.lora.rank * added
+    merged = fused(weights)
     rows, entropies = [], []
     for prompt, response in zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True):
-        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / temperature
+        ids = torch.cat([prompt, response])[None]
+        logits = torch.func.functional_call(model, merged, (ids,)).logits[0, len(prompt) - 1 : -1] / temperature
         logp = torch.log_softmax(logits, -1)
         rows.append(logp.gather(1, response[:, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))
@@ -92,8 +106,9 @@ def oracle(engine, batch, temperature: float) -> tuple[torch.Tensor, dict[str, t
     return torch.cat(rows).detach(), {name: tensor.grad for name, tensor in adapters.items()}
 
 
-@pytest.mark.parametrize("model", ["dense", "tied"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("model", "recompute"), [("dense", "none"), ("dense", "full"), ("tied", "full"), ("moe", "none"), ("moe", "full")]
+)
 def test_log_probs_and_gradients_are_those_of_the_formula(alone, model, recompute):
     """float32 against float64: sums of at most 96 products of values of size 1, some 1e-6 relative."""
     engine = adapted_engine(model, engine=EngineConfig(micro_batch_tokens=64, recompute=recompute))
@@ -134,7 +149,7 @@ def test_adapters_off_is_the_base_model(alone):
     assert (engine.logprobs(batch)[0].values - off).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("dense", torch.float32), ("critic", torch.bfloat16)])
+@pytest.mark.parametrize(("model", "dtype"), [("moe", torch.float32), ("critic", torch.bfloat16)])
 def test_a_checkpoint_has_what_is_trained_and_brings_all_of_it_back(alone, model, dtype, tmp_path):
     from safetensors import safe_open
 
@@ -154,7 +169,7 @@ def test_a_checkpoint_has_what_is_trained_and_brings_all_of_it_back(alone, model
     )
     heads = ["output_layer.weight"] if model == "critic" else []
     assert names == {f"{part}actor.{name}" for part in parts for name in (*whole_adapters(engine), *heads)}
-    other = cases.make_engine(model, dtype=dtype, lora=LORA, optim=engine.optim)
+    other = cases.make_engine(model, dtype=dtype, lora=engine.lora, optim=engine.optim)
     checkpoint.load(tmp_path / "checkpoints/step_1", {"actor": other})
     for one in (engine, other):
         cases.train(one, batch)
@@ -166,7 +181,11 @@ LAYOUTS = [
     ("dense", {"tp": 2}, {}),
     ("tied", {"tp": 2, "sp": True}, {"micro_batch_tokens": 50, "recompute": "full"}),
     ("tied", {"pp": 2}, {"distributed_optimizer": False}),
+    ("dense", {"cp": 2}, {}),
     ("moe", {"ep": 2}, {}),
+    ("moe", {"tp": 2, "sp": True}, {"recompute": "full"}),
+    ("moe", {"pp": 2}, {"distributed_optimizer": False}),
+    ("moe", {"tp": 2, "sp": True, "ep": 2}, {}),
     ("critic", {"pp": 2, "vpp": 2}, {}),
 ]
 
@@ -204,7 +223,7 @@ def compare(layouts: list, want: dict) -> list[dict[str, float]]:
     for name, sizes, settings in layouts:
         got = run(name, ParallelConfig(**sizes), {"micro_batch_tokens": 60, "logits_chunk_tokens": 16} | settings)
         errors = {
-            f"{key} {part}": (rows.values - want[name][key][part]).abs().max().item()
+            f"{key} {part}": off(rows.values, want[name][key][part])
             for key in ("before", "after")
             for part, rows in got[key].items()
         }
@@ -218,6 +237,11 @@ def compare(layouts: list, want: dict) -> list[dict[str, float]]:
         )
         found.append(errors)
     return found
+
+
+def off(found: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, relative to what is above 1: log-probs reach -20."""
+    return ((found - want).abs() / want.abs().clamp(min=1)).max().item()
 
 
 def cut(box) -> tuple[slice, ...]:
@@ -236,3 +260,43 @@ def test_layouts_equal_the_single_process():
     for got in want.values():
         losses = [step["loss"] for step in got["steps"]]
         assert losses[0] > losses[1]
+
+
+SAVED = ("moe", {"tp": 2, "sp": True})
+GOES_ON: list[dict] = [{"tp": 2, "sp": True}, {}, {"pp": 2}, {"ep": 2}, {"cp": 2}]
+"""The second one has tp=1 on both ranks, which are replicas."""
+
+
+def goes_on(folder: str) -> list[dict[str, float]]:
+    """Metrics of the step after a checkpoint, under every layout."""
+    from pathlib import Path
+
+    from megarl.training import checkpoint
+    from tests.dist import fresh_layout
+
+    model, sizes = SAVED
+    parallel = ParallelConfig(**sizes)
+    layout = fresh_layout(parallel)
+    engine = adapted_engine(model, parallel, layout=layout, clip=0.5)
+    cases.train(engine, cases.make_batch(), 0.8)
+    saved = checkpoint.save(Path(folder), 1, {"actor": engine}, {})
+    found = []
+    for sizes in GOES_ON:
+        parallel = ParallelConfig(**sizes)
+        layout = fresh_layout(parallel)
+        other = cases.make_engine(model, parallel, layout=layout, lora=engine.lora, optim=engine.optim)
+        checkpoint.load(saved, {"actor": other})
+        mine = cases.split_over(cases.make_batch(seed=1), layout.dp_rank, layout.dp_size)
+        found.append([cases.train(other, mine, 0.8).result() for _ in range(2)])
+    return [{f"{key} {n}": step[key] for n, step in enumerate(steps) for key in KEYS} for steps in found]
+
+
+KEYS = ("loss", "actor/grad_norm")
+
+
+@pytest.mark.procs
+def test_a_checkpoint_goes_on_under_every_layout(tmp_path):
+    """Also its moments: the loss after the second step is off by 1e-3 without them."""
+    for found in run_distributed(goes_on, 2, 240, str(tmp_path)):
+        for sizes, steps in zip(GOES_ON, found, strict=True):
+            assert steps == pytest.approx(found[0], rel=1e-5, abs=1e-5), sizes

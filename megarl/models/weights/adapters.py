@@ -12,7 +12,7 @@ from megarl.architectures.tensors import WeightRule
 from megarl.config.model import LoraConfig
 from megarl.errors import ConfigError
 from megarl.models.hf import dimensions
-from megarl.models.weights.plan import Coordinate, Shard, instances, shard_of
+from megarl.models.weights.plan import Coordinate, Shard, instances, shard_of, sources_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,8 +29,7 @@ def adapter_tensors(hf: PretrainedConfig, lora: LoraConfig) -> dict[str, tuple[i
     size = _sizes(hf, lora)
     found: dict[str, tuple[int, ...]] = {}
     for rule, _, names in instances(hf, Coordinate(), _rules(hf, lora)):
-        for source, name in zip(rule.sources, names, strict=True):
-            found[name] = tuple(size[d] for d in source.shape)
+        found |= sources_of(rule, names, size)
     return found
 
 
@@ -52,11 +51,19 @@ def _rules(hf: PretrainedConfig, lora: LoraConfig) -> tuple[WeightRule, ...]:
 
 
 def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
-    """Refuse targets of which the model has no layer.
+    """Refuse targets of which the model has no layer, and dropout of what experts get, which PEFT does not have.
 
     Raises:
         ConfigError: names them.
     """
+    if lora.dropout and "experts" in (lora.targets or ()):
+        raise ConfigError(
+            "PEFT has no dropout in adapters of experts",
+            where="model.lora.dropout",
+            found=lora.dropout,
+            allowed="0 with experts among model.lora.targets",
+            fix="set model.lora.dropout=0",
+        )
     present = {TARGETS[rule.part] for rule, _, _ in instances(hf, Coordinate(), _rules(hf, lora))}
     missing = [target for target in lora.targets or () if target not in present]
     if missing or not present:
@@ -65,5 +72,5 @@ def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
             where="model.lora.targets",
             found=lora.targets,
             allowed=sorted(present),
-            fix="name what it has, or set model.lora.targets=null: all that it has",
+            fix="name what it has, or set model.lora.targets=null: attention and mlp",
         )

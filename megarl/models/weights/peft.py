@@ -37,6 +37,7 @@ _PLAIN = {
     "layers_to_transform": None,
     "rank_pattern": {},
     "alpha_pattern": {},
+    "target_parameters": None,
 }
 
 

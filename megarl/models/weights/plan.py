@@ -69,7 +69,7 @@ def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, t
     found: dict[str, tuple[int, ...]] = {}
     size = dimensions(hf)
     for rule, _, names in instances(hf, whole, rules(hf, value_head=value_head)):
-        for name, shape in _sources(rule, names, size):
+        for name, shape in sources_of(rule, names, size):
             found[name] = shape
     return found | dict(visual_tensors(hf).values())
 
@@ -97,7 +97,7 @@ def shard_of(
 ) -> Shard:
     """Return one parameter that an entry of `instances` describes; `size`: the sizes that its sources name."""
     ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
-    return Shard(chunk, param, *_SPLITS[rule.split](_sources(rule, names, size), ways, rank, size))
+    return Shard(chunk, param, *_SPLITS[rule.split](sources_of(rule, names, size), ways, rank, size))
 
 
 def instances(
@@ -137,11 +137,11 @@ def _experts(hf: PretrainedConfig, at: Coordinate) -> range:
     return range(at.ep_rank * count, (at.ep_rank + 1) * count)
 
 
-_Sources = list[tuple[str, tuple[int, ...]]]
+Sources = list[tuple[str, tuple[int, ...]]]
 _Cut = tuple[tuple[int, ...], tuple[Piece, ...]]
 
 
-def _sources(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> _Sources:
+def sources_of(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> Sources:
     """Return the tensors of a parameter with their shapes; `names` has those of `rule` once, or for each expert."""
     shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
     return list(zip(names, shapes * (len(names) // len(shapes)), strict=True))
@@ -151,12 +151,12 @@ def _whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, n) for n in shape)
 
 
-def _copy(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+def _copy(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     ((name, shape),) = sources
     return shape, (Piece(name, _whole(shape), _whole(shape)),)
 
 
-def _vocab(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+def _vocab(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     ((name, (total, *rest)),) = sources
     rows = -(-total // ways)
     start, stop = min(rank * rows, total), min((rank + 1) * rows, total)
@@ -165,7 +165,7 @@ def _vocab(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cu
     return (rows, *rest), pieces
 
 
-def _gate_up(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+def _gate_up(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     """Return the equal row blocks of each source, one below the other."""
     shape, pieces, offset = sources[0][1], [], 0
     for name, (total, *rest) in sources:
@@ -175,11 +175,11 @@ def _gate_up(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _
     return (offset, *shape[1:]), tuple(pieces)
 
 
-def _stack(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+def _stack(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     return _gate_up(sources, 1, 0, size)
 
 
-def _row(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+def _row(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     """Return the equal column blocks of each source, one below the other."""
     pieces, offset = [], 0
     for name, (rows, total) in sources:
@@ -190,7 +190,7 @@ def _row(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     return (offset, columns), tuple(pieces)
 
 
-def _qkv(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+def _qkv(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     """Return, for each key/value group, its query heads, its key and its value, one below the other."""
     groups = size["groups"] // ways
     heights = [shape[0] // size["groups"] for _, shape in sources]

@@ -67,12 +67,17 @@ class Recipe:
         if adapter is None or not adapter.enabled:
             return self.linear(weight, bias)
         if self.pack_rows or self.dtype != weight.dtype:
-            return self.linear(adapter.merged(weight), bias)
+            return self.linear(adapter.whole(weight), bias)
         product, add = self.linear(weight, bias), adapter.local
         return lambda x: product(x).add_(add(x))
 
-    def grouped(self, weight: Tensor) -> Grouped:
-        """Make the function (x, ends) -> x [n, in] times a weight of [groups, out, in], as `grouped_linear`."""
+    def grouped(self, linear: Any) -> Grouped:
+        """Make the function of a projection of the model's experts, a `GroupedLinear`, with its adapters as `layer`."""
+        weight, adapter = linear.stacked, adapter_of(linear)
+        if adapter is not None and adapter.enabled:
+            if not self.pack_rows and self.dtype == weight.dtype:
+                return lambda x, ends: grouped_linear(x, weight.detach(), ends).add_(adapter(x, ends))
+            weight = adapter.whole(linear.weight).view_as(weight)
         if not self.pack_rows:
             w = self.cast(weight)
             return lambda x, ends: grouped_linear(x, w, ends)

@@ -26,13 +26,13 @@ class MoE:
         module: the MoELayer.
         config: Megatron's.
         mesh: process groups.
-        grouped: makes the function that multiplies rows by the weights [groups, out, in] of their groups.
+        grouped: makes the function (x [n, in], ends) that multiplies rows by what a projection has for their experts.
 
     Raises:
         ValueError: the layer routes in a way this class does not compute.
     """
 
-    def __init__(self, module: Any, config: Any, mesh: Mesh, grouped: Callable[[Tensor], Grouped]) -> None:
+    def __init__(self, module: Any, config: Any, mesh: Mesh, grouped: Callable[[Any], Grouped]) -> None:
         if config.moe_router_score_function != "softmax" or config.moe_router_num_groups:
             raise ValueError("embedded generation supports plain softmax top-k routing only")
         if getattr(config, "moe_router_enable_expert_bias", False) or config.moe_shared_expert_intermediate_size:
@@ -42,7 +42,7 @@ class MoE:
         self._scale = config.moe_router_topk_scaling_factor
         self._router = module.router.weight.detach().float()
         first, second = module.experts.linear_fc1, module.experts.linear_fc2
-        self._up, self._down = grouped(first.stacked), grouped(second.stacked)
+        self._up, self._down = grouped(first), grouped(second)
         self._count, self._first = first.experts, mesh.ep.rank * first.experts
         self._numbers = torch.arange(1, self._count + 1, device=self._router.device)
 
