@@ -96,6 +96,18 @@ def test_every_transport_trains_like_the_embedded_engine(transport, recipe, exte
     assert gain(steps) > 0.05
 
 
+def test_a_server_generates_with_adapters_merged(recipe, external, tmp_path):
+    """From the third step on they are large enough to show: the base model is off by more than 1e-3."""
+    lora = "model.lora={rank: 4, alpha: 64}"
+    steps = run(recipe, tmp_path, *SGLANG, *external, lora, "trainer.steps=3")
+    for step in (1, 2, 3):
+        assert steps[step]["sync/verified_tensors"] > 0
+        assert steps[step]["sync/failed"] == 0
+        assert steps[step]["rollout_corr/logp_diff_max"] < 1e-4
+        assert steps[step]["actor/grad_norm"] > 0
+    assert 0 < steps[3]["sync/probe_gap"] < 1e-4
+
+
 def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_path):
     """Two replicas that play against one server; what it drew is what the trainer computes."""
     steps = run(recipe, tmp_path, *SGLANG, *external, *GUESSING, "trainer.steps=2")

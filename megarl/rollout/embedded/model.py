@@ -25,7 +25,7 @@ from megarl.kernels.cpu import load as load_kernels
 from megarl.models.experts import group_by_group, grouped_linear
 from megarl.models.head import head_logits
 from megarl.models.layer_forms import bias_of, layer_norms
-from megarl.models.lora import adapter_of
+from megarl.models.lora import LinearAdapter, adapter_of
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 from megarl.rollout.embedded.attention import Attend, HeadNorm, RopeTables
 from megarl.rollout.embedded.moe import Grouped, MoE
@@ -68,6 +68,7 @@ class Recipe:
             return self.linear(weight, bias)
         if self.pack_rows or self.dtype != weight.dtype:
             return self.linear(adapter.whole(weight), bias)
+        assert isinstance(adapter, LinearAdapter), "experts have a function of their own"
         product, add = self.linear(weight, bias), adapter.local
         return lambda x: product(x).add_(add(x))
 
