@@ -35,7 +35,10 @@ from megarl.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noq
 
 #: Version of NCCL that both interpreters get: that of the torch which SGLang asks for, the newer of the two.
 NCCL = "2.30.7"
-IMPORTS = "sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
+IMPORTS = (
+    "vision_operators, sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, "
+    "sglang.srt.multimodal.processors.qwen_vl"
+)
 
 
 def pins() -> dict[str, str]:
@@ -63,7 +66,7 @@ def install(folder: Path, kind: str) -> None:
             rest.flush()
             pip("-r", rest.name)
         pip("--no-deps", wanted["sglang"])
-        code = f"import sys; sys.path[:0] = {[str(path) for path in STAND_INS]}; import {IMPORTS}"
+        code = f"import sys; sys.path.insert(0, {str(STAND_INS[0])!r}); import {IMPORTS}"
         subprocess.run([python, "-W", "ignore", "-c", code], check=True, env={"SGLANG_USE_CPU_ENGINE": "1"})
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from megarl.architectures.vision_language import DECODERS
+import math
+
+from megarl.architectures.vision_language import DECODERS, VisionEncoder
 from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.layout import divisors
 from megarl.checks.checklist import Checklist
+from megarl.compat.cuda import version_in
+from megarl.compat.sglang import find_python, install_fix
 from megarl.config.images import image_problems
 from megarl.config.run import RunConfig
+from megarl.config.sglang import SGLangConfig
 from megarl.dag.placement import Placement
+from megarl.errors import ConfigError
 
 _NAME = "images"
+#: Numbers of a patch of Qwen2.5-VL that SGLang 0.5.23 takes for pixels.
+_PATCH_VALUES = 1176
 
 
 def check_images(config: RunConfig, placement: Placement | None, facts: ModelFacts | None, checks: Checklist) -> None:
@@ -29,10 +38,58 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
         return
     layouts = [config.actor.parallel] if placement is None else [team.parallel for team in placement.teams]
     problems = image_problems(config, layouts)
+    if encoder is not None and config.rollout.engine == "sglang":
+        problems += _server_problems(config.rollout.sglang, encoder)
+        if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:  # else it is another machine's
+            problems += _interpreter_problems(config.rollout.sglang)
     for problem in problems:
         checks.from_error(_NAME, problem)
     if facts is not None and encoder is not None and _deep_layers_fit(config, facts, checks) and not problems:
         checks.ok(_NAME, f"{encoder.model_type}, {facts.visual_parameters:,} parameters of its encoder")
+
+
+def _server_problems(servers: SGLangConfig, encoder: VisionEncoder) -> list[ConfigError]:
+    """Return what keeps SGLang servers from this vision encoder."""
+    found, tp = list[ConfigError](), servers.tp_size
+    if encoder.model_type == "qwen2_5_vl" and encoder.patch_values != _PATCH_VALUES:
+        found.append(
+            ConfigError(
+                "a server takes patches of another size for features that are there already",
+                where="model: vision_config.patch_size",
+                found=encoder.patch,
+                allowed=f"14, {_PATCH_VALUES} numbers of a patch, as published models of Qwen2.5-VL have it",
+                fix="take such a model, or rollout.engine=embedded",
+            )
+        )
+    if encoder.heads % tp or encoder.ffn % tp:
+        found.append(
+            ConfigError(
+                "the ranks of a server share the heads and the MLP of the vision encoder",
+                where="rollout.sglang.tp_size",
+                found=tp,
+                allowed=divisors(math.gcd(encoder.heads, encoder.ffn)),
+                fix="change tp_size",
+            )
+        )
+    return found
+
+
+def _interpreter_problems(servers: SGLangConfig) -> list[ConfigError]:
+    """Return what an interpreter lacks to read images; that there is none, other checks say."""
+    try:
+        python = find_python(servers.python, cuda=None)
+    except ConfigError:
+        return []
+    if version_in(python, "torchvision") is not None:
+        return []
+    return [
+        ConfigError(
+            "the servers' interpreter has no torchvision, which reads images there",
+            where="rollout.sglang.python",
+            found=str(python),
+            fix=install_fix(),
+        )
+    ]
 
 
 def _deep_layers_fit(config: RunConfig, facts: ModelFacts, checks: Checklist) -> bool:

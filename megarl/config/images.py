@@ -15,16 +15,6 @@ if TYPE_CHECKING:
 def image_problems(config: RunConfig, layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
     """Return what keeps a vision-language model from this recipe; `layouts`: of its teams."""
     found = []
-    if config.rollout.engine != "embedded":
-        found.append(
-            ConfigError(
-                "servers are not given images",
-                where="rollout.engine",
-                found=config.rollout.engine,
-                allowed="embedded",
-                fix="set rollout.engine to embedded",
-            )
-        )
     if config.has_turns:
         found.append(
             ConfigError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, ServerError
@@ -165,14 +165,19 @@ def _look_after_servers(c: RankState) -> None:
 
 
 def _write_model_config(c: RankState) -> Path:
-    """Folder with the model's configuration and no weights, readable on every machine."""
+    """Folder with the model's configuration and no weights, readable on every machine; with the processor of a model
+    that sees images."""
     from megarl.device import DTYPES
+    from megarl.models.hf import encoder_of
     from megarl.models.weights.metadata import write_metadata
+    from megarl.rollout.sglang.images import write_processor
 
     folder = c.run_dir / MODEL_FOLDER
     if c.layout.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         write_metadata(folder, c.hf_config, None, DTYPES[c.config.model.dtype])
+        if encoder_of(c.hf_config) is not None:
+            write_processor(folder, c.hf_config)
     c.layout.world.barrier()
     return folder
 
@@ -183,6 +188,8 @@ def account_update(c: RankState, report: SyncReport) -> None:
     if c.fleet is None or not report.to_probe:
         return
     from megarl.data.batch import Batch, Jagged
+    from megarl.data.image_prompts import image_fields
+    from megarl.models.hf import image_settings
     from megarl.rollout.sglang.probe import probe_gap, probe_servers
     from megarl.sync.protocol import version_tag
     from megarl.sync.updater import WeightSync
@@ -196,12 +203,14 @@ def account_update(c: RankState, report: SyncReport) -> None:
         probes = probe_servers(c.fleet, report.to_probe, c.hf_config.vocab_size, limit, tag, c.layout.world)
         if not probes:
             return
-        batch = Batch(
-            {
-                "prompt_ids": Jagged.from_list([probe.prompt_ids for probe in probes]),
-                "response_ids": Jagged.from_list([probe.token_ids for probe in probes]),
-            }
-        )
+        fields = {
+            "prompt_ids": Jagged.from_list([probe.prompt_ids for probe in probes]),
+            "response_ids": Jagged.from_list([probe.token_ids for probe in probes]),
+        }
+        if c.config.data.image_key is not None:
+            none: list[list[Any]] = [[] for _ in probes]
+            fields |= image_fields(none, none, image_settings(c.hf_config))
+        batch = Batch(fields)
         ours, _ = c.actor.engine.logprobs(batch, entropy=False)
     c.context.metrics.max("sync/probe_gap", probe_gap(probes, [row.tolist() for row in ours.unbind()]))
 

@@ -19,8 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-#: The server, and the table of its models: with it, each model's file.
-MODULES = ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry")
+#: What torchvision needs, the server, and the table of its models: with it, each model's file.
+MODULES = (
+    *("vision_operators", "sglang.launch_server", "sglang.srt.entrypoints.http_server"),
+    "sglang.srt.models.registry",
+)
 
 
 def preload(folders: list[str]) -> None:

@@ -8,7 +8,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * its shared memory has a name that its parent knows, and can remove when the server was killed;
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
   or pass unseen (not when memory cannot be mapped: that still ends it);
-* without CUDA, stand-ins for two packages are on the path, and `sampling_seed` of a request is honoured: SGLang itself
+* without CUDA, stand-ins for what needs it are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that only in its deterministic mode, whose kernels need a GPU;
 * without CUDA, the server's processes are forked from this one.
 
@@ -90,6 +90,7 @@ def extend_path() -> None:
     folder = Path(__file__).parent / "stand_ins"
     if ON_CPU:
         sys.path.insert(0, str(folder / "cpu"))
+        importlib.import_module("vision_operators")
     if importlib.util.find_spec("torchvision") is None:
         sys.path.insert(0, str(folder / "text"))
 

@@ -23,7 +23,7 @@ from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.router import NoServerError, Router
-from megarl.rollout.sglang.samples import BadAnswerError, ServedSample
+from megarl.rollout.sglang.samples import BadAnswerError, OtherPromptError, ServedSample
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -198,13 +198,13 @@ class Dispatch:
                     raise ServerError(server.name, server.url, "abort (/abort_request)", text, status=response.status)
 
     async def _prefill(self, sample: ServedSample) -> None:
-        payload = {"input_ids": sample.prompt_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
-        await self._answer(sample, payload)
+        payload = {"sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+        await self._answer(sample, sample.prompt_fields(self._tag) | payload)
 
     async def _finish(self, sample: ServedSample) -> None:
         """Ask for `sample` until it is complete, aborted, or no server is left."""
         while sample.finish_reason is None:
-            answer = await self._answer(sample, sample.payload(self._sampling, self._stop_ids))
+            answer = await self._answer(sample, sample.payload(self._sampling, self._stop_ids, self._tag))
             if answer is None:
                 if not sample.aborted:
                     return
@@ -218,6 +218,8 @@ class Dispatch:
                 if sample.finish_reason is None and sample.interruptions > _INTERRUPTIONS:
                     sample.interruptions = 0  # the next server starts with a clean slate
                     raise BadAnswerError(f"a sample was interrupted more than {_INTERRUPTIONS} times")
+            except OtherPromptError as error:
+                raise ServerError(server.name, server.url, "generation (/generate)", str(error)) from error
             except BadAnswerError as error:
                 self._fail(server, number, f"/generate: {error}")
         self._done(sample)

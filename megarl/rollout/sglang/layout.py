@@ -22,6 +22,9 @@ _ANY_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 _FUSED["up_proj"] = "gate_up_proj"
+#: Linear layers of a vision encoder that are split by rows, and by columns.
+_BY_ROWS = ("gate_proj", "up_proj", "linear_fc1", "merger.mlp.0")
+_BY_COLUMNS = ("attn.proj", "down_proj", "linear_fc2", "merger.mlp.2")
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,10 @@ class ServerLayout:
 def _parts(name: str, tensor: Tensor, sizes: _Sizes, tp: int, ep: int, rank: int) -> Iterator[tuple[str, Tensor, int]]:
     """Return (server parameter, the part of `tensor` that follows in it, elements of the whole parameter) on one
     rank."""
+    if "visual." in name:
+        yield from _visual_parts(name, tensor, tp, rank)
+        return
+    name = name.replace("model.language_model.", "model.")
     if found := _EXPERT.fullmatch(name):
         yield from _expert_parts(found, tensor, sizes, tp, ep, rank)
         return
@@ -108,10 +115,7 @@ def _parts(name: str, tensor: Tensor, sizes: _Sizes, tp: int, ep: int, rank: int
     elif module in ("o_proj", "down_proj"):
         part = tensor.chunk(tp, 1)[rank]
     elif module in ("embed_tokens", "lm_head"):
-        rows = -(-tensor.shape[0] // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // tp
-        part = tensor[rank * rows : (rank + 1) * rows]
-        if len(part) < rows:
-            part = torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])])
+        part = _padded_rows(tensor, tp, rank)
     else:
         part = tensor
     total = part.numel()
@@ -120,6 +124,32 @@ def _parts(name: str, tensor: Tensor, sizes: _Sizes, tp: int, ep: int, rank: int
         rows = (sizes.query_heads // tp + 2 * kv) * sizes.head if "qkv" in param else 2 * part.shape[0]
         total = rows * math.prod(part.shape[1:])
     yield param, part, total
+
+
+def _visual_parts(name: str, tensor: Tensor, tp: int, rank: int) -> Iterator[tuple[str, Tensor, int]]:
+    """Return the same for a tensor of the vision encoder, of Qwen2.5-VL or Qwen3-VL: each linear layer is split by its
+    rows or by its columns, and of the latter each rank has the whole bias."""
+    name = name.removeprefix("model.").replace("attn.qkv.", "attn.qkv_proj.")
+    module, _, kind = name.rpartition(".")
+    if module.endswith("qkv_proj"):  # query, key and value, each with its heads
+        part = torch.cat([third.chunk(tp)[rank] for third in tensor.chunk(3)])
+    elif module.endswith(_BY_ROWS):
+        part = tensor.chunk(tp)[rank]
+    elif module.endswith(_BY_COLUMNS) and kind == "weight":
+        part = tensor.chunk(tp, 1)[rank]
+    elif module.endswith("pos_embed"):
+        part = _padded_rows(tensor, tp, rank)
+    else:
+        part = tensor
+    param = re.sub("(gate|up)_proj", "gate_up_proj", name)
+    yield param, part, part.numel() * (1 if param == name else 2)
+
+
+def _padded_rows(tensor: Tensor, tp: int, rank: int) -> Tensor:
+    """Return a rank's rows of an embedding or head, and zeros where they end."""
+    rows = -(-tensor.shape[0] // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // tp
+    part = tensor[rank * rows : (rank + 1) * rows]
+    return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])]) if len(part) < rows else part
 
 
 def _expert_parts(

@@ -13,11 +13,16 @@ from typing import Any
 from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import runs_of
 from megarl.rollout.engine import Completion, FinishReason, Request
+from megarl.rollout.sglang.images import ServedImages
 from megarl.sync.protocol import read_tag
 
 
 class BadAnswerError(Exception):
     """A server's answer lacks something or contradicts itself."""
+
+
+class OtherPromptError(Exception):
+    """A server has made other tokens of a prompt with images."""
 
 
 @dataclass
@@ -30,6 +35,7 @@ class ServedSample:
         aborted: it is to end with what there is of it.
         cached: tokens of the prompt that the server had in its prefix cache.
         room: tokens, at most; None: as the sampling settings say.
+        images: of the prompt.
     """
 
     prompt: int
@@ -43,13 +49,17 @@ class ServedSample:
     room: int | None = None
     aborted: bool = False
     cached: int = 0
+    images: ServedImages | None = None
 
     def _most(self, sampling: SamplingConfig) -> int:
         """Return the tokens of this sample, at most."""
         return sampling.max_new_tokens if self.room is None else min(self.room, sampling.max_new_tokens)
 
-    def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the body of the /generate request for the rest of this sample."""
+    def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int], tag: str) -> dict[str, Any]:
+        """Return the body of the /generate request for the rest of this sample. `tag`: the server's, see `add`."""
+        if self.images is not None and self.images.image_token(self.prompt_ids) in self.token_ids:
+            # The server would take what the sample says for an image that is missing.
+            self.token_ids, self.logprobs, self.versions = [], [], []
         settings: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -58,7 +68,15 @@ class ServedSample:
             "sampling_seed": self.seed,
         }
         settings |= {"ignore_eos": True} if sampling.ignore_eos else {"stop_token_ids": list(stop_ids)}
-        return {"input_ids": self.prompt_ids + self.token_ids, "sampling_params": settings, "return_logprob": True}
+        found = self.prompt_fields(tag)
+        found["input_ids"] += self.token_ids
+        return found | {"sampling_params": settings, "return_logprob": True}
+
+    def prompt_fields(self, tag: str) -> dict[str, Any]:
+        """Return the fields of a request that hold the prompt. `tag`: the server's, see `add`."""
+        if self.images is None:
+            return {"input_ids": list(self.prompt_ids)}
+        return self.images.request(self.prompt_ids, tag)
 
     def add(self, answer: dict[str, Any], sampling: SamplingConfig, stop_ids: Sequence[int], tag: str) -> None:
         """Take over an answer to `payload`; sets `finish_reason` when it completes the sample.
@@ -70,7 +88,9 @@ class ServedSample:
         Raises:
             BadAnswerError: tokens, log-probs and weight versions do not belong together, or the weights are not those
                 that this run has sent.
+            OtherPromptError: the server counts other tokens of a prompt with images.
         """
+        self._check_prompt(answer)
         try:
             ids, meta = answer["output_ids"], answer["meta_info"]
             scored = meta["output_token_logprobs"]
@@ -98,6 +118,18 @@ class ServedSample:
         else:
             self.interruptions += 1
 
+    def _check_prompt(self, answer: dict[str, Any]) -> None:
+        """Compare the tokens that the server has read with those that it should have; text it takes as it is."""
+        if self.images is None:
+            return
+        found, expected = answer.get("meta_info", {}).get("prompt_tokens"), len(self.prompt_ids) + len(self.token_ids)
+        if found != expected:
+            raise OtherPromptError(
+                f"the server has made {found} tokens of a prompt with images that has {expected}: its processor has "
+                "resized an image, or read the text again; its preprocessor_config.json has to allow images of any "
+                "number of pixels, and its tokenizer has to be that of the run"
+            )
+
     def completion(self) -> Completion:
         """Return the finished sample."""
         assert self.finish_reason is not None
@@ -106,11 +138,14 @@ class ServedSample:
 
 def samples_of(requests: Sequence[Request]) -> list[ServedSample]:
     """Return every sample of `requests`, in order."""
-    return [
-        ServedSample(number, list(request.prompt_ids), seed, room=request.room)
-        for number, request in enumerate(requests)
-        for seed in request.seeds
-    ]
+    found = []
+    for number, request in enumerate(requests):
+        images = None if request.images is None else ServedImages(request.images)
+        found += [
+            ServedSample(number, list(request.prompt_ids), seed, room=request.room, images=images)
+            for seed in request.seeds
+        ]
+    return found
 
 
 def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:

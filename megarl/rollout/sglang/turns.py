@@ -19,15 +19,17 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 from megarl.errors import ServerError
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang.client import Dispatch, for_others, taken
 from megarl.rollout.sglang.fleet import LostServer
+from megarl.rollout.sglang.images import ServedImages
 from megarl.rollout.sglang.samples import ServedSample
 from megarl.tracing import beat
 
@@ -176,9 +178,10 @@ class ServerTurns:
         self._samples: dict[int, ServedSample] = {}  # sequence -> its turn, until it is taken
         self._to_send: dict[int, ServedSample] = {}  # those that no server has
         self._numbers = itertools.count()
-        self._prompts: dict[tuple[int, ...], int] = {}  # tokens that sequences begin with -> number for the router
-        self._begins: dict[int, tuple[int, ...]] = {}  # sequence -> the tokens that it begins with
-        self._users: Counter[tuple[int, ...]] = Counter()  # how many sequences begin with these tokens
+        self._prompts: dict[Hashable, int] = {}  # what sequences begin with -> number for the router
+        self._begins: dict[int, Hashable] = {}  # sequence -> what it begins with
+        self._users: Counter[Hashable] = Counter()  # how many sequences begin with it
+        self._images: WeakValueDictionary[Hashable, ServedImages] = WeakValueDictionary()  # of turns, which keep them
         self._busy = True
         self._recoveries = 0
         self._looked = time.monotonic()  # when this rank looked after servers
@@ -187,12 +190,15 @@ class ServerTurns:
         """See `Generation`. Sent with the next `any_busy` or `wait`."""
         if not self._replica.is_first:
             return
+        key = None if images is None else (images.digests, images.places)
         if sequence not in self._begins:
-            self._begins[sequence] = begin = tuple(tokens)
+            self._begins[sequence] = begin = (tuple(tokens), key)
             self._users[begin] += 1
             if begin not in self._prompts:
                 self._prompts[begin] = next(self._numbers)
-        sample = ServedSample(self._prompts[self._begins[sequence]], list(tokens), seed, room=room)
+        served = None if images is None else self._images.setdefault(key, ServedImages(images))
+        prompt = self._prompts[self._begins[sequence]]
+        sample = ServedSample(prompt, list(tokens), seed, room=room, images=served)
         self._samples[sequence] = self._to_send[sequence] = sample
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:

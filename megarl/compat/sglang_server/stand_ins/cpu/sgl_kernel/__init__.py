@@ -50,3 +50,11 @@ def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
 _LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
 _LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
 _LIBRARY.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+# The file of the processor of Qwen's vision-language models imports models that ask for these. Calling one raises.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    _LIBRARY.define(f"{_name}() -> ()")

@@ -1,0 +1,26 @@
+"""Lets a torchvision for CUDA be imported beside a torch for CPUs: its own operators are in a library that does not
+load there, and importing asks for the declarations of two. Nothing that servers call needs them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def declare() -> None:
+    """Declare the operators, unless torchvision has brought them."""
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None:
+        return
+    try:
+        torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
+    except OSError:
+        for name in ("nms", "qnms"):
+            _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+declare()

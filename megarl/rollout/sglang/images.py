@@ -1,0 +1,109 @@
+"""Images on their way to a server.
+
+    ours     ids with an image token for each feature, and patches of an image in its final size
+    sent     ids with one image token for each image, and the image as PNG: the server's processor resizes nothing
+             and puts back the tokens
+    checked  the server counts as many tokens as we have (`ServedSample.add`)
+
+A server keeps the features of images, by a hash that comes with the request, whatever weights it is given afterwards.
+Here the hash says the version of the weights, too, so that none is found that other weights made.
+
+The server's processor works on text: it turns the ids into text, puts in its tokens, and makes ids of that again, which
+it throws away for ours where it finds as many images in them. `write_processor` gives servers of this run a tokenizer
+whose texts are the ids, so that all of this holds for any tokenizer and whatever a sample says.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import io
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.artifacts.robot_policy import PREPROCESSOR
+from megarl.data.images import MOST_PIXELS, unpatchify
+from megarl.models.hf import encoder_of, image_settings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from megarl.data.image_prompts import ImageSet
+
+#: The texts of `VisionEncoder.image_tokens` that SGLang and transformers look for.
+_TEXTS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+
+
+@dataclass(frozen=True)
+class ServedImages:
+    """The images of a prompt in the form that servers take; samples of the prompt share it.
+
+    Attributes:
+        images: of the prompt.
+    """
+
+    images: ImageSet
+
+    @functools.cached_property
+    def pngs(self) -> list[str]:
+        """Each image as base64 of a PNG, without loss."""
+        from PIL import Image
+
+        found, parts = [], self.images.patches.split(list(self.images.sizes))
+        for patches, (_, rows, columns) in zip(parts, self.images.places, strict=True):
+            merge = math.isqrt(len(patches) // (rows * columns))
+            pixels = unpatchify(patches.numpy(), rows * merge, columns * merge, merge)
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+            found.append(base64.b64encode(file.getvalue()).decode())
+        return found
+
+    def image_token(self, prompt_ids: list[int]) -> int:
+        """Return the token that stands for a feature."""
+        return prompt_ids[self.images.places[0][0]]
+
+    def request(self, prompt_ids: list[int], tag: str) -> dict[str, Any]:
+        """Return the fields of a request with this prompt. `tag`: the server's tag of its weights."""
+        ids, at = list[int](), 0
+        for start, rows, columns in self.images.places:
+            ids += prompt_ids[at : start + 1]
+            at = start + rows * columns
+        hashes = [hashlib.blake2b(f"{digest} {tag}".encode(), digest_size=8) for digest in self.images.digests]
+        return {
+            "input_ids": ids + prompt_ids[at:],
+            "image_data": self.pngs,
+            "mm_hashes": [found.hexdigest() for found in hashes],
+        }
+
+
+def write_processor(folder: Path, hf_config: PretrainedConfig) -> None:
+    """Write the files of a processor for a server's folder of a vision-language model: an image of whole features keeps
+    its size, and the text of token 17 is "17,"."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    encoder = encoder_of(hf_config)
+    assert encoder is not None, "a vision-language model"
+    names = dict(zip(encoder.image_tokens, _TEXTS, strict=True))
+    vocabulary = {names.get(token, f"{token},"): token for token in range(hf_config.vocab_size)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="0,"))
+    backend.pre_tokenizer = pre_tokenizers.Split(",", "merged_with_previous")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in names.values()])
+    PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False).save_pretrained(folder)
+    settings = image_settings(hf_config)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor" if encoder.model_type == "qwen2_5_vl" else "Qwen3VLProcessor",
+        "size": {"shortest_edge": (settings.patch * settings.merge) ** 2, "longest_edge": MOST_PIXELS},
+        "image_mean": settings.mean,
+        "image_std": settings.deviation,
+        "patch_size": settings.patch,
+        "merge_size": settings.merge,
+        "temporal_patch_size": encoder.temporal,
+    }
+    (folder / PREPROCESSOR).write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,54 @@
+"""Checks of recipes whose prompts have images, with samples from servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.checks.recipe import check_config
+from megarl.compat.sglang import TESTED
+from megarl.config.load import load_config
+
+#: Patches of 14 pixels, as servers want them.
+PUBLISHED = [
+    *("model.hf_config.vision_config.patch_size=14", "model.hf_config.vision_config.window_size=56"),
+    *("data.min_pixels=3136", "data.max_pixels=3136", "rollout.engine=sglang"),
+]
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """An interpreter that says it has the tested sglang, and has torchvision."""
+    file = tmp_path / "bin/python"
+    (tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info").mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n"
+    (tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info/METADATA").write_text(metadata)
+    file.parent.mkdir()
+    file.write_text(f"#!/bin/sh\necho {TESTED}\n")
+    file.chmod(0o755)
+    return file
+
+
+def failed(python: Path, *overrides: str) -> list[tuple[str, str]]:
+    """Key and message of the failed checks of the recipe on servers."""
+    config = load_config("grpo_shapes_quickstart", [*PUBLISHED, f"rollout.sglang.python={python}", *overrides])
+    return [(check.key, check.message) for check in check_config(config).items if check.status == "fail"]
+
+
+def test_images_go_to_servers(python: Path) -> None:
+    assert failed(python) == []
+
+
+def test_what_servers_cannot_see_is_named(python: Path) -> None:
+    ((key, message),) = failed(python, "model.hf_config.vision_config.patch_size=8", "data.min_pixels=1024")
+    assert (key, "features that are there already" in message) == ("model: vision_config.patch_size", True)
+    ((key, message),) = failed(python, "rollout.sglang.tp_size=4", "model.hf_config.vision_config.num_heads=6")
+    assert (key, "vision encoder" in message) == ("rollout.sglang.tp_size", True)
+
+
+def test_an_interpreter_that_cannot_read_images_is_named(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info/METADATA").unlink()
+    ((key, message),) = failed(python)
+    assert (key, "no torchvision" in message) == ("rollout.sglang.python", True)
+    assert failed(python, "rollout.sglang.urls=[http://127.0.0.1:1]") == []

@@ -1,0 +1,94 @@
+"""A real SGLang server of a vision-language model: what it generates from images, before and after new weights."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.comm import WorkerGroup
+from megarl.compat.cuda import version_in
+from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.config.sync import SyncConfig
+from megarl.data.image_prompts import image_sets
+from megarl.models.hf import encoder_of, image_settings, load_hf_config
+from megarl.rollout.embedded.engine import EmbeddedEngine
+from megarl.rollout.engine import Completion, Request
+from megarl.rollout.sglang.fleet import Fleet
+from megarl.rollout.sglang.images import write_processor
+from megarl.rollout.sglang.layout import ServerLayout
+from megarl.rollout.sglang.receiver import SglangReceivers
+from megarl.sync.updater import WeightSync
+from tests.dist import layout_for, single_process
+from tests.models.tiny import build_tiny
+from tests.models.vlm_tiny import KINDS, batch_of, draw, save
+from tests.rollout.forked import forked_servers
+from tests.rollout.servers import engine, need_interpreter, start
+
+pytestmark = [pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(600)]
+SAMPLING = SamplingConfig(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+SHAPES = [((2, 3),), (), ((1, 1), (4, 2)), ((3, 3),)]
+
+
+def requests(folder: Path) -> list[Request]:
+    """Two samples each of prompts with one image, none, two, one."""
+    hf = load_hf_config(ModelConfig(path=str(folder)))
+    rng, encoder, settings = random.Random(1), encoder_of(hf), image_settings(hf)
+    assert encoder is not None
+    samples = [draw(rng, encoder, *shapes) for shapes in SHAPES]
+    sets = image_sets(batch_of(samples, settings))
+    return [Request(one.prompt, [1, 2], images=images) for one, images in zip(samples, sets, strict=True)]
+
+
+def assert_equal(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
+    """The same greedy tokens and log-probs."""
+    for theirs, ours in zip(found, expected, strict=True):
+        for one, other in zip(theirs, ours, strict=True):
+            assert one.token_ids == other.token_ids
+            # float32 on both sides, other kernels in encoder and decoder
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)
+
+
+def push(fleet: Fleet, sync: WeightSync, version: int) -> None:
+    report = sync.push(version)
+    assert (report.failed, report.updated) == ({}, [0])
+    assert report.verified
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.campaign("servers"))])
+def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(kind: str, tmp_path: Path) -> None:
+    if version_in(need_interpreter(), "torchvision") is None:
+        pytest.skip("the servers' interpreter has no torchvision: run `make sglang-env`")
+    single_process()
+    folder = tmp_path / "model"
+    save(folder, kind)
+    asked, chunks = requests(folder), build_tiny(folder)
+    hf = chunks[0].hf_config
+    write_processor(folder, hf)
+    embedded = EmbeddedEngine(chunks, RolloutConfig(max_running=3), layout_for(ParallelConfig()))
+
+    def expected() -> list[list[Completion]]:
+        return embedded.generate(asked, SAMPLING, [])
+
+    settings: dict[str, Any] = {"timeout_s": 60.0, "verify": "every", "transport": "tensor"}
+    with forked_servers(), start(tmp_path, folder) as fleet:
+        receivers = SglangReceivers(fleet, ServerLayout.of(hf))
+        sync = WeightSync(chunks, receivers, SyncConfig(**settings), tmp_path, WorkerGroup.alone())
+        push(fleet, sync, 0)
+        served = engine(fleet, run=sync.run)
+        before = expected()
+        assert_equal(served.generate(asked, SAMPLING, []), before)
+        with torch.no_grad():
+            for name, parameter in chunks[0].named_parameters():
+                if "visual" in name:
+                    parameter.mul_(1.3)
+        push(fleet, sync, 1)
+        served.weight_version = 1
+        after = expected()
+        assert [one.logprobs for one, _ in after] != [one.logprobs for one, _ in before]
+        assert_equal(served.generate(asked, SAMPLING, []), after)
+        sync.close()
