@@ -78,6 +78,7 @@ def start_servers(c: RankState, key: str | None = None, host: str | None = None)
             cuda=has_cuda(),
             random_weights=True,
             longest=config.longest_sequence(),
+            images=config.data.image_key is not None,
             key=key,
             host=host,
             world=layout.world,

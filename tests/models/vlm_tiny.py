@@ -34,7 +34,7 @@ def config_of(kind: str, **text: Any) -> dict[str, Any]:
         "eos_token_id": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
     }
-    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
     if kind == "qwen2_5_vl":
         vision |= {"window_size": 56, "fullatt_block_indexes": [1], "patch_size": 14}
     else:

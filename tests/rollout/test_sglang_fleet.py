@@ -158,6 +158,20 @@ def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, An
         join()
 
 
+def test_a_server_that_keeps_what_it_has_seen_is_refused_for_images() -> None:
+    with servers(ok) as made:
+        config, alone = SGLangConfig(urls=[made[0].api.url]), WorkerGroup.alone()
+
+        def join(*, images: bool) -> None:
+            open_fleet(config, WorkerPlace(), None, None, "float32", cuda=False, images=images, world=alone)  # type: ignore[arg-type]
+
+        join(images=False)
+        with pytest.raises(ConfigError, match=r"not started with serve\.py"):
+            join(images=True)
+        made[0].info |= {"custom_weight_loader": ["megarl_loader.load", "megarl_loader.patch"]}
+        join(images=True)
+
+
 def opened(urls: list[str]) -> str:
     """What this rank learns; only the first asks."""
     try:

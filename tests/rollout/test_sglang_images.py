@@ -42,7 +42,7 @@ def answered(sample: ServedSample, ids: list[int], reason: str, tokens: int | No
 
 def test_an_image_is_one_token_and_a_png_of_the_pixels_that_the_trainer_sees() -> None:
     asked, images = request((1, 2), (3, 1))
-    payload = samples_of([asked])[0].payload(SAMPLING, [2], TAG)
+    payload = samples_of([asked])[0].payload(SAMPLING, [2])
     ids = payload["input_ids"]
     assert ids.count(IMAGE) == 2
     assert [token for token in ids if token != IMAGE] == [token for token in asked.prompt_ids if token != IMAGE]
@@ -57,22 +57,15 @@ def test_an_image_is_one_token_and_a_png_of_the_pixels_that_the_trainer_sees() -
 def test_the_samples_of_a_prompt_share_the_png_and_text_has_none() -> None:
     asked, _ = request((1, 1), seeds=2)
     one, two, text = samples_of([asked, Request([1, 2, 3], [0])])
-    assert one.payload(SAMPLING, [2], TAG)["image_data"] is two.payload(SAMPLING, [2], TAG)["image_data"]
-    assert text.payload(SAMPLING, [2], TAG).keys() == {"input_ids", "sampling_params", "return_logprob"}
-
-
-def test_features_have_another_name_with_other_weights_and_of_other_pixels() -> None:
-    (one,), (two,) = (samples_of([request((1, 1), seed=seed)[0]]) for seed in (0, 1))
-    names = {name for sample in (one, two) for tag in (TAG, "6@run") for name in sample.prompt_fields(tag)["mm_hashes"]}
-    assert len(names) == 4
-    assert one.prompt_fields(TAG)["mm_hashes"] == one.prompt_fields(TAG)["mm_hashes"]
+    assert one.payload(SAMPLING, [2])["image_data"] is two.payload(SAMPLING, [2])["image_data"]
+    assert text.payload(SAMPLING, [2]).keys() == {"input_ids", "sampling_params", "return_logprob"}
 
 
 def test_an_interrupted_sample_goes_on_with_its_image() -> None:
     (sample,) = samples_of([request((2, 2))[0]])
-    first = sample.payload(SAMPLING, [2], TAG)
+    first = sample.payload(SAMPLING, [2])
     sample.add(answered(sample, [7, 8], "abort"), SAMPLING, [2], TAG)
-    second = sample.payload(SAMPLING, [2], TAG)
+    second = sample.payload(SAMPLING, [2])
     assert second["input_ids"] == first["input_ids"] + [7, 8]
     assert second["image_data"] == first["image_data"]
     sample.add(answered(sample, [9, 2], "stop"), SAMPLING, [2], TAG)
@@ -81,9 +74,9 @@ def test_an_interrupted_sample_goes_on_with_its_image() -> None:
 
 def test_an_interrupted_sample_that_says_the_image_token_begins_again() -> None:
     (sample,) = samples_of([request((2, 2))[0]])
-    first = sample.payload(SAMPLING, [2], TAG)
+    first = sample.payload(SAMPLING, [2])
     sample.add(answered(sample, [7, IMAGE], "abort"), SAMPLING, [2], TAG)
-    assert sample.payload(SAMPLING, [2], TAG) == first
+    assert sample.payload(SAMPLING, [2]) == first
     sample.add(answered(sample, [IMAGE, 2], "stop"), SAMPLING, [2], TAG)
     done = sample.completion()
     assert (done.token_ids, len(done.logprobs), done.versions) == ([IMAGE, 2], 2, [[5, 2]])

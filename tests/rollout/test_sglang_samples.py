@@ -29,7 +29,7 @@ def answer(ids: list[int], reason: str, spans: list[tuple[str, int, int]] | None
 
 
 def test_the_request_carries_ids_seed_and_limits() -> None:
-    payload = ServedSample(0, [5, 6], seed=77).payload(SAMPLING, STOP, NOW)
+    payload = ServedSample(0, [5, 6], seed=77).payload(SAMPLING, STOP)
     assert payload["input_ids"] == [5, 6]
     assert payload["sampling_params"] == {
         "temperature": 0.7,
@@ -40,11 +40,9 @@ def test_the_request_carries_ids_seed_and_limits() -> None:
         "stop_token_ids": [2, 9],
     }
     for room in (0, 2):
-        assert (
-            ServedSample(0, [5], 1, room=room).payload(SAMPLING, STOP, NOW)["sampling_params"]["max_new_tokens"] == room
-        )
+        assert ServedSample(0, [5], 1, room=room).payload(SAMPLING, STOP)["sampling_params"]["max_new_tokens"] == room
     everything = SamplingConfig(ignore_eos=True, top_k=0)
-    settings = ServedSample(0, [5], 1).payload(everything, [], NOW)["sampling_params"]
+    settings = ServedSample(0, [5], 1).payload(everything, [])["sampling_params"]
     assert settings["ignore_eos"] is True
     assert settings["top_k"] == -1
 
@@ -61,7 +59,7 @@ def test_an_interrupted_sample_goes_on_where_it_was_and_keeps_the_version_of_eac
     sample = ServedSample(0, [5], 1)
     sample.add(answer([7, 8], "abort", [("3@run", 0, 1), ("4@run", 1, 2)]), SAMPLING, STOP, "4@run")
     assert sample.finish_reason is None
-    rest = sample.payload(SAMPLING, STOP, NOW)
+    rest = sample.payload(SAMPLING, STOP)
     assert rest["input_ids"] == [5, 7, 8]
     assert rest["sampling_params"]["max_new_tokens"] == 4
     sample.add(answer([1, 1, 1, 1], "length", [(NOW, 0, 4)]), SAMPLING, STOP, NOW)
@@ -147,4 +145,4 @@ def test_every_seed_is_a_sample() -> None:
 
 def test_a_request_may_have_less_room_than_the_sampling_settings_give():
     [sample] = samples_of([Request([1, 2], [5], room=3)])
-    assert sample.payload(SamplingConfig(max_new_tokens=8), [9], NOW)["sampling_params"]["max_new_tokens"] == 3
+    assert sample.payload(SamplingConfig(max_new_tokens=8), [9])["sampling_params"]["max_new_tokens"] == 3

@@ -249,3 +249,25 @@ def test_a_server_that_hangs_in_any_phase_is_replaced(recipe, tmp_path, phase, s
     _, output = run_with_a_hang(recipe, tmp_path, *settings, *patience, phase=phase)
     why = [line for line in output.splitlines() if "has failed and was killed" in line]
     print(f"{phase}, {servers} servers: {time.monotonic() - began:.0f} s in all; {why}")
+
+
+#: The quickstart of images with the patches that SGLang takes: 2 x 2 features of 28 pixels.
+SHAPES = (
+    *("model.hf_config.vision_config.patch_size=14", "model.hf_config.vision_config.window_size=56"),
+    *("data.min_pixels=3136", "data.max_pixels=3136", "sft.steps=60", "trainer.steps=20", "trainer.save_every=0"),
+    *("validation.every=0", "rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400"),
+)
+
+
+@pytest.mark.campaign("servers")
+def test_a_vision_language_model_learns_from_images_that_a_server_sees(tmp_path):
+    need_interpreter()
+    recipe = Path(__file__).parents[2] / "recipes/grpo_shapes_quickstart.yaml"
+    steps = run(recipe, tmp_path, *SHAPES)
+    for step in range(1, 21):
+        numbers = steps[step]
+        assert numbers["sync/verified_tensors"] > 0
+        # An image whose features another version had made would differ by 1e-2.
+        assert numbers["rollout_corr/logp_diff_max"] < 1e-4
+        assert numbers["rollout_corr/staleness_max"] == 0
+        assert numbers["actor/grad_norm"] > 0

@@ -8,6 +8,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * its shared memory has a name that its parent knows, and can remove when the server was killed;
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
   or pass unseen (not when memory cannot be mapped: that still ends it);
+* an update makes it forget the features of images that earlier weights have made;
 * without CUDA, stand-ins for what needs it are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that only in its deterministic mode, whose kernels need a GPU;
 * without CUDA, the server's processes are forked from this one.
@@ -108,6 +109,15 @@ def succeeded_everywhere(success: bool) -> bool:
     return bool(everywhere.item())
 
 
+def forget_images() -> None:
+    """Drop the features of images that a vision encoder has computed: SGLang keeps them, by a hash of the pixels,
+    whatever weights the encoder gets."""
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
+
+
 def refuse_instead_of_dying() -> None:
     """Answer an update that failed on whatever rank with its message, also a tensor update that raised.
 
@@ -123,11 +133,13 @@ def refuse_instead_of_dying() -> None:
         except Exception as error:
             logging.getLogger(__name__).exception("a weight update failed")
             success, message = False, f"{type(error).__name__}: {error}"
+        forget_images()
         everywhere = succeeded_everywhere(success)
         return everywhere, elsewhere if success and not everywhere else message
 
     def handle(call: Any, *args: Any, **kwargs: Any) -> Any:
         answer = call(*args, **kwargs)
+        forget_images()
         if not succeeded_everywhere(answer.success) and answer.success:
             answer.success, answer.message = False, elsewhere
         return answer

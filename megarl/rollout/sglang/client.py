@@ -199,12 +199,12 @@ class Dispatch:
 
     async def _prefill(self, sample: ServedSample) -> None:
         payload = {"sampling_params": {"max_new_tokens": 0, "temperature": 0}}
-        await self._answer(sample, sample.prompt_fields(self._tag) | payload)
+        await self._answer(sample, sample.prompt_fields() | payload)
 
     async def _finish(self, sample: ServedSample) -> None:
         """Ask for `sample` until it is complete, aborted, or no server is left."""
         while sample.finish_reason is None:
-            answer = await self._answer(sample, sample.payload(self._sampling, self._stop_ids, self._tag))
+            answer = await self._answer(sample, sample.payload(self._sampling, self._stop_ids))
             if answer is None:
                 if not sample.aborted:
                     return

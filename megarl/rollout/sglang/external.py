@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl.comm import WorkerGroup
+from megarl.compat.sglang import LOADER, PATCH_LOADER
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.fleet import Fleet, Server
@@ -55,7 +56,9 @@ def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | No
     fleet.need_one()
 
 
-def differences(server: Server, *, config: SGLangConfig, dtype: str, longest: int) -> list[Problem]:
+def differences(
+    server: Server, *, config: SGLangConfig, dtype: str, longest: int, images: bool = False
+) -> list[Problem]:
     """List the settings of a running server that do not fit the recipe.
 
     A dtype of `auto` does not fit: the server does not tell what it stands for.
@@ -64,6 +67,7 @@ def differences(server: Server, *, config: SGLangConfig, dtype: str, longest: in
         config: `rollout.sglang`.
         dtype: dtype of the weights that servers are to hold: float32 or bfloat16.
         longest: tokens of the longest sequence; 0 is not checked.
+        images: prompts may have some.
 
     Raises:
         ServerError: it does not answer.
@@ -74,7 +78,7 @@ def differences(server: Server, *, config: SGLangConfig, dtype: str, longest: in
         if error.status is None:
             raise
         return [_unclear(server, error.reason)]
-    return list(_differences(server, info, config, dtype, longest))
+    return [*_differences(server, info, config, dtype, longest), *(_forgetful(server, info) if images else ())]
 
 
 def _unfit(examine: Callable[[Server], list[Problem]], server: Server) -> str | None:
@@ -84,6 +88,19 @@ def _unfit(examine: Callable[[Server], list[Problem]], server: Server) -> str | 
     except ServerError as error:
         return error.reason
     return problems[0]["what"] if problems else None
+
+
+def _forgetful(server: Server, info: dict[str, Any]) -> Iterator[Problem]:
+    """Yield the arguments of ConfigError for a server that keeps features of images whatever weights it gets."""
+    if LOADER not in (info.get("custom_weight_loader") or ()):
+        yield {
+            "what": f"{server.api.name} at {server.api.url} would keep what it has computed of images when it gets new "
+            "weights: it was not started with serve.py",
+            "where": "rollout.sglang.urls",
+            "found": server.api.url,
+            "allowed": f"servers with --custom-weight-loader {LOADER} {PATCH_LOADER}",
+            "fix": "start it as docs/servers.md says, or leave rollout.sglang.urls out",
+        }
 
 
 def _unclear(server: Server, why: str) -> Problem:

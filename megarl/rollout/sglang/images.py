@@ -5,9 +5,6 @@
              and puts back the tokens
     checked  the server counts as many tokens as we have (`ServedSample.add`)
 
-A server keeps the features of images, by a hash that comes with the request, whatever weights it is given afterwards.
-Here the hash says the version of the weights, too, so that none is found that other weights made.
-
 The server's processor works on text: it turns the ids into text, puts in its tokens, and makes ids of that again, which
 it throws away for ours where it finds as many images in them. `write_processor` gives servers of this run a tokenizer
 whose texts are the ids, so that all of this holds for any tokenizer and whatever a sample says.
@@ -17,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import hashlib
 import io
 import json
 import math
@@ -66,18 +62,13 @@ class ServedImages:
         """Return the token that stands for a feature."""
         return prompt_ids[self.images.places[0][0]]
 
-    def request(self, prompt_ids: list[int], tag: str) -> dict[str, Any]:
-        """Return the fields of a request with this prompt. `tag`: the server's tag of its weights."""
+    def request(self, prompt_ids: list[int]) -> dict[str, Any]:
+        """Return the fields of a request with this prompt."""
         ids, at = list[int](), 0
         for start, rows, columns in self.images.places:
             ids += prompt_ids[at : start + 1]
             at = start + rows * columns
-        hashes = [hashlib.blake2b(f"{digest} {tag}".encode(), digest_size=8) for digest in self.images.digests]
-        return {
-            "input_ids": ids + prompt_ids[at:],
-            "image_data": self.pngs,
-            "mm_hashes": [found.hexdigest() for found in hashes],
-        }
+        return {"input_ids": ids + prompt_ids[at:], "image_data": self.pngs}
 
 
 def write_processor(folder: Path, hf_config: PretrainedConfig) -> None:
@@ -94,7 +85,10 @@ def write_processor(folder: Path, hf_config: PretrainedConfig) -> None:
     backend.pre_tokenizer = pre_tokenizers.Split(",", "merged_with_previous")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in names.values()])
-    PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False).save_pretrained(folder)
+    # SGLang always asks for padding; a token of digits for it would be found inside of others.
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, pad_token=_TEXTS[-1]
+    ).save_pretrained(folder)
     settings = image_settings(hf_config)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",

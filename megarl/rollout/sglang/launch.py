@@ -48,6 +48,7 @@ def open_fleet(
     cuda: bool,
     random_weights: bool = False,
     longest: int = 0,
+    images: bool = False,
     key: str | None = None,
     host: str | None = None,
     world: WorkerGroup,
@@ -63,6 +64,7 @@ def open_fleet(
         cuda: servers run on GPUs.
         random_weights: see ServerSpec; for a first synchronisation that brings every weight.
         longest: tokens of the longest sequence, which servers that run already must take; 0: any.
+        images: prompts may have some.
         key: that requests to started servers must carry; None: a random one.
         host: address of this machine, as all who speak to its servers reach it, where the recipe names none; None: the
             ranks of `world` do, and find one.
@@ -83,7 +85,7 @@ def open_fleet(
     try:
         fleet.wait_started()
         if config.urls:
-            examine = functools.partial(differences, config=config, dtype=dtype, longest=longest)
+            examine = functools.partial(differences, config=config, dtype=dtype, longest=longest, images=images)
             check_external(fleet, examine if _watches(place) else None, world)
     except BaseException:
         fleet.close()

@@ -55,8 +55,8 @@ class ServedSample:
         """Return the tokens of this sample, at most."""
         return sampling.max_new_tokens if self.room is None else min(self.room, sampling.max_new_tokens)
 
-    def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int], tag: str) -> dict[str, Any]:
-        """Return the body of the /generate request for the rest of this sample. `tag`: the server's, see `add`."""
+    def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the body of the /generate request for the rest of this sample."""
         if self.images is not None and self.images.image_token(self.prompt_ids) in self.token_ids:
             # The server would take what the sample says for an image that is missing.
             self.token_ids, self.logprobs, self.versions = [], [], []
@@ -68,15 +68,15 @@ class ServedSample:
             "sampling_seed": self.seed,
         }
         settings |= {"ignore_eos": True} if sampling.ignore_eos else {"stop_token_ids": list(stop_ids)}
-        found = self.prompt_fields(tag)
+        found = self.prompt_fields()
         found["input_ids"] += self.token_ids
         return found | {"sampling_params": settings, "return_logprob": True}
 
-    def prompt_fields(self, tag: str) -> dict[str, Any]:
-        """Return the fields of a request that hold the prompt. `tag`: the server's, see `add`."""
+    def prompt_fields(self) -> dict[str, Any]:
+        """Return the fields of a request that hold the prompt."""
         if self.images is None:
             return {"input_ids": list(self.prompt_ids)}
-        return self.images.request(self.prompt_ids, tag)
+        return self.images.request(self.prompt_ids)
 
     def add(self, answer: dict[str, Any], sampling: SamplingConfig, stop_ids: Sequence[int], tag: str) -> None:
         """Take over an answer to `payload`; sets `finish_reason` when it completes the sample.
