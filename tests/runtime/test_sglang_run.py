@@ -267,7 +267,7 @@ def test_a_vision_language_model_learns_from_images_that_a_server_sees(tmp_path)
     for step in range(1, 21):
         numbers = steps[step]
         assert numbers["sync/verified_tensors"] > 0
-        # An image whose features another version had made would differ by 1e-2.
+        # fp32 with other kernels: 4e-6 was measured.
         assert numbers["rollout_corr/logp_diff_max"] < 1e-4
         assert numbers["rollout_corr/staleness_max"] == 0
         assert numbers["actor/grad_norm"] > 0
