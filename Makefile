@@ -1,4 +1,4 @@
-# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | gpu-check | bench-trl-env | older-env | triton-test | sglang-env | libero-env | metaworld-env
+# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | gpu-check | bench-trl-env | older-env | triton-test | sglang-env | smollm2 | libero-env | metaworld-env
 # Everything runs in .venv, which is made when it is missing.
 
 PYTHON ?= python3
@@ -10,7 +10,7 @@ GPU ?= $(wildcard /dev/nvidia0)
 TORCH := $(shell grep '^torch==' $(if $(GPU),constraints-gpu.txt,constraints.txt))
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl
 
-.PHONY: quickstart srpo-quickstart test lint bench gpu-check bench-trl-env older-env triton-test sglang-env libero-env metaworld-env
+.PHONY: quickstart srpo-quickstart test lint bench gpu-check bench-trl-env older-env triton-test sglang-env smollm2 libero-env metaworld-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
@@ -75,6 +75,10 @@ triton-test: $(STAMP)
 SGLANG_KIND ?= auto
 sglang-env: $(STAMP)
 	$(BIN)/python tools/sglang_env.py --kind $(SGLANG_KIND)
+
+# SmolLM2-135M-Instruct, for recipes/grpo_smollm2_words.yaml: 270 MB in the cache folder.
+smollm2: $(STAMP)
+	$(BIN)/python tools/smollm2.py
 
 # The interpreter of the LIBERO simulator, in the cache folder (docs/embodied.md): 2.3 GB.
 libero-env: $(STAMP)

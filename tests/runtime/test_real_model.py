@@ -1,0 +1,57 @@
+"""A real chat model, where `make smollm2` has put one: steps of its recipe through its own chat template."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl.artifacts.jsonl import read_jsonl
+from megarl.recipes.word_problems import make_rows
+from tests.runtime import harness
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = Path("~/.cache/megarl/smollm2-135m-instruct").expanduser()  # as in the recipe
+OPERATION = {"sums": int.__add__, "differences": int.__sub__, "products": int.__mul__}
+
+
+def test_word_problems_are_right_distinct_and_held_out():
+    train, held_out = make_rows(rows=500), make_rows("val", rows=500)
+    assert (len(train), len(held_out)) == (500, 256)
+    questions = [row["messages"][-1]["content"] for row in train + held_out]
+    assert len(set(questions)) == len(questions)
+    for row, question in zip(train + held_out, questions, strict=True):
+        a, b = map(int, re.findall(r"\d+", question))
+        assert int(row["answer"]) == OPERATION[row["data_source"]](a, b) <= 60
+        assert max(a, b) <= 60
+
+
+def test_more_problems_than_there_are_is_an_error():
+    with pytest.raises(ValueError, match="no 5256 distinct problems"):
+        make_rows(most=8, rows=5000)
+
+
+@pytest.mark.skipif(not MODEL.is_dir(), reason="no model: make smollm2")
+def test_smollm2_takes_steps_in_its_own_chat_template(tmp_path):
+    # Right answers are too rare in so few samples for a gradient.
+    reward = tmp_path / "digits.py"
+    reward.write_text("def digits(samples):\n    return [sum(map(str.isdigit, s['response'])) for s in samples]\n")
+    few = ["data.batch_size=2", "rollout.sampling.n=4", "trainer.steps=2", "data.max_val_samples=4", "cluster.nproc=1"]
+    few += ["tracking.mlflow=false", "tracking.report=false", "trainer.save_every=0", "actor.optim.warmup_steps=0"]
+    few += [f"reward=!replace {{name: '{reward}:digits'}}", "rollout.sampling.max_new_tokens=8"]
+    numbers = harness.train(ROOT / "recipes" / "grpo_smollm2_words.yaml", tmp_path / "run", *few)
+    assert all(numbers[step]["actor/grad_norm"] > 0 for step in (1, 2))
+    assert abs(numbers[1]["rollout_corr/kl"]) < 1e-5  # the engine that generates has the trainer's log-probs
+    sample = read_jsonl(tmp_path / "run" / "samples.jsonl", needs={})[0]
+    assert sample["prompt"].startswith("<|im_start|>system\nAnswer with one calculation.<|im_end|>\n<|im_start|>user\n")
+    assert sample["prompt"].endswith("<|im_start|>assistant\n")
+    check_export(tmp_path / "run" / "hf")
+
+
+def check_export(folder: Path) -> None:
+    """Look at the model that the run leaves: transformers loads it, and two steps changed it a little."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ours, before = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (folder, MODEL))
+    moved = [float((a - b).detach().abs().max()) for a, b in zip(ours.parameters(), before.parameters(), strict=True)]
+    assert 0 < max(moved) < 1e-4
