@@ -33,6 +33,6 @@ SECTIONS = (
         "performance", "products, memory, copies, attention beside the data sheet", performance.run, 300, 400
     ),
     CertificateSection(
-        "steps", "steps of GRPO: tokens/s, MFU by phase, decoding, weight updates", steps.run, 3600, 400
+        "steps", "steps of GRPO: tokens/s, MFU by phase, decoding, weight updates", steps.run, 7800, 400
     ),
 )

@@ -53,3 +53,5 @@ def test_devices_that_are_hidden_do_not_count(monkeypatch):
 def test_sections_have_names_of_their_own_and_deadlines():
     assert len({one.name for one in SECTIONS}) == len(SECTIONS)
     assert all(one.title and 0 < one.cpu_deadline_s <= 600 for one in SECTIONS)
+    (of_steps,) = (one.deadline_s for one in SECTIONS if one.run is steps.run)
+    assert of_steps > 2 * len(steps.MODELS) * steps.RUN_S

@@ -59,7 +59,9 @@ def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) ->
     samples = plain.generate(asked, sampling, _EOS)
     error = difference(_logprobs(samples), _training_logprobs(engine, asked, samples))
     found.within(f"{name}: log-probs are those of the training pass", error, _LIMITS[dtype])
-    if has_cuda():
+    if engine.chunks[0].config.num_moe_experts is not None:
+        found.skip(f"{name}: graphs", "steps of mixtures of experts are not captured")
+    elif has_cuda():
         same = captured.generate(asked, sampling, _EOS)
         tokens = [[one.token_ids for one in group] for group in same]
         found.check(
