@@ -99,7 +99,7 @@ def _job_lines(config: RunConfig, job: str) -> list[str]:
     return [
         f"generates responses of {start if resume in ('auto', 'never') else resume} to {', '.join(data.val_files)}",
         f"{sampling.n} per prompt, {greedy}, at most {sampling.max_new_tokens} tokens",
-        f"scores them with {config.reward.name}" if job == "eval" else "writes them to responses.jsonl",
+        f"scores them with {config.reward.described}" if job == "eval" else "writes them to responses.jsonl",
     ]
 
 

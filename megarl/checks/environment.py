@@ -30,10 +30,11 @@ def check_packages(
         _require("mlflow", "tracking.mlflow", True, "set tracking.mlflow=false", checks)
     for logger in config.tracking.loggers if job != "generate" else ():
         _check_logger(logger, checks)
-    reward = config.reward.name
-    package = REWARDS.spec(reward).package if reward in REWARDS.names() else None
-    if job != "generate" and package is not None:
-        _require(package, "reward.name", reward, "choose another reward, for example numeric", checks)
+    for reward in dict.fromkeys(one.name for one in config.reward.functions.values()):
+        package = REWARDS.spec(reward).package if reward in REWARDS.names() else None
+        if job != "generate" and package is not None:
+            key = "reward.parts" if config.reward.parts else "reward.name"
+            _require(package, key, reward, "choose another reward, for example numeric", checks)
     if tables is not None:
         _require("pyarrow", tables, sources[tables], "convert the data to .jsonl", checks)
 
@@ -102,7 +103,9 @@ def check_secrets(config: RunConfig, checks: Checklist) -> None:
                 allowed=f"both in the environment: {USER} and {PASSWORD}",
                 fix="export them, or name the address with them once more, or set tracking.mlflow=false",
             )
-    for key, arguments in (("data.loader_kwargs", config.data.loader_kwargs), ("reward.kwargs", config.reward.kwargs)):
+    of_rewards = {f"reward.parts.{label}.kwargs": part.kwargs for label, part in config.reward.parts.items()}
+    of_rewards["reward.kwargs"] = config.reward.kwargs
+    for key, arguments in {"data.loader_kwargs": config.data.loader_kwargs, **of_rewards}.items():
         for name, value in arguments.items():
             if isinstance(value, str) and value and _SECRET.fullmatch(name):
                 checks.warn(

@@ -15,6 +15,7 @@ from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
 from megarl.checks.weights import check_weights
+from megarl.config.data import RewardConfig
 from megarl.config.model import ModelConfig
 from megarl.config.other_names import method_fix
 from megarl.config.run import RunConfig
@@ -28,6 +29,7 @@ from megarl.data.templates import read_template
 from megarl.errors import ConfigError, close_files, count
 from megarl.imports import is_file_reference, is_module_reference
 from megarl.rewards import REWARDS
+from megarl.rewards.parts import located, raise_part_problems
 from megarl.rewards.registry import reward_settings
 
 CHARACTERS, WORDS = "chars:", "words:"
@@ -280,34 +282,63 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
 
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:
-    """Check the reward's name or function, its arguments, and its parts, as far as its source shows them."""
-    name, included = config.reward.name, config.reward.name in REWARDS.names()
+    """Check the rewards' names or functions, their arguments, and their parts, as far as a source shows them."""
+    try:
+        raise_part_problems(config.reward)
+    except ConfigError as error:
+        checks.from_error("reward", error)
+        return
+    for label, reward in config.reward.functions.items():
+        _check_function(config, label, reward, checks)
+    if config.reward.parts and "reward_parts" in estimator_fields(config.algorithm):
+        _check_weighted_parts(config, checks)
+
+
+def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks: Checklist) -> None:
+    """Check the function of a part of the reward, or of the only one, whose label is empty."""
+    name, included = reward.name, reward.name in REWARDS.names()
+    key = f"reward.parts.{label}.name" if label else "reward.name"
     if included or is_file_reference(name) or is_module_reference(name):
         tree = None
         try:
-            if included:
-                reward_settings(name, config.reward.kwargs, REWARDS.spec(name))
-            else:
-                tree = check_reference(name, "reward.name")
-                if tree is not None:
-                    check_reward_kwargs(tree, name, config.reward.kwargs)
+            with located(label):
+                if included:
+                    reward_settings(name, reward.kwargs, REWARDS.spec(name))
+                else:
+                    tree = check_reference(name, "reward.name")
+                    if tree is not None:
+                        check_reward_kwargs(tree, name, reward.kwargs)
         except ConfigError as error:
             checks.from_error("reward", error)
         else:
-            checks.ok("reward", name if included else f"reward.name: {name}")
-            if "reward_parts" in estimator_fields(config.algorithm):
+            checks.ok("reward", f"{key}: {name}" if label or not included else name)
+            if not label and "reward_parts" in estimator_fields(config.algorithm):
                 _check_parts(config, strings(tree) if tree is not None else None, checks)
     else:
         missing_function = name.endswith(".py")
         checks.fail(
             "reward",
-            "reward.name",
+            key,
             "the function in the file is not named" if missing_function else "unknown reward",
             found=name,
             allowed=[*REWARDS.names(), "file.py:function", "pkg.mod:fn"],
             fix=f"write {name}:function"
             if missing_function
-            else method_fix(name, REWARDS.names()) or "set reward.name to one of these",
+            else method_fix(name, REWARDS.names()) or f"set {key} to one of these",
+        )
+
+
+def _check_weighted_parts(config: RunConfig, checks: Checklist) -> None:
+    """Check that the parts that the estimator weighs are parts of the recipe."""
+    missing = [name for name in config.algorithm.advantage.parts if name.partition("/")[0] not in config.reward.parts]
+    if missing:
+        checks.fail(
+            "reward parts",
+            "algorithm.advantage.parts",
+            "no part of the reward has this name" if len(missing) == 1 else "no parts of the reward have these names",
+            found=missing,
+            allowed=", ".join(config.reward.parts),
+            fix="name parts of reward.parts; NAME/PART is what the function of one returns",
         )
 
 

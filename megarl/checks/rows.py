@@ -21,6 +21,7 @@ from megarl.checks.files import trains_supervised
 from megarl.checks.recipe import ConfigWarning
 from megarl.checks.references import check_reference, signature_of
 from megarl.config.base import as_config_error, raise_problems
+from megarl.config.data import RewardConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import PreferenceConfig
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
@@ -32,6 +33,7 @@ from megarl.data.sources import SUFFIXES, TEXT, load_rows
 from megarl.data.templates import no_chat_template, prompt_formatter
 from megarl.errors import ConfigError, DataError, UserError, close_matches
 from megarl.rewards import REWARDS
+from megarl.rewards.parts import located
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rewards.registry import KWARGS
 from megarl.rewards.signatures import OWN, columns_of, form_of
@@ -180,7 +182,7 @@ class _Rows:
             within_limit(data, split, known, ids)
 
     def _check_answers(self, rows: Sequence[Row], needless: bool) -> None:
-        key, reward = self.config.data.answer_key, self.config.reward.name
+        key, reward = self.config.data.answer_key, self.config.reward
         if not reads_answers(self.config):
             return
         answers = []
@@ -190,7 +192,7 @@ class _Rows:
             except DataError as error:
                 if not needless:
                     raise
-                instead = f"; held-out rows are scored by {reward}: without, leave data.val_files out"
+                instead = f"; held-out rows are scored by {reward.described}: without, leave data.val_files out"
                 raise DataError(
                     error.what, where=error.where, found=error.found, allowed=error.allowed, fix=f"{error.fix}{instead}"
                 ) from error
@@ -198,43 +200,52 @@ class _Rows:
             return
         check_answers(self.config.reward, key, answers)
         objects = [value for _, value in answers if isinstance(value, dict) and TRUTH in value]
-        if objects and reward not in REWARDS.names():
-            what = f"the reference answers are objects, which {reward} gets whole"
+        own = [one.name for one in reward.functions.values() if one.name not in REWARDS.names()]
+        if objects and own:
+            what = f"the reference answers are objects, which {own[0]} gets whole"
             _warn(
                 what, "data.answer_key", str(objects[0])[:100], f"set data.answer_key={key}.{TRUTH} for what is in them"
             )
 
-    def _signature(self) -> inspect.Signature | None:
-        """Return the signature of a user's reward function; None: unknown, or an included reward."""
-        name = self.config.reward.name
-        if name in REWARDS.names() or not uses_reward(self.config):
-            return None
-        tree = check_reference(name, REWARDS.key)
-        return None if tree is None else signature_of(tree, name)
+    def _signatures(self) -> list[tuple[RewardConfig, str, inspect.Signature]]:
+        """Return the users' reward functions whose parameters are known: section, its key, and signature."""
+        found = []
+        for label, reward in self.config.reward.functions.items() if uses_reward(self.config) else ():
+            if reward.name in REWARDS.names():
+                continue
+            with located(label):
+                tree = check_reference(reward.name, REWARDS.key)
+            signature = None if tree is None else signature_of(tree, reward.name)
+            if signature is not None:
+                found.append((reward, f"reward.parts.{label}.kwargs" if label else KWARGS, signature))
+        return found
 
     def _check_parameters(self, rows: Sequence[Row]) -> None:
         """Check that the columns that a user's reward function takes as parameters exist."""
-        signature, name = self._signature(), self.config.reward.name
-        wanted = [] if signature is None else columns_of(signature, self.config.reward.kwargs)
-        for row in rows:
-            for column in wanted:
-                if column not in row and column not in ("answer", "data_source"):
-                    raise _no_parameter(row, column, name, self.config.data.answer_key)
+        for reward, _, signature in self._signatures():
+            wanted = columns_of(signature, reward.kwargs)
+            for row in rows:
+                for column in wanted:
+                    if column not in row and column not in ("answer", "data_source"):
+                        raise _no_parameter(row, column, reward.name, self.config.data.answer_key)
 
     def _warn_of_names(self, rows: Sequence[Row]) -> None:
         """Warn of columns hidden from a user's reward by the sample's own values, and of settings meant as columns."""
-        signature, config = self._signature(), self.config
-        if signature is None:
-            return
-        name = config.reward.name
-        if form_of(signature) is not OWN:
-            for key, value in config.reward.kwargs.items():
+        own = []
+        for reward, place, signature in self._signatures():
+            if form_of(signature) is OWN:
+                own.append(reward.name)
+                continue
+            for key, value in reward.kwargs.items():
                 if isinstance(value, str) and rows and rows[0].has(value):
-                    what = f"this is the name of a column, and {name} gets the text itself, not what is in the column"
-                    fix = _rename_fix(key, value, name)
-                    _warn(what, f"{KWARGS}.{key}", value, fix)
+                    what = (
+                        f"this is the name of a column, and {reward.name} gets the text itself, not what is in the "
+                        "column"
+                    )
+                    _warn(what, f"{place}.{key}", value, _rename_fix(key, value, reward.name))
+        if not own:
             return
-        hidden: dict[str, None] = {}
+        config, hidden = self.config, dict[str, None]()
         for row in rows:
             hidden |= dict.fromkeys(hidden_columns(row, config.data.prompt_key, config.data.answer_key))
         if hidden:
@@ -242,7 +253,7 @@ class _Rows:
                 "samples have values of their own under these names, so that a reward finds the columns in "
                 f"sample['row'] only: {', '.join(hidden)}"
             )
-            _warn(what, name, None, "read them there, or rename the columns")
+            _warn(what, ", ".join(own), None, "read them there, or rename the columns")
 
     def _response(self, row: Row, key: str) -> str:
         """Return a response to learn as text: everything that it says."""

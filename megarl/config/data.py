@@ -57,6 +57,20 @@ class DataConfig(Section):
     )
 
 
+class RewardPartConfig(Section):
+    """One of several rewards, whose weighted sum is the score."""
+
+    name: str = Field(description="as reward.name")
+    weight: float = Field(
+        1.0,
+        ge=-1e6,
+        le=1e6,
+        description="its score counts that many times in the sum; 0: it is measured only",
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of its function")
+    mode: Literal["batch", "sequential"] | None = Field(None, description="null: as reward.mode")
+
+
 class RewardConfig(Section):
     """The scoring of responses."""
 
@@ -64,6 +78,10 @@ class RewardConfig(Section):
         "exact_match", description="gsm8k, math, exact_match, numeric, format, file.py:function or pkg.mod:fn"
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    parts: dict[str, RewardPartConfig] = Field(
+        default_factory=dict,
+        description="several rewards in place of `name`, by names of your own: the score is their weighted sum",
+    )
     mode: Literal["batch", "sequential"] = Field("batch", description="function takes a list, or one sample at a time")
     workers: PositiveInt = Field(
         1,
@@ -77,3 +95,20 @@ class RewardConfig(Section):
     on_error: Annotated[float, annotated_types.Ge(-1e15), annotated_types.Le(1e15)] | Literal["raise"] = Field(
         "raise", description="stop and name the sample, or the score that a failing sample gets"
     )
+
+    @property
+    def functions(self) -> dict[str, RewardConfig]:
+        """The section of each function that scores: of every part by its name, or this one under an empty name."""
+        if not self.parts:
+            return {"": self}
+        return {
+            label: self.model_copy(
+                update={"name": part.name, "kwargs": part.kwargs, "mode": part.mode or self.mode, "parts": {}}
+            )
+            for label, part in self.parts.items()
+        }
+
+    @property
+    def described(self) -> str:
+        """The names of the functions that score."""
+        return " + ".join(one.name for one in self.functions.values())

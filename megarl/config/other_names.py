@@ -85,11 +85,11 @@ KEYS: dict[str, str] = {
     "max_turns": "rollout.limits.turns",
     "max_assistant_turns": "rollout.limits.turns",
     # Rewards.
-    "reward_funcs": "reward.name; several functions are one that returns parts",
+    "reward_funcs": "reward.name, or reward.parts for several functions",
     "reward_function": "reward.name",
     "reward.function": "reward.name",
     "reward_function_kwargs": "reward.kwargs",
-    "reward_weights": "algorithm.advantage.parts, with algorithm.advantage.name=gdpo; or weigh in the function",
+    "reward_weights": "reward.parts.NAME.weight; or algorithm.advantage.parts, with algorithm.advantage.name=gdpo",
     "custom_reward_function": "reward.name and reward.kwargs",
     "reward_manager": "reward.name",
     # The objective.

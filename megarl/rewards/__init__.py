@@ -5,10 +5,11 @@ from megarl.rewards import format as _format
 from megarl.rewards import gsm8k as _gsm8k
 from megarl.rewards import math as _math
 from megarl.rewards import numeric as _numeric
+from megarl.rewards.parts import Rewards
 from megarl.rewards.registry import REWARDS
-from megarl.rewards.runner import RewardHandle, RewardRunner, build_reward, reward_metrics
+from megarl.rewards.runner import reward_metrics
 
 #: Modules of the included rewards, which register on import.
 INCLUDED = (_exact_match, _format, _gsm8k, _math, _numeric)
 
-__all__ = ["INCLUDED", "REWARDS", "RewardHandle", "RewardRunner", "build_reward", "reward_metrics"]
+__all__ = ["INCLUDED", "REWARDS", "Rewards", "reward_metrics"]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megarl.errors import ConfigError, UserError
 from megarl.processes import ending
+from megarl.rewards.parts import located
 from megarl.rewards.registry import REWARDS, load_scorer, own_keys
 from megarl.simulators.parents import as_parent, end_with_parents
 from megarl.simulators.plain import Malformed, parsed
@@ -35,14 +36,15 @@ _PARTS = ("what", "where", "found", "allowed", "fix")
 
 
 def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
-    """Import the function that `reward.name` refers to and bind its arguments; included rewards need no check.
+    """Import the functions of the reward and bind their arguments; included rewards need no check.
 
     Raises:
         ConfigError: the error that a worker would raise.
     """
-    if ":" not in reward.name:
-        return
-    ask(__name__, {"name": reward.name, "mode": reward.mode, "kwargs": reward.kwargs}, limit_s, where=REWARDS.key)
+    for label, one in reward.functions.items():
+        if ":" in one.name:
+            with located(label):
+                ask(__name__, {"name": one.name, "mode": one.mode, "kwargs": one.kwargs}, limit_s, where=REWARDS.key)
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:

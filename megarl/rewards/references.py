@@ -27,7 +27,8 @@ def reads_answers(config: RunConfig) -> bool:
     """Return whether reward or environment of the run reads reference answers, as far as their sources show."""
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
     scored = uses_reward(config)
-    return (environment != _TOOLS and _mentions(environment)) or (scored and _reward_reads(config.reward))
+    read = any(_reward_reads(one.name) for one in config.reward.functions.values())
+    return (environment != _TOOLS and _mentions(environment)) or (scored and read)
 
 
 def uses_reward(config: RunConfig) -> bool:
@@ -49,6 +50,13 @@ def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple
     Raises:
         DataError: names the row, the value and the usable form.
     """
+    pairs = list(answers)
+    for one in reward.functions.values():
+        _check_answers_of(one, key, pairs)
+
+
+def _check_answers_of(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
+    """Check the answers for one function."""
     if reward.name not in REWARDS.names() or key is None:
         return
     read, several = REWARDS.spec(reward.name).reference, reward.kwargs.get("answers", "one")
@@ -77,10 +85,8 @@ def _fix(value: Any, key: str) -> str:
     return "correct the row, or take it out"
 
 
-def _reward_reads(reward: RewardConfig) -> bool:
-    if reward.name in REWARDS.names():
-        return REWARDS.spec(reward.name).reference is not None
-    return _mentions(reward.name)
+def _reward_reads(name: str) -> bool:
+    return REWARDS.spec(name).reference is not None if name in REWARDS.names() else _mentions(name)
 
 
 def _mentions(reference: str) -> bool:

@@ -46,15 +46,21 @@ class RewardHandle:
         self.started: float | None = None
         self.progress = 0  # samples scored so far, in this process
 
+    def done(self) -> bool:
+        """Return whether the scores are there."""
+        return self.outcomes.done()
+
 
 class RewardRunner:
     """The scoring of batches with one reward function, in submission order, in the background.
+
+    `megarl.rewards.parts.Rewards` has one for each function of a recipe.
 
     A user's function runs in separate processes, which it may crash. An included one runs in a thread of this process,
     unless it uses alarms or the recipe asks for several processes.
 
     Args:
-        cfg: the `reward` section.
+        cfg: the `reward` section, without `parts`.
 
     Raises:
         ConfigError: the function cannot be found or loaded, or does not take its arguments.
@@ -192,13 +198,10 @@ def reward_processes(cfg: RewardConfig) -> int:
 
     An included reward without an alarm does not change its process, and costs less in a thread.
     """
+    if cfg.parts:
+        return sum(map(reward_processes, cfg.functions.values()))
     pure = cfg.name in REWARDS.names() and REWARDS.spec(cfg.name).limit is None
     return 0 if pure and cfg.workers == 1 else cfg.workers
-
-
-def build_reward(cfg: RewardConfig) -> RewardRunner:
-    """Return the runner of the `reward` section; raise ConfigError when its function cannot be loaded."""
-    return RewardRunner(cfg)
 
 
 def reward_metrics(results: list[Result]) -> Metrics:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
     from megarl.models.policy import PolicyModel
-    from megarl.rewards.runner import RewardRunner
+    from megarl.rewards.parts import Rewards
     from megarl.rollout.embedded.pushed import PushedWeights
     from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
@@ -206,6 +206,6 @@ class ScorerRole:
         prompts: the data's column of prompts, whose messages the function gets.
     """
 
-    runner: RewardRunner | None
+    runner: Rewards | None
     by_environment: bool = False
     prompts: PromptColumn = field(default_factory=PromptColumn)

@@ -33,8 +33,8 @@ from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_la
 from megarl.models.weights import init_random, load_weights
 from megarl.offload_schedule import ACTOR, OffloadSchedule
 from megarl.rendezvous import join
+from megarl.rewards.parts import Rewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
-from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import UnopenedEngine
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from megarl.data.sft import SFTDataset
     from megarl.models.policy import PolicyModel
     from megarl.models.vla.cloning import CloningExamples
-    from megarl.rewards.runner import RewardRunner
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.robots.trials import Trials
     from megarl.runtime.episodes import Episodes
@@ -195,7 +194,7 @@ class _Source:
     robots: Robots | None
     loader: PromptLoader | None
     val_data: PromptDataset | Trials | None
-    reward: RewardRunner | None
+    reward: Rewards | None
 
     @classmethod
     def load(
@@ -233,7 +232,7 @@ class _Source:
             loader = _training_loader(config, data, layout)
         if config.data.val_files and held_out:
             val_data = prompts("val", scored="val" in scored)
-        reward = build_reward(config.reward) if scored and layout.is_lead else None
+        reward = Rewards(config.reward) if scored and layout.is_lead else None
         return cls(eos_ids, episodes, None, loader, val_data, reward)
 
     def roles(

@@ -9,8 +9,8 @@ import pytest
 
 from megarl.config.data import RewardConfig
 from megarl.errors import RewardError
-from megarl.rewards import build_reward
 from megarl.rewards.pool_process import _DEPTH, _HEADER
+from megarl.rewards.runner import RewardRunner
 from megarl.rewards.scoring import (
     MAX_EXTRACTED,
     MAX_NAME,
@@ -52,7 +52,7 @@ def file(tmp_path, marker):
 def score(file, responses, **more):
     batch = [{"uid": f"u{i}", "prompt": "", "response": r, "answer": ""} for i, r in enumerate(responses)]
     cfg = RewardConfig(name=f"{file}:run_it", mode="sequential", workers=1, sample_timeout_s=3, **more)
-    with build_reward(cfg) as runner:
+    with RewardRunner(cfg) as runner:
         return runner.result(runner.submit(batch))
 
 

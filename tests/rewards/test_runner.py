@@ -12,9 +12,10 @@ import pytest
 
 from megarl.config.data import RewardConfig
 from megarl.errors import ConfigError, RewardError, UserError
-from megarl.rewards import REWARDS, build_reward, reward_metrics
+from megarl.rewards import REWARDS, reward_metrics
 from megarl.rewards.pool import ScorerPool
 from megarl.rewards.preflight import check_import
+from megarl.rewards.runner import RewardRunner
 from tests.house.test_docs import code_with
 
 HELPERS = """
@@ -121,7 +122,7 @@ def samples(*responses):
 
 
 def run(cfg, batch):
-    with build_reward(cfg) as runner:
+    with RewardRunner(cfg) as runner:
         return runner.result(runner.submit(batch))
 
 
@@ -207,7 +208,7 @@ def test_batches_are_split_between_groups_only(file):
 
 
 def test_dead_process_is_recognised_and_replaced(file):
-    with build_reward(config(f"{file}:die", workers=2)) as runner:
+    with RewardRunner(config(f"{file}:die", workers=2)) as runner:
         with pytest.raises(RewardError) as caught:
             runner.result(runner.submit(samples("ok", "bad", "ok")))
         assert "sample 1 of 3" in str(caught.value)
@@ -218,7 +219,7 @@ def test_dead_process_is_recognised_and_replaced(file):
 
 
 def test_process_killed_while_idle_is_replaced(file):
-    with build_reward(config(f"{file}:one", workers=1)) as runner:
+    with RewardRunner(config(f"{file}:one", workers=1)) as runner:
         process = psutil.Process(runner._pool._workers[0].process.pid)
         children = process.children(recursive=True)
         process.kill()
@@ -276,7 +277,7 @@ def test_a_sample_that_holds_the_lock_is_over_its_limit_too(file):
 
 
 def test_an_included_reward_that_is_late_ends_the_run(file):
-    with build_reward(config("numeric", timeout_s=0.3)) as runner:
+    with RewardRunner(config("numeric", timeout_s=0.3)) as runner:
         assert runner._pool is None
         runner._scorer = replace(runner._scorer, function=lambda sample, **settings: time.sleep(1.5) or 1.0)
         with pytest.raises(RewardError, match=r"sample 0 of 2(?s:.*)did not finish within reward.timeout_s = 0.3"):
@@ -324,7 +325,7 @@ def test_importing_rewards_is_light():
 
 
 def test_submit_returns_at_once_and_overlaps(file):
-    with build_reward(config("math")) as runner:
+    with RewardRunner(config("math")) as runner:
         handles = [
             runner.submit([{"uid": "a", "prompt": "", "response": r"\boxed{2/4}", "answer": "1/2"}]) for _ in range(3)
         ]
@@ -365,13 +366,13 @@ def test_functions_that_cannot_be_loaded(file, name, message):
         .replace("value = {}", "\nvalue = {}")
     )
     with pytest.raises(UserError) as caught:
-        build_reward(config(name.format(file=file, dir=file.parent)))
+        RewardRunner(config(name.format(file=file, dir=file.parent)))
     assert message in str(caught.value)
 
 
 def test_unknown_kwargs_are_refused_before_the_run():
     with pytest.raises(ConfigError, match="tolerence"):
-        build_reward(config("numeric", kwargs={"tolerence": 1}))
+        RewardRunner(config("numeric", kwargs={"tolerence": 1}))
 
 
 @pytest.fixture
@@ -399,7 +400,7 @@ def test_a_reward_declares_its_settings(documented, workers):
     ],
 )
 def test_what_is_no_setting_of_a_reward_is_refused(documented, workers, kwargs, words):
-    for refuse in (lambda cfg: build_reward(cfg), lambda cfg: check_import(cfg, limit_s=60)):
+    for refuse in (lambda cfg: RewardRunner(cfg), lambda cfg: check_import(cfg, limit_s=60)):
         with pytest.raises(ConfigError) as caught:
             refuse(config(documented, "batch", workers=workers, kwargs=kwargs))
         assert all(word in str(caught.value) for word in words), caught.value
@@ -421,7 +422,7 @@ def test_included_scorers_ignore_batch_mode():
 
 def test_math_refuses_a_limit_that_is_none():
     with pytest.raises(ConfigError, match=r"reward\.kwargs\.timeout_s"):
-        build_reward(config("math", kwargs={"timeout_s": 0}))
+        RewardRunner(config("math", kwargs={"timeout_s": 0}))
 
 
 def test_package_function(tmp_path, monkeypatch):

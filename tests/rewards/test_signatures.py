@@ -10,7 +10,7 @@ from megarl.config.data import RewardConfig
 from megarl.errors import ConfigError
 from megarl.rewards.preflight import check_import
 from megarl.rewards.registry import load_scorer, own_keys
-from megarl.rewards.runner import build_reward
+from megarl.rewards.runner import RewardRunner
 from megarl.rewards.scoring import ScoringFailure, score
 
 CHAT = [{"role": "user", "content": "1+1"}]
@@ -113,7 +113,7 @@ def test_functions_of_one_solution_are_called_for_each_sample():
 
 def test_async_functions_are_run_to_their_end():
     assert scores("later", PLAIN) == scores("later", PLAIN, PLAIN)[:1] == [{"overall": 1.0}]
-    with build_reward(RewardConfig(name="rewards.py:trl_later")) as runner:
+    with RewardRunner(RewardConfig(name="rewards.py:trl_later")) as runner:
         assert runner.result(runner.submit([PLAIN, TALK | {"messages": None}])) == [{"overall": 1.0}] * 2
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from megarl.data.batch import Batch
     from megarl.data.messages import PromptColumn
-    from megarl.rewards.runner import RewardHandle, RewardRunner
+    from megarl.rewards.parts import Rewards, Submitted
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import ScorerRole
 
@@ -28,7 +28,7 @@ PENDING = "pending_reward"
 class Pending:
     """A sample's score that is being computed: its submission, and its place in it."""
 
-    handle: RewardHandle
+    handle: Submitted
     place: int
 
 
@@ -99,10 +99,10 @@ def is_scored(samples: Batch) -> bool:
     """Say whether the results of what `submit` started for `samples` are there; asked on the rank that has them."""
     if PENDING not in samples:
         return True
-    return all(one is None or one.handle.outcomes.done() for one in samples[PENDING])
+    return all(one is None or one.handle.done() for one in samples[PENDING])
 
 
-def _own_results(runner: RewardRunner | None, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
+def _own_results(runner: Rewards | None, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
     """Wait for the answers of this rank's reward function; None where it has none."""
     if runner is None:
         return None

@@ -1,0 +1,164 @@
+"""Several rewards at once: the score of a sample is the weighted sum of its parts.
+
+    reward:
+      parts:
+        accuracy: {name: math, weight: 0.9}
+        form: {name: format, weight: 0.1}
+
+Each function has its own runner, as if the recipe named only that one, and all of them score at the same time. A recipe
+with `reward.name` has one, whose results stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from megarl.config.base import ConfigErrors
+from megarl.errors import ConfigError, UserError
+from megarl.rewards.runner import RESERVED_PARTS, RewardHandle, RewardRunner
+from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Result, Sample
+
+if TYPE_CHECKING:
+    from megarl.config.data import RewardConfig
+
+_LABEL = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+#: Parts of a result with a meaning of their own, which no part of the recipe may be called.
+_MEANINGS = frozenset({"overall", "acc", EXTRACTED_KEY})
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A batch that is being scored, by part."""
+
+    handles: Mapping[str, RewardHandle]
+
+    def done(self) -> bool:
+        """Return whether all of its scores are there."""
+        return all(handle.done() for handle in self.handles.values())
+
+
+class Rewards:
+    """The scoring of batches with the functions of a recipe.
+
+    Args:
+        cfg: the `reward` section.
+
+    Raises:
+        ConfigError: a function cannot be found or loaded, or does not take its arguments; names the part.
+    """
+
+    def __init__(self, cfg: RewardConfig) -> None:
+        raise_part_problems(cfg)
+        self._cfg = cfg
+        self._runners: dict[str, RewardRunner] = {}
+        try:
+            for label, one in cfg.functions.items():
+                with located(label):
+                    self._runners[label] = RewardRunner(one)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, samples: list[Sample]) -> Submitted:
+        """Start scoring; as `RewardRunner.submit`."""
+        return Submitted({label: runner.submit(samples) for label, runner in self._runners.items()})
+
+    def result(self, handle: Submitted) -> list[Result]:
+        """Wait for a batch; return one dict per sample: the weighted sum as `overall`, and its parts.
+
+        The score of a part has the part's name, what its function returns beside it is `part/name`. `acc` and
+        `extracted`, which validation reads, are those of the first part. A sample of which one part failed has the
+        score `reward.on_error`.
+
+        Raises:
+            RewardError, ConfigError: as `RewardRunner.result`.
+        """
+        by_part = {}
+        for label, runner in self._runners.items():
+            with located(label):
+                by_part[label] = runner.result(handle.handles[label])
+        return [self._sum(dict(zip(by_part, results, strict=True))) for results in zip(*by_part.values(), strict=True)]
+
+    def _sum(self, results: dict[str, Result]) -> Result:
+        if any(ERROR_KEY in result for result in results.values()):
+            return {"overall": float(self._cfg.on_error), ERROR_KEY: 1.0}
+        first, parts = next(iter(results.values())), self._cfg.parts
+        if not parts:
+            return first
+        total: Result = {"overall": sum(parts[label].weight * result["overall"] for label, result in results.items())}
+        total["acc"] = next(first[name] for name in ("acc", "accuracy", "overall") if name in first)
+        if EXTRACTED_KEY in first:
+            total[EXTRACTED_KEY] = first[EXTRACTED_KEY]
+        for label, result in results.items():
+            total[label] = result["overall"]
+            own = {name: value for name, value in result.items() if name not in ("overall", EXTRACTED_KEY)}
+            total |= {f"{label}/{name}": value for name, value in own.items()}
+        return total
+
+    def close(self) -> None:
+        """Stop all threads and processes."""
+        for runner in self._runners.values():
+            runner.close()
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def raise_part_problems(cfg: RewardConfig) -> None:
+    """Refuse names of parts that no metric can have, and a single reward beside parts.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for label in cfg.parts:
+        if not _LABEL.fullmatch(label) or label in RESERVED_PARTS | _MEANINGS:
+            raise ConfigError(
+                "a part of the reward cannot have this name",
+                where="reward.parts",
+                found=label,
+                allowed="letters, digits, `_`, `-` and `.`, at most 64; not "
+                f"{', '.join(sorted(RESERVED_PARTS | _MEANINGS))}",
+                fix="name it for what it measures, such as accuracy",
+            )
+    default = type(cfg).model_fields["name"].default
+    if cfg.parts and (cfg.name != default or cfg.kwargs):
+        raise ConfigError(
+            "the recipe names a single reward and several parts",
+            where="reward.name",
+            found=cfg.name,
+            allowed="reward.name, or reward.parts",
+            fix="name it as a part; on the command line, reward='!replace {parts: {...}}' drops that of the recipe",
+        )
+
+
+@contextmanager
+def located(label: str) -> Iterator[None]:
+    """Give the errors of a part, which name `reward.name` or `reward.kwargs`, its own keys; "" is no part."""
+    try:
+        yield
+    except ConfigError as error:
+        if not label:
+            raise
+        raise _relocated(error, label) from error
+
+
+def _relocated(error: UserError, label: str) -> ConfigError:
+    if isinstance(error, ConfigErrors):
+        return ConfigErrors([_relocated(problem, label) for problem in error.problems])
+    parts = (error.what, error.where, error.allowed, error.fix)
+    what, where, allowed, fix = (_with_keys_of(label, text) for text in parts)
+    return ConfigError(what or "", where=where, found=error.found, allowed=allowed, fix=fix)
+
+
+def _with_keys_of(label: str, text: str | None) -> str | None:
+    return text and re.sub(r"\breward\.(name|kwargs|mode)\b", rf"reward.parts.{label}.\1", text)
