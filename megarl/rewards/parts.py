@@ -31,7 +31,7 @@ _LABEL = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 _MEANINGS = frozenset({"overall", "acc", EXTRACTED_KEY})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Submitted:
     """A batch that is being scored, by part."""
 

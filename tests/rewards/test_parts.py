@@ -44,6 +44,7 @@ def scored(cfg, samples):
         handle = rewards.submit(samples)
         results = rewards.result(handle)
         assert handle.done()
+        assert {handle: results}[handle] is results, "steps keep results by handle"
         return results
 
 
