@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch
 from megarl.data.fields import DIGESTS, GRIDS, PATCHES
-from megarl.data.images import Patches, fitting_size, image_size, patches_of
+from megarl.data.images import Patches, fitting_size, image_size, patches_of, unpatchify
 from megarl.data.jagged import Jagged
 from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError, count
@@ -203,6 +205,17 @@ def _image_set(patches: Tensor, grids: list[list[int]], digests: list[int]) -> I
     merge = math.isqrt(len(patches) // sum(rows * columns for _, rows, columns in grids))
     places = tuple((start, rows, columns) for start, rows, columns in grids)
     return ImageSet(patches, places, tuple(merge**2 * rows * columns for _, rows, columns in grids), tuple(digests))
+
+
+def pixels_of(images: ImageSet) -> list[tuple[int, npt.NDArray[np.uint8]]]:
+    """Return digest and pixels [height, width, 3] of each image, in the size that the model sees."""
+    found, start = [], 0
+    for (_, rows, columns), size, digest in zip(images.places, images.sizes, images.digests, strict=True):
+        merge = math.isqrt(size // (rows * columns))
+        values = images.patches[start : start + size].numpy()
+        found.append((digest, unpatchify(values, rows * merge, columns * merge, merge)))
+        start += size
+    return found
 
 
 def image_fields(

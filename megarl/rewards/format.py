@@ -1,4 +1,4 @@
-"""Form of a response: reasoning in <think> tags, the answer in a box."""
+"""Form of a response: reasoning in <think> tags, the answer in a box or in <answer> tags."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ class FormatSettings(Settings):
 
     think: bool = Field(True, description="one `<think>...</think>` at the start that is not empty")
     boxed: bool = Field(True, description=r"a closed `\boxed{...}` that is not empty in what follows")
+    answer: bool = Field(False, description="what follows is one `<answer>...</answer>` that is not empty")
 
 
 @REWARDS.register("format", settings=FormatSettings)
-def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = True) -> float:
+def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = True, answer: bool = False) -> float:
     """Return 1.0 when the response has the required form.
 
     Args:
         sample: `response`, and `prompt`, which some chat templates end with `<think>`, continued by the response.
         think: the response starts with exactly one `<think>...</think>` that is not empty.
         boxed: the rest (the whole response without `think`) holds a closed, non-empty `\\boxed{...}`.
+        answer: the rest is exactly one `<answer>...</answer>` that is not empty.
     """
     rest = sample["response"]
     if think:
@@ -39,7 +41,15 @@ def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = T
         thoughts, _, rest = rest.lstrip().partition("</think>")
         if not thoughts.startswith("<think>") or not thoughts.removeprefix("<think>").strip():
             return 0.0
+    if answer and not _is_answer(rest.strip()):
+        return 0.0
     return float(not boxed or bool((last_boxed(rest) or "").strip()))
+
+
+def _is_answer(text: str) -> bool:
+    inside = text.removeprefix("<answer>").removesuffix("</answer>")
+    whole = len(text) - len(inside) == len("<answer></answer>")
+    return whole and bool(inside.strip()) and "<answer>" not in inside and "</answer>" not in inside
 
 
 def last_boxed(text: str) -> str | None:

@@ -32,8 +32,10 @@ class _TimeLimit(BaseException):
 class MathSettings(Settings):
     """The choice of the expression of a response that counts, and the time limit of its comparison."""
 
-    method: Literal["strict", "flexible"] = Field(
-        "strict", description=r"strict: the last `\boxed{}`; flexible: without one, the last expression"
+    method: Literal["strict", "flexible", "answer"] = Field(
+        "strict",
+        description=r"strict: the last `\boxed{}`; flexible: without one, the last expression; answer: the last "
+        "`<answer>...</answer>`",
     )
     timeout_s: float = Field(5.0, gt=0, description="CPU seconds per sample; what takes longer is wrong")
     answers: Answers = ANSWERS
@@ -61,7 +63,7 @@ def read_reference(answer: str) -> str:
 )
 @meeting_any
 def math(
-    sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict", timeout_s: float = 5.0
+    sample: dict[str, Any], *, method: Literal["strict", "flexible", "answer"] = "strict", timeout_s: float = 5.0
 ) -> dict[str, Any]:
     """Return 1.0 when the response's answer equals the reference as mathematics (`1/2` = `0.5` = `\\frac{2}{4}`).
 
@@ -73,16 +75,18 @@ def math(
     Args:
         sample: `response` and `answer` (LaTeX or plain, boxed or not).
         method: strict reads the last `\\boxed{}` only; flexible falls back on the stated answer, the last formula or
-            number.
+            number; answer reads the last `<answer>...</answer>`, boxed in it or not.
         timeout_s: CPU seconds per sample; an undecided answer is wrong and has part `timeout` = 1.
 
     Raises:
         ValueError: the reference answer is empty, or an argument is out of range.
     """
-    if method not in ("strict", "flexible") or not timeout_s > 0:
-        raise ValueError(f"method must be strict or flexible and timeout_s positive, not {method!r} and {timeout_s!r}")
+    if method not in ("strict", "flexible", "answer") or not timeout_s > 0:
+        raise ValueError(
+            f"method must be strict, flexible or answer and timeout_s positive, not {method!r} and {timeout_s!r}"
+        )
     gold = read_reference(str(sample["answer"]))
-    content = boxed(sample["response"])
+    content = boxed(sample["response"]) if method != "answer" else _tagged(sample["response"])
     extracted = (content or "").strip()
     candidates = [extracted] if extracted else []
     if content is None and method == "flexible":
@@ -93,6 +97,13 @@ def math(
     except _TimeLimit:
         return {"overall": 0.0, "timeout": 1.0, "extracted": extracted}
     return {"overall": float(found), "timeout": 0.0, "extracted": extracted}
+
+
+def _tagged(response: str) -> str | None:
+    """Return what stands in the last `<answer>...</answer>`, without a box around it; None: there is no such tag."""
+    before, _, _ = response.rpartition("</answer>")
+    _, tag, content = before.rpartition("<answer>")
+    return (boxed(content) or content) if tag else None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ with `reward.name` has one, whose results stay as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,6 +22,7 @@ from megarl.config.base import ConfigErrors
 from megarl.errors import ConfigError, UserError
 from megarl.rewards.runner import RESERVED_PARTS, RewardHandle, RewardRunner
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Result, Sample
+from megarl.rewards.signatures import IMAGES
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
@@ -64,9 +65,21 @@ class Rewards:
             self.close()
             raise
 
-    def submit(self, samples: list[Sample]) -> Submitted:
-        """Start scoring; as `RewardRunner.submit`."""
-        return Submitted({label: runner.submit(samples) for label, runner in self._runners.items()})
+    @property
+    def asks_images(self) -> bool:
+        """Whether a function takes the images of samples."""
+        return any(runner.asks_images for runner in self._runners.values())
+
+    def submit(self, samples: list[Sample], images: Sequence[list[str]] | None = None) -> Submitted:
+        """Start scoring; as `RewardRunner.submit`.
+
+        Args:
+            images: of each sample, as `megarl.rewards.images.encoded` makes them; only functions that ask get them.
+        """
+        seen = samples if images is None else [{**one, IMAGES: own} for one, own in zip(samples, images, strict=True)]
+        return Submitted(
+            {label: one.submit(seen if one.asks_images else samples) for label, one in self._runners.items()}
+        )
 
     def result(self, handle: Submitted) -> list[Result]:
         """Wait for a batch; return one dict per sample: the weighted sum as `overall`, and its parts.

@@ -21,7 +21,7 @@ from megarl.processes import how_it_ended
 from megarl.rewards.pool_process import PoolProcess
 from megarl.rewards.registry import Mode
 from megarl.rewards.scoring import Outcome, Reading, Result, Sample, ScoringFailure, outcome_of, read_reward
-from megarl.simulators.plain import Malformed, cut, short, whole
+from megarl.simulators.plain import Malformed, cut, flag, short, whole
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # a user's file may import heavy packages
@@ -63,6 +63,7 @@ class ScorerPool:
         self._mode, self._size = mode, size
         self._sample_limit_s, self._limit_result = sample_limit_s, limit_result
         self._workers: list[PoolProcess] = []
+        self.asks_images = False  # until a process has loaded the function
         self._start_missing()
         try:
             self._await_ready(time.monotonic() + START_TIMEOUT_S)
@@ -159,6 +160,7 @@ class ScorerPool:
         elif kind == "idle" and worker.chunk and (not worker.left or self._stopped(worker, outcomes)):
             worker.chunk = []
         elif kind == "ready" and not worker.ready:
+            self.asks_images = flag(message.get("images"), "the wish for images")
             worker.ready = True
         elif kind == "refused" and not worker.ready:
             raise ConfigError(cut(str(message.get("text")), _REFUSAL))

@@ -3,7 +3,8 @@
 It loads the reward function itself, so a user's file never runs in a training process. It ends when its parent does.
 
     parent    setup, then chunks: samples, stop_at_failure
-    process   ready, or refused (text); then per sample: scored (index, result or failure), and idle after a chunk
+    process   ready (whether it asks for images), or refused (text); then per sample: scored (index, result or failure),
+              and idle after a chunk
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 from megarl.simulators.plain import PlainInbox, pack
@@ -30,8 +30,11 @@ def main() -> None:
     run(_scoring)
 
 
-def run(load: Callable[[dict[str, Any]], Work]) -> None:
-    """Serve until the parent closes the connection, with the function that `load` makes of the parent's setup."""
+def run(load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
+    """Serve until the parent closes the connection, with the function that `load` makes of the parent's setup.
+
+    `load` also says whether the function asks for images.
+    """
     handle = int(sys.argv[1])
     guarded(handle)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
@@ -41,7 +44,7 @@ def run(load: Callable[[dict[str, Any]], Work]) -> None:
     os._exit(0)  # the parent is gone; a clean interpreter shutdown is not needed
 
 
-def serve(parent: socket.socket, load: Callable[[dict[str, Any]], Work]) -> None:
+def serve(parent: socket.socket, load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
     """Load the function, report it, then score chunk after chunk, one message per sample, until the parent hangs up."""
     from megarl.errors import UserError
     from megarl.rewards.scoring import plain_outcome
@@ -52,11 +55,11 @@ def serve(parent: socket.socket, load: Callable[[dict[str, Any]], Work]) -> None
         return
     sys.path[:] = setup["sys_path"]
     try:
-        work = load(setup)
+        work, asks_images = load(setup)
     except UserError as error:
         parent.sendall(pack({"kind": "refused", "text": str(error)}))
         return
-    parent.sendall(pack({"kind": "ready"}))
+    parent.sendall(pack({"kind": "ready", "images": asks_images}))
     for message in messages:
         for index, outcome in work(message["samples"], message["stop_at_failure"]):
             parent.sendall(pack({"kind": "scored", "index": index, **plain_outcome(outcome)}))
@@ -71,11 +74,17 @@ def _messages(parent: socket.socket) -> Iterator[dict[str, Any]]:
             yield message[0]
 
 
-def _scoring(setup: dict[str, Any]) -> Work:
+def _scoring(setup: dict[str, Any]) -> tuple[Work, bool]:
+    from megarl.rewards.images import with_images
     from megarl.rewards.registry import load_scorer
     from megarl.rewards.scoring import score
 
-    return partial(score, load_scorer(setup["name"], setup["mode"], setup["kwargs"]))
+    scorer = load_scorer(setup["name"], setup["mode"], setup["kwargs"])
+
+    def work(samples: list[Any], stop_at_failure: bool) -> Iterable[tuple[int, Any]]:
+        return score(scorer, with_images(samples) if scorer.asks_images else samples, stop_at_failure)
+
+    return work, scorer.asks_images
 
 
 if __name__ == "__main__":

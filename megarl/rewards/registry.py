@@ -61,6 +61,7 @@ class Scorer:
             mode; a result is a number or a dict with `overall`.
         file: source file, to find the user's line in a traceback.
         kwargs: all settings of a function that declares them, else the given ones.
+        asks_images: it takes the images of samples.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Scorer:
     mode: Mode
     file: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+    asks_images: bool = False
 
 
 def mode_of(name: str, mode: Mode) -> Mode:
@@ -119,9 +121,12 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
         kwargs = {key: getattr(settings, key) for key in spec.settings.model_fields}
         if spec.prepare is not None:
             spec.prepare()
+    asks = False
     if name not in REWARDS.names():
-        function = signatures.adapt(function, _signature(function), mode)
-    return Scorer(name, function, mode_of(name, mode), source or "", kwargs)
+        signature = _signature(function)
+        asks = signatures.asks_images(signature, kwargs)
+        function = signatures.adapt(function, signature, mode)
+    return Scorer(name, function, mode_of(name, mode), source or "", kwargs, asks)
 
 
 def own_keys(name: str) -> list[str] | None:

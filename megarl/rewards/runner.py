@@ -93,6 +93,11 @@ class RewardRunner:
         self._thread = threading.Thread(target=self._serve, name="megarl-rewards", daemon=True)
         self._thread.start()
 
+    @property
+    def asks_images(self) -> bool:
+        """Whether the function takes the images of samples."""
+        return self._pool is not None and self._pool.asks_images
+
     def submit(self, samples: list[Sample]) -> RewardHandle:
         """Start scoring. Every sample has `prompt`, `response`, `answer`, ... and `uid`; the list must not change."""
         if self._stuck:

@@ -3,8 +3,9 @@
     def score(samples)                                 # a list of samples, or one with reward.mode: sequential
     def score(prompts, completions, answer, **kwargs)  # TRL: lists, and columns of the data by name
     def score(data_source, solution_str, ground_truth, extra_info=None)  # verl: one sample
+    def score(reward_inputs)                           # EasyR1: as the first; reward_input: one sample
 
-Any of them may be `async`.
+Any of them may be `async`, and take `images`: those of the sample, or a list of these for each.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ TRL = Convention(
     "TRL", "completions", ("prompts", "completions"), ("completion_ids", "completions_ids", "trainer_state")
 )
 VERL = Convention("verl", "solution_str", ("data_source", "solution_str", "ground_truth", "extra_info"), batch=False)
+#: First parameter of EasyR1's functions that take one sample, whatever `reward.mode` says.
+ONE_SAMPLE = "reward_input"
+#: Parameter that asks for the images of samples.
+IMAGES = "images"
 #: Conventions of other trainers, for messages.
 OTHER_FORMS = "fn(completions, **kwargs), fn(prompts, completions, answer, ...), fn(solution_str, ground_truth, ...)"
 
@@ -55,6 +60,7 @@ def settings_of(signature: inspect.Signature) -> list[inspect.Parameter]:
     """Return the parameters for `reward.kwargs`: those after the samples, or all that the convention does not fill."""
     form, parameters = form_of(signature), list(signature.parameters.values())
     taken = set(form.given) | set(form.unknown) if form is not OWN else {p.name for p in parameters[:1]}
+    taken.add(IMAGES)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p for p in parameters if p.kind in named and p.name not in taken]
 
@@ -66,6 +72,11 @@ def columns_of(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> list[
     return [p.name for p in settings_of(signature) if p.default is p.empty and p.name not in kwargs]
 
 
+def asks_images(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function takes the images of samples: a parameter of that name that no setting fills."""
+    return IMAGES in signature.parameters and IMAGES not in kwargs
+
+
 def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
     """Check that a function can be called with `reward.kwargs`, for any columns of the data.
 
@@ -73,22 +84,24 @@ def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
         TypeError: it cannot; Python's message, or the parameter that nothing fills.
     """
     form = form_of(signature)
+    images: dict[str, Any] = {IMAGES: []} if asks_images(signature, kwargs) else {}
     if form is OWN:
-        signature.bind(None, **kwargs)
+        signature.bind(None, **images, **kwargs)
         return
     unfilled = [n for n, p in signature.parameters.items() if n in form.unknown and p.default is p.empty]
     if unfilled:
         raise TypeError(f"nothing here fills {', '.join(unfilled)}: give it a default, or take it out")
     filled = [*form.given, *columns_of(signature, kwargs)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    signature.bind(**{name: None for name in filled if takes_any or name in signature.parameters}, **kwargs)
+    given = {name: None for name in filled if takes_any or name in signature.parameters}
+    signature.bind(**given, **images, **kwargs)
 
 
 def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str) -> Callable[..., Any]:
     """Return the function as called here: `(samples, **kwargs)`, or in mode `sequential` `(sample, **kwargs)`."""
     form = form_of(signature)
     if form is OWN:
-        return lambda first, **kwargs: _awaited(function(first, **kwargs))
+        return _own(function, signature, mode)
     if not form.batch:
         one = lambda sample, **kwargs: _awaited(function(**_arguments(form, signature, [sample], kwargs)))  # noqa: E731
         return one if mode == "sequential" else lambda samples, **kwargs: [one(sample, **kwargs) for sample in samples]
@@ -103,6 +116,32 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
             raise
 
     return call if mode == "batch" else lambda sample, **kwargs: call([sample], **kwargs)[0]
+
+
+def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) -> Callable[..., Any]:
+    """Return a function of this project's convention, or of EasyR1's, as it is called here."""
+    alone = next(iter(signature.parameters), "") == ONE_SAMPLE
+
+    def call(first: Any, **kwargs: Any) -> Any:
+        images = {}
+        if asks_images(signature, kwargs):
+            images = {IMAGES: [_images(one) for one in first] if isinstance(first, list) else _images(first)}
+        return _awaited(function(first, **images, **kwargs))
+
+    if alone and mode == "batch":
+        return lambda samples, **kwargs: [call(sample, **kwargs) for sample in samples]
+    return call
+
+
+def _images(sample: Sample) -> list[Any]:
+    """Return the images of a sample.
+
+    Raises:
+        ValueError: the recipe has none.
+    """
+    if IMAGES not in sample:
+        raise ValueError("the function asks for images, and the recipe names no column of them: set data.image_key")
+    return list(sample[IMAGES])
 
 
 def _completions_are(samples: Sequence[Sample]) -> str:
@@ -139,10 +178,11 @@ def _arguments(
 
 
 def _columns(sample: Sample) -> dict[str, Any]:
-    """Return the columns of the sample's row, and the reference answer under its own name and `answer`."""
+    """Return the columns of the sample's row, its images, and the reference answer under its own name and `answer`."""
     answer = {"answer": sample["answer"]} if sample.get("answer") is not None else {}
     source = {"data_source": sample["data_source"]} if "data_source" in sample else {}
-    return {**answer, **source, **sample.get("row", {})}
+    images = {IMAGES: sample[IMAGES]} if IMAGES in sample else {}
+    return {**answer, **source, **sample.get("row", {}), **images}
 
 
 def _value(form: Convention, name: str, sample: Sample) -> Any:

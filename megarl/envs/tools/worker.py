@@ -20,7 +20,7 @@ def main() -> None:
     run(_tools)
 
 
-def _tools(setup: dict[str, Any]) -> Work:
+def _tools(setup: dict[str, Any]) -> tuple[Work, bool]:
     limit = setup["kwargs"]["memory_mb"] << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     tools = {tool.name: tool for tool in load_tools(setup["kwargs"]["tools"])}
@@ -32,7 +32,7 @@ def _tools(setup: dict[str, Any]) -> Work:
             text, failed = _answer(tools[call["name"]], call["arguments"])
             yield index, {"text": text[:most], "failed": failed}
 
-    return work
+    return work, False
 
 
 def _answer(tool: Any, arguments: dict[str, Any]) -> tuple[str, bool]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role, stage
+from megarl.data.fields import DIGESTS, GRIDS, PATCHES
 from megarl.errors import ConfigError
 from megarl.runtime.stages.needs import part_fields
 
@@ -34,7 +35,7 @@ class Pending:
 
 @stage(
     reads=["response_ids", *_COLUMNS],
-    optional=["transcript", "turn_starts", "turn_ends"],
+    optional=["transcript", "turn_starts", "turn_ends", PATCHES, GRIDS, DIGESTS],
     writes=[PENDING],
     role=Role.REWARD,
 )
@@ -73,8 +74,18 @@ def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
     """
     if scorer.runner is None or scorer.by_environment:
         return [None] * len(samples)
-    handle = scorer.runner.submit(reward_inputs(samples, scorer.prompts))
+    handle = scorer.runner.submit(reward_inputs(samples, scorer.prompts), _images(scorer.runner, samples))
     return [Pending(handle, place) for place in range(len(samples))]
+
+
+def _images(runner: Rewards, samples: Batch) -> list[list[str]] | None:
+    """Return the images of each sample for the functions, None where there are none, or nothing asks for them."""
+    if not runner.asks_images or PATCHES not in samples:
+        return None
+    from megarl.data.image_prompts import image_sets, pixels_of
+    from megarl.rewards.images import encoded
+
+    return encoded([[] if one is None else pixels_of(one) for one in image_sets(samples)])
 
 
 def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], samples: Batch) -> list[dict[str, Any]]:
@@ -114,7 +125,8 @@ def _own_results(runner: Rewards | None, pending: list[Pending | None]) -> list[
 def reward_inputs(samples: Batch, prompts: PromptColumn) -> list[dict[str, Any]]:
     """One dict per sample, as reward functions get them.
 
-    The row's columns are in it by name where the sample has nothing of that name itself, and all of them in `row`.
+    The row's columns are in it by name where the sample has nothing of that name itself, and all of them in `row`. The
+    answer is there as `ground_truth`, too, unless a column is called so.
     `messages` are those of the prompt, None where it is text.
     """
     from megarl.data.trajectory import policy_tokens
@@ -123,6 +135,7 @@ def reward_inputs(samples: Batch, prompts: PromptColumn) -> list[dict[str, Any]]
     more = [{"transcript": text} for text in samples["transcript"]] if "transcript" in samples else [{}] * len(samples)
     return [
         {
+            "ground_truth": answer,
             **row,
             "uid": uid,
             "prompt": prompt,
