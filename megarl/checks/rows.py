@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megarl.checks.files import trains_supervised
 from megarl.checks.recipe import ConfigWarning
@@ -24,10 +25,12 @@ from megarl.config.base import as_config_error, raise_problems
 from megarl.config.data import RewardConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import PreferenceConfig
+from megarl.data.images import image_folder, image_size
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
 from megarl.data.messages import Message, response_of
 from megarl.data.pairs import as_pairs
 from megarl.data.render import Chat, Split, given_prompts, render_prompts, tokenize, uses_chat, within_limit
+from megarl.data.row_images import check_marks, row_images
 from megarl.data.rows import TRUTH, Row, hidden_columns, reference_of
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
 from megarl.data.templates import no_chat_template, prompt_formatter
@@ -65,6 +68,8 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
         if tokenizer is not None and not data.override_chat_template and not tokenizer.has_chat_template:
             raise no_chat_template()
         tokenizer = None  # templates drop parts of a message (thinking) and trim it: no text is certain
+    if data.image_key is not None:
+        tokenizer = None  # nor is it where images become tokens
     chat = _contents if chats else None
     deadline = clock() + _TOKENIZE_S
     rows = _Rows(config, tokenizer, chat, lambda: clock() < deadline)
@@ -172,7 +177,9 @@ class _Rows:
             if not self.in_time():
                 return
             rows = known[start : start + _AT_ONCE]
-            texts = render_prompts(data, self.chat, rows, whole=whole)
+            mark = None if data.image_key is None else self._counted
+            texts = render_prompts(data, self.chat, rows, whole=whole, mark=mark)
+            self._check_images(rows)
             if self.tokenizer is None:
                 continue
             ids += tokenize(self.tokenizer, texts, rows, special=True)
@@ -180,6 +187,24 @@ class _Rows:
             tokenize(self.tokenizer, [answers[i] for i in learnt], [known[i] for i in learnt], special=False)
         if len(ids) == len(known) and all(_is_readable_here(source) for source in sources) and known:
             within_limit(data, split, known, ids)
+
+    def _counted(self, text: str, row: Row) -> str:
+        """Check the number of `<image>` in the text of a prompt, and return it as it is."""
+        check_marks(text, len(self._images(row)), str(self.config.data.image_key), row)
+        return text
+
+    def _images(self, row: Row) -> list[Any]:
+        data = self.config.data
+        return [] if data.image_key is None else row_images(row, data.image_key, data.prompt_key, data.limit_images)
+
+    def _check_images(self, rows: Sequence[Row]) -> None:
+        """Open the images of rows while there is time, as far as kind and size go."""
+        folder = image_folder(self.config.data)
+        for row in rows:
+            for value in self._images(row):
+                if not self.in_time():
+                    return
+                image_size(value, folder, f"{row.where}: column {self.config.data.image_key!r}")
 
     def _check_answers(self, rows: Sequence[Row], needless: bool) -> None:
         key, reward = self.config.data.answer_key, self.config.reward
@@ -257,7 +282,9 @@ class _Rows:
 
     def _response(self, row: Row, key: str) -> str:
         """Return a response to learn as text: everything that it says."""
-        return "".join(message["content"] for message in response_of(row, self.config.data.prompt_key, key))
+        data = self.config.data
+        talk = response_of(row, data.prompt_key, key, images=data.image_key is not None)
+        return "".join(message["content"] for message in talk)
 
 
 def _no_parameter(row: Row, column: str, name: str, answer_key: str | None) -> DataError:

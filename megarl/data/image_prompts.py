@@ -22,16 +22,14 @@ from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch
 from megarl.data.fields import DIGESTS, GRIDS, PATCHES
-from megarl.data.images import Patches, fitting_size, image_size, patches_of, unpatchify
+from megarl.data.images import Patches, fitting_size, image_folder, image_size, patches_of, unpatchify
 from megarl.data.jagged import Jagged
+from megarl.data.row_images import MARK, check_marks, row_images
 from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError, count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-#: Stands for an image in the text of a prompt.
-MARK = "<image>"
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class ImagePrompts:
 
     Attributes:
         key: `data.image_key`.
+        prompt_key: `data.prompt_key`, whose messages may hold images themselves.
         folder: `data.image_dir`.
         limit: `data.limit_images`.
         settings: sizes of patches and pixels.
@@ -48,6 +47,7 @@ class ImagePrompts:
     """
 
     key: str
+    prompt_key: str
     folder: Path | None
     limit: int | None
     settings: ImageSettings
@@ -69,9 +69,7 @@ class ImagePrompts:
         """
         if config.image_key is None:
             return None
-        folder = None if config.image_dir is None else Path(config.image_dir).expanduser()
-        if folder is not None and not folder.is_dir():
-            raise ConfigError("no such folder", where="data.image_dir", found=str(folder), fix="check the path")
+        folder = image_folder(config)
         limits = settings.limited(config.min_pixels, config.max_pixels)
         tokens = list(encoder.image_tokens)
         text = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
@@ -83,25 +81,11 @@ class ImagePrompts:
                 allowed=f"tokens {tokens}: the begin of an image, a feature, its end",
                 fix="take the model's own tokenizer",
             )
-        return cls(config.image_key, folder, config.limit_images, limits, encoder.image_token, text)
+        return cls(config.image_key, config.prompt_key, folder, config.limit_images, limits, encoder.image_token, text)
 
     def values(self, row: Row) -> list[Any]:
-        """Return the images of a row, not read yet.
-
-        Raises:
-            DataError: more images than `data.limit_images`, or a value that is no image.
-        """
-        found = row.column(self.key, "data.image_key") if row.has(self.key) else None
-        images = found if isinstance(found, list) else [] if found is None or found == "" else [found]
-        if self.limit is not None and len(images) > self.limit:
-            raise DataError(
-                f"column {self.key!r} holds more images than a prompt may have",
-                where=row.where,
-                found=len(images),
-                allowed=f"data.limit_images: {self.limit}",
-                fix=f"raise it, or {row.way_out}",
-            )
-        return images
+        """Return the images of a row, not read yet; DataError as `row_images`."""
+        return row_images(row, self.key, self.prompt_key, self.limit)
 
     def marked(self, text: str, row: Row) -> str:
         """Return the text of a prompt with the model's tokens in the place of `<image>`.
@@ -109,15 +93,7 @@ class ImagePrompts:
         Raises:
             DataError: `<image>` does not stand there as often as the row has images.
         """
-        images, marks = len(self.values(row)), text.count(MARK)
-        if images != marks:
-            raise DataError(
-                f"the prompt has {count(marks, MARK)} for {count(images, 'image')}",
-                where=row.where,
-                found=text[:120],
-                allowed=f"{MARK} once for each image of column {self.key!r}",
-                fix=f"write {MARK} where the image belongs, as with data.format_prompt, or {row.way_out}",
-            )
+        check_marks(text, len(self.values(row)), self.key, row)
         return text.replace(MARK, self.text)
 
     def expanded(self, ids: Sequence[int], row: Row) -> list[int]:

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.architectures.vision_language import ImageSettings
-from megarl.errors import DataError
+from megarl.config.data import DataConfig
+from megarl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,7 +35,8 @@ _LEAST_SIDE, _MOST_RATIO = 2, 200
 _LONGEST_PATH = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5  # Exif: from 5 on width and height change places
-_DATA_URL = "data:image/"
+_DATA_URL, _FILE_URL = "data:image/", "file://"
+_OF_NETWORK = ("http://", "https://", "s3://", "gs://")
 FORMS = "the path of a file, bytes, {bytes, path}, or an image of PIL"
 
 
@@ -74,6 +76,14 @@ def patches_of(value: Any, settings: ImageSettings, folder: Path | None, where: 
     return Patches(values, pixels.shape[0] // patch, pixels.shape[1] // patch, found)
 
 
+def image_folder(config: DataConfig) -> Path | None:
+    """Return `data.image_dir`; ConfigError when it is not there."""
+    folder = None if config.image_dir is None else Path(config.image_dir).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise ConfigError("no such folder", where="data.image_dir", found=str(folder), fix="check the path")
+    return folder
+
+
 def open_image(value: Any, folder: Path | None, where: str) -> Image:
     """Return the image as 8-bit RGB.
 
@@ -110,7 +120,7 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
     if isinstance(value, str) and value.startswith(_DATA_URL):
         value = _decoded(value, where)
     if isinstance(value, str):
-        file = _path(value, where)
+        file = _path(value.removeprefix(_FILE_URL), where)
         file = file if folder is None or file.is_absolute() else folder / file
         source, where = _opened(file, where), f"{where}: {file}"
     elif isinstance(value, bytes):
@@ -212,6 +222,14 @@ def _decoded(url: str, where: str) -> bytes:
 
 
 def _path(text: str, where: str) -> Path:
+    if text.startswith(_OF_NETWORK):
+        raise DataError(
+            "images are not fetched from the network",
+            where=where,
+            found=text[:120],
+            allowed=FORMS,
+            fix="copy it to a file first",
+        )
     try:
         if len(text) > _LONGEST_PATH or "\0" in text:
             raise ValueError("too long, or with a zero")

@@ -1,4 +1,4 @@
-"""Chat messages of a row: OpenAI's form, with content as text or as parts of text, and ShareGPT's `from` and `value`.
+"""Chat messages of a row: OpenAI's form, with content as text or in parts, and ShareGPT's `from` and `value`.
 
 Read once into `{"role": ..., "content": text, ...}`. Other keys of a message (`tool_calls`, `reasoning_content`,
 `name`) stay in it for the chat template, which writes them or is refused; null and empty ones are left out.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.data.row_images import MARK, is_image
 from megarl.data.rows import MEDIA_FIX, Row
 from megarl.errors import DataError
 
@@ -28,8 +29,11 @@ _SHAREGPT = {
 _FORM = 'text, or chat messages [{"role": "user", "content": "..."}, ...]'
 
 
-def read_messages(value: Any, row: Row, column: str) -> list[Message]:
+def read_messages(value: Any, row: Row, column: str, *, images: bool = False) -> list[Message]:
     """Return the messages that `value`, of a row's column, holds; text is the user's.
+
+    Args:
+        images: parts that are images become `<image>`; else they are refused, as everywhere in the assistant's.
 
     Raises:
         DataError: it is neither, a message has no text, or a weight that is not 0 or 1; the row is named.
@@ -38,7 +42,7 @@ def read_messages(value: Any, row: Row, column: str) -> list[Message]:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise _wrong_type(value, row, column)
-    return [_read(message, number, value, row, column) for number, message in enumerate(value, 1)]
+    return [_read(message, number, value, row, column, images) for number, message in enumerate(value, 1)]
 
 
 def without_weight(messages: list[Message]) -> list[Message]:
@@ -63,17 +67,18 @@ def before_assistant(messages: list[Message]) -> list[Message]:
     return messages[:first]
 
 
-def prompt_messages(value: Any, row: Row, column: str, *, whole: bool) -> list[Message]:
+def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: bool = False) -> list[Message]:
     """Return the messages that the policy is shown.
 
     Args:
         value: value of the prompt's column.
         whole: the column holds conversations with the responses to learn; the prompt is what comes before them.
+        images: as in `read_messages`.
 
     Raises:
         DataError: as `read_messages`; the assistant speaks last, or first.
     """
-    messages = read_messages(value, row, column)
+    messages = read_messages(value, row, column, images=images)
     if not whole and messages[-1]["role"] == ASSISTANT:
         raise DataError(
             f"the messages in column {column!r} end with the assistant's, so that the prompt holds the response",
@@ -94,7 +99,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool) -> list[M
     return without_weight(prompt)
 
 
-def response_of(row: Row, prompt_key: str, response_key: str) -> list[Message]:
+def response_of(row: Row, prompt_key: str, response_key: str, *, images: bool = False) -> list[Message]:
     """Return the response of a row to learn: messages of which the assistant's are learnt. See `response_messages`.
 
     Raises:
@@ -112,11 +117,13 @@ def response_of(row: Row, prompt_key: str, response_key: str) -> list[Message]:
         )
     if not isinstance(value, list):
         return response_messages(value, response_key, row)
-    shown = prompt_messages(row.column(prompt_key, "data.prompt_key"), row, prompt_key, whole=whole)
-    return response_messages(value, response_key, row, shown)
+    shown = prompt_messages(row.column(prompt_key, "data.prompt_key"), row, prompt_key, whole=whole, images=images)
+    return response_messages(value, response_key, row, shown, images=images)
 
 
-def response_messages(value: Any, key: str, row: Row, prompt: list[Message] | None = None) -> list[Message]:
+def response_messages(
+    value: Any, key: str, row: Row, prompt: list[Message] | None = None, *, images: bool = False
+) -> list[Message]:
     """Return a response to learn: text, an integer, or messages that begin and end with the assistant's.
 
     Args:
@@ -125,6 +132,7 @@ def response_messages(value: Any, key: str, row: Row, prompt: list[Message] | No
         row: the row, likewise.
         prompt: messages of the row's prompt. A response that repeats them at its start is what comes after them, up to
             the assistant's last message.
+        images: the prompt may hold images; what comes after it may not.
 
     Raises:
         DataError: anything else, or nothing in it is learnt.
@@ -133,10 +141,16 @@ def response_messages(value: Any, key: str, row: Row, prompt: list[Message] | No
         return [{"role": ASSISTANT, "content": value}]
     if isinstance(value, int) and not isinstance(value, bool):
         return [{"role": ASSISTANT, "content": str(value)}]
-    messages = read_messages(value, row, key) if isinstance(value, list) else []
+    messages = read_messages(value, row, key, images=images) if isinstance(value, list) else []
     if prompt is not None and len(messages) > len(prompt) and without_weight(messages[: len(prompt)]) == prompt:
         last = max((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), default=0)
         messages = messages[len(prompt) : last + 1]
+    if images and any(MARK in message["content"] for message in messages):
+        raise DataError(
+            f"the response in column {key!r} holds an image, and only prompts may",
+            where=row.where,
+            fix="end the conversation before it, or take the row out",
+        )
     before = before_assistant(messages)
     if before and before != messages:
         raise DataError(
@@ -171,7 +185,7 @@ def response_messages(value: Any, key: str, row: Row, prompt: list[Message] | No
     return messages
 
 
-def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: str) -> Message:
+def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: str, images: bool) -> Message:
     shared = "from" in message and "role" not in message
     role, content = (message.get("from"), message.get("value")) if shared else map(message.get, ("role", "content"))
     if shared and isinstance(role, str):
@@ -187,7 +201,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
     names = ("from", "value") if shared else ("role", "content")
     more = {key: item for key, item in message.items() if key not in names and not _is_empty(item)}
     if isinstance(content, list):
-        content = _joined(content, number, row, column)
+        content = _joined(content, number, row, column, images and role != ASSISTANT)
     if content is None and role == ASSISTANT and more.keys() - {WEIGHT}:
         content = ""  # a call of a tool without words
     if not isinstance(role, str) or not isinstance(content, str):
@@ -198,19 +212,24 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
     return {"role": role, "content": content, **more}
 
 
-def _joined(parts: list[Any], number: int, row: Row, column: str) -> str | None:
+def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool) -> str | None:
     """Return the text of content that comes in parts, one after the other; None where they are no parts."""
     texts = []
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             return None
+        if images and is_image(part):
+            texts.append(MARK)
+            continue
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise DataError(
                 f"message {number} in column {column!r} holds content that is no text",
                 where=row.where,
                 found=part["type"],
                 allowed='parts of text: {"type": "text", "text": "..."}',
-                fix=MEDIA_FIX,
+                fix=f"set data.image_key for a vision-language model that is to see it; else {MEDIA_FIX}"
+                if is_image(part)
+                else MEDIA_FIX,
             )
         texts.append(part["text"])
     return "".join(texts) if texts else None
@@ -252,11 +271,12 @@ class PromptColumn:
 
     Attributes:
         name: `data.prompt_key`.
-        whole: as in `prompt_messages`.
+        whole, images: as in `prompt_messages`.
     """
 
     name: str = "prompt"
     whole: bool = False
+    images: bool = False
 
     def messages(self, row: Mapping[str, Any]) -> list[Message] | None:
         """Return the prompt's messages; None where it is text, or `row` has no more than its other columns."""
@@ -265,4 +285,6 @@ class PromptColumn:
             value = own.column(self.name, "data.prompt_key")
         except DataError:
             return None
-        return prompt_messages(value, own, self.name, whole=self.whole) if isinstance(value, list) else None
+        if not isinstance(value, list):
+            return None
+        return prompt_messages(value, own, self.name, whole=self.whole, images=self.images)

@@ -14,6 +14,7 @@ from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.image_prompts import ImagePrompts
 from megarl.data.render import Split, chat_of, given_prompts, tokenize, within_limit, written
+from megarl.data.row_images import without_images
 from megarl.data.rows import Row, hidden_columns, reference_of
 from megarl.data.sources import load_rows
 from megarl.errors import ConfigError, count
@@ -127,7 +128,11 @@ class PromptDataset:
         if self._images is not None:
             held[self._images.key.partition(".")[0]] = True  # its values cannot be sent
         held["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
-        return {name: value for name, value in row.items() if not held.get(name, False)}
+        columns = {name: value for name, value in row.items() if not held.get(name, False)}
+        prompt = self.config.prompt_key.partition(".")[0]
+        if self._images is not None and prompt in columns:
+            columns[prompt] = without_images(columns[prompt])
+        return columns
 
 
 def read_split(config: DataConfig, split: Split) -> list[Row]:

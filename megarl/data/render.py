@@ -30,17 +30,19 @@ class Tokenizer(Protocol):
         """Return `input_ids` of a text, or of each of a list."""
 
 
-def render_prompts(config: DataConfig, chat: Chat | None, rows: Sequence[Row], *, whole: bool = False) -> list[str]:
+def render_prompts(
+    config: DataConfig, chat: Chat | None, rows: Sequence[Row], *, whole: bool = False, mark: Mark | None = None
+) -> list[str]:
     """Return the text of each row's prompt: column, then data.format_prompt, then the chat template.
 
     Args:
         chat: (messages, row) -> text; None: no chat template is in use.
-        whole: as in `given_prompts`.
+        whole, mark: as in `given_prompts`.
 
     Raises:
         DataError, ConfigError: as `given_prompts`, or the chat template refuses the messages.
     """
-    return written(given_prompts(config, rows, chat=chat is not None, whole=whole), chat, rows)
+    return written(given_prompts(config, rows, chat=chat is not None, whole=whole, mark=mark), chat, rows)
 
 
 def written(prompts: Sequence[str | list[Message]], chat: Chat | None, rows: Sequence[Row]) -> list[str]:
@@ -86,7 +88,7 @@ def given_prompts(
             text = render(content, row)
             prompts.append(text if mark is None else mark(text, row))
             continue
-        messages = prompt_messages(content, row, config.prompt_key, whole=whole)
+        messages = prompt_messages(content, row, config.prompt_key, whole=whole, images=config.image_key is not None)
         if not chat:
             raise DataError(
                 f"column {config.prompt_key!r} holds chat messages, but no chat template is in use",

@@ -137,7 +137,8 @@ class SFTDataset(PromptDataset):
 
     def _response(self, number: int, key: str) -> list[Message]:
         """Return the messages to learn of one row, without what the prompt ends with already."""
-        talk = response_of(self.rows[number], self.config.prompt_key, key)
+        images = self.config.image_key is not None
+        talk = response_of(self.rows[number], self.config.prompt_key, key, images=images)
         text = self.texts[number].rstrip()
         if text.endswith(_THINK) and talk[0]["content"].lstrip().startswith(_THINK):
             opened = talk[0]["content"].lstrip().removeprefix(_THINK)

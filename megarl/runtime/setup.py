@@ -259,7 +259,7 @@ class _Source:
             "scorer": ScorerRole(
                 self.reward,
                 episodes is not None and episodes.scores,
-                PromptColumn(config.data.prompt_key, config.whole_conversations),
+                PromptColumn(config.data.prompt_key, config.whole_conversations, config.data.image_key is not None),
             ),
         }
 

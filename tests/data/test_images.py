@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import random
 
 import numpy as np
@@ -9,10 +10,14 @@ import pytest
 from PIL import Image
 
 from megarl.architectures.vision_language import ImageSettings
+from megarl.checks.rows import check_rows
 from megarl.config.data import DataConfig
+from megarl.config.load import load_config
 from megarl.data.image_prompts import ImagePrompts
 from megarl.data.images import fitting_size, image_size, open_image, patches_of, resized, unpatchify
+from megarl.data.messages import PromptColumn, read_messages, response_of
 from megarl.data.prompts import PromptDataset
+from megarl.data.rows import Row
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import ConfigError, DataError
 from tests.models.vlm_tiny import config_of
@@ -154,6 +159,83 @@ def test_a_mark_becomes_the_tokens_of_its_image_and_rows_without_images_mix():
     assert all("images" not in row for row in batch["row"])
     ids = batch["prompt_ids"].unbind()[0].tolist()
     assert ids[1:10] == [4, *[5] * 6, 6, ids[9]]
+
+
+def parts(*given) -> list[dict]:
+    """A message whose content is in parts: text, or a part that is an image."""
+    content = [{"type": "text", "text": one} if isinstance(one, str) else one for one in given]
+    return [{"role": "user", "content": content}]
+
+
+def test_parts_of_messages_are_images_as_marks_are():
+    first, second = picture(56, 84), picture(56, 56)
+    url, other = ("data:image/png;base64," + base64.b64encode(as_bytes(one)).decode() for one in (first, second))
+    forms = [
+        {"prompt": parts("a<image>b<image>c?"), "images": [first, second]},
+        {"prompt": parts("a", {"type": "image"}, "b", {"type": "image"}, "c?"), "images": [first, second]},
+        {"prompt": parts("a", {"type": "image_url", "image_url": {"url": url}}, "b<image>c?"), "images": [second]},
+        {"prompt": parts("a", {"type": "image", "image": first}, "b", {"type": "image", "url": other}, "c?")},
+    ]
+    data = dataset(*forms, override_chat_template="{{ messages[0].content }}")
+    batch = data.batch(range(4))
+    for name in ("prompt_ids", "image_grids", "image_digests"):
+        assert all(one.equal(batch[name].unbind()[0]) for one in batch[name].unbind()), name
+    sent = json.dumps(batch["row"])
+    assert "base64" not in sent, "reward functions get no images in rows"
+    shown = PromptColumn("prompt", images=True).messages(batch["row"][3])
+    assert shown == [{"role": "user", "content": "a<image>b<image>c?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": parts({"type": "image"}, "a?")}, "1 <image> for 0 images"),
+        ({"prompt": parts({"type": "image", "image": picture()}, "a?"), "images": [picture()]}, "for 2 images"),
+        ({"prompt": parts({"type": "image", "url": "https://a.b/c.png"}, "a?")}, "not fetched from the network"),
+        ({"prompt": parts({"type": "video", "video": "a.mp4"}, "a?")}, "content that is no text"),
+    ],
+    ids=["no image", "too many", "network", "video"],
+)
+def test_parts_that_do_not_fit_are_named(row, what):
+    with pytest.raises(DataError, match=what) as raised:
+        dataset({"prompt": "ab?"}, row, override_chat_template="{{ messages[0].content }}")
+    assert "row 2" in str(raised.value)
+
+
+def test_an_image_in_a_message_is_refused_where_nothing_sees_it():
+    row = Row({"prompt": parts({"type": "image", "image": "a.png"})}, "rows", 1)
+    with pytest.raises(DataError, match=r"set data\.image_key"):
+        read_messages(row["prompt"], row, "prompt")
+    talk = [*parts("a?"), {"role": "assistant", "content": "b"}, *parts({"type": "image", "image": "a.png"})]
+    talk.append({"role": "assistant", "content": "c"})
+    with pytest.raises(DataError, match="only prompts may"):
+        response_of(Row({"talk": talk}, "rows", 1), "talk", "talk", images=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a?", "images": ["good.png"]}, "0 <image>s for 1 image"),
+        ({"prompt": "<image>?", "images": ["gone.png"]}, "No such file"),
+        ({"prompt": "<image>?", "images": ["text.png"]}, "not an image"),
+        ({"prompt": "<image>?", "images": ["wide.png"]}, "40000 x 3"),
+        ({"prompt": "<image>?", "images": ["film.gif"]}, "several frames"),
+        ({"prompt": "<image>" * 3, "images": ["good.png"] * 3}, "more images than a prompt may have"),
+    ],
+    ids=["zero", "missing", "broken", "wide", "gif", "many"],
+)
+def test_bad_rows_are_named_before_a_start(row, what, tmp_path):
+    (tmp_path / "good.png").write_bytes(as_bytes(picture()))
+    (tmp_path / "text.png").write_bytes(b"no image")
+    (tmp_path / "wide.png").write_bytes(as_bytes(Image.new("1", (40_000, 3))))
+    (tmp_path / "film.gif").write_bytes(several_frames())
+    good = {"prompt": "<image>?", "images": ["good.png"], "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"answer": "1", **one}) + "\n" for one in (good, row)))
+    data = [f"data.{key}_files=[{tmp_path}/rows.jsonl]" for key in ("train", "val")]
+    given = [*data, f"data.image_dir={tmp_path}", "data.limit_images=2", "data.loader_kwargs={}"]
+    with pytest.raises(DataError, match=what) as raised:
+        check_rows(load_config("grpo_shapes_quickstart", given), "train")
+    assert "rows.jsonl:2" in str(raised.value)
 
 
 @pytest.mark.parametrize(
