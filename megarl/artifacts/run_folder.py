@@ -31,7 +31,7 @@ LAUNCH_FOLDER = "launch"
 SAVE_REQUEST = "save"
 
 _LOOK_S = 1.0
-_FOLDERS = ("checkpoints", "errors", "heartbeats", "launch", "logs", "servers", "sync", "trace", "videos")
+_FOLDERS = ("checkpoints", "errors", "heartbeats", "images", "launch", "logs", "servers", "sync", "trace", "videos")
 _OF_FILES = (".", "checkpoints", "errors", "heartbeats", "logs", "trace")
 _SUFFIXES = frozenset({".html", ".json", ".jsonl", ".svg", ".txt", ".yaml"})
 _RECORDS: dict[str, Needs] = {

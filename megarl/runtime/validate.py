@@ -67,7 +67,7 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
             if films_of is not None and robot:
                 rows += film_rows(c.run_dir, films_of, samples, wanted) if c.layout.rank == 0 else []
             elif wanted > 0:
-                rows += _report_rows(samples, results)[:wanted]
+                rows += _report_rows(c, samples, results, wanted)
     metrics = validation_metrics(scored)
     if c.config.reward.on_error != "raise":
         metrics.sum("val/reward_errors", failed)
@@ -76,14 +76,24 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
     return Validation(metrics, rows, why)
 
 
-def _report_rows(samples: Batch, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    text = "transcript" if "transcript" in samples else "response_text"
-    return [
+def _report_rows(c: RankState, samples: Batch, results: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return the first `count` samples for the report; the first rank writes pictures of their images."""
+    from megarl.data.fields import PATCHES
+    from megarl.data.image_prompts import image_sets, pixels_of
+    from megarl.tracking.sample_images import write_images
+
+    shown = samples.select(list(range(min(count, len(samples)))))
+    text = "transcript" if "transcript" in shown else "response_text"
+    columns = (shown["prompt_text"], shown[text], shown["answer"], results[: len(shown)])
+    rows: list[dict[str, Any]] = [
         {"prompt": prompt, "response": response, "answer": answer, "score": result["overall"]}
-        for prompt, response, answer, result in zip(
-            samples["prompt_text"], samples[text], samples["answer"], results, strict=True
-        )
+        for prompt, response, answer, result in zip(*columns, strict=True)
     ]
+    if PATCHES in shown and c.layout.rank == 0:
+        for row, images in zip(rows, image_sets(shown), strict=True):
+            if images is not None:
+                row["images"] = write_images(c.run_dir, pixels_of(images))
+    return rows
 
 
 def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False) -> float | None:

@@ -129,12 +129,15 @@ class MlflowLog:
             log.warning("MLflow rejects the metric %r and will not get it; metrics.jsonl has it: %s", key, reason)
 
     def finish(self, status: str, artifacts: Iterable[Path]) -> None:
-        """Upload files, close the run (`FINISHED`, `FAILED` or `KILLED`), wait for the queue, report failed calls."""
-        paths = [path for path in artifacts if path.is_file()]
+        """Upload files and folders, close the run (`FINISHED`, `FAILED`, `KILLED`), wait for the queue, report failures."""
+        paths = [path for path in artifacts if path.exists()]
 
         def call(client: Any, run_id: str) -> None:
             for path in paths:
-                client.log_artifact(run_id, str(path))
+                if path.is_dir():
+                    client.log_artifacts(run_id, str(path), path.name)
+                else:
+                    client.log_artifact(run_id, str(path))
 
         self._calls.put(call)
         self._calls.put(lambda client, run_id: self._close(client, run_id, status))

@@ -364,6 +364,10 @@ function samples() {
       return el("td", { class: "num" }, el("span", { class: "score" + tone, text: typeof value === "number" ? fmt(value) : "–" }));
     }
     if (typeof value === "number") return el("td", { class: "num", text: fmt(value) });
+    if (name === "images") {
+      const picture = (n) => (DATA.pictures[n] ? el("img", { src: DATA.pictures[n], alt: n, title: n }) : n);
+      return el("td", { class: "images" }, ...(value || []).map(picture));
+    }
     if (name === "film") return el("td", {}, value ? el("img", { src: value, alt: "episode" }) : "");
     return el("td", { class: "text" }, el("div", { class: "cut", text: value === null || value === undefined ? "" : String(value) }));
   }

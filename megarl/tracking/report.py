@@ -21,6 +21,7 @@ from megarl.artifacts.trained import exported, run_folder_fix
 from megarl.errors import DataError
 from megarl.tracking import teams
 from megarl.tracking.restarts import read_restarts
+from megarl.tracking.sample_images import embedded
 
 MAX_POINTS = 1500  # per line; more are averaged in bins
 MAX_SAMPLE_STEPS = 12
@@ -162,7 +163,7 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
         run.label = label
     run = runs[0]
     stage = run.main_stage()
-    samples, note = _samples(run.folder, stage)
+    samples, pictures, note = _samples(run.folder, stage)
     return {
         "runs": [{"name": r.label, "status": r.info.get("status", "unknown")} for r in runs],
         "facts": _facts(run, stage),
@@ -170,6 +171,7 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
         "groups": _groups(runs),
         "samples": samples,
         "samplesNote": note,
+        "pictures": pictures,
         "sampleColumns": _sample_columns(samples),
         "graph": _graph(run.folder),
         "config": _config(run),
@@ -417,8 +419,9 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], str]:
-    """Return rows for the table and a note on omissions: all steps if they are few, else evenly spaced ones."""
+def _samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], dict[str, str], str]:
+    """Return rows for the table, pictures by name, and a note on omissions: all steps if they are few, else evenly
+    spaced ones."""
     rows = [
         row for row in read_jsonl(folder / "samples.jsonl", needs={"step": int}) if row.get("stage", stage) == stage
     ]
@@ -432,8 +435,12 @@ def _samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], str]:
     notes = [f"{len(shown)} of {len(rows)}; all are in samples.jsonl"] if len(shown) < len(rows) else []
     if without := _embed_films(folder, shown):
         notes.append(f"{without} films are too large for this page; they are in the run's folder, see video")
-    found = [{key: value if key == "film" else _cell(value) for key, value in row.items()} for row in shown]
-    return found, "; ".join(notes)
+    pictures, missing = embedded(folder, shown)
+    if missing:
+        notes.append(f"{missing} images do not fit into this page; they are in the run's folder, see images")
+    own = ("film", "images")
+    found = [{key: value if key in own else _cell(value) for key, value in row.items()} for row in shown]
+    return found, pictures, "; ".join(notes)
 
 
 def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
@@ -469,7 +476,7 @@ def _cell(value: Any) -> Any:
 
 
 def _sample_columns(rows: list[dict[str, Any]]) -> list[str]:
-    first = ["film", "prompt", "response", "answer", "score"]
+    first = ["film", "images", "prompt", "response", "answer", "score"]
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [n for n in first if n in names] + [
         n for n in names if n not in (*first, "step", "stage", "uid", "sample_id")

@@ -30,6 +30,7 @@ from megarl.tracing import keep_beating
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.loggers import LoggedRun, LoggerThread, describe_run
 from megarl.tracking.mlflow_log import STATUS, MlflowLog
+from megarl.tracking.sample_images import FOLDER
 from megarl.tracking.trace import merge_trace
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Tracker:
                 self._close_trace(status)
                 self._close_files(status, lines)
         if self._mlflow is not None:
-            self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
+            self._mlflow.finish(STATUS[status], [self.run_dir / file for file in (*_ARTIFACTS, FOLDER)])
         for logger in self._loggers:
             logger.finish(status)
 

@@ -6,7 +6,7 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.fields import IMAGES
+from megarl.data.fields import GRIDS, IMAGES
 from megarl.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.data.versions import VERSION_FIELDS
 from megarl.errors import MegarlError
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
+    from megarl.data.jagged import Jagged
+    from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import RolloutRole, ScorerRole
 
@@ -243,11 +245,23 @@ def record_samples(c: StepContext, samples: Batch) -> None:
     m.mean("response_length/clip_ratio", sum(reason == "length" for reason in samples["finish_reason"]), count)
     m.mean("prompt_length/mean", float(prompt_lengths.sum()), count)
     m.max("prompt_length/max", float(prompt_lengths.max()))
+    if GRIDS in samples:
+        _record_images(m, samples[GRIDS])
     _record_work(c, samples)
     if c.config.has_turns:
         from megarl.runtime.samples import record_episodes
 
         record_episodes(c, samples)
+
+
+def _record_images(m: Metrics, grids: Jagged) -> None:
+    """Count the images of samples, and the tokens that stand for each."""
+    images = len(grids.values)
+    m.mean("images/per_sample", images, len(grids))
+    if images:
+        tokens = grids.values[:, 1] * grids.values[:, 2]
+        m.mean("images/tokens/mean", float(tokens.sum()), images)
+        m.max("images/tokens/max", float(tokens.max()))
 
 
 def _record_work(c: StepContext, samples: Batch) -> None:

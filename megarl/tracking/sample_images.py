@@ -1,0 +1,82 @@
+"""Small pictures of the images of samples, for the report: RUN_DIR/images/DIGEST.png, one for each image.
+
+Validation shows the same prompts again and again, so that files are named by what they hold.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.processes import write_atomically
+
+FOLDER = "images"
+#: Longest side in pixels: small images are enlarged to be visible, large ones reduced.
+_LEAST, _MOST = 96, 192
+#: Images of a sample that are shown.
+MOST_SHOWN = 8
+#: Total size of the pictures in a report; others stay in the run folder.
+REPORT_BYTES = 4 << 20
+_NAME = re.compile(rf"{FOLDER}/[0-9a-f]{{16}}\.png")
+
+
+def write_images(run_dir: Path, images: Sequence[tuple[int, NDArray[np.uint8]]]) -> list[str]:
+    """Write small pictures of the images of a sample, and return their paths in the run's folder.
+
+    Args:
+        images: digest of 64 bits with sign, and pixels uint8 [height, width, 3]; the first `MOST_SHOWN` are written.
+    """
+    names = []
+    for digest, pixels in images[:MOST_SHOWN]:
+        name = f"{FOLDER}/{digest & (1 << 64) - 1:016x}.png"
+        if not (run_dir / name).exists():
+            (run_dir / FOLDER).mkdir(exist_ok=True)
+            write_atomically(run_dir / name, thumbnail(pixels))
+        names.append(name)
+    return names
+
+
+def thumbnail(pixels: NDArray[np.uint8]) -> bytes:
+    """Return a small PNG of pixels uint8 [height, width, 3]."""
+    from PIL import Image
+
+    image, longest = Image.fromarray(pixels), max(pixels.shape[:2])
+    scale = min(max(longest, _LEAST), _MOST) / longest
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    image = image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def embedded(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, str], int]:
+    """Return the pictures that rows of a report name, as data URIs by their paths, and the number of omitted ones.
+
+    The names of a row's `images` that are no pictures of the run's folder are taken out of it.
+    """
+    found: dict[str, str] = {}
+    left, without = REPORT_BYTES, set[str]()
+    for row in sorted(rows, key=lambda row: row["step"], reverse=True):
+        names = row.get("images")
+        if names is None:
+            continue
+        row["images"] = [name for name in names if _is_picture(folder, name)] if isinstance(names, list) else []
+        for name in row["images"]:
+            size = (folder / name).stat().st_size
+            if name not in found and size <= left:
+                left -= size
+                found[name] = f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
+            elif name not in found:
+                without.add(name)
+    return found, len(without)
+
+
+def _is_picture(folder: Path, name: Any) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None and (folder / name).is_file()
