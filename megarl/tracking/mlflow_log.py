@@ -129,7 +129,7 @@ class MlflowLog:
             log.warning("MLflow rejects the metric %r and will not get it; metrics.jsonl has it: %s", key, reason)
 
     def finish(self, status: str, artifacts: Iterable[Path]) -> None:
-        """Upload files and folders, close the run (`FINISHED`, `FAILED`, `KILLED`), wait for the queue, report failures."""
+        """Upload files and folders, close the run (`FINISHED`, `FAILED`, `KILLED`), wait, report failed calls."""
         paths = [path for path in artifacts if path.exists()]
 
         def call(client: Any, run_id: str) -> None:
