@@ -120,7 +120,7 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
 
 def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) -> Callable[..., Any]:
     """Return a function of this project's convention, or of EasyR1's, as it is called here."""
-    alone = next(iter(signature.parameters), "") == ONE_SAMPLE
+    single = next(iter(signature.parameters), "") == ONE_SAMPLE
 
     def call(first: Any, **kwargs: Any) -> Any:
         images = {}
@@ -128,7 +128,7 @@ def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) 
             images = {IMAGES: [_images(one) for one in first] if isinstance(first, list) else _images(first)}
         return _awaited(function(first, **images, **kwargs))
 
-    if alone and mode == "batch":
+    if single and mode == "batch":
         return lambda samples, **kwargs: [call(sample, **kwargs) for sample in samples]
     return call
 

@@ -132,7 +132,7 @@ class TensorboardLogger:
         self._writer.flush()
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Record samples as text, indented so that Markdown leaves it alone."""
+        """Record samples as text, indented so that Markdown shows it as it is."""
         columns = columns_of(rows)
         text = "\n\n".join("\n".join(f"{c}: {_cell(row.get(c))}" for c in columns)[:_TEXT_CHARS] for row in rows)
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
