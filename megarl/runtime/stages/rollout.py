@@ -245,7 +245,7 @@ def record_samples(c: StepContext, samples: Batch) -> None:
     m.mean("response_length/clip_ratio", sum(reason == "length" for reason in samples["finish_reason"]), count)
     m.mean("prompt_length/mean", float(prompt_lengths.sum()), count)
     m.max("prompt_length/max", float(prompt_lengths.max()))
-    if GRIDS in samples:
+    if c.config.data.image_key is not None:
         _record_images(m, samples[GRIDS])
     _record_work(c, samples)
     if c.config.has_turns:
