@@ -9,7 +9,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.errors import ConfigError, UserError
 from megarl.imports import import_callable
-from megarl.recipes import dapo, dpo, grpo, ppo, srpo
+from megarl.recipes import dapo, grpo, ppo, preference, srpo
 
 #: The included pipelines, and the functions that build their graphs.
 PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
@@ -17,7 +17,8 @@ PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
     "ppo": ppo.build_graph,
     "dapo": dapo.build_graph,
     "srpo": srpo.build_graph,
-    "dpo": dpo.build_graph,
+    "dpo": preference.build_dpo,
+    "reward_model": preference.build_reward_model,
 }
 
 

@@ -12,6 +12,9 @@
 
 A log-ratio is the sum over a response's tokens, or their mean. The reward that a policy implies is beta times the sum;
 metrics have the names that TRL gives them.
+
+A reward model's scores r have the loss of Bradley and Terry, -log sigmoid(r(chosen) - r(rejected) - margin), and with
+`center_coef` c also c (r(chosen) + r(rejected))^2 (arXiv 2312.09244).
 """
 
 from __future__ import annotations
@@ -88,6 +91,28 @@ def preference_loss(
     return loss, metrics
 
 
+def score_loss(
+    scores: Tensor, margins: Tensor | None, settings: PreferenceConfig, pairs: float
+) -> tuple[Tensor, Metrics]:
+    """Return the part of a reward model's loss that whole pairs contribute, and their metrics.
+
+    Args:
+        scores: float [2P], differentiable, each chosen response's before its rejected one's.
+        margins: float [P], by how much chosen scores are to be larger; None: not at all.
+        settings: of the loss.
+        pairs: in the mini-batch over all ranks: the loss is a mean over them.
+    """
+    scores = at_least_float32(scores)
+    chosen, rejected = scores.view(-1, 2).unbind(1)
+    difference = chosen - rejected
+    losses = -logsigmoid(difference if margins is None else difference - margins)
+    losses = losses + settings.center_coef * (chosen + rejected) ** 2
+    metrics = Metrics()
+    metrics.mean("preference/loss", float(losses.detach().double().sum()), len(losses))
+    _measure_rewards(metrics, scores.detach())
+    return losses.sum() / pairs, metrics
+
+
 def local_pair_counts(mask: Tensor, offsets: Tensor) -> Tensor:
     """Count the pairs, and the tokens of their chosen responses: float64 [2] on the CPU. Add the counts over ranks.
 
@@ -101,14 +126,17 @@ def local_pair_counts(mask: Tensor, offsets: Tensor) -> Tensor:
 
 def _measure(metrics: Metrics, logp: Tensor, rewards: Tensor) -> None:
     """Record what TRL's trainer records of a batch of pairs, from both [2P] of whole responses."""
+    _measure_rewards(metrics, rewards)
+    for name, values in zip(("logps/chosen", "logps/rejected"), logp.view(-1, 2).unbind(1), strict=True):
+        metrics.mean(name, float(values.double().sum()), len(values))
+
+
+def _measure_rewards(metrics: Metrics, rewards: Tensor) -> None:
     chosen, rejected = rewards.view(-1, 2).unbind(1)
-    better, worse = logp.view(-1, 2).unbind(1)
     for name, values in {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
         "rewards/accuracies": chosen > rejected,
-        "logps/chosen": better,
-        "logps/rejected": worse,
     }.items():
         metrics.mean(name, float(values.double().sum()), len(chosen))

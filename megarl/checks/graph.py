@@ -10,6 +10,7 @@ from megarl.algorithms.advantages import ADVANTAGES
 from megarl.checks.checklist import Checklist
 from megarl.checks.components import check_function_name
 from megarl.config.run import RunConfig
+from megarl.config.training import PreferenceConfig
 from megarl.dag.edges import MissingFieldError
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Role
@@ -146,7 +147,7 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
             if preference is not None
             else f"the {pipeline} pipeline learns from pairs, and the recipe does not say how",
             found=pipeline if preference is not None else "null",
-            allowed=["dpo", "file.py:fn", "pkg.mod:fn"] if preference is not None else "a section",
+            allowed=["dpo", "reward_model", "file.py:fn", "pkg.mod:fn"] if preference is not None else "a section",
             fix="set algorithm.pipeline=dpo, or remove preference" if preference is not None else "add preference: {}",
         )
         return
@@ -166,13 +167,36 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
                 allowed=wanted,
                 fix="leave it out",
             )
-    if preference.label_smoothing and preference.loss in ("hinge", "ipo"):
+    _check_loss(config, preference, checks)
+
+
+def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checklist) -> None:
+    """Check that a loss of pairs uses all keys that are set."""
+    of_policies = ("beta", "sft_coef", "length_normalised")
+    smoothed = preference.loss in ("sigmoid", "robust")
+    ignored = of_policies if preference.scores else ("margin_key", "center_coef")
+    ignored += () if smoothed else ("label_smoothing",)
+    for name in ignored:
+        found, default = getattr(preference, name), type(preference).model_fields[name].default
+        if found != default:
+            checks.fail(
+                "preferences",
+                f"preference.{name}",
+                f"the loss {preference.loss} does not use it",
+                found=found,
+                allowed="null" if default is None else default,
+                fix="leave it out, or choose another preference.loss",
+            )
+    if preference.scores and (config.sft.steps or config.data.image_key is not None):
+        key = "sft.steps" if config.sft.steps else "data.image_key"
         checks.fail(
             "preferences",
-            "preference.label_smoothing",
-            f"the loss {preference.loss} has no labels to smooth",
-            found=preference.label_smoothing,
-            allowed=0,
-            fix="set preference.label_smoothing=0, or preference.loss=sigmoid",
+            key,
+            "a reward model has no vocabulary to learn responses with, and reads text",
+            found=config.sft.steps or config.data.image_key,
+            allowed="0" if config.sft.steps else "null",
+            fix="train the policy first (megarl sft), and name it in model.path"
+            if config.sft.steps
+            else "leave it out",
         )
-    checks.ok("preferences", f"loss {preference.loss}, beta {preference.beta:g}")
+    checks.ok("preferences", f"loss {preference.loss}" + ("" if preference.scores else f", beta {preference.beta:g}"))

@@ -383,7 +383,17 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
             allowed="integer > 0",
             fix="set sft.steps, for example to 500",
         )
-    if job in ("eval", "generate") and config.model.path is None and config.trainer.resume in ("auto", "never"):
+    if job != "train" and config.preference is not None and config.preference.scores:
+        checks.fail(
+            "model",
+            "preference.loss",
+            f"the recipe trains a reward model, which scores responses, and megarl {job} needs a language model",
+            found=config.preference.loss,
+            allowed="null for the whole section",
+            fix="name a recipe of a language model; the reward model in hf/ is read by transformers "
+            "(AutoModelForSequenceClassification)",
+        )
+    elif job in ("eval", "generate") and config.model.path is None and config.trainer.resume in ("auto", "never"):
         checks.fail(
             "model",
             "model.path",

@@ -154,7 +154,8 @@ class AlgorithmConfig(Section):
     """The RL objective. `pipeline` names the task graph."""
 
     pipeline: str = Field(
-        "grpo", description="grpo, ppo, dapo, srpo, dpo, or file.py:fn or pkg.mod:fn that builds a TaskGraph"
+        "grpo",
+        description="grpo, ppo, dapo, srpo, dpo, reward_model, or file.py:fn or pkg.mod:fn that builds a TaskGraph",
     )
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="advantage estimator")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")

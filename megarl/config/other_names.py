@@ -246,7 +246,7 @@ _PICTURES = "images of prompts are named by data.image_key, with data.image_dir,
 _REFERENCE = "the reference is frozen here (reference.path)"
 _REWARD_MODEL = "there is no reward model in the run here; a reward function may ask a server for scores (reward.name)"
 _ALWAYS = "this is always so here, and there is no key for it"
-_PREFERENCES = "of methods that learn from preferences DPO, IPO, SLiC and robust DPO are here (section preference)"
+_PREFERENCES = "of preference methods DPO, IPO, SLiC, robust DPO and reward models are here (section preference)"
 _PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
 #: Name in another project -> why it does not exist here, and what to use.
 ABSENT: dict[str, str] = {
@@ -293,7 +293,8 @@ METHODS: dict[str, str] = {
     "dpo": _PAIRS,
     "ipo": "set algorithm.pipeline=dpo and preference.loss=ipo",
     **dict.fromkeys(("kto", "orpo", "simpo", "cpo", "bco", "online_dpo", "nash_md", "xpo"), _PREFERENCES),
-    **dict.fromkeys(("rm", "reward_model", "reward", "prm"), _REWARD_MODEL),
+    **dict.fromkeys(("rm", "reward", "reward_modeling"), "set algorithm.pipeline=reward_model for training one"),
+    **dict.fromkeys(("reward_model", "prm"), _REWARD_MODEL),
     **dict.fromkeys(("sft", "cold_start"), "this is a command here: megarl sft RECIPE; before RL it is sft.steps"),
     **dict.fromkeys(("gkd", "distillation", "opd"), "set algorithm.distillation.coef and teacher.path"),
     **dict.fromkeys(("lora", "qlora", "peft"), _LORA),

@@ -148,7 +148,8 @@ class RunConfig(Section):
     teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="teacher of distillation")
     sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised cold start")
     preference: PreferenceConfig | None = Field(
-        None, description="learning from pairs of responses (pipeline dpo); null: samples are generated"
+        None,
+        description="learning from pairs of responses (pipelines dpo, reward_model); null: responses are generated",
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="loop")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")

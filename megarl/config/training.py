@@ -133,10 +133,11 @@ class TeacherConfig(Section):
 class PreferenceConfig(Section):
     """Learning from pairs of a better and a worse response: DPO and its relatives. Keys as TRL's, where it has them."""
 
-    loss: Literal["sigmoid", "robust", "hinge", "ipo"] = Field(
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "bradley_terry"] = Field(
         "sigmoid",
         description="of a pair, with m its margin of log-ratios to the reference: sigmoid (DPO) -log sigmoid(beta m), "
-        "robust the same less what wrong labels add to it, hinge (SLiC) max(0, 1 - beta m), ipo (m - 1 / (2 beta))^2",
+        "robust the same less what wrong labels add to it, hinge (SLiC) max(0, 1 - beta m), ipo (m - 1 / (2 beta))^2; "
+        "bradley_terry: a reward model, with the difference of scores as m, -log sigmoid(m)",
     )
     beta: PositiveFloat = Field(0.1, le=1000, description="how much a log-ratio to the reference counts")
     label_smoothing: float = Field(
@@ -149,6 +150,12 @@ class PreferenceConfig(Section):
     sft_coef: NonNegativeFloat = Field(
         0.0, le=1000, description="weight of the mean -log-prob of the chosen responses' tokens (RPO); 0: no term"
     )
+    margin_key: str | None = Field(
+        None, description="column of a number by which a reward model's chosen score is to be larger; null: none"
+    )
+    center_coef: NonNegativeFloat = Field(
+        0.0, le=1000, description="weight of (sum of a pair's two scores)^2, which keeps a reward model's scores near 0"
+    )
     chosen_key: str = Field(
         "chosen",
         description="column of the better response: text, or chat messages. Without a column data.prompt_key both "
@@ -160,6 +167,11 @@ class PreferenceConfig(Section):
         description="pairs with a longer sequence of prompt and response are overlong (data.overlong); null: the "
         "model's limit",
     )
+
+    @property
+    def scores(self) -> bool:
+        """Whether a reward model is trained, not a policy."""
+        return self.loss == "bradley_terry"
 
     @property
     def means(self) -> bool:

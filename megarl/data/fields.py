@@ -88,6 +88,7 @@ FIELDS: dict[str, Field] = {
         "[[1, 2, 3]]",
     ),
     "image_digests": Field("int64", "[B, images]", "loader", "hash of each image's pixels", "[-8132]"),
+    "margin": Field("float32", "[B]", "loader of pairs", "how much larger a chosen score is to be", "0.5"),
     # -- what generation adds
     "response_ids": Field(
         "int64", "[B, response]", "rollout; loader of pairs", "all tokens after the prompt", "[21, 23, 2]"

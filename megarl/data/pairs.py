@@ -8,6 +8,7 @@ A row is one of these, as text or as chat messages:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -46,9 +47,19 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
                 found=f"{settings.chosen_key}: {chosen!r:.60}, {settings.rejected_key}: {rejected!r:.60}",
                 fix="give both the same form",
             )
+        if settings.margin_key is not None:
+            _check_margin(row, settings.margin_key)
         if chosen != rejected:
             found.append(_with_prompt(row, config, settings, chosen, rejected))
     return found
+
+
+def _check_margin(row: Row, key: str) -> None:
+    margin = row.column(key, "preference.margin_key")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(
+            f"column {key!r} holds no number", where=row.where, found=margin, allowed="a finite number", fix=row.way_out
+        )
 
 
 def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chosen: Any, rejected: Any) -> Row:

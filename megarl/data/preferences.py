@@ -53,7 +53,7 @@ class PairDataset:
             DataError: a row is no pair, is longer than it may be (data.overlong: error), or none is left.
             ConfigError: no files for the split.
         """
-        self.split = split
+        self.split, self._margin_key = split, settings.margin_key
         rows = read_split(config, split)
         pairs = as_pairs(rows, config, settings)
         self.equal = len(rows) - len(pairs)
@@ -92,12 +92,17 @@ class PairDataset:
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the pairs at `indices`, each as two samples, the chosen response first.
 
-        Fields are those of SFTDataset.batch, with `uid` shared by the two, and `sample_id`.
+        Fields are those of SFTDataset.batch, with `uid` shared by the two, `sample_id`, and `margin` where the recipe
+        names its column.
         """
         places = [self._kept[i] for i in indices]
         both = Batch.concat([side.batch(places, epoch) for side in (self._chosen, self._rejected)])
         pairs = both.select([side * len(places) + i for i in range(len(places)) for side in (0, 1)])
         pairs.set("sample_id", [f"{uid}#{('chosen', 'rejected')[i % 2]}" for i, uid in enumerate(pairs["uid"])])
+        if self._margin_key is not None:
+            rows = [self._chosen.rows[i] for i in places for _ in (0, 1)]
+            margins = [row.column(self._margin_key, "preference.margin_key") for row in rows]
+            pairs.set("margin", torch.tensor(margins, dtype=torch.float32))
         return pairs
 
     def _that_fit(self, limit: int, overlong: str) -> list[int]:

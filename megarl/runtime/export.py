@@ -43,7 +43,7 @@ def export(c: RankState, checkpoints: Path) -> None:
         if "critic" in c.models:
             _write(c, c.models["critic"], CRITIC)
         if c.team.leads:
-            if c.config.model.lora is not None:
+            if c.config.model.lora is not None and not c.actor.chunks[0].has_value_head:
                 _write_adapter(c, c.config.model.lora)
             _write_best(c, checkpoints)
 
@@ -88,7 +88,8 @@ def show_export(c: RankState) -> None:
             name = "model:  " if model.which == "last" else "better: "
             metric = "" if model.which == "last" else f" by {c.config.trainer.best_metric}"
             print(f"{name}{c.run_dir / model.folder} ({model.which}{metric}, step {model.step})")
-        print(f"  to try it: {trial_command(c.config, c.run_dir)}", flush=True)
+        if not c.actor.chunks[0].has_value_head:
+            print(f"  to try it: {trial_command(c.config, c.run_dir)}", flush=True)
 
 
 def trial_command(config: RunConfig, run_dir: Path) -> str:
@@ -112,4 +113,6 @@ def _write(c: RankState, model: ModelRole, name: str) -> None:
     with c.offload.phase("export", model.name):
         folder, source = c.run_dir / name, c.config.model.path
         hf_config, world = model.engine.hf_config, c.layout.world
-        export_weights(model.chunks, folder, hf_config, c.tokenizer, world=world, source=source)
+        preference = c.config.preference
+        classifies = preference is not None and preference.scores
+        export_weights(model.chunks, folder, hf_config, c.tokenizer, world=world, source=source, classifies=classifies)

@@ -87,6 +87,16 @@ class ActorRole(ModelRole):
         with self._c.offload.phase("update", self.name):
             return self.engine.train_step(mini, loss, self._c.temperature, divisor, taught, unit)
 
+    def scores(self, sequences: Batch) -> Jagged:
+        """Score of every sequence, of a reward model; see `MegatronEngine.values`. Not counted as work of a step."""
+        with self._c.offload.phase("score", self.name):
+            return self.engine.values(sequences)
+
+    def score_step(self, mini: Batch, loss: LossFn, unit: int) -> Metrics:
+        """One optimizer step of a reward model; see `MegatronEngine.value_step`."""
+        with self._c.offload.phase("update", self.name):
+            return self.engine.value_step(mini, loss, unit)
+
     def sft_step(self, batch: Batch) -> Metrics:
         """One supervised optimizer step; see `MegatronEngine.sft_step`."""
         with self._c.offload.phase("update", self.name):

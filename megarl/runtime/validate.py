@@ -103,7 +103,9 @@ def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False
     accuracy is the share of held-out ones that are ranked right; a cold start before that evaluates nothing.
     """
     if c.val_pairs is not None:
-        return _evaluate_pairs(c, c.val_pairs) if "reference" in c.models else None
+        settings = c.config.preference
+        assert settings is not None, "there are pairs"
+        return _evaluate_pairs(c, c.val_pairs) if settings.scores or "reference" in c.models else None
     result = validate(c, step if films else None)
     if result is None:
         return None
@@ -119,7 +121,8 @@ def _evaluate_pairs(c: RankState, data: PairDataset) -> float:
     found = Metrics()
     with phase(VALIDATE):
         for pairs in rounds(data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
-            found.merge(measure_pairs(c.context, pairs, c.actor, c.reference))
+            reference = c.reference if "reference" in c.models else None
+            found.merge(measure_pairs(c.context, pairs, c.actor, reference))
     metrics = Metrics()
     for name in list(found):
         _, total, pairs_measured = found.pop(name)

@@ -276,9 +276,9 @@ class MegatronEngine:
         """
         return self._step(batch, loss_fn, self._log_probs(temperature), divisor, taught, unit)
 
-    def value_step(self, batch: Batch, loss_fn: LossFn) -> Metrics:
+    def value_step(self, batch: Batch, loss_fn: LossFn, unit: int = 1) -> Metrics:
         """`train_step` of an engine with a value head, with `loss_fn(values [N], micro)`."""
-        return self._step(batch, loss_fn, Values())
+        return self._step(batch, loss_fn, Values(), unit=unit)
 
     def sft_step(self, batch: Batch) -> Metrics:
         """Make one optimizer step on -sum(weights * logp), with the field `loss_weights` (Jagged over response

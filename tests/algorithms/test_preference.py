@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.preference import Responses, local_pair_counts, preference_loss
+from megarl.algorithms.preference import Responses, local_pair_counts, preference_loss, score_loss
 from megarl.config.training import PreferenceConfig
 
 LENGTHS = [3, 5, 1, 2, 7, 4]  # of three pairs
@@ -104,3 +104,24 @@ def test_parts_of_whole_pairs_add_up():
     assert float(whole) == pytest.approx(sum(float(part) for part, _ in parts), rel=1e-14)
     merged = parts[0][1].merge(parts[1][1]).result()
     assert merged == pytest.approx(metrics.result(), rel=1e-14)
+
+
+@pytest.mark.parametrize("margins", [None, [0.5, -0.2, 1.0]])
+def test_the_loss_of_scores_is_that_of_bradley_and_terry(margins):
+    scores = torch.tensor([1.0, 0.2, -0.5, 0.7, 2.0, 2.0], dtype=torch.float64, requires_grad=True)
+    settings = PreferenceConfig(loss="bradley_terry", center_coef=0.01)
+    given = None if margins is None else torch.tensor(margins, dtype=torch.float64)
+    loss, metrics = score_loss(scores, given, settings, 3.0)
+    values, expected, slopes = scores.tolist(), 0.0, []
+    for i in range(3):
+        better, worse = values[2 * i : 2 * i + 2]
+        d = better - worse - (margins[i] if margins else 0.0)
+        expected += (math.log1p(math.exp(-d)) + 0.01 * (better + worse) ** 2) / 3
+        pull, centre = -1 / (1 + math.exp(d)), 0.02 * (better + worse)
+        slopes += [(pull + centre) / 3, (-pull + centre) / 3]
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert torch.autograd.grad(loss, scores)[0].tolist() == pytest.approx(slopes, rel=1e-12)
+    numbers = metrics.result()
+    assert numbers["rewards/margins"] == pytest.approx((0.8 - 1.2 + 0.0) / 3)
+    assert (numbers["rewards/accuracies"], numbers["rewards/chosen"]) == pytest.approx((1 / 3, 2.5 / 3))
+    assert numbers["preference/loss"] == pytest.approx(expected)

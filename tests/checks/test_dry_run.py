@@ -220,6 +220,7 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "ppo_quickstart",
         "dapo_quickstart",
         "dpo_quickstart",
+        "reward_model_quickstart",
         "grpo_tools_quickstart",
         "grpo_gsm8k_calc",
         "grpo_qwen3_8b_8gpu",

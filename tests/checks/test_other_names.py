@@ -90,7 +90,7 @@ def test_each_setting_in_a_section_of_another_project_is_explained_at_its_line(w
 @pytest.mark.parametrize(
     ("key", "name", "words"),
     [
-        ("algorithm.pipeline", "simpo", "of methods that learn from preferences DPO"),
+        ("algorithm.pipeline", "simpo", "of preference methods DPO"),
         ("algorithm.pipeline", "sft", "megarl sft RECIPE"),
         ("algorithm.pipeline", "rloo", "set algorithm.advantage.name=rloo"),
         ("algorithm.pipeline", "gpro", "did you mean grpo?"),

@@ -95,3 +95,16 @@ def test_batches_hold_each_pair_as_two_samples(tmp_path):
         config, PreferenceConfig(max_tokens=10, chosen_key="rejected", rejected_key="chosen"), tokenizer
     )
     assert other.fingerprint != data.fingerprint
+
+
+def test_margins_are_numbers_of_both_samples(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(
+        '{"prompt": "2+2=", "chosen": "4", "rejected": "5", "gap": 0.5}\n'
+        '{"prompt": "3+4=", "chosen": "7", "rejected": "12", "gap": 2}\n'
+    )
+    config, tokenizer = DataConfig(train_files=[str(file)]), character_tokenizer("0123456789+=")
+    settings = PreferenceConfig(loss="bradley_terry", margin_key="gap")
+    assert PairDataset(config, settings, tokenizer).batch([1, 0])["margin"].tolist() == [2, 2, 0.5, 0.5]
+    with pytest.raises(DataError, match="column 'chosen' holds no number"):
+        PairDataset(config, settings.model_copy(update={"margin_key": "chosen"}), tokenizer)

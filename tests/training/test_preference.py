@@ -12,13 +12,14 @@ from megarl.config.training import EngineConfig, PreferenceConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.roles import ActorRole
-from megarl.runtime.stages.preference import pair_step
+from megarl.runtime.stages.preference import pair_step, score_step, sequences_of
 from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
 PAIRS = 5
 LAYOUTS = ({}, {"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2})
 SETTINGS = {"beta": 0.5, "label_smoothing": 0.1, "sft_coef": 0.3}
+SCORES = {"loss": "bradley_terry", "center_coef": 0.1}
 
 
 def make_pairs() -> Batch:
@@ -42,9 +43,10 @@ def make_pairs() -> Batch:
 
 def step(engine, pairs: Batch, budget: int) -> tuple[dict, list[list[int]]]:
     """Metrics of the real step, and the samples of each micro-batch."""
+    scores = engine.chunks[0].has_value_head
     engine.config = engine.config.model_copy(update={"micro_batch_tokens": budget})
     c = SimpleNamespace(
-        config=SimpleNamespace(preference=PreferenceConfig(**SETTINGS)),
+        config=SimpleNamespace(preference=PreferenceConfig(**(SCORES if scores else SETTINGS))),
         all_sum=lambda values: engine.layout.dp_group.all_reduce(values.clone()),
         temperature=1.0,
         layout=engine.layout,
@@ -58,19 +60,24 @@ def step(engine, pairs: Batch, budget: int) -> tuple[dict, list[list[int]]]:
         return update(batch, parts, losses)
 
     engine._update = seen
-    return pair_step(c, pairs, ActorRole(engine, c, offloads=False)).result(), groups
+    made = (score_step if scores else pair_step)(c, pairs, ActorRole(engine, c, offloads=False))
+    return made.result(), groups
 
 
 def _run(layout: dict, budget: int) -> dict:
+    """Metrics of a policy's step and of a reward model's, and what both say then of all samples."""
     parallel = ParallelConfig(**layout)
     made = fresh_layout(parallel)
-    engine = cases.make_engine("dense", parallel, layout=made, layers=2)
+    policy = cases.make_engine("dense", parallel, layout=made, layers=2)
+    scorer = cases.make_engine("critic", parallel, layout=made, layers=2)
     pairs = make_pairs()
     if made.dp_size == 2:
         pairs = pairs.split([2 * PAIRS - 2, 2])[made.dp_rank]
-    metrics, groups = step(engine, pairs, budget)
-    logp, _ = engine.logprobs(make_pairs())
-    return {"metrics": metrics, "groups": groups, "logp": logp.values}
+    metrics, groups = step(policy, pairs.copy(), budget)
+    of_scores, more = step(scorer, pairs, budget)
+    metrics |= {f"{name} of scores": value for name, value in of_scores.items()}
+    said = policy.logprobs(make_pairs())[0].values, scorer.values(sequences_of(make_pairs())).values
+    return {"metrics": metrics, "groups": groups, "more": more, "said": torch.cat(said)}
 
 
 def _all() -> list[dict]:
@@ -88,8 +95,8 @@ def test_a_step_is_the_same_in_every_layout_and_micro_batch():
             # A log-ratio is a sum of 30 numbers of size 5: a few units in the last place of 150 are 1e-5.
             assert cell["metrics"][name] == pytest.approx(value, rel=2e-5, abs=2e-5), (number, name)
         # As in test_layouts.py: sums in another order, and Adam's division by |g| + eps.
-        assert torch.allclose(cell["logp"], want["logp"], rtol=1e-4, atol=1e-4), number
-        for group in filter(None, cell["groups"]):
+        assert torch.allclose(cell["said"], want["said"], rtol=1e-4, atol=1e-4), number
+        for group in filter(None, [*cell["groups"], *cell["more"]]):
             assert all(a + 1 == b and a % 2 == 0 for a, b in zip(group[::2], group[1::2], strict=True)), group
     assert (len(want["groups"]), len(parts[1]["groups"])) == (1, PAIRS)
 
@@ -112,12 +119,17 @@ def _engine_gradient(folder: str) -> dict:
 
     engine._update = capture
     metrics, _ = step(engine, make_pairs(), 60)
-    return {"gradient": {name: tensor.clone() for name, tensor in found.items()}, "metrics": metrics}
+    scorer = cases.make_engine("critic", layout=layout, layers=2)
+    heads = {"world": layout.world, "source": None, "classifies": True}
+    export_weights(scorer.chunks, f"{folder}_scores", scorer.hf_config, None, **heads)
+    scores = scorer.values(sequences_of(make_pairs())).values
+    gradient = {name: tensor.clone() for name, tensor in found.items()}
+    return {"gradient": gradient, "metrics": metrics, "scores": scores}
 
 
 @pytest.mark.procs
-def test_the_gradient_is_that_of_transformers_in_float64(tmp_path):
-    from transformers import AutoModelForCausalLM
+def test_gradients_and_scores_are_those_of_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     (got,) = run_distributed(_engine_gradient, 1, 300, str(tmp_path / "hf"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
@@ -140,3 +152,8 @@ def test_the_gradient_is_that_of_transformers_in_float64(tmp_path):
         want = weights[name].grad
         # float32 against float64: a few units in the last place of sums of thousands of products.
         assert (gradient - want).abs().max() < 2e-5 * want.abs().max(), name
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf_scores")
+    assert classifier.config.num_labels == 1
+    for prompt, response, score in zip(*(pairs[name].unbind() for name in columns[:2]), got["scores"], strict=True):
+        (expected,) = classifier(torch.cat([prompt, response])[None]).logits[0].tolist()
+        assert score == pytest.approx(expected, rel=1e-5, abs=1e-6)

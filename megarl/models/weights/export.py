@@ -172,6 +172,7 @@ def export_weights(
     dtype: torch.dtype | None = None,
     max_shard_gb: float = 4.0,
     source: str | Path | None = None,
+    classifies: bool = False,
 ) -> None:
     """Write the model as a Hugging Face folder that `from_pretrained` loads. Collective over `world`.
 
@@ -182,6 +183,7 @@ def export_weights(
         dtype: dtype of the written tensors; None: as the parameters are.
         max_shard_gb: start another file beyond this size (10**9 bytes).
         source: the model that this one was trained from; see `write_metadata`.
+        classifies: see `write_metadata`.
     """
     out_dir = Path(out_dir)
     dtype = dtype or chunks[0].config.params_dtype
@@ -195,5 +197,6 @@ def export_weights(
             for name, tensor in iter_hf_tensors(chunks, world):
                 assert tensor is not None, "the writing rank is given every tensor"
                 writer.add(name, tensor)
-            write_metadata(writer.temporary, hf_config, tokenizer, dtype, value_head=value_head, source=source)
+            heads = {"value_head": value_head, "classifies": classifies}
+            write_metadata(writer.temporary, hf_config, tokenizer, dtype, **heads, source=source)
     world.barrier()

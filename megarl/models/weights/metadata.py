@@ -37,6 +37,7 @@ def write_metadata(
     dtype: torch.dtype,
     *,
     value_head: bool = False,
+    classifies: bool = False,
     source: str | Path | None = None,
 ) -> None:
     """Write config.json, generation_config.json and the tokenizer's files; for a robot policy also the scales of its
@@ -44,6 +45,7 @@ def write_metadata(
 
     Args:
         tokenizer: the files that it was read from are kept, where they are still there.
+        classifies: the value head is for whole sequences, not for tokens.
         source: folder or hub name of the model that this one was made of: its generation_config.json is kept.
     """
     name, policy = str(dtype).removeprefix("torch."), getattr(hf_config, "policy", None)
@@ -53,6 +55,8 @@ def write_metadata(
             _write_generation_config(folder, hf_config, source)
     elif policy is None:
         _write_config(folder, hf_config, name, value_head=value_head)
+        if classifies:
+            _name_classifier(folder, hf_config, tokenizer)
         if not value_head:
             _write_generation_config(folder, hf_config, source)
     else:  # of a robot policy: transformers has no class for it, so it stays what it was
@@ -119,6 +123,23 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
     written |= older_rope_keys(written["rope_parameters"], written["max_position_embeddings"])
     written |= dict.fromkeys(ARCHITECTURES[config.model_type].experts_keys or (), values.get("num_experts"))
     written["torch_dtype"] = dtype
+    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _name_classifier(folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Make config.json that of a classifier of sequences, which transformers scores at the last token that is no
+    padding: the padding token must not be the end token, or the score would be made one token earlier."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    file = folder / "config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    ends = hf_config.eos_token_id if isinstance(hf_config.eos_token_id, list) else [hf_config.eos_token_id]
+    known = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.bos_token_id]
+    ends += [] if tokenizer is None else [tokenizer.eos_token_id]
+    others = (token for token in (hf_config.pad_token_id, *known) if token is not None and token not in ends)
+    written["architectures"] = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf_config.model_type]]
+    written["pad_token_id"] = next(others, None)
+    written.pop("token_classification_bias", None)
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.algorithms.preference import Responses
+    from megarl.config.run import RunConfig
+    from megarl.config.training import PreferenceConfig
     from megarl.data.batch import Batch
     from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
@@ -33,6 +35,7 @@ PAIR_FIELDS = (
     "answer",
     "data_source",
     "row",
+    "margin",
     *IMAGES,
 )
 _PAIR = 2  # samples that are never in different micro-batches
@@ -73,21 +76,93 @@ def pair_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     return actor.train_step(mini, loss, unit=_PAIR)
 
 
-def measure_pairs(c: StepContext, pairs: Batch, actor: ActorRole, reference: ReferenceRole) -> Metrics:
-    """Return the loss and the rewards of held-out pairs, of which this rank may have none. Collective."""
+def margin_fields(config: RunConfig) -> list[str]:
+    """List what a reward model's update reads in addition to the sequences."""
+    return [] if config.preference is None or config.preference.margin_key is None else ["margin"]
+
+
+@stage(
+    reads=["prompt_ids", "response_ids", "uid", "sample_id"],
+    optional=[ORDINAL, COPIES],  # of the mini-batches
+    needs=margin_fields,
+    writes=[],
+    kind=Kind.MODEL_TRAIN,
+    role=Role.ACTOR,
+)
+def reward_model_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
+    """`ppo_epochs` passes over the pairs, one optimizer step of a reward model per mini-batch."""
+    for epoch in range(c.config.actor.ppo_epochs):
+        for mini in mini_batches(c, samples, "actor", epoch):
+            metrics = score_step(c, mini, actor)
+            c.count_pass(mini, train=True, head=False)
+            if c.layout.rank == 0:  # already merged over all ranks
+                c.metrics.merge(metrics)
+    columns = sum(map(sum, c.sequences.sample_columns(samples)))
+    c.metrics.sum("perf/total_tokens", float(columns))
+    return samples
+
+
+def score_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
+    """One optimizer step of a reward model on this rank's pairs of a mini-batch."""
     import torch
 
-    from megarl.algorithms.preference import preference_loss
+    from megarl.algorithms.preference import score_loss
+
+    settings = c.config.preference
+    assert settings is not None, "the pipeline asks for it"
+    pairs = float(c.all_sum(torch.tensor([len(mini) / _PAIR], dtype=torch.float64)))
+
+    def loss(scores: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
+        return score_loss(scores, _margins(micro, settings, scores.device), settings, pairs)
+
+    return actor.score_step(sequences_of(mini), loss, unit=_PAIR)
+
+
+def sequences_of(samples: Batch) -> Batch:
+    """Return the samples as sequences with one score each: that of a token after the last one, which is not read.
+
+    It is made from the state at the last token, where a classifier of transformers has it.
+    """
+    from megarl.data.batch import Jagged
+
+    prompts, responses = samples["prompt_ids"], samples["response_ids"]
+    both = [row for pair in zip(prompts.unbind(), responses.unbind(), strict=True) for row in pair]
+    ends = responses.offsets[1:] - 1
+    sequences = samples.copy()
+    if both:
+        values = Jagged.from_list(both).values
+        sequences.set("prompt_ids", Jagged.from_lengths(values, prompts.lengths + responses.lengths))
+        sequences.set(
+            "response_ids", Jagged.from_lengths(responses.values[ends], responses.lengths.new_ones(len(ends)))
+        )
+    return sequences
+
+
+def _margins(samples: Batch, settings: PreferenceConfig, device: torch.device | str) -> Tensor | None:
+    return None if settings.margin_key is None else samples["margin"][::_PAIR].to(device)
+
+
+def measure_pairs(c: StepContext, pairs: Batch, actor: ActorRole, reference: ReferenceRole | None) -> Metrics:
+    """Return the loss and the rewards of held-out pairs, of which this rank may have none. Collective.
+
+    Args:
+        reference: of a policy; a reward model has none.
+    """
+    import torch
+
+    from megarl.algorithms.preference import preference_loss, score_loss
     from megarl.metrics import Metrics
 
     settings = c.config.preference
     assert settings is not None, "there are pairs"
+    if reference is None:
+        scores = actor.scores(sequences_of(pairs)).values
+        return score_loss(scores, _margins(pairs, settings, "cpu"), settings, 1.0)[1] if len(pairs) else Metrics()
     logp = actor.score(pairs)
     pairs.set("ref_logp", reference.score(pairs))
     if not len(pairs):
         return Metrics()
-    _, metrics = preference_loss(logp.values, _responses(pairs, "cpu"), settings, torch.ones(2))
-    return metrics
+    return preference_loss(logp.values, _responses(pairs, "cpu"), settings, torch.ones(2))[1]
 
 
 def _responses(samples: Batch, device: torch.device | str) -> Responses:
