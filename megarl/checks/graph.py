@@ -172,10 +172,9 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
 
 def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checklist) -> None:
     """Check that a loss of pairs uses all keys that are set."""
-    of_policies = ("beta", "sft_coef", "length_normalised")
-    smoothed = preference.loss in ("sigmoid", "robust")
-    ignored = of_policies if preference.scores else ("margin_key", "center_coef")
-    ignored += () if smoothed else ("label_smoothing",)
+    ignored = ["beta", "sft_coef", "length_normalised"] if preference.scores else ["margin_key", "center_coef"]
+    if preference.loss not in ("sigmoid", "robust"):
+        ignored.append("label_smoothing")
     for name in ignored:
         found, default = getattr(preference, name), type(preference).model_fields[name].default
         if found != default:
