@@ -174,17 +174,28 @@ class Activations:
 
     @property
     def passing(self) -> float:
-        """While the gradient of one layer is computed: gradients on their way, and the layer again if recomputed."""
+        """While one layer is computed: gradients on their way, or parts of experts; the layer again if recomputed."""
         facts, t, element, tp = self.facts, self.passes.tokens, self.element, self.parallel.tp
         width = (facts.dense_ffn if facts.is_moe else facts.ffn) / tp
         products = 3 * t * width + self.held * facts.hidden
         weights = 2 * width * facts.hidden + t * (facts.hidden + width) if tp > 1 else 0.0
         dense = max(products, weights - 2 * t * width)
-        rows = 4 * self.routed * self.parallel.expert_tp * facts.hidden if facts.is_moe else 0.0
+        rows = self._rows_on_their_way if facts.is_moe else 0.0
         gathered = t * facts.hidden if self.split_stream else 0.0  # one buffer of Megatron, for all layers
-        most = max(dense if self.sparse < 1 else 0.0, rows)
+        most = max(element * dense if self.sparse < 1 else 0.0, rows)
         again = self.layer if self.engine.recompute == "full" else 0.0
-        return element * (most + gathered) + again
+        return most + element * gathered + again
+
+    @property
+    def _rows_on_their_way(self) -> float:
+        """The bytes of rows that only pass through the experts of a layer: at most in the backward pass, or, where
+        ranks divide experts, while their parts are added up."""
+        ways, element = self.parallel.expert_tp, self.element
+        backward = 4 * element * ways
+        # Results of experts, and in the order they came in; these in fp32; two ranks' rows of them, being summed; rows
+        # as they were sent and came in.
+        forward = (2 * element + FULL) * ways + 2 * FULL + 2 * element if ways > 1 else 0
+        return max(backward, forward) * self.routed * self.facts.hidden
 
     @property
     def embedding(self) -> float:

@@ -130,9 +130,7 @@ def track(cases, folder):
 def test_formulas_are_within_a_tenth_of_the_engine(one, tracked):
     seen, said = tracked[one.name], formulas(one)
     for name in (*STATE, "update"):  # each by itself, so that errors cannot cancel
-        # Of `wide experts` the update is foretold 10.4% too small: rows of experts are counted without their order.
-        tolerance = 0.12 if one.name == "wide experts" else 0.1
-        assert said[name] == pytest.approx(seen[name], rel=tolerance), name
+        assert said[name] == pytest.approx(seen[name], rel=0.1), name
 
 
 def test_layers_of_experts_that_are_computed_again_leave_nothing(tracked):
