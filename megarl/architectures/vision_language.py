@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megarl.errors import ConfigError
 
 #: Model types and the architecture of their decoders.
-DECODERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+DECODERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 
 
 class Prefixes(NamedTuple):
@@ -42,8 +42,18 @@ _DECODER_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
     },
     "qwen3_vl": {"max_position_embeddings": 128000, "rope_theta": 5e5},
+    "qwen3_vl_moe": {
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "rope_theta": 5e5,
+    },
 }
-_SECTIONS = {"qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+_SECTIONS = {"qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20), "qwen3_vl_moe": (24, 20, 20)}
 _OF_POSITIONS = ("mrope_section", "mrope_interleaved")
 _SIZES: dict[str, dict[str, int]] = {
     "qwen2_5_vl": {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14},
@@ -224,7 +234,12 @@ def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the decoder's part of a config.json: nested, or among the other keys as older files have it."""
     kind = str(raw["model_type"])
     own = raw.get("text_config") or {key: value for key, value in raw.items() if key != "vision_config"}
-    return {**_DECODER_DEFAULTS[kind], **own}
+    found = {**_DECODER_DEFAULTS[kind], **own}
+    if kind == "qwen3_vl_moe":
+        found["norm_topk_prob"] = True  # its router always does
+        if "num_local_experts" in own:  # the other name of the number
+            found["num_experts"] = own["num_local_experts"]
+    return found
 
 
 def _sections(raw: Mapping[str, Any], hidden: int, where: str) -> tuple[int, int, int]:
@@ -232,7 +247,7 @@ def _sections(raw: Mapping[str, Any], hidden: int, where: str) -> tuple[int, int
     kind, text = str(raw["model_type"]), _text(raw)
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     found = tuple(rope.get("mrope_section") or _SECTIONS[kind])
-    head = text.get("head_dim") or (hidden // text["num_attention_heads"] if kind == "qwen2_5_vl" else 128)
+    head = text.get("head_dim") or (128 if kind == "qwen3_vl" else hidden // text["num_attention_heads"])
     if len(found) != 3 or sum(found) != head // 2:
         raise ConfigError(
             "the sections of positions do not make up the frequencies of a head",

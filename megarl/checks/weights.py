@@ -15,9 +15,11 @@ from typing import Any
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
 from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
+from megarl.architectures.vision_language import canonical_name
 from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, weight_files
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config, projector_file, read_projector
+from megarl.artifacts.stacked_experts import cuts_of
 from megarl.artifacts.unread_tensors import refuse_unread
 from megarl.errors import ConfigError
 
@@ -46,14 +48,23 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     place: dict[str, Stored] = {}
     for file in files:
         place |= {name: (file, dtype, shape) for name, (dtype, shape) in read_header(file).items()}
-    policy = raw.get("model_type") == ROBOT_POLICY
+    kind = raw.get("model_type")
+    place = {canonical_name(kind, name): stored for name, stored in place.items()}
+    for name, (file, dtype, shape) in list(place.items()):
+        if cuts := cuts_of(name, shape, facts.hidden):
+            del place[name]
+            place |= {matrix: (file, dtype, cut.shape) for matrix, cut in cuts.items()}
+    policy = kind == ROBOT_POLICY
     prefix = LANGUAGE_MODEL if policy else ""
     read: set[str] = {VALUE_HEAD.sources[0].name, VALUE_BIAS.sources[0].name} if value_head else set()
     _refuse_other_kind(folder, facts, place)
     for alternatives in expected_tensors(facts, value_head=value_head):
-        forms = [{prefix + name: shape for name, shape in form.items()} for form in alternatives]
+        forms = [{prefix + canonical_name(kind, name): shape for name, shape in form.items()} for form in alternatives]
         _check_tensors(folder, forms, place, block)
         read |= {name for form in forms for name in form}
+    if facts.encoder is not None:
+        _check_tensors(folder, [dict(facts.encoder.tensors.values())], place, block)
+        read |= dict(facts.encoder.tensors.values()).keys()
     sight = None
     if policy:
         own = projector_file(folder)

@@ -12,7 +12,7 @@ from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
-from megarl.models.hf import load_hf_config
+from megarl.models.hf import load_hf_config, stacks_experts
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
 from megarl.models.weights.peft import CONFIG as ADAPTER_CONFIG
@@ -54,7 +54,7 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
             allowed="float32, bfloat16, float16, float64",
             fix="name one: --dtype bf16",
         )
-    with FolderWriter(target, shapes, to, int(max_shard_gb * 1e9)) as writer:
+    with FolderWriter(target, shapes, to, int(max_shard_gb * 1e9), stacked=stacks_experts(hf)) as writer:
         print(f"weights: {reader.describe()}", flush=True)
         for name in shapes:
             weight = reader.read(name)

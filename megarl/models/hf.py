@@ -313,6 +313,12 @@ def visual_tensors(hf: PretrainedConfig) -> dict[str, tuple[str, tuple[int, ...]
     return {} if encoder is None else {f"visual.{name}": found for name, found in encoder.tensors.items()}
 
 
+def stacks_experts(hf: PretrainedConfig) -> bool:
+    """Tell whether this model's checkpoints hold the matrices of all experts of a layer as one tensor."""
+    whole = getattr(hf, "vision_language", None)
+    return whole is not None and whole["model_type"] == "qwen3_vl_moe"
+
+
 def checkpoint_name(hf: PretrainedConfig, name: str) -> str:
     """Return the name in this model's checkpoints of a tensor of its decoder; `name` is that of a language model."""
     if getattr(hf, "policy", None) is not None:

@@ -156,6 +156,8 @@ def test_generation_is_greedy_as_transformers_would_be(made, turns):
 def test_an_export_is_the_same_model_for_transformers(made, tmp_path):
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+    from megarl.artifacts.facts import known_facts
+    from megarl.checks.weights import check_weights
     from megarl.models.weights import export_weights
     from tests.dist import world
 
@@ -166,6 +168,12 @@ def test_an_export_is_the_same_model_for_transformers(made, tmp_path):
     with torch.no_grad():
         for sample in samples[:3]:
             assert torch.equal(logits_of(again, sample, settings), logits_of(reference, sample, settings))
+    for (name, first), second in zip(
+        chunks[0].named_parameters(), build_tiny(tmp_path / "out")[0].parameters(), strict=True
+    ):
+        assert torch.equal(first, second), name
+    for place in (folder, tmp_path / "out"):  # of transformers, and of this package
+        check_weights(place, known_facts(ModelConfig(path=str(place)), ""))
     assert AutoImageProcessor.from_pretrained(tmp_path / "out", backend="pil").patch_size == settings.patch
 
 

@@ -26,8 +26,13 @@ LAYOUTS = [
     ({}, {"overlap_grad_reduce": True}),
     ({}, {"micro_batch_tokens": 1, "distributed_optimizer": False}),
 ]
+MIXTURE = [({"tp": 2, "ep": 2}, {}), ({"ep": 2}, {"recompute": "full"})]
 #: With parts that do not learn; of the first one a stage has nothing that does.
 FROZEN = [({"pp": 2}, {"recompute": "full"}, ["language_model"]), ({"tp": 2, "sp": True}, {}, ["tower"])]
+
+
+def layouts_of(kind: str) -> list[tuple[dict, dict]]:
+    return MIXTURE if kind == "qwen3_vl_moe" else LAYOUTS
 
 
 def batch_for(hf):
@@ -85,11 +90,12 @@ def _case(kind: str) -> list[str]:
     wrong = []
     import torch.distributed as dist
 
-    runs = [_run(kind, ParallelConfig(**parallel), EngineConfig(**engine)) for parallel, engine in LAYOUTS]
+    layouts = layouts_of(kind)
+    runs = [_run(kind, ParallelConfig(**parallel), EngineConfig(**engine)) for parallel, engine in layouts]
     if dist.get_rank() != 0:
         return []
     first = runs[0]
-    for (parallel, engine), run in zip(LAYOUTS[1:], runs[1:], strict=True):
+    for (parallel, engine), run in zip(layouts[1:], runs[1:], strict=True):
         same = first["logp"][: len(run["logp"])]
         for name, ours, theirs in [
             ("logp", run["logp"], same),
@@ -126,13 +132,14 @@ def _both(kind: str, alone: dict) -> list[str]:
     """Compare the first layout with one process; the others are compared with it."""
     import torch.distributed as dist
 
-    run = _run(kind, ParallelConfig(**LAYOUTS[0][0]), EngineConfig(**LAYOUTS[0][1]))
+    (parallel, engine), *_ = layouts_of(kind)
+    run = _run(kind, ParallelConfig(**parallel), EngineConfig(**engine))
     wrong = _case(kind)
     if dist.get_rank() == 0:
         pairs = [("logp", run["logp"], alone["logp"]), ("norms", run["norms"], alone["norms"])]
         pairs += [(name, run["tensors"][name], tensor) for name, tensor in alone["tensors"].items()]
         wrong += [
-            f"tp 2 and one process, {name}: {(ours - theirs).abs().max():.2g}"
+            f"{parallel} and one process, {name}: {(ours - theirs).abs().max():.2g}"
             for name, ours, theirs in pairs
             if not torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
         ]

@@ -13,6 +13,7 @@ import torch
 
 from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig
+from megarl.models.hf import stacks_experts
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors
 from megarl.models.weights.files import FolderWriter
@@ -193,7 +194,7 @@ def export_weights(
             pass
     else:
         shapes = hf_tensors(hf_config, value_head=value_head)
-        with FolderWriter(out_dir, shapes, dtype, int(max_shard_gb * 1e9)) as writer:
+        with FolderWriter(out_dir, shapes, dtype, int(max_shard_gb * 1e9), stacked=stacks_experts(hf_config)) as writer:
             for name, tensor in iter_hf_tensors(chunks, world):
                 assert tensor is not None, "the writing rank is given every tensor"
                 writer.add(name, tensor)

@@ -15,6 +15,7 @@ from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.architectures.vision_language import canonical_name
 from megarl.artifacts.checkpoint_files import INDEX, file_names, quantized_block, read_config, weight_files
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
+from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
 from megarl.errors import ConfigError
 from megarl.models.weights.plan import Box
 from megarl.tracing import keep_beating
@@ -77,10 +78,22 @@ class CheckpointReader:
             for file in self.files
             for name in self._open[file].keys()  # noqa: SIM118
         }
+        self._cuts: dict[str, Cut] = {}
+        self._take_stacks_apart(config)
         self._add_projector(config)
         self._embeddings = canonical_name(config.get("model_type"), EMBEDDINGS)
         if config.get("tie_word_embeddings") and self._embeddings not in self and HEAD in self:
             self._place[self._embeddings] = self._place[HEAD]
+
+    def _take_stacks_apart(self, config: Mapping[str, Any]) -> None:
+        """Put each expert's matrices in the place of a tensor that holds those of all experts of a layer."""
+        hidden = (config.get("text_config") or config).get("hidden_size")
+        for name, (file, stored) in list(self._place.items()):
+            cuts = cuts_of(name, tuple(self._open[file].get_slice(stored).get_shape()), hidden)
+            if cuts:
+                del self._place[name]
+                self._place |= dict.fromkeys(cuts, (file, stored))
+                self._cuts |= cuts
 
     def _add_projector(self, config: Mapping[str, Any]) -> None:
         """Add the tensors of a robot policy that are in a torch file of their own."""
@@ -132,7 +145,8 @@ class CheckpointReader:
                 fix="check that config.json belongs to these files",
             )
         file, stored = self._place[name]
-        return self._open[file].get_slice(stored)
+        found = self._open[file].get_slice(stored)
+        return ExpertSlice(found, self._cuts[name]) if name in self._cuts else found
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
@@ -262,9 +276,25 @@ class SafetensorsWriter:
 
 
 class FolderWriter:
-    """The sharded safetensors in a folder that appears under its name only when it is complete."""
+    """The sharded safetensors in a folder that appears under its name only when it is complete.
 
-    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> None:
+    Args:
+        shapes: every tensor by name, in the order in which they come.
+        max_bytes: start another file beyond this size.
+        stacked: experts' matrices are written as stacks (`megarl.artifacts.stacked_experts`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        max_bytes: int,
+        *,
+        stacked: bool = False,
+    ) -> None:
+        self._stacks = Stacks(shapes) if stacked else None
+        shapes = shapes if self._stacks is None else self._stacks.shapes
         self.folder, self.temporary = folder, folder.with_name(f".{folder.name}.partial-{os.getpid()}")
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.temporary.mkdir()
@@ -280,6 +310,10 @@ class FolderWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor in the order of `shapes`."""
+        for whole in [(name, tensor)] if self._stacks is None else self._stacks.add(name, tensor):
+            self._write(*whole)
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
         names = self._groups[self._done]
         if self._writer is None:
             path = self.temporary / self._file_name(self._done)
