@@ -87,7 +87,7 @@ class CheckpointReader:
 
     def _take_stacks_apart(self, config: Mapping[str, Any]) -> None:
         """Put each expert's matrices in the place of a tensor that holds those of all experts of a layer."""
-        hidden = (config.get("text_config") or config).get("hidden_size")
+        hidden: int = (config.get("text_config") or config).get("hidden_size", 0)
         for name, (file, stored) in list(self._place.items()):
             cuts = cuts_of(name, tuple(self._open[file].get_slice(stored).get_shape()), hidden)
             if cuts:
