@@ -177,6 +177,14 @@ def image_sets(samples: Batch) -> list[ImageSet | None]:
     ]
 
 
+def image_features(samples: Batch) -> dict[int, int]:
+    """Return the number of features of every image of samples, those of equal pixels once, by its digest."""
+    if GRIDS not in samples:
+        return {}
+    counts = samples[GRIDS].values[:, 1:].prod(1).tolist()
+    return dict(zip(samples[DIGESTS].values.tolist(), counts, strict=True))
+
+
 def _image_set(patches: Tensor, grids: list[list[int]], digests: list[int]) -> ImageSet:
     merge = math.isqrt(len(patches) // sum(rows * columns for _, rows, columns in grids))
     places = tuple((start, rows, columns) for start, rows, columns in grids)

@@ -6,6 +6,7 @@ Nothing here imports Megatron. The meaning of a key stands once, in megarl/archi
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +201,7 @@ def facts_of(hf: PretrainedConfig, where: str = "the model's config") -> ModelFa
     raw |= {key: getattr(hf, key) for key in MEANINGS if hasattr(hf, key)}
     if getattr(hf, "is_heterogeneous", False):
         raw["per_layer_config"] = "sizes per layer"
-    return facts_from_config(raw, where)
+    return replace(facts_from_config(raw, where), vision=vision_of(hf), encoder=encoder_of(hf))
 
 
 def check_trainable(hf: PretrainedConfig, key: str) -> None:

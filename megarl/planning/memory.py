@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megarl.architectures.vision_language import VisionEncoder
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.rollout import SamplingConfig
@@ -42,6 +43,7 @@ from megarl.planning.shards import (
     step_bytes,
 )
 from megarl.planning.terms import Moment, Term, held, term
+from megarl.planning.vision import patch_bytes
 from megarl.planning.weight_sync import WeightSyncMemory, weights_travel
 
 SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
@@ -411,6 +413,16 @@ def learned_parts(
     return {name: term(f"{role} {name}", size, f"the model's size, {layout}") for name, size in state.items()}
 
 
+def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
+    """Return the most patches that a prompt can have: its tokens, or all of its images, are a limit."""
+    if config.data.image_key is None:
+        return 0.0
+    most = float(config.data.max_prompt_tokens * encoder.merge**2)
+    if config.data.limit_images is None or config.data.max_pixels is None:
+        return most
+    return min(most, config.data.limit_images * config.data.max_pixels / encoder.patch**2)
+
+
 def _learning_terms(
     role: str, config: RunConfig, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str = "train"
 ) -> list[Term]:
@@ -429,6 +441,15 @@ def _learning_terms(
         terms.append(
             term("vision towers at work", seen, f"{role}.engine.micro_batch_tokens, robot.cameras", rough=True)
         )
+    if facts.encoder is not None and "tower" not in facts.frozen:
+        passes = update_passes(config, facts, role, parallel, dp, job)
+        sequences = passes.tokens * parallel.cp / min(passes.longest, longest)
+        most = image_patches(config, facts.encoder)
+        recompute = engine.recompute == "full"
+        size = sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)
+        keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute, data.max_pixels, data.limit_images"
+        # Prompts have fewer patches than fit, and samples of a group share theirs.
+        terms.append(Term("the vision encoder at work, at most", size, keys, 0.0))
     if needed.head and role == ACTOR:
         terms.append(term("logits of one chunk", needed.head, "actor.engine.logits_chunk_tokens", rough=True))
     # How long supervised examples are is not known here, so that no part of these is certain.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from megarl.algorithms.kl import KLController
+    from megarl.artifacts.facts import ModelFacts
     from megarl.data.batch import Batch
     from megarl.planning.flops import FlopCounter
     from megarl.runtime.episode_scores import EpisodeScores
@@ -111,17 +112,38 @@ class StepContext:
     @cached_property
     def flops(self) -> FlopCounter:
         """Counts what the policy computes, for `perf/flops` and with it MFU."""
-        from megarl.models.hf import facts_of
         from megarl.planning.flops import FlopCounter
 
-        return FlopCounter.of(facts_of(self.hf_config))
+        return FlopCounter.of(self._facts)
+
+    @cached_property
+    def _facts(self) -> ModelFacts:
+        from megarl.models.hf import facts_of
+
+        return facts_of(self.hf_config)
+
+    def vision_flops(self, samples: Batch) -> float:
+        """Return the FLOPs of one forward pass over what samples see, each image once."""
+        from megarl.data.image_prompts import image_features
+        from megarl.planning.vision import image_flops, picture_flops
+
+        vision, encoder = self._facts.vision, self._facts.encoder
+        if vision is not None:
+            assert self.config.robot is not None, "the policy is a robot's"
+            calls = sum(map(len, self.sequences.sample_columns(samples)))
+            return calls * len(self.config.robot.cameras) * picture_flops(vision)
+        if encoder is None:
+            return 0.0
+        return image_flops(encoder, [encoder.merge**2 * count for count in image_features(samples).values()])
 
     def count_pass(self, samples: Batch, *, train: bool = False, head: bool = True) -> None:
         """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward, with the vocabulary."""
         responses = samples["response_ids"].lengths
         count = self.flops.train if train else self.flops.forward
         lengths = [length for lengths in self.sequences.sample_columns(samples) for length in lengths]
-        self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum()) if head else 0))
+        times = 3 if train and "tower" not in self.config.model.freeze else 1
+        seen = times * self.vision_flops(samples)
+        self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum()) if head else 0) + seen)
 
     def all_sum(self, values: Tensor) -> Tensor:
         """Sum of a small CPU tensor over the data-parallel ranks."""

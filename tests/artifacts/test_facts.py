@@ -26,6 +26,9 @@ PUBLISHED = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
     # With 64 rows that pad the vocabulary, and without the blocks and the pooling that are never run: 43,080,480 fewer.
     "openvla/openvla-7b": 7_498_156_704,
     "Haozhan72/Openvla-oft-SFT-libero10-traj1": 7_498_156_704,

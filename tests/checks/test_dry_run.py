@@ -229,6 +229,9 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "srpo_metaworld",
         "srpo_libero_openvla_oft_8gpu",
         "simplevla_robotwin_8gpu",
+        "grpo_qwen2_5_vl_7b_8gpu",
+        "grpo_qwen3_vl_8b_8gpu",
+        "grpo_qwen3_vl_30b_a3b_32gpu",
     ],
 )
 def test_shipped_recipe_passes_its_dry_run(name, tmp_path):

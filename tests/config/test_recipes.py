@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from megarl.dag.placement import place
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.planning.memory import device_memory
 from megarl.planning.step import occupied
 from megarl.recipes.build import build_task_graph
 
@@ -50,3 +52,18 @@ def test_the_8b_recipe_keeps_its_activations():
     """Recomputing all of them costs a quarter of the update, and micro-batches of 8k tokens fit without."""
     engine = load_config("grpo_qwen3_8b_8gpu").actor.engine
     assert (engine.recompute, engine.micro_batch_tokens) == ("none", 8192)
+
+
+@pytest.mark.parametrize("name", ["grpo_qwen2_5_vl_7b_8gpu", "grpo_qwen3_vl_30b_a3b_32gpu"])
+def test_the_memory_of_recipes_with_images_counts_patches_unless_the_tower_is_frozen(name):
+    def encoder(*changes: str) -> list[float]:
+        config = load_config(name, list(changes))
+        checked = check_config(config)
+        assert checked.placement is not None
+        memory = device_memory(config, checked.sizes, checked.placement.teams[0], gpu=True)
+        return [term.bytes for term in memory.terms() if "vision encoder" in term.what]
+
+    assert encoder("model.freeze=[tower]") == []
+    (whole,), (quarter,) = encoder("model.freeze=[]"), encoder("model.freeze=[]", "data.max_pixels=250880")
+    assert whole > 1e8
+    assert quarter == pytest.approx(whole / 4)

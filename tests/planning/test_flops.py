@@ -86,3 +86,43 @@ def test_a_window_that_the_class_does_not_read_saves_nothing():
     config = transformers.LlamaConfig(**SMALL, sliding_window=4, num_experts=2)
     assert FlopCounter.of(facts_of(config)) == FlopCounter.of(facts_of(hf_config("llama")))
     assert set(FlopCounter.of(facts_of(transformers.MixtralConfig(**SMALL, sliding_window=4))).per_pair) == {4}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_work_of_a_vision_encoder_is_that_of_its_products(kind):
+    """Against what torch counts in transformers' module, over two images; windows that attend to less are the sum of
+    their squares, which no window of these images is larger than."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megarl.config.model import ModelConfig
+    from megarl.models.hf import encoder_of, load_hf_config
+    from megarl.models.vlm.model import build_encoder
+    from megarl.planning.vision import image_flops
+    from tests.models.vlm_tiny import config_of
+
+    hf = load_hf_config(ModelConfig(hf_config=config_of(kind)))
+    module, encoder = build_encoder(hf, torch.float32), encoder_of(hf)
+    grids = torch.tensor([[1, 4, 4], [1, 8, 4]])
+    pixels = torch.zeros(int(grids.prod(1).sum()), encoder.patch_values)
+    with FlopCounterMode(display=False) as counted, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        module(pixels, grid_thw=grids)
+    found = image_flops(encoder, grids.prod(1).tolist())
+    assert found == pytest.approx(counted.get_total_flops(), rel=1e-6)
+
+
+def test_the_work_of_a_robots_towers_is_that_of_their_products():
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megarl.architectures.vision import VisionShape
+    from megarl.models.vla.vision import Vision
+    from megarl.planning.vision import picture_flops
+    from tests.models.vla.small import CONFIG
+
+    shape = VisionShape.from_config(CONFIG, 32, "small")
+    with FlopCounterMode(display=False) as counted, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        Vision(shape, torch.float32, sequence_parallel=False).see(torch.zeros(3, 6, 8, 8))
+    assert 3 * picture_flops(shape) == pytest.approx(counted.get_total_flops(), rel=1e-6)

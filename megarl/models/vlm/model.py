@@ -158,6 +158,8 @@ class VisionLanguageModel(PolicyModel):
         self.visual = build_encoder(hf, config.params_dtype)
         for param in self.visual.parameters():
             param.sequence_parallel = config.sequence_parallel
+        if config.recompute_granularity == "full":
+            self.visual.gradient_checkpointing_enable({"use_reentrant": False})
         for number in range(deep):
             self.decoder.layers[number].register_forward_hook(_add_features(number), with_kwargs=True)
 

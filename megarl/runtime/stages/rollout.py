@@ -277,6 +277,7 @@ def _record_work(c: StepContext, samples: Batch) -> None:
     groups = group_places(samples["uid"])
     prompts, responses = (samples[name].lengths.tolist() for name in ("prompt_ids", "response_ids"))
     by_group = [[responses[place] for place in group] for group in groups]
-    c.metrics.sum("perf/flops", c.flops.generate([prompts[group[0]] for group in groups], by_group))
+    decoder = c.flops.generate([prompts[group[0]] for group in groups], by_group)
+    c.metrics.sum("perf/flops", decoder + c.vision_flops(samples))
     c.metrics.sum("perf/generated_tokens", float(policy_tokens(samples, by_turn=c.config.has_turns).sum()))
     c.metrics.sum("perf/total_tokens", float(sum(responses) + sum(prompts)))

@@ -1,0 +1,57 @@
+"""The work and the activations of what a model sees with, by the sizes of pictures (docs/planning.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from megarl.architectures.tensors import part_of
+from megarl.architectures.vision import VisionShape
+from megarl.architectures.vision_language import VisionEncoder
+
+_LOOKED_UP = ("pos_embed", "cls_token", "reg_token")
+
+
+def image_flops(encoder: VisionEncoder, images: Iterable[int]) -> float:
+    """Return the FLOPs of one forward pass of a vision-language model's encoder.
+
+    Args:
+        images: number of patches of each image.
+    """
+    merged = encoder.merge**2  # patches of a feature, which is what mergers multiply
+    each = sum(
+        2.0 * math.prod(shape) / (merged if part_of(f"visual.{name}") == "merger" else 1)
+        for name, (_, shape) in encoder.tensors.items()
+        if len(shape) > 1 and not name.startswith(_LOOKED_UP)
+    )
+    full = len(encoder.full) if encoder.window else encoder.blocks
+    window = (encoder.window // encoder.patch) ** 2
+    return sum(
+        each * patches
+        + 4.0 * encoder.width * patches * (full * patches + (encoder.blocks - full) * min(patches, window))
+        for patches in images
+    )
+
+
+def picture_flops(vision: VisionShape) -> float:
+    """Return the FLOPs of one forward pass of a robot policy's towers and projector over one picture."""
+    total = 0.0
+    for tower in vision.towers:
+        tokens = tower.patches + tower.class_token + tower.registers
+        total += 4.0 * tower.width * tower.blocks * tokens**2
+        for name, shape in tower.tensors.items():
+            if len(shape) > 1 and not name.startswith(_LOOKED_UP):
+                total += 2.0 * math.prod(shape) * (tower.patches if name.startswith("patch_embed") else tokens)
+    maps = (shape for name, (_, shape) in vision.tensors.items() if name.startswith("projector.") and len(shape) > 1)
+    return total + sum(2.0 * math.prod(shape) * vision.patches for shape in maps)
+
+
+def patch_bytes(encoder: VisionEncoder, element: int, *, recompute: bool) -> float:
+    """Return the bytes that an encoder keeps of one patch until its gradient is there.
+
+    Of a block: inputs of both norms and of the four maps, queries, keys and values, and the wide layer before and after
+    its activation, which has a gate in Qwen2.5-VL. With `recompute` the input of every block, and all of one of them.
+    """
+    wide = 4 if encoder.model_type == "qwen2_5_vl" else 2
+    block = 9 * encoder.width + wide * encoder.ffn
+    return element * (encoder.blocks * encoder.width + block if recompute else encoder.blocks * block)
