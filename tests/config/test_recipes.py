@@ -36,7 +36,10 @@ def test_gsm8k_calculator_never_trains_on_held_out_prompts(tmp_path):
     assert prompts(config, "val") == {"5*5="}
 
 
-@pytest.mark.parametrize("name", ["grpo_qwen3_8b_8gpu", "grpo_qwen3_30b_a3b_32gpu"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo_qwen3_8b_8gpu", "grpo_qwen3_30b_a3b_32gpu", "grpo_qwen3_vl_8b_8gpu", "grpo_qwen3_vl_30b_a3b_32gpu"],
+)
 def test_recipes_for_gpus_generate_on_servers_that_share_the_trainers_gpus(name):
     rollout = load_config(name).rollout
     assert (rollout.engine, rollout.sglang.colocated) == ("sglang", True)

@@ -40,11 +40,10 @@ def assert_learns(engine, start: dict, want: dict, freeze: list[str]) -> None:
 
 @pytest.mark.parametrize("freeze", [PARTS[:1], PARTS[:2], PARTS[2:]], ids="-".join)
 def test_frozen_parts_keep_every_bit_and_the_others_learn_as_before(freeze):
-    settings = {"engine": EngineConfig(recompute="full"), "optim": OPTIM}
-    whole = engine_of("qwen3_vl", ParallelConfig(), **settings)
+    whole = engine_of("qwen3_vl", ParallelConfig(), EngineConfig(), OPTIM)
     start, batch = parameters(whole), batch_for(whole.hf_config)
     cases.train(whole, batch)
-    engine = engine_of("qwen3_vl", ParallelConfig(), **settings, freeze=freeze)
+    engine = engine_of("qwen3_vl", ParallelConfig(), EngineConfig(recompute="full"), OPTIM, freeze=freeze)
     cases.train(engine, batch)
     assert_learns(engine, start, parameters(whole), freeze)
 
