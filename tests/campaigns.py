@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-CAMPAIGNS = ("durability", "exports", "faults", "kernels", "kills", "libero", "memory", "servers", "slurm", "teams")
+CAMPAIGNS = (
+    *("durability", "exports", "faults", "kernels", "kills"),
+    *("libero", "lora", "memory", "servers", "slurm", "teams"),
+)
 
 
 def add_option(parser: pytest.Parser) -> None:

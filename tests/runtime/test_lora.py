@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import no_parallel
+from tests.forked import Command
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
@@ -83,3 +84,26 @@ def test_the_reference_is_the_model_without_adapters(recipe, settings, tmp_path)
     assert not (tmp_path / "off/reference").exists()
     state = json.loads((tmp_path / "off/checkpoints/step_4/state.json").read_text())
     assert state["frozen"]["reference"]["key"] == "model.lora"
+
+
+@pytest.mark.campaign("lora")
+@pytest.mark.timeout(3600)
+def test_rank_16_learns_what_full_training_does(tmp_path):
+    """Greedy accuracy after 100 steps of GRPO from one supervised model, within five points; 15 minutes."""
+    quiet = ("tracking.mlflow=false", "tracking.report=false")
+
+    def run(*arguments: object) -> None:
+        command = Command(arguments, tmp_path)
+        output = harness.finish(command, 1200)
+        assert command.returncode == 0, output[-3000:]
+
+    run("sft", "grpo_quickstart", *quiet, "--run-dir", tmp_path / "sft")
+    start = (f"model.path={tmp_path / 'sft/hf'}", "model.hf_config=null", "sft.steps=0")
+    found = {}
+    for name, settings in {"full": (), "rank 16": ("model.lora.rank=16", "actor.optim.lr=1.5e-3")}.items():
+        steps = (*quiet, *start, *settings, "trainer.steps=100", "validation.every=100")
+        run("train", "grpo_quickstart", *steps, "--run-dir", tmp_path / name)
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found[name] = [line["val/acc"] for line in lines if "val/acc" in line][-1]
+    print(found)
+    assert found["rank 16"] > found["full"] - 0.05

@@ -262,23 +262,26 @@ def test_layouts_equal_the_single_process():
         assert losses[0] > losses[1]
 
 
-SAVED = ("moe", {"tp": 2, "sp": True})
+SAVED: list[dict] = [{"tp": 2, "sp": True}, {"ep": 2}]
 GOES_ON: list[dict] = [{"tp": 2, "sp": True}, {}, {"pp": 2}, {"ep": 2}, {"cp": 2}]
 """The second one has tp=1 on both ranks, which are replicas."""
 
 
-def goes_on(folder: str) -> list[dict[str, float]]:
-    """Metrics of the step after a checkpoint, under every layout."""
+def goes_on(folder: str) -> list[list[dict[str, float]]]:
+    """Metrics of the steps after a checkpoint of every layout, under every layout."""
+    return [_goes_on(f"{folder}/{number}", sizes) for number, sizes in enumerate(SAVED)]
+
+
+def _goes_on(folder: str, sizes: dict) -> list[dict[str, float]]:
     from pathlib import Path
 
     from megarl.training import checkpoint
     from tests.dist import fresh_layout
 
-    model, sizes = SAVED
-    parallel = ParallelConfig(**sizes)
+    model, parallel = "moe", ParallelConfig(**sizes)
     layout = fresh_layout(parallel)
     engine = adapted_engine(model, parallel, layout=layout, clip=0.5)
-    cases.train(engine, cases.make_batch(), 0.8)
+    cases.train(engine, cases.split_over(cases.make_batch(), layout.dp_rank, layout.dp_size), 0.8)
     saved = checkpoint.save(Path(folder), 1, {"actor": engine}, {})
     found = []
     for sizes in GOES_ON:
@@ -297,6 +300,7 @@ KEYS = ("loss", "actor/grad_norm")
 @pytest.mark.procs
 def test_a_checkpoint_goes_on_under_every_layout(tmp_path):
     """Also its moments: the loss after the second step is off by 1e-3 without them."""
-    for found in run_distributed(goes_on, 2, 240, str(tmp_path)):
-        for sizes, steps in zip(GOES_ON, found, strict=True):
-            assert steps == pytest.approx(found[0], rel=1e-5, abs=1e-5), sizes
+    for rank in run_distributed(goes_on, 2, 240, str(tmp_path)):
+        for saved, found in zip(SAVED, rank, strict=True):
+            for sizes, steps in zip(GOES_ON, found, strict=True):
+                assert steps == pytest.approx(found[0], rel=1e-5, abs=1e-5), (saved, sizes)
