@@ -77,6 +77,11 @@ def asks_images(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> bool
     return IMAGES in signature.parameters and IMAGES not in kwargs
 
 
+def requires_images(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function cannot be called without the images of samples."""
+    return asks_images(signature, kwargs) and signature.parameters[IMAGES].default is inspect.Parameter.empty
+
+
 def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
     """Check that a function can be called with `reward.kwargs`, for any columns of the data.
 
@@ -124,7 +129,8 @@ def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) 
 
     def call(first: Any, **kwargs: Any) -> Any:
         images = {}
-        if asks_images(signature, kwargs):
+        there = IMAGES in (first[0] if isinstance(first, list) else first)
+        if asks_images(signature, kwargs) and (there or requires_images(signature, kwargs)):
             images = {IMAGES: [_images(one) for one in first] if isinstance(first, list) else _images(first)}
         return _awaited(function(first, **images, **kwargs))
 

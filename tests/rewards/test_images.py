@@ -5,12 +5,14 @@ import textwrap
 import numpy as np
 import pytest
 
+from megarl.checks.rows import check_rows
 from megarl.config.data import RewardConfig
+from megarl.config.load import load_config
 from megarl.data.batch import Batch
 from megarl.data.fields import PATCHES
 from megarl.data.image_prompts import image_fields
 from megarl.data.images import patches_of, resized
-from megarl.errors import RewardError
+from megarl.errors import ConfigError, RewardError
 from megarl.rewards import REWARDS, Rewards
 from megarl.rewards.images import encoded, with_images
 from megarl.runtime.stages.reward import _images
@@ -19,6 +21,9 @@ from tests.data.test_images import SETTINGS, picture
 CODE = """
 def red(samples, images, scale=1.0):
     return [{"overall": scale * sum(i.getpixel((0, 0))[0] for i in own), "n": len(own)} for own in images]
+
+def may_look(samples, images=None):
+    return [float(images is None)] * len(samples)
 
 def trl(completions, images, **kwargs):
     return [float(len(own) == 2 and own[0].size[0] > 1) for own in images]
@@ -72,6 +77,15 @@ def test_functions_that_ask_get_the_images_and_others_do_not(file):
 def test_a_function_that_asks_where_there_are_none_says_so(file):
     with pytest.raises(RewardError, match=r"set data\.image_key"):
         scored(RewardConfig(name=f"{file}:red", timeout_s=60), None)
+    assert scored(RewardConfig(name=f"{file}:may_look", timeout_s=60), None)[0]["overall"] == 1.0
+
+
+def test_a_function_that_asks_where_there_are_none_is_refused_before_a_start(file, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    data = [f"data.{split}_files=[{tmp_path}/rows.jsonl]" for split in ("train", "val")]
+    given = [*data, "data.loader_kwargs=!replace {}", f"reward=!replace {{name: '{file}:red'}}"]
+    with pytest.raises(ConfigError, match="asks for images"):
+        check_rows(load_config("grpo_quickstart", given), "train")
 
 
 def test_the_images_of_samples_are_those_that_the_model_sees():
