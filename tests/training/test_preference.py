@@ -41,12 +41,12 @@ def make_pairs() -> Batch:
     return Batch(fields, {"uid": [str(i // 2) for i in range(2 * PAIRS)]})
 
 
-def step(engine, pairs: Batch, budget: int) -> tuple[dict, list[list[int]]]:
+def step(engine, pairs: Batch, budget: int, settings: dict = SETTINGS) -> tuple[dict, list[list[int]]]:
     """Metrics of the real step, and the samples of each micro-batch."""
     scores = engine.chunks[0].has_value_head
     engine.config = engine.config.model_copy(update={"micro_batch_tokens": budget})
     c = SimpleNamespace(
-        config=SimpleNamespace(preference=PreferenceConfig(**(SCORES if scores else SETTINGS))),
+        config=SimpleNamespace(preference=PreferenceConfig(**(SCORES if scores else settings))),
         all_sum=lambda values: engine.layout.dp_group.all_reduce(values.clone()),
         temperature=1.0,
         layout=engine.layout,
@@ -101,7 +101,7 @@ def test_a_step_is_the_same_in_every_layout_and_micro_batch():
     assert (len(want["groups"]), len(parts[1]["groups"])) == (1, PAIRS)
 
 
-def _engine_gradient(folder: str) -> dict:
+def engine_gradient(folder: str, settings: dict = SETTINGS) -> dict:
     """The gradient of each weight under its name in transformers, with the model beside it."""
     from megarl.models.weights import export_weights, iter_hf_tensors
 
@@ -118,7 +118,7 @@ def _engine_gradient(folder: str) -> dict:
         return 0.0, 0.0
 
     engine._update = capture
-    metrics, _ = step(engine, make_pairs(), 60)
+    metrics, _ = step(engine, make_pairs(), 60, settings)
     scorer = cases.make_engine("critic", layout=layout, layers=2)
     heads = {"world": layout.world, "source": None, "classifies": True}
     export_weights(scorer.chunks, f"{folder}_scores", scorer.hf_config, None, **heads)
@@ -131,7 +131,7 @@ def _engine_gradient(folder: str) -> dict:
 def test_gradients_and_scores_are_those_of_transformers(tmp_path):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    (got,) = run_distributed(_engine_gradient, 1, 300, str(tmp_path / "hf"))
+    (got,) = run_distributed(engine_gradient, 1, 300, str(tmp_path / "hf"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
     pairs, ratios, chosen = make_pairs(), [], []
     columns = ("prompt_ids", "response_ids", "response_mask", "ref_logp")

@@ -1,0 +1,43 @@
+"""Whole runs on preference pairs: the same in two processes, and when they go on from a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime import harness
+from tests.runtime.test_same_run import assert_same
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
+
+DATA = "megarl.recipes.arithmetic:make_pairs"
+LOADING = "loader_kwargs: {low: 1, high: 9, held_out: 16}, max_prompt_tokens: 8, batch_size: 4"
+
+
+def overrides(pipeline: str, *more: str) -> list[str]:
+    return [
+        f"data=!replace {{train_files: ['{DATA}'], val_files: ['{DATA}'], {LOADING}}}",
+        f"algorithm=!replace {{pipeline: {pipeline}}}",
+        "rollout=!replace {}",
+        "validation=!replace {every: 2}",
+        "cluster.nproc=1",
+        *more,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "more"),
+    [
+        ("dpo", ["preference={beta: 0.5, sft_coef: 0.1}", "actor.mini_batch_size=2"]),
+        ("reward_model", ["preference={loss: bradley_terry}", "sft.steps=0"]),
+    ],
+)
+def test_a_run_is_the_same_in_two_processes_and_after_a_checkpoint(pipeline, more, tmp_path):
+    recipe = harness.write_recipe(tmp_path)
+    whole = harness.train(recipe, tmp_path / "whole", *overrides(pipeline, *more))
+    assert set(whole) == {0, 1, 2, 3, 4}
+    assert whole[4]["rewards/margins"] > 0 == whole[0]["val/rewards/margins"]
+    assert whole[4]["val/acc"] == whole[4]["val/rewards/accuracies"]
+    cut = harness.train(recipe, tmp_path / "cut", *overrides(pipeline, *more, "trainer.steps=2"))
+    assert set(cut) == {0, 1, 2}
+    assert harness.train(recipe, tmp_path / "cut", *overrides(pipeline, *more)) == whole
+    assert_same(harness.train(recipe, tmp_path / "two", *overrides(pipeline, *more, "cluster.nproc=2")), whole)
