@@ -75,6 +75,9 @@ def test_a_good_recipe_passes_every_check(config_of):
     assert {check.status for check in check_config(config_of()).items} == {"ok"}
 
 
+PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
+
+
 # -- one case per way to be wrong: overrides, key to change, words of the message ------------------------------------
 
 
@@ -184,6 +187,14 @@ def test_a_good_recipe_passes_every_check(config_of):
         (["trainer.resume=no/such"], "trainer.resume", ["auto, never"]),
         (["reference.path=no/such/model", "algorithm.kl.use=loss"], "reference.path", ["no such model folder"]),
         (["name=a/b"], "name", ["without slashes"]),
+        # preference pairs
+        (["preference={}"], "algorithm.pipeline", ["grpo pipeline generates its responses"]),
+        (["algorithm.pipeline=dpo"], "preference", ["does not say how", "preference: {loss: sigmoid}"]),
+        (["algorithm.pipeline=reward_model", "preference={}"], "preference.loss", ["bradley_terry"]),
+        ([*PAIRS, "rollout.sampling.temperature=0.5"], "rollout.sampling.temperature", ["1.0"]),
+        ([*PAIRS, "rollout.engine=sglang"], "rollout.engine", ["nothing is generated"]),
+        ([*PAIRS, "preference={loss: ipo, label_smoothing: 0.1}"], "preference.label_smoothing", ["does not use it"]),
+        ([*PAIRS, "preference.margin_key=gap"], "preference.margin_key", ["does not use it"]),
         # model
         (["model.hf_config.model_type=gpt2"], "model.hf_config", ["not supported", "qwen3_moe"]),
         (["model.hf_config.model_type=null"], "model.hf_config", ["no model_type"]),

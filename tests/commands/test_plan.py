@@ -108,6 +108,12 @@ def test_every_number_in_json_has_a_formula_that_is_derived(recipe, capsys):
     assert {one["formula"] for one in found} <= derived
 
 
+def test_a_run_that_generates_nothing_has_no_plan(capsys):
+    code, _, complaint = run(capsys, "dpo_quickstart")
+    assert code == 2
+    assert "no formulas for a run that generates nothing" in complaint
+
+
 def test_an_assumption_changes_the_plan_and_is_said(capsys):
     _, before, _ = run(capsys, BIG, "--json")
     _, after, _ = run(capsys, BIG, "--json", "--assume", "gemm_share=0.3")
