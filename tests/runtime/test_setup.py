@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
@@ -53,3 +54,26 @@ def test_experts_of_a_model_that_came_from_the_hub_are_not_drawn_as_they_get_rea
         setup.build_rank_state(config, Path(), team)
     if refused:
         assert caught.value.where == "async.order"
+
+
+def test_a_critic_sees_the_images_that_the_policy_sees(monkeypatch):
+    """Its engine gets the same layout of sequences; with that of text it would read image tokens as words."""
+    from megarl.models.config import load_hf_config
+    from megarl.offload_schedule import OffloadSchedule
+    from megarl.runtime.critic import make_critic
+    from megarl.training.vlm_sequences import ImageLayout
+
+    class Built(Exception):
+        pass
+
+    def build(*arguments, sequences, freeze, **settings):
+        raise Built(sequences, freeze)
+
+    monkeypatch.setattr("megarl.training.engine.MegatronEngine", build)
+    config = load_config("grpo_shapes_quickstart", ["model.freeze=[tower]"])
+    c = SimpleNamespace(config=config, hf_config=load_hf_config(config.model), offload=OffloadSchedule(), layout=None)
+    with pytest.raises(Built) as found:
+        make_critic(c, None, None)
+    sequences, freeze = found.value.args
+    assert isinstance(sequences, ImageLayout)
+    assert freeze == ["tower"]
