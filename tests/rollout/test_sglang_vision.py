@@ -59,13 +59,21 @@ def push(fleet: Fleet, sync: WeightSync, version: int) -> None:
     assert report.verified
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.campaign("servers"))])
-def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tp"),
+    [
+        (KINDS[0], 1),
+        *(pytest.param(kind, tp, marks=pytest.mark.campaign("servers")) for kind in KINDS for tp in (1, 2)),
+    ],
+)
+def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(
+    kind: str, tp: int, tmp_path: Path
+) -> None:
     if version_in(need_interpreter(), "torchvision") is None:
         pytest.skip("the servers' interpreter has no torchvision: run `make sglang-env`")
     single_process()
     folder = tmp_path / "model"
-    save(folder, kind)
+    save(folder, kind, intermediate_size=128)  # on a CPU the server pads it to a multiple of 32 on each rank
     asked, chunks = requests(folder), build_tiny(folder)
     hf = chunks[0].hf_config
     write_processor(folder, hf)
@@ -75,8 +83,8 @@ def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(k
         return embedded.generate(asked, SAMPLING, [])
 
     settings: dict[str, Any] = {"timeout_s": 60.0, "verify": "every", "transport": "tensor"}
-    with forked_servers(), start(tmp_path, folder) as fleet:
-        receivers = SglangReceivers(fleet, ServerLayout.of(hf))
+    with forked_servers(), start(tmp_path, folder, tp_size=tp) as fleet:
+        receivers = SglangReceivers(fleet, ServerLayout.of(hf, tp))
         sync = WeightSync(chunks, receivers, SyncConfig(**settings), tmp_path, WorkerGroup.alone())
         push(fleet, sync, 0)
         served = engine(fleet, run=sync.run)
