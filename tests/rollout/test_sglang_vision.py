@@ -84,7 +84,8 @@ def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(
         return embedded.generate(asked, SAMPLING, [])
 
     settings: dict[str, Any] = {"timeout_s": 60.0, "verify": "every", "transport": "tensor"}
-    with forked_servers(), start(tmp_path, folder, tp_size=tp) as fleet:
+    random_weights = ["--load-format", "dummy"]  # as in a run
+    with forked_servers(), start(tmp_path, folder, tp_size=tp, extra_args=random_weights) as fleet:
         receivers = SglangReceivers(fleet, ServerLayout.of(hf, tp))
         sync = WeightSync(chunks, receivers, SyncConfig(**settings), tmp_path, WorkerGroup.alone())
         push(fleet, sync, 0)
