@@ -197,7 +197,7 @@ TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])
     st.dictionaries(st.from_regex(r"X_[A-Z]{1,8}", fullmatch=True), TEXT, max_size=3),
     st.text(st.sampled_from("a '$`%&!#*;(){}|<>\t~é"), min_size=1, max_size=12),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_come_through_a_real_shell(tmp_path, environment, name):
     seen, folder = tmp_path / "seen.json", tmp_path / "f" / name.strip() / "run"
     folder.mkdir(parents=True, exist_ok=True)

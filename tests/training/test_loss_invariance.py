@@ -104,7 +104,8 @@ def _engine(model: str = "dense"):
     from megarl.config.model import ParallelConfig
 
     layout = fresh_layout(ParallelConfig())
-    return cases.make_engine(model, layout=layout, engine=EngineConfig(distributed_optimizer=False))
+    # How losses are added up does not depend on the depth.
+    return cases.make_engine(model, layout=layout, layers=1, engine=EngineConfig(distributed_optimizer=False))
 
 
 def _samples(engine, masked: str) -> Batch:
