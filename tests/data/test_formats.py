@@ -13,6 +13,7 @@ import pytest
 from megarl.checks.rows import check_rows
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
+from megarl.data.preferences import PairDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import character_tokenizer
@@ -158,6 +159,28 @@ def test_ultrafeedback_and_other_preferences(recipe, tokenizer):
     explicit = {"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID]}
     assert examples(recipe([explicit], "sft.response_key=chosen"), tokenizer).responses == ["4"]
     assert prompts(recipe([binarized], "reward.name=format"), tokenizer).texts == ["<user>What is 2+2?<eos><a>"]
+
+
+PAIRS = ("algorithm.pipeline=dpo", "preference={}")
+
+
+@pytest.mark.parametrize("file", ["parquet", "jsonl"])
+def test_pairs_of_ultrafeedback_and_trl_go_through_the_chat_template(recipe, tokenizer, file):
+    wrong = {"role": "assistant", "content": "5"}
+    rows = {
+        "UltraFeedback": {"prompt": "What is 2+2?", "chosen": [ASKED, SAID], "rejected": [ASKED, wrong], "score": 8.5},
+        "implicit": {"chosen": [ASKED, SAID], "rejected": [ASKED, wrong]},
+        "explicit": {"prompt": [ASKED], "chosen": [SAID], "rejected": [wrong]},
+        "text": {"prompt": "What is 2+2?", "chosen": "4", "rejected": "5"},
+    }
+    for name, row in rows.items():
+        config = recipe([row], *PAIRS, file=file)
+        assert check_rows(config, "train"), name
+        batch = PairDataset(config.data, config.preference, tokenizer).batch([0])
+        assert batch["prompt_text"] == ["<user>What is 2+2?<eos><a>"] * 2, name
+        assert [tokenizer.decode(ids) for ids in batch["response_ids"].unbind()] == ["4<eos>", "5<eos>"], name
+    with pytest.raises(DataError, match=r"d\.jsonl:2: no column 'rejected'"):
+        check_rows(recipe([rows["text"], {"prompt": "2", "chosen": "4"}], *PAIRS, file="jsonl"), "train")
 
 
 def test_trl(recipe, tokenizer):
