@@ -19,6 +19,8 @@ from megarl.errors import ConfigError
 _NAME = "images"
 #: Numbers of a patch of Qwen2.5-VL that SGLang 0.5.23 takes for pixels.
 _PATCH_VALUES = 1176
+#: Blocks of the encoder of Qwen3-VL's mixture whose features SGLang 0.5.23 adds to layers.
+_MIXTURE_BLOCKS = 3
 
 
 def check_images(config: RunConfig, placement: Placement | None, facts: ModelFacts | None, checks: Checklist) -> None:
@@ -58,6 +60,16 @@ def _server_problems(servers: SGLangConfig, encoder: VisionEncoder) -> list[Conf
                 where="model: vision_config.patch_size",
                 found=encoder.patch,
                 allowed=f"14, {_PATCH_VALUES} numbers of a patch, as published models of Qwen2.5-VL have it",
+                fix="take such a model, or rollout.engine=embedded",
+            )
+        )
+    if encoder.model_type == "qwen3_vl_moe" and len(encoder.deepstack) != _MIXTURE_BLOCKS:
+        found.append(
+            ConfigError(
+                "servers add features of another number of blocks to the layers of this mixture",
+                where="model: vision_config.deepstack_visual_indexes",
+                found=list(encoder.deepstack),
+                allowed=f"{_MIXTURE_BLOCKS} blocks, as published models of Qwen3-VL have them",
                 fix="take such a model, or rollout.engine=embedded",
             )
         )

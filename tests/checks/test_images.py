@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl.architectures.vision_language import VisionEncoder
+from megarl.checks import images as image_checks
 from megarl.checks.recipe import check_config
 from megarl.compat.sglang import TESTED
 from megarl.config.load import load_config
+from megarl.config.sglang import SGLangConfig
+from tests.models.vlm_tiny import config_of
 
 #: Patches of 14 pixels, as servers want them.
 PUBLISHED = [
@@ -45,6 +49,14 @@ def test_what_servers_cannot_see_is_named(python: Path) -> None:
     assert (key, "features that are there already" in message) == ("model: vision_config.patch_size", True)
     ((key, message),) = failed(python, "rollout.sglang.tp_size=4", "model.hf_config.vision_config.num_heads=6")
     assert (key, "vision encoder" in message) == ("rollout.sglang.tp_size", True)
+
+
+@pytest.mark.parametrize(("blocks", "keys"), [((0, 1), ["deepstack_visual_indexes"]), ((0, 1, 2), [])])
+def test_a_mixture_has_as_many_features_as_servers_add(blocks: tuple[int, ...], keys: list[str]) -> None:
+    raw = config_of("qwen3_vl_moe", deepstack=list(blocks))
+    encoder = VisionEncoder.from_config(raw, 64, "config.json")
+    found = image_checks._server_problems(SGLangConfig(), encoder)
+    assert [str(problem.where).rpartition(".")[2] for problem in found] == keys
 
 
 def test_an_interpreter_that_cannot_read_images_is_named(python: Path, tmp_path: Path) -> None:

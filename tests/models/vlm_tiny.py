@@ -40,7 +40,11 @@ def config_of(kind: str, **text: Any) -> dict[str, Any]:
     else:
         sizes |= {"head_dim": 16}
         sizes["rope_parameters"] |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
-        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "patch_size": 14}
+        vision |= {
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": text.pop("deepstack", [0, 1]),
+            "patch_size": 14,
+        }
     if kind == "qwen3_vl_moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
     ids = {"image_token_id": IMAGE, "video_token_id": 151, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
