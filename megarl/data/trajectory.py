@@ -21,6 +21,9 @@ from torch import Tensor
 from megarl.data.batch import Batch, Jagged
 from megarl.data.versions import VersionRuns, append_runs, set_versions
 
+PLAIN = "answer"
+"""What ends a sample that has no environment."""
+
 
 @dataclass
 class Trajectory:
@@ -38,11 +41,12 @@ class Trajectory:
             while it is being sampled.
         turn_rewards: one per turn that the environment has answered.
         finish_reason: `stop`, `length` or `abort`, of the last turn that is over.
-        ended_by: done, turns, tokens, seconds or error; empty while it goes on.
+        ended_by: done, turns, tokens, seconds or error, or `PLAIN`; empty while it goes on.
         error: the failure, when `ended_by` is error.
         info: numbers of the environment, added up over the turns; with servers also `cached`, the share of the tokens
             before the policy's turns that was in a prefix cache.
         segments: number of segments of all turns that sampled at least a token; the next one has this number.
+        spent_s: seconds that its group was under way, where it was interrupted.
     """
 
     prompt_ids: list[int]
@@ -58,6 +62,7 @@ class Trajectory:
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
     segments: int = 0
+    spent_s: float = field(default=0.0, compare=False)
 
     def add_segment(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionRuns) -> None:
         """Append a segment of a turn of the policy, which begins with its first one. One without tokens is ignored."""

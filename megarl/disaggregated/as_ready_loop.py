@@ -273,7 +273,10 @@ class AsReadyLoop:
         assert c.loader is not None, "it has given numbers"
         self._prompts[number] = prompt = c.loader.at([number])
         [group] = groups_of_prompts(c.context, prompt, c.config.rollout.sampling.n, [number])
-        producer.add(group, self._drafts.pop(number, None))
+        again = producer.add(group, self._drafts.pop(number, None))
+        if again and c.layout.is_lead:
+            why = "are beyond the limits of now, or were begun with another environment"
+            print(f"group {group.uid}: {again} of its samples {why}, and begin again")
 
     def _is_called(self) -> bool:
         """Something else is to be done than generation. Collective over the replica."""

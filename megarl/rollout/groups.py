@@ -25,11 +25,11 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import SamplingConfig
-from megarl.data.trajectory import Trajectory
+from megarl.data.trajectory import PLAIN, Trajectory
 from megarl.errors import MegarlError
 from megarl.rollout.answers import Answer, Answers, EpisodeRules, apply_answer
 from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine
@@ -163,14 +163,18 @@ class Groups:
         """Samples that may be added now."""
         return len(self._free)
 
-    def add(self, group: Group, partial: Sequence[Trajectory] | None = None) -> None:
+    def add(self, group: Group, partial: Sequence[Trajectory] | None = None) -> int:
         """Ask for a group of `len(group.seeds)` samples, now or, when it is not open, with `open`.
+
+        Returns the samples of `partial` that begin again because they are beyond the present limits or belong to
+        another recipe, without an environment or with one.
 
         Args:
             group: what is asked for.
             partial: what there is of the samples; None: nothing. An episode that is not over goes on after its turns
                 were played again into a new environment, or begins again where this is not `replayable`. So does every
-                sample that is beyond the present limits, or that has no environment any more.
+                sample that is beyond the present limits, an episode that has no environment any more, and an answer
+                where there is one now. The seconds of the group go on.
 
         Raises:
             ValueError: more samples than are `free`, a number that is under way, or not a trajectory per sample.
@@ -181,7 +185,10 @@ class Groups:
         if partial is not None and len(partial) != count:
             raise ValueError(f"group {number} has {count} samples and {len(partial)} partial trajectories")
         found = [None] * count if partial is None else partial
-        under_way = _UnderWay(group, [self._resume_partial(group, one) for one in found])
+        usable = [one is not None and self._is_usable(group, one) for one in found]
+        resumed = [self._resume_partial(group, one if use else None) for one, use in zip(found, usable, strict=True)]
+        spent_s = max((one.spent_s for one, use in zip(found, usable, strict=True) if one and use), default=0.0)
+        under_way = _UnderWay(group, resumed, spent_s)
         needed = list(under_way.unfinished())
         if len(needed) > self.free:
             raise ValueError(f"group {number} needs {len(needed)} slots, and {self.free} of {self._slots} are free")
@@ -195,6 +202,11 @@ class Groups:
                 self._answers.begin(slot, group.row, group.env_seed, sample.trajectory)
             else:
                 self._submit(slot)
+        replayable = self._rules is None or self._rules.replayable
+        return sum(
+            one is not None and one.segments > 0 and not use and (replayable or bool(one.ended_by))
+            for one, use in zip(found, usable, strict=True)
+        )
 
     def open(self) -> None:
         """Begin to generate with the weights of now, and go on with what was interrupted.
@@ -293,7 +305,10 @@ class Groups:
         """
         if self._generation is not None:
             raise RuntimeError("the groups are open; interrupt() them first: what is being sampled would be missing")
-        return {number: [one.copy() for one in some.trajectories] for number, some in sorted(self._groups.items())}
+        return {
+            number: [replace(one.copy(), spent_s=some.spent_s) for one in some.trajectories]
+            for number, some in sorted(self._groups.items())
+        }
 
     def close(self) -> None:
         """Give up everything. Not collective."""
@@ -317,7 +332,7 @@ class Groups:
             for trajectory, done in zip(under_way.trajectories, completions, strict=True):
                 trajectory.add_segment(done.token_ids, done.logprobs, done.versions)
                 trajectory.end_turn(done.finish_reason)
-                trajectory.end("done")
+                trajectory.end(PLAIN)
         for slot in list(self._samples):
             self._release(slot)
 
@@ -447,14 +462,14 @@ class Groups:
         return [(number, self._groups.pop(number).trajectories) for number in complete]
 
     def _resume_partial(self, group: Group, partial: Trajectory | None) -> Trajectory:
-        """Return the trajectory of a sample that is added: a partial one that can go on, or a new one."""
-        if partial is None or not self._is_usable(group, partial):
+        """Return the trajectory of a sample that is added: that of a usable partial one, or a new one."""
+        if partial is None:
             return Trajectory([*group.prompt_ids])
         trajectory = partial.copy()
         if not trajectory.ended_by:
             self._end_if_full(trajectory)
             if self._rules is None and trajectory.turns:
-                trajectory.end("done")
+                trajectory.end(PLAIN)
         return trajectory
 
     def _is_usable(self, group: Group, partial: Trajectory) -> bool:
@@ -463,7 +478,7 @@ class Groups:
         if self._rules is None and not plain:  # an episode, whose environment was taken away
             return False
         if partial.ended_by:
-            return True
+            return self._rules is None or partial.ended_by != PLAIN  # no environment has answered it
         room, turns = self._room(partial), partial.turns + (not partial.is_unanswered)
         between_turns = not (partial.in_turn or partial.is_unanswered)
         if not partial.segments or room < 0 or (room == 0 and between_turns):
@@ -478,7 +493,7 @@ class Groups:
         for slot in ended:
             trajectory = self._samples[slot].trajectory
             if self._answers is None:
-                trajectory.end("done")
+                trajectory.end(PLAIN)
             if trajectory.ended_by:
                 self._release(slot)
             else:

@@ -333,7 +333,7 @@ def test_what_is_beyond_limits_that_were_lowered_begins_again(host, limits):
     made.weight_version = 1
     rules = rules_of(host, "mark", **{"turns": 4, "tokens": TOKENS, "replayable": True, **limits})
     groups = Groups(made, SAMPLING, STOPS, 8, LONGEST, rules)
-    groups.add(asked(1, 1), [kept])
+    assert groups.add(asked(1, 1), [kept]) == ("prompt_tokens" not in limits), "told, or found out by the environment"
     groups.open()
     [found] = until_idle(groups)
     assert {version for version, _ in found.versions} == {1}
@@ -423,6 +423,24 @@ def test_log_probs_of_interrupted_turns_are_those_of_a_full_pass():
     assert segments > turns > sum(len(request.seeds) for request in asked_for)
 
 
+def test_an_answer_is_no_episode_of_an_environment_that_was_added(host):
+    made, answered = ScriptedEngine(), Trajectory(first(1))
+    plain = Groups(made, SAMPLING, STOPS, 8, LONGEST)
+    plain.add(Group(1, first(1), [lambda k: k]))
+    plain.open()
+    [(_, [answered])] = plain.wait()
+    plain.close()
+    made.weight_version = 1
+    groups = groups_of(made, host)
+    assert groups.add(asked(1, 2), [answered, between_turns()]) == 1
+    groups.open()
+    [(_, [again, kept])] = groups.wait()
+    assert {version for version, _ in again.versions} == {1}
+    check(1, 0, again)
+    assert {version for version, _ in kept.versions} == {0, 1}, "it goes on"
+    groups.close()
+
+
 def test_time_counts_only_while_it_is_open(host, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("megarl.rollout.groups.time.monotonic", lambda: clock[0])
@@ -439,3 +457,24 @@ def test_time_counts_only_while_it_is_open(host, monkeypatch):
     [(_, [cut])] = groups.wait()
     assert (cut.ended_by, cut.finish_reason, cut.drawn) == ("seconds", "abort", [False])
     groups.close()
+
+
+def test_time_goes_on_in_another_process(host, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("megarl.rollout.groups.time.monotonic", lambda: clock[0])
+    groups = opened(ScriptedEngine(steps=lambda slot: 1), host, seconds=10.0)
+    groups.add(asked(1, 1))
+    groups.wait(after(2))
+    clock[0] = 8.0
+    groups.interrupt()
+    kept = through_json(groups.partial())
+    assert kept[1][0].segments > 0
+    groups.close()
+    later = groups_of(ScriptedEngine(steps=lambda slot: 0), host, seconds=10.0)
+    assert later.add(asked(1, 1), kept[1]) == 0
+    later.open()
+    assert later.wait(after(20)) == []
+    clock[0] = 10.5
+    [(_, [cut])] = later.wait()
+    assert cut.ended_by == "seconds"
+    later.close()
