@@ -12,13 +12,15 @@ tests start it for real: tests/launchers, and `harness.run(..., program=...)`.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,39 +115,63 @@ def _command_main(arguments: list[str], folder: str, environment: dict[str, str]
     sys.exit(cli.main(arguments))
 
 
+def fork_scorers() -> None:
+    """Fork reward processes of this rank from it: they would import for 0.4 CPU-seconds what is there."""
+    from megarl.rewards import pool_process
+
+    pool_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _forked_scorer})  # type: ignore[assignment]
+
+
+def _forked_scorer(command: list[str], *, env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
+    """A child that would become the program `python -m MODULE FD` and instead does what that does."""
+
+    def work() -> None:
+        sys.argv = command[2:]
+        importlib.import_module(command[2]).main()
+
+    in_child = functools.partial(_in_child, env, pass_fds, work)
+    return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=in_child, **options)
+
+
 def _forked_worker(command: list[str], *, env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
     """A child that would become the program `command` and instead does what that does, at the same place."""
 
-    def work() -> NoReturn:
+    def work() -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # those of the launcher
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        kept = {0, 1, 2, *pass_fds}
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) not in kept:
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
-        code = 1
-        try:
-            sys.path.remove(os.getcwd())  # PYTHONSAFEPATH
-            _become(env, None)
-            import torch
+        sys.path.remove(os.getcwd())  # PYTHONSAFEPATH
+        import torch
 
-            from megarl.runtime import worker
+        from megarl.runtime import worker
 
-            torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-            code = worker.main(command[command.index("--entry") :])
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+        return worker.main(command[command.index("--entry") :])
 
     assert command[1:3] == ["-m", "megarl.runtime.worker"], command
-    return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=work, **options)
+    in_child = functools.partial(_in_child, env, pass_fds, work)
+    return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=in_child, **options)
+
+
+def _in_child(env: dict[str, str], pass_fds: Sequence[int], work: Callable[[], int | None]) -> NoReturn:
+    """Do in a child that was just forked what a program would do, with the files that it would have."""
+    kept = {0, 1, 2, *pass_fds}
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    code = 1
+    try:
+        _become(env, None)
+        code = work() or 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _become(environment: dict[str, str], output: int | None) -> None:

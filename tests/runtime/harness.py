@@ -15,10 +15,11 @@ from typing import Any
 
 import psutil
 
+from megarl.processes import has_nvidia_device
 from megarl.rendezvous import write_token
 from megarl.runtime.health import read_beat
 from tests.dist import run_distributed
-from tests.forked import Command
+from tests.forked import Command, fork_scorers
 
 RECIPE = """
 name: tiny
@@ -164,6 +165,8 @@ def work_of_rank(recipe: str, run_dir: str, overrides: list[str], teams: list[di
         enter(teams[number])
     os.chdir(Path(recipe).parent)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
+    if not has_nvidia_device():
+        fork_scorers()
     entry.train(load_config(Path(recipe), overrides), Path(run_dir))
 
 

@@ -18,7 +18,7 @@ from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=1)
-STEPS = 3
+STEPS = 2
 COUNT = 9
 
 TWO = [
@@ -151,5 +151,5 @@ def test_reference_moves(reference):
     """The comparison would be empty if steps changed nothing."""
     for want in reference.values():
         losses = [step["loss"] for step in want["steps"]]
-        assert losses[0] > losses[1] > losses[2]
+        assert losses[0] > losses[1]
         assert all(torch.isfinite(tensor).all() for tensor in want["weights"].values())
