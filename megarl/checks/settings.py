@@ -383,7 +383,7 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
             allowed="integer > 0",
             fix="set sft.steps, for example to 500",
         )
-    if job != "train" and config.preference is not None and config.preference.scores:
+    if job != "train" and config.preference is not None and config.trains_reward_model:
         checks.fail(
             "model",
             "preference.loss",

@@ -175,6 +175,11 @@ class RunConfig(Section):
         return self.data.prompt_key == self.sft.response_key
 
     @property
+    def trains_reward_model(self) -> bool:
+        """Whether the actor is a reward model, with one score per sequence in place of a vocabulary."""
+        return self.preference is not None and self.preference.scores
+
+    @property
     def has_turns(self) -> bool:
         """Whether the recipe names an environment, so that samples may have several turns."""
         return self.env.get("name", SINGLE_TURN) != SINGLE_TURN

@@ -59,7 +59,8 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
         for name in shapes:
             weight = reader.read(name)
             writer.add(name, weight if adapter is None else adapter.merged(name, weight))
-        write_metadata(writer.temporary, hf, None, to, value_head=value_head, source=folder)
+        classifies = value_head and any("SequenceClassification" in name for name in hf.architectures or ())
+        write_metadata(writer.temporary, hf, None, to, value_head=value_head, classifies=classifies, source=folder)
         copy_tokenizer(folder, writer.temporary)
         if (folder / STATISTICS).is_file():
             shutil.copyfile(folder / STATISTICS, writer.temporary / STATISTICS)

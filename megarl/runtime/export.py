@@ -113,6 +113,5 @@ def _write(c: RankState, model: ModelRole, name: str) -> None:
     with c.offload.phase("export", model.name):
         folder, source = c.run_dir / name, c.config.model.path
         hf_config, world = model.engine.hf_config, c.layout.world
-        preference = c.config.preference
-        classifies = preference is not None and preference.scores
+        classifies = c.config.trains_reward_model
         export_weights(model.chunks, folder, hf_config, c.tokenizer, world=world, source=source, classifies=classifies)

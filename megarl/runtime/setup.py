@@ -366,7 +366,7 @@ def build_engine(
         seed=config.trainer.seed,
         sequences=sequence_layout_of(config, hf_config),
         lora=config.model.lora if name == ACTOR else None,
-        value_head=name == ACTOR and config.preference is not None and config.preference.scores,
+        value_head=name == ACTOR and config.trains_reward_model,
         freeze=config.model.freeze if trainable else (),
     )
 
