@@ -111,11 +111,8 @@ def check_config(
     learns_pairs = job == "train" and config.preference is not None
     if job == "train":
         check_graph(config, built, checks)
-    if job == "train" and not learns_pairs:
-        check_objective(config, roles, checks)
-        check_correction(config, checks)
-        if placement is not None:
-            check_async(config, placement, facts, checks)
+        if not learns_pairs:
+            _check_learning(config, roles, placement, facts, checks)
     if not learns_pairs:
         check_sampling(config, facts, checks)
     if job != "sft":
@@ -133,6 +130,20 @@ def check_config(
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     return Checked(checks.items, sizes, graph, placement)
+
+
+def _check_learning(
+    config: RunConfig,
+    roles: Roles,
+    placement: Placement | None,
+    facts: ModelFacts | None,
+    checks: Checklist,
+) -> None:
+    """Check the objective of learning from what is generated."""
+    check_objective(config, roles, checks)
+    check_correction(config, checks)
+    if placement is not None:
+        check_async(config, placement, facts, checks)
 
 
 def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:

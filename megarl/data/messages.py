@@ -167,6 +167,12 @@ def response_messages(
             found=value,
             allowed="text, an integer, or chat messages that begin and end with the assistant's",
         )
+    _refuse_unlearnt(messages, key, row)
+    return messages
+
+
+def _refuse_unlearnt(messages: list[Message], key: str, row: Row) -> None:
+    """Refuse a response in which the assistant speaks twice in a row, or has nothing to learn."""
     roles = [message["role"] for message in messages]
     twice = next((i for i in range(1, len(roles)) if roles[i - 1 : i + 1] == [ASSISTANT, ASSISTANT]), None)
     if twice is not None:
@@ -182,7 +188,6 @@ def response_messages(
             where=row.where,
             fix="take the row out",
         )
-    return messages
 
 
 def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: str, images: bool) -> Message:

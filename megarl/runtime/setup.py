@@ -99,24 +99,7 @@ def build_rank_state(
             check_trainable(hf_config, config.model.path or "model.hf_config")
         _refuse_known_late(config, team, hf_config)
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
-        source = None
-        draws = team.holds(Role.ROLLOUT)
-        pairs = _Pairs()
-        if draws or (team.holds(Role.ACTOR) and config.sft.steps):  # a cold start is measured where it trains
-            state = ProcessState.now()
-            learns_pairs = config.preference is not None and not draws
-            source = _Source.load(
-                config,
-                hf_config,
-                tokenizer,
-                layout,
-                trainable=trainable and draws,
-                scored=() if learns_pairs else scored,
-                held_out=not learns_pairs,
-            )
-            state.check("the environment, or a function of the data,")
-        if config.preference is not None and not draws:
-            pairs = _Pairs.load(config, config.preference, hf_config, tokenizer, layout)
+        source, pairs = _load_data(config, team, hf_config, tokenizer, layout, trainable=trainable, scored=scored)
     kl = config.algorithm.kl
     context = StepContext(
         config,
@@ -152,6 +135,37 @@ def build_rank_state(
         None if source is None else source.val_data,
         pairs.held_out,
     )
+
+
+def _load_data(
+    config: RunConfig,
+    team: OwnTeam,
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    layout: Layout,
+    *,
+    trainable: bool,
+    scored: Scored,
+) -> tuple[_Source | None, _Pairs]:
+    """Load what `team` generates from (None: it does not), and the pairs that a run without generation learns from."""
+    source, pairs = None, _Pairs()
+    draws = team.holds(Role.ROLLOUT)
+    if draws or (team.holds(Role.ACTOR) and config.sft.steps):  # a cold start is measured where it trains
+        state = ProcessState.now()
+        learns_pairs = config.preference is not None and not draws
+        source = _Source.load(
+            config,
+            hf_config,
+            tokenizer,
+            layout,
+            trainable=trainable and draws,
+            scored=() if learns_pairs else scored,
+            held_out=not learns_pairs,
+        )
+        state.check("the environment, or a function of the data,")
+    if config.preference is not None and not draws:
+        pairs = _Pairs.load(config, config.preference, hf_config, tokenizer, layout)
+    return source, pairs
 
 
 @dataclass(frozen=True)
