@@ -74,28 +74,32 @@ def test_ppo_with_a_team_for_every_model_changes_no_number(recipe, tmp_path):
     assert same(apart) == together
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path):
-    settings = (*TWO_TEAMS, "trainer.steps=5", "validation.every=1", "trainer.save_every=1")
-    undisturbed = harness.train(recipe, tmp_path / "whole", *settings)
-    killed = tmp_path / "killed"
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path) -> tuple[tuple[str, ...], dict[int, dict[str, float]]]:
+    """Settings of a run that nothing happened to, and its metrics."""
+    settings = (*TWO_TEAMS, "trainer.steps=5", "validation.every=1", "trainer.save_every=1", "cluster.timeout_s=240")
+    return settings, harness.train(recipe, recipe.parent / "whole", *settings)
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, undisturbed, tmp_path):
+    settings, expected = undisturbed
     with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
-        harness.train(recipe, killed, *settings, work=killed_in_step_4)
-    assert steps_in(killed / "checkpoints")[-1] in (2, 3)
-    assert same(harness.train(recipe, killed, *settings)) == same(undisturbed)
-    assert not list(killed.glob("checkpoints.old-*")), "it does not start again"
+        harness.train(recipe, tmp_path, *settings, work=killed_in_step_4)
+    assert steps_in(tmp_path / "checkpoints")[-1] in (2, 3)
+    assert same(harness.train(recipe, tmp_path, *settings)) == same(expected)
+    assert not list(tmp_path.glob("checkpoints.old-*")), "it does not start again"
 
 
-def test_a_run_whose_rollout_worker_is_killed_goes_on_by_itself_from_its_newest_checkpoint(recipe, tmp_path):
-    settings = (*TWO_TEAMS, "trainer.steps=5", "trainer.save_every=1", "sft.steps=0", "async.max_staleness=1")
-    settings += ("cluster.timeout_s=240",)
-    undisturbed = harness.train(recipe, tmp_path / "whole", *settings)
-    run_dir = tmp_path / "killed"
-    process = harness.start(recipe, run_dir, *settings)
-    harness.wait_for(lambda: (run_dir / "checkpoints" / "step_2").is_dir(), process)
-    harness.kill(harness.workers(run_dir)[1])
+def test_a_run_whose_rollout_worker_is_killed_goes_on_by_itself_from_its_newest_checkpoint(
+    recipe, undisturbed, tmp_path
+):
+    settings, expected = undisturbed
+    process = harness.start(recipe, tmp_path, *settings)
+    harness.wait_for(lambda: (tmp_path / "checkpoints" / "step_2").is_dir(), process)
+    harness.kill(harness.workers(tmp_path)[1])
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
-    assert same(harness.metrics(run_dir)) == same(undisturbed)
+    assert same(harness.metrics(tmp_path)) == same(expected)
     assert re.search(r"starts again \(1 of 3; from the checkpoint of step \d\): worker 1 \(draw, rank 0\)", output)
 
 
