@@ -76,7 +76,7 @@ SGLANG_KIND ?= auto
 sglang-env: $(STAMP)
 	$(BIN)/python tools/sglang_env.py --kind $(SGLANG_KIND)
 
-# SmolLM2-135M-Instruct, for recipes/grpo_smollm2_words.yaml: 270 MB in the cache folder.
+# SmolLM2-135M-Instruct, for recipes/grpo_smollm2_words.yaml: 270 MB in ~/.cache/megarl.
 smollm2: $(STAMP)
 	$(BIN)/python tools/smollm2.py
 

@@ -41,7 +41,7 @@ from megarl.artifacts.run_folder import (
     restore_config,
     write_next_config,
 )
-from megarl.credentials import mask
+from megarl.credentials import mask_argument
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
 from megarl.launchers.output import OutputLog
@@ -382,8 +382,13 @@ def layout_environment(layout: ParallelConfig) -> dict[str, str]:
 
 
 def own_environment(job: Job) -> dict[str, str]:
-    """Return the environment that identifies a process's owner: the attempt, and the launcher with which it ends."""
-    return as_parent() | {ATTEMPT: job.attempt}
+    """Return the environment that says whose a process is: attempt, command, and the launcher with which it ends."""
+    return as_parent() | own_command() | {ATTEMPT: job.attempt}
+
+
+def own_command() -> dict[str, str]:
+    """Return the environment variable with this process's command line, for the tags of trackers."""
+    return {COMMAND: shlex.join([Path(sys.argv[0]).name, *map(mask_argument, sys.argv[1:])])}
 
 
 def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
@@ -406,8 +411,7 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
     if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it show its progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
-    command = mask(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
-    environment = {WATCHED: "1", COMMAND: command}
+    environment = {WATCHED: "1"}
     environment |= {name: os.environ.get(name, value) for name, value in chosen.items()}
     if config.cluster.threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -29,7 +29,7 @@ from megarl.disaggregated.buffer.actor import JOURNAL
 from megarl.disaggregated.buffer.size import LEAST, object_store_bytes, refuse_too_large
 from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
-from megarl.launchers.common import Job, layout_environment, own_environment, process_environment
+from megarl.launchers.common import Job, layout_environment, own_command, own_environment, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, within
 from megarl.launchers.seats import Place, assign_seats_by_team, ranks_of
@@ -262,7 +262,7 @@ class RayWorkers:
         shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port), **(more or {})}
         # Not in the actors' runtime_env, which Ray shows to everybody.
         secrets = [name for name in os.environ if name in (USER, PASSWORD) or name.startswith(_TRACKERS)]
-        shared |= {name: os.environ[name] for name in secrets}
+        shared |= own_command() | {name: os.environ[name] for name in secrets}
         shared |= own_environment(job) if self._address is None else {ATTEMPT: job.attempt}
         environments = ranks_of(team, self._places, lends=lends(job.config, team), servers=self._left_to_servers(team))
         for number, own in enumerate(environments, first):

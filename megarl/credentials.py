@@ -44,6 +44,21 @@ def mask(text: str) -> str:
     return _SECRET_PARAMETER.sub(rf"\g<name>{MASK}", _IN_TEXT.sub(rf"\g<scheme>{MASK}@", text))
 
 
+def mask_argument(argument: str) -> str:
+    """Return an argument of a command line, perhaps `key.path=value`, without secrets.
+
+    >>> [mask_argument(a) for a in ("a.uri=https://me:it's@host", "reward.kwargs.api_key=sk-1", "trainer.steps=3")]
+    ['a.uri=https://***@host', 'reward.kwargs.api_key=***', 'trainer.steps=3']
+    """
+    key, equals, value = argument.partition("=")
+    if equals and CREDENTIAL.match(key.rpartition(".")[2]):
+        return f"{key}={MASK}"
+    whole = _WHOLE.match(value)
+    if whole is not None:
+        value = f"{whole['scheme']}{MASK}@{value[whole.end() :]}"
+    return mask(f"{key}{equals}{value}")
+
+
 def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
     """Return `uri` masked; its user name and password go to the variables of MLflow's own client in `environment`."""
     found = _WHOLE.match(uri)

@@ -9,9 +9,23 @@ import pytest
 
 from megarl.checks.recipe import check_config
 from megarl.config.load import dump_config, hide_credentials, load_config
-from megarl.credentials import PASSWORD, USER, mask, put_back, take_out
+from megarl.credentials import PASSWORD, USER, mask, mask_argument, put_back, take_out
 from megarl.errors import ConfigError, ServerError
 from megarl.tracking import mlflow_log
+
+
+@pytest.mark.parametrize(
+    ("argument", "masked"),
+    [
+        ("tracking.mlflow_uri=https://me:it's@host/x", "tracking.mlflow_uri=https://***@host/x"),
+        ('tracking.mlflow_uri=https://me:a "b"@host/x', "tracking.mlflow_uri=https://***@host/x"),
+        ("reward.kwargs.api_key=sk-1", "reward.kwargs.api_key=***"),
+        ("model.tokenizer=chars:0123", "model.tokenizer=chars:0123"),
+        ("--run-dir", "--run-dir"),
+    ],
+)
+def test_arguments_of_a_command_are_masked(argument: str, masked: str) -> None:
+    assert mask_argument(argument) == masked
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ packages, which come to a temporary folder. Prints where the model is.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,9 +17,8 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def folder() -> Path:
-    """Return the folder of the model."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "megarl" / "smollm2-135m-instruct"
+    """Return the folder of the model, which the recipe names."""
+    return Path.home() / ".cache" / "megarl" / "smollm2-135m-instruct"
 
 
 def convert(packages: Path, target: Path) -> None:

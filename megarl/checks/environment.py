@@ -111,6 +111,6 @@ def check_secrets(config: RunConfig, checks: Checklist) -> None:
                 checks.warn(
                     "secrets",
                     f"{key}.{name}",
-                    "this looks like a secret, and config.yaml, report.html and MLflow will show it",
+                    "this looks like a secret, and config.yaml, report.html and trackers will show it",
                     fix="give the name of an environment variable instead, and let the function read that",
                 )

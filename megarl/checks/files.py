@@ -330,7 +330,8 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
 
 def _check_weighted_parts(config: RunConfig, checks: Checklist) -> None:
     """Check that the parts that the estimator weighs are parts of the recipe."""
-    missing = [name for name in config.algorithm.advantage.parts if name.partition("/")[0] not in config.reward.parts]
+    known = {"overall", *config.reward.parts}
+    missing = [name for name in config.algorithm.advantage.parts if name.partition("/")[0] not in known]
     if missing:
         checks.fail(
             "reward parts",

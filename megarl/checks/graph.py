@@ -41,6 +41,9 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
             checks.from_error("task graph", built)
     elif built is not None and (built.has_responses or config.preference is not None):
         _check_pairs(config, built, checks)
+        _check_sampling(config, built, checks)
+        _check_filter(config, built, checks)
+        _check_resampling(config, built, checks)
     elif built is not None:
         _check_critic(config, built, checks)
         _check_sampling(config, built, checks)
@@ -156,7 +159,13 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
         "placement": (config.placement.asks_for_teams, False, "one team has the policy and its reference"),
         "rollout.engine": (config.rollout.engine, "embedded", "nothing is generated"),
         "algorithm.kl.use": (config.algorithm.kl.use, "none", "the loss holds the policy near its reference"),
+        "algorithm.distillation.coef": (config.algorithm.distillation.coef, 0.0, "no teacher is asked"),
+        "algorithm.advantage.name": (config.algorithm.advantage.name, "grpo", "nothing estimates advantages"),
+        "algorithm.loss.name": (config.algorithm.loss.name, "ppo", "the loss is that of the section preference"),
     }
+    if not preference.scores and config.sft.steps:
+        why = "a cold start is not evaluated (megarl sft is)"
+        wrong["sft.stop_at_accuracy"] = (config.sft.stop_at_accuracy, None, why)
     for key, (found, wanted, why) in wrong.items():
         if found != wanted:
             checks.fail(

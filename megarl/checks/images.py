@@ -41,7 +41,7 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
     layouts = [config.actor.parallel] if placement is None else [team.parallel for team in placement.teams]
     problems = image_problems(config, layouts)
     if encoder is not None and config.rollout.engine == "sglang":
-        problems += _server_problems(config.rollout.sglang, encoder)
+        problems += [*_server_problems(config.rollout.sglang, encoder), *_partial_problems(config)]
         if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:  # else it is another machine's
             problems += _interpreter_problems(config.rollout.sglang)
     for problem in problems:
@@ -84,6 +84,21 @@ def _server_problems(servers: SGLangConfig, encoder: VisionEncoder) -> list[Conf
             )
         )
     return found
+
+
+def _partial_problems(config: RunConfig) -> list[ConfigError]:
+    """Return what keeps samples with images from going on under other weights on a server."""
+    if not config.async_.partial:
+        return []
+    return [
+        ConfigError(
+            "a server would take the image token in what a sample has said so far for another image",
+            where="async.partial",
+            found=True,
+            allowed="false where SGLang servers get images",
+            fix="set async.partial=false, or rollout.engine=embedded",
+        )
+    ]
 
 
 def _interpreter_problems(servers: SGLangConfig) -> list[ConfigError]:

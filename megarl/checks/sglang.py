@@ -160,6 +160,15 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         cuda = True if config.cluster.device_memory_gb is not None or (nvidia_devices() and not hidden) else None
         python = find_python(servers.python, cuda=cuda)
         checks.ok(_NAME, f"their interpreter is {python}, with sglang {sglang_version(python, cuda=cuda)}")
+        if cuda and servers.colocated and config.sync.transport == "delta":
+            checks.fail(
+                _NAME,
+                "sync.transport",
+                "weights of servers on the trainer's GPUs leave them in each update, so that nothing is left to change",
+                found="delta",
+                allowed="auto, tensor or disk with rollout.sglang.colocated",
+                fix="set sync.transport=auto, or rollout.sglang.colocated=false",
+            )
         broadcast = config.sync.transport == "distributed" or (
             config.sync.transport == "auto" and not servers.colocated
         )

@@ -71,7 +71,7 @@ class PairDataset:
         self._lengths = self._chosen.prompt_ids.lengths + longest
         limits = [limit for limit in (max_tokens, settings.max_tokens) if limit is not None]
         self._kept = self._that_fit(min(limits), config.overlong) if limits else list(range(len(self._lengths)))
-        self.overlong = len(pairs) - len(self._kept)
+        self.overlong = self._chosen.overlong + len(self._lengths) - len(self._kept)
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self._chosen.fingerprint} {self._rejected.fingerprint} {self._kept}".encode())
         self.fingerprint = digest.hexdigest()

@@ -39,10 +39,11 @@ def row_images(row: Row, key: str, prompt_key: str, limit: int | None) -> list[A
     Raises:
         DataError: more images than `limit`.
     """
-    found = row.column(key, "data.image_key") if row.has(key) else None
+    # Images only inside messages: the column of the prompt is none of images.
+    found = row.column(key, "data.image_key") if row.has(key) and key != prompt_key else None
     column = list(found) if isinstance(found, list) else [] if found is None or found == "" else [found]
     inside = list(_marks(row.column(prompt_key, "data.prompt_key"))) if row.has(prompt_key) else []
-    if key != prompt_key and any(value is not None for value in inside):
+    if any(value is not None for value in inside):
         rest = iter(column)
         images = [next(rest, None) if value is None else value for value in inside]
         images = [image for image in images if image is not None] + list(rest)

@@ -86,7 +86,9 @@ class GroupedLinear(MegatronModule):
         self.weight = torch.nn.Parameter(torch.empty(experts * out, width, dtype=config.params_dtype, device=device()))
         # The gradient norm and gradient buffers go by these marks.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=split, stride=1)
-        self.weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+        # Otherwise tensor parallel ranks have other tokens for the same expert, whose gradients are theirs together.
+        alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+        self.weight.allreduce = alike and config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
 
     @property
     def stacked(self) -> Tensor:

@@ -108,6 +108,12 @@ def update_passes(
         share, longest = -(-config.sft.batch_size // dp), min(budget, facts.max_positions)
         tokens = min(budget, share * facts.max_positions)
         return Passes(tokens / parallel.cp, tokens / parallel.cp, longest, max(1, share * longest // tokens))
+    if config.preference is not None:  # the two samples of a pair are in one micro-batch
+        longest = min(config.preference.max_tokens or facts.max_positions, facts.max_positions)
+        share = -(-(section.mini_batch_size or config.data.batch_size) // dp)
+        count = -(-share // max(1, budget // (2 * longest)))
+        tokens = min(2 * longest * -(-share // count), max(budget, 2 * longest)) / parallel.cp
+        return Passes(tokens, tokens, longest, count)
     sampling = config.rollout.sampling
     if config.robot is not None and facts.vision is not None:  # as many policy calls as the budget takes
         longest, slots = call_columns(config.robot, facts.vision), config.robot.chunk * config.robot.dim
@@ -446,7 +452,8 @@ def _learning_terms(
         sequences = passes.tokens * parallel.cp / min(passes.longest, longest)
         most = image_patches(config, facts.encoder)
         recompute = engine.recompute == "full"
-        size = sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)
+        flying = min(parallel.pp, passes.count)  # micro-batches that the first stage holds, where the encoder is
+        size = flying * sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)
         keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute, data.max_pixels, data.limit_images"
         # Prompts have fewer patches than fit, and samples of a group share theirs.
         terms.append(Term("the vision encoder at work, at most", size, keys, 0.0))

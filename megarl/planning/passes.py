@@ -62,16 +62,9 @@ def _trained_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head:
 
 
 @lru_cache(maxsize=4096)
-def _owned(
-    facts: ModelFacts,
-    parallel: ParallelConfig,
-    engine: EngineConfig,
-    dp: int,
-    value_head: bool,
-    lora: LoraConfig | None,
-) -> float:
-    """Do as `_trained_parameters`. `engine`: only its `distributed_optimizer` counts."""
-    return owned_parameters(facts, parallel, engine, dp, value_head=value_head, lora=lora)
+def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, value_head: bool) -> float:
+    """Do as `_trained_parameters`, of a model without adapters. `engine`: only its `distributed_optimizer` counts."""
+    return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
 
 
 def total(parts: Sequence[Cost]) -> float:
@@ -345,7 +338,11 @@ class ModelPass:
         """Return the cost of AdamW, which reads gradient, master, moments, and writes master, moments, parameter; in
         fp32 the parameter is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
-        owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head, self.lora)
+        sizes = self.facts, self.parallel, engine, self.replicas
+        if self.lora is None:
+            owned = _owned(*sizes, self.value_head)
+        else:  # a recipe's section, which no cache takes
+            owned = owned_parameters(*sizes, value_head=self.value_head, lora=self.lora)
         read = self._element if self.dtype == "fp32" else 0
         moved = owned * (GRADIENT + 2 * step_bytes(self.engine, self.dtype) + read + self._element)
         rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share

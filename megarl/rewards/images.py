@@ -30,6 +30,25 @@ def encoded(images: Sequence[Sequence[tuple[int, npt.NDArray[np.uint8]]]]) -> li
     return [[known[digest] for digest, _ in own] for own in images]
 
 
+def packed(samples: Sequence[Any]) -> dict[str, Any]:
+    """Return a message with samples in which each image is once, however many samples have it (`unpacked`)."""
+    table: dict[str, int] = {}
+    numbered = [
+        {**one, IMAGES: [table.setdefault(text, len(table)) for text in one[IMAGES]]} if IMAGES in one else one
+        for one in samples
+    ]
+    return {"samples": numbered, IMAGES: list(table)}
+
+
+def unpacked(message: dict[str, Any]) -> list[Any]:
+    """Return the samples of a message that `packed` has made."""
+    table = message[IMAGES]
+    return [
+        {**one, IMAGES: [table[number] for number in one[IMAGES]]} if IMAGES in one else one
+        for one in message["samples"]
+    ]
+
+
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
     """Return pixels [height, width, 3] as a PNG file."""
     from PIL import Image

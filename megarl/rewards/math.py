@@ -101,9 +101,9 @@ def math(
 
 def _tagged(response: str) -> str | None:
     """Return what stands in the last `<answer>...</answer>`, without a box around it; None: there is no such tag."""
-    before, _, _ = response.rpartition("</answer>")
-    _, tag, content = before.rpartition("<answer>")
-    return (boxed(content) or content) if tag else None
+    _, opened, rest = response.rpartition("<answer>")
+    content, closed, _ = rest.partition("</answer>")
+    return (boxed(content) or content) if opened and closed else None
 
 
 @contextlib.contextmanager

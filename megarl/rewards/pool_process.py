@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from megarl.rewards.images import packed
 from megarl.rewards.scoring import Sample
 from megarl.simulators.parents import as_parent
 from megarl.simulators.plain import PlainInbox, pack
@@ -74,7 +75,7 @@ class PoolProcess:
     def give(self, chunk: list[int], samples: list[Sample], stop_at_failure: bool) -> None:
         """Send these positions of the batch to be scored."""
         self.chunk, self.done, self.stops, self.since = chunk, set(), stop_at_failure, time.monotonic()
-        self._send({"samples": [samples[i] for i in chunk], "stop_at_failure": stop_at_failure})
+        self._send({**packed([samples[i] for i in chunk]), "stop_at_failure": stop_at_failure})
 
     def _send(self, message: dict[str, Any]) -> None:
         self._outbox += pack(message, finite=False)  # rows of data may hold NaN

@@ -47,6 +47,7 @@ def run(load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
 def serve(parent: socket.socket, load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
     """Load the function, report it, then score chunk after chunk, one message per sample, until the parent hangs up."""
     from megarl.errors import UserError
+    from megarl.rewards.images import unpacked
     from megarl.rewards.scoring import plain_outcome
 
     messages = _messages(parent)
@@ -61,7 +62,7 @@ def serve(parent: socket.socket, load: Callable[[dict[str, Any]], tuple[Work, bo
         return
     parent.sendall(pack({"kind": "ready", "images": asks_images}))
     for message in messages:
-        for index, outcome in work(message["samples"], message["stop_at_failure"]):
+        for index, outcome in work(unpacked(message), message["stop_at_failure"]):
             parent.sendall(pack({"kind": "scored", "index": index, **plain_outcome(outcome)}))
         parent.sendall(pack({"kind": "idle"}))
 

@@ -98,7 +98,9 @@ def send_weights_to(c: RankState, fleet: Fleet) -> WeightSync:
         c.offload.add_servers(ServerMemory(fleet, config.rollout.sglang.health_timeout_s, c.layout.world))
     sizes = config.rollout.sglang.tp_size, config.rollout.sglang.ep_size
     receivers = SglangReceivers(fleet, ServerLayout.of(c.hf_config, *sizes, on_gpu=has_cuda()))
-    c.sync = sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, c.layout.world, config.model.freeze)
+    # Weights of servers that share the trainer's GPUs leave them in the update, and nobody keeps them.
+    stays = () if config.rollout.colocated and has_cuda() else config.model.freeze
+    c.sync = sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, c.layout.world, stays)
     return sync
 
 

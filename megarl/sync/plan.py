@@ -29,7 +29,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m
 FP8_BLOCK = 128
 SLAB_BYTES = 4 << 20  # pieces travel between trainer ranks in parts of at most this many bytes (one row at least)
 _FIRST = 4  # the first bucket has a fourth of the size of the others
-_NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score")
+_NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score", "visual.")  # encoders are small
 
 
 @dataclass(frozen=True, slots=True)

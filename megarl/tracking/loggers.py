@@ -254,7 +254,7 @@ class LoggerThread:
         Raises:
             ConfigError: the tracker could not be started.
         """
-        self._check()
+        self.check()
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self._put(lambda logger: logger.log(step, finite))
 
@@ -273,8 +273,6 @@ class LoggerThread:
             log.warning("%s: %s did not take everything within %g s", _KEY, self._name, _FINISH_TIMEOUT_S)
         if self.failures:
             log.warning("%s: %d calls of %s failed; metrics.jsonl is complete", _KEY, self.failures, self._name)
-        if status == "finished":  # otherwise another error is on its way to the user, who needs that one
-            self._check()
 
     def _put(self, call: Callable[[RunLogger], None]) -> None:
         if self._calls.qsize() < _MOST_WAITING:
@@ -282,7 +280,8 @@ class LoggerThread:
         else:
             self.failures += 1
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise ConfigError where the tracker could not be started."""
         if self._start_error is not None:
             error = self._start_error
             raise ConfigError(

@@ -166,8 +166,11 @@ class Tracker:
                 self._close_files(status, lines)
         if self._mlflow is not None:
             self._mlflow.finish(STATUS[status], [self.run_dir / file for file in (*_ARTIFACTS, FOLDER)])
-        for logger in self._loggers:
-            logger.finish(status)
+        with keep_beating(_SHOW_LIMIT_S):
+            for logger in self._loggers:
+                logger.finish(status)
+        for logger in self._loggers if status == "finished" else ():  # else another error is on its way to the user
+            logger.check()
 
     def _close_trace(self, status: Status) -> None:
         """Write trace.json, unless others add to it; a failure is only logged."""

@@ -143,6 +143,7 @@ def test_what_the_estimator_does_not_read_is_refused(config_of, override, key, r
     [
         ["algorithm.advantage.name=remax", "rollout.sampling.n=1"],
         [GDPO, "algorithm.advantage.parts={overall: 1.0}"],
+        [GDPO, "algorithm.advantage.parts={overall: 1.0, right: 1.0}", "reward.parts.right={name: exact_match}"],
         ["algorithm.advantage={name: reinforce_pp, gamma: 0.9}"],
         ["algorithm.advantage={norm_by_std: false, allow_singleton: true}"],
         ["algorithm.advantage={name: 'mine:estimate', gamma: 0.9, parts: {right: 1.0}}"],

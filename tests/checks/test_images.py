@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megarl.architectures.vision_language import VisionEncoder
 from megarl.checks import images as image_checks
+from megarl.checks import server_places
+from megarl.checks import sglang as server_checks
 from megarl.checks.recipe import check_config
 from megarl.compat.sglang import TESTED
 from megarl.config.load import load_config
@@ -19,6 +22,13 @@ PUBLISHED = [
     *("model.hf_config.vision_config.patch_size=14", "model.hf_config.vision_config.window_size=56"),
     *("data.min_pixels=3136", "data.max_pixels=3136", "rollout.engine=sglang"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch) -> None:
+    """The same checks on any machine."""
+    for checks in (server_checks, server_places):
+        monkeypatch.setattr(checks, "nvidia_devices", lambda: 0)
 
 
 @pytest.fixture
@@ -60,7 +70,7 @@ def test_a_mixture_has_as_many_features_as_servers_add(blocks: tuple[int, ...], 
 
 
 def test_an_interpreter_that_cannot_read_images_is_named(python: Path, tmp_path: Path) -> None:
-    (tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info/METADATA").unlink()
+    shutil.rmtree(tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info")
     ((key, message),) = failed(python)
     assert (key, "no torchvision" in message) == ("rollout.sglang.python", True)
     assert failed(python, "rollout.sglang.urls=[http://127.0.0.1:1]") == []

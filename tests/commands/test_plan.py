@@ -108,6 +108,11 @@ def test_every_number_in_json_has_a_formula_that_is_derived(recipe, capsys):
     assert {one["formula"] for one in found} <= derived
 
 
+def test_adapters_on_chosen_layers_have_a_plan(capsys):
+    code, shown, _ = run(capsys, "grpo_quickstart", "model.lora={rank: 8, targets: [attention]}")
+    assert (code, "optimizer" in shown) == (0, True)
+
+
 def test_a_run_that_generates_nothing_has_no_plan(capsys):
     code, _, complaint = run(capsys, "dpo_quickstart")
     assert code == 2

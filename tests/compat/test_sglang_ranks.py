@@ -43,6 +43,7 @@ def update_all(raises: bool) -> dict[str, list[list[Any]]]:
     group = SimpleNamespace(cpu_group=dist.group.WORLD)
     parallel = SimpleNamespace(tp_size=2, tp_group=group)
     stand_in("sglang.srt.plugins.hook_registry", HookRegistry=registry, HookType=SimpleNamespace(AROUND=None))
+    stand_in("sglang.srt.managers", mm_schedule=SimpleNamespace(embedding_cache=None))
     stand_in("sglang.srt.runtime_context", get_parallel=lambda: parallel)
     load(FOLDER / "serve.py")
 

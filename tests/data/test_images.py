@@ -186,6 +186,12 @@ def test_parts_of_messages_are_images_as_marks_are():
     assert shown == [{"role": "user", "content": "a<image>b<image>c?"}]
 
 
+def test_the_column_of_the_prompt_may_hold_the_images():
+    inside = {"prompt": parts("a", {"type": "image", "image": picture(56, 84)}, "b?")}
+    data = dataset(inside, image_key="prompt", override_chat_template="{{ messages[0].content }}")
+    assert len(data.batch([0])["image_grids"].unbind()[0]) == 1
+
+
 @pytest.mark.parametrize(
     ("row", "what"),
     [

@@ -80,6 +80,9 @@ def test_batches_hold_each_pair_as_two_samples(tmp_path):
         "train: 2 pairs of at most 6-7 tokens a sequence; 1 with equal responses dropped; "
         "1 with a prompt or a sequence that is too long dropped"
     )
+    held_out = config.model_copy(update={"max_val_samples": 2, "val_files": [str(file)]})
+    few = PairDataset(held_out, PreferenceConfig(), tokenizer, split="val")
+    assert (len(few), few.overlong) == (2, 0), "others are not too long"
     batch = data.batch([1, 0], epoch=3)
     assert batch["response_text"] == ["7", "12", "4", "5"]
     assert batch["prompt_text"] == ["3+4="] * 2 + ["2+2="] * 2

@@ -116,7 +116,7 @@ class Run:
         self.channel.aside["rollout"] = batch
 
     def _submit(self, context: Any, batch: Batch) -> Batch:
-        batch.set(PENDING, [Pending(SimpleNamespace(outcomes=self.rewards[n]), 0) for n in batch["uid"]])  # type: ignore[arg-type]
+        batch.set(PENDING, [Pending(self.rewards[n], 0) for n in batch["uid"]])
         return batch
 
     def _wait(self, context: Any, batch: Batch) -> Batch:

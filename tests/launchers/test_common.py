@@ -252,7 +252,7 @@ class Waiting(Running):
 
     def poll(self) -> dict[int, int]:
         with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)  # nohup would have SIGHUP ignored
             time.sleep(60)
         raise KeyboardInterrupt
 

@@ -1,5 +1,6 @@
 """Rewards that look at images, and the forms of answers that recipes of vision-language models score."""
 
+import json
 import textwrap
 
 import numpy as np
@@ -14,7 +15,7 @@ from megarl.data.image_prompts import image_fields
 from megarl.data.images import patches_of, resized
 from megarl.errors import ConfigError, RewardError
 from megarl.rewards import REWARDS, Rewards
-from megarl.rewards.images import encoded, with_images
+from megarl.rewards.images import encoded, packed, unpacked, with_images
 from megarl.runtime.stages.reward import _images
 from tests.data.test_images import SETTINGS, picture
 
@@ -108,6 +109,13 @@ def test_the_images_of_samples_are_those_that_the_model_sees():
     assert _images(Blind(), samples) is None
 
 
+def test_a_message_holds_each_image_once():
+    samples = [{"images": ["a", "b"]}, {"response": "text"}, {"images": ["b"]}]
+    message = json.loads(json.dumps(packed(samples)))
+    assert message["images"] == ["a", "b"]
+    assert unpacked(message) == samples
+
+
 @pytest.mark.parametrize("name", ["compute_score", "compute_one"])
 def test_functions_of_easyr1_are_called_as_there(file, name):
     results = scored(RewardConfig(name=f"{file}:{name}", kwargs={"format_weight": 0.0}, timeout_s=60), None)
@@ -120,6 +128,7 @@ def test_answers_in_tags_are_mathematics():
 
     assert math("<think>2</think><answer> 0.5 </answer>") == 1.0
     assert math(r"<answer>3</answer> no: <answer>\boxed{\frac12}</answer>") == 1.0
+    assert math("<answer>0.5</answer> and </answer>") == 1.0
     assert math("0.5") == math(r"\boxed{0.5}") == math("<answer>0.4</answer>") == math("0.5</answer>") == 0.0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from megarl.comm import WorkerGroup, team_world
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
@@ -15,6 +17,8 @@ from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import PROMPTS, RUN, FakeServer, ok, servers, token
+
+pytestmark = pytest.mark.procs
 
 ALONE = WorkerGroup.alone()
 SAMPLING = SamplingConfig(max_new_tokens=8)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from megarl.comm import team_world
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
@@ -15,6 +17,8 @@ from tests.dist import run_distributed
 from tests.envs.playing import rules_of
 from tests.rollout.fake_servers import FakeServer, servers, token
 from tests.rollout.test_sglang_turns import HINT, SAMPLING, alone, make_engine, started
+
+pytestmark = pytest.mark.procs
 
 HALF = 4  # of the 8 tokens of a sample: what a server has of one that is aborted
 

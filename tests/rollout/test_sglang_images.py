@@ -82,6 +82,14 @@ def test_an_interrupted_sample_that_says_the_image_token_begins_again() -> None:
     assert (done.token_ids, len(done.logprobs), done.versions) == ([IMAGE, 2], 2, [[5, 2]])
 
 
+def test_a_request_that_was_aborted_in_its_queue_was_not_read() -> None:
+    (sample,) = samples_of([request((2, 2))[0]])
+    found = answered(sample, [], "abort")
+    del found["meta_info"]["prompt_tokens"]
+    sample.add(found, SAMPLING, [2], TAG)
+    assert (sample.finish_reason, sample.interruptions) == (None, 1)
+
+
 @pytest.mark.parametrize("off", [-1, 3, None])
 def test_another_count_of_tokens_is_an_error(off: int | None) -> None:
     (sample,) = samples_of([request((2, 2))[0]])

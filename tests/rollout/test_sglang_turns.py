@@ -26,6 +26,8 @@ from tests.envs.playing import group, rules_of
 from tests.rollout.fake_servers import RUN, FakeServer, ok, servers, token
 from tests.rollout.test_sglang_engine import acknowledge
 
+pytestmark = pytest.mark.procs
+
 SAMPLING = SamplingConfig(max_new_tokens=8)
 TALKS = [[70], [71, 71], [71, 71], [72]]  # sequences 1 and 2 begin alike
 HINT = [5, 6]

@@ -174,7 +174,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     monkeypatch.setattr(loop.sft, "load_examples", refuse)
     before = files_in(run_dir)
     with pytest.raises(ConfigError, match="no such thing"):
-        loop.train(config, run_dir, SimpleNamespace(roles={Role.REFERENCE, Role.CRITIC}))
+        loop.train(config, run_dir, SimpleNamespace(roles={Role.REFERENCE, Role.CRITIC}, has_responses=False))
     assert files_in(run_dir) == before
     assert not (run_dir / "reference.next").exists()
 

@@ -9,6 +9,8 @@ from megarl.artifacts.jsonl import read_jsonl
 from megarl.recipes.word_problems import make_rows
 from tests.runtime import harness
 
+pytestmark = pytest.mark.procs
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path("~/.cache/megarl/smollm2-135m-instruct").expanduser()  # as in the recipe
 OPERATION = {"sums": int.__add__, "differences": int.__sub__, "products": int.__mul__}

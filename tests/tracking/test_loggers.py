@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,14 +118,21 @@ def test_wandb_keeps_an_offline_run(tmp_path, monkeypatch):
     from wandb.proto import wandb_internal_pb2 as pb
     from wandb.sdk.internal.datastore import DataStore
 
-    store, history = DataStore(), []
-    store.open_for_scan(str(next(folder.glob("*.wandb"))))
-    while (data := store.scan_data()) is not None:
-        one = pb.Record()
-        one.ParseFromString(data)
-        if one.WhichOneof("record_type") == "history":
-            values = {item.key or ".".join(item.nested_key): item.value_json for item in one.history.item}
-            history.append({key: json.loads(value) for key, value in values.items()})
+    def read():
+        store, found = DataStore(), []
+        store.open_for_scan(str(next(folder.glob("*.wandb"))))
+        while (data := store.scan_data()) is not None:
+            one = pb.Record()
+            one.ParseFromString(data)
+            if one.WhichOneof("record_type") == "history":
+                values = {item.key or ".".join(item.nested_key): item.value_json for item in one.history.item}
+                found.append({key: json.loads(value) for key, value in values.items()})
+        return found
+
+    deadline = time.monotonic() + 60  # another process writes it, after the run is closed
+    while len(history := read()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert [line.get("critic/score/mean") for line in history] == [0.25, 0.5, 0.75]
     assert history[-1]["samples.nrows"] == 2
 

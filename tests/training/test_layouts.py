@@ -37,6 +37,8 @@ TWO = [
     ("moe", {"ep": 2}, {}),
     ("moe", {"ep": 2}, {"distributed_optimizer": False, "recompute": "full"}),
     ("moe", {"tp": 2, "sp": True, "ep": 2}, {}),
+    ("moe", {"tp": 2, "sp": True, "etp": 1}, {}),
+    ("moe", {"tp": 2, "sp": True, "etp": 1}, {"distributed_optimizer": False}),
     ("critic", {"tp": 2}, {}),
     ("critic", {"tp": 2, "sp": True}, {"micro_batch_tokens": 50}),
     ("critic", {"pp": 2, "vpp": 2}, {}),

@@ -186,6 +186,7 @@ LAYOUTS = [
     ("moe", {"tp": 2, "sp": True}, {"recompute": "full"}),
     ("moe", {"pp": 2}, {"distributed_optimizer": False}),
     ("moe", {"tp": 2, "sp": True, "ep": 2}, {}),
+    ("moe", {"tp": 2, "sp": True, "etp": 1}, {}),
     ("critic", {"pp": 2, "vpp": 2}, {}),
 ]
 

@@ -21,6 +21,8 @@ from megarl.training.vla_sequences import VLALayout, calls_of
 from tests.dist import layout_for, run_distributed, single_process
 from tests.models.vla.small import CONFIG, Oracle, save_small
 
+pytestmark = pytest.mark.procs
+
 COLUMNS = (64, 320)  # of 330: 101 of them on the first of two ranks
 DIM, CHUNK, CAMERAS = 2, 3, ("front", "wrist")
 SLOTS, CALLS = DIM * CHUNK, [3, 1, 2, 4, 2]

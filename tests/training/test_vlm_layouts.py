@@ -16,6 +16,8 @@ from tests.dist import fresh_layout, run_distributed
 from tests.models.vlm_tiny import KINDS, batch_of, config_of, draw
 from tests.training import cases
 
+pytestmark = pytest.mark.procs
+
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=1)
 #: Rows and columns of the images of each sample; samples of one rank have none in some layouts.
 SHAPES = [((2, 3),), ((1, 1), (3, 2)), ((2, 2),), (), ()]

@@ -50,6 +50,8 @@ def run(found: Findings, folder: Path) -> None:
                 found.skip(name, "one GPU, and trainer and server take one each")
             elif gpus and colocated and transport == "distributed":
                 found.skip(name, "NCCL joins no two processes on one GPU")
+            elif gpus and colocated and transport == "delta":
+                found.skip(name, "weights leave the servers in each update, so that nothing is left to change")
             else:
                 _run_and_check(found, name, settings(gpus, transport, colocated=colocated), folder)
 

@@ -133,7 +133,7 @@ def _name_classifier(folder: Path, hf_config: PretrainedConfig, tokenizer: PreTr
 
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
-    ends = hf_config.eos_token_id if isinstance(hf_config.eos_token_id, list) else [hf_config.eos_token_id]
+    ends = list(hf_config.eos_token_id) if isinstance(hf_config.eos_token_id, list) else [hf_config.eos_token_id]
     known = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.bos_token_id]
     ends += [] if tokenizer is None else [tokenizer.eos_token_id]
     others = (token for token in (hf_config.pad_token_id, *known) if token is not None and token not in ends)

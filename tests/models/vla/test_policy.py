@@ -20,6 +20,8 @@ from megarl.models.vla.config import policy_config, read_policy_config
 from tests.dist import fresh_parallel, run_distributed, single_process, world
 from tests.models.vla.small import CONFIG, PROMPTS, SIGLIP, Oracle, layout, observed, prompt, save_small
 
+pytestmark = pytest.mark.procs
+
 STOP = 2
 LAYOUTS = {"tp2": {"tp": 2}, "tp2+sp": {"tp": 2, "sp": True}}
 
