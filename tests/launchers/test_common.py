@@ -262,7 +262,7 @@ class Waiting(Running):
     [
         (Running({0: -9}), 1, "failed"),
         (Running(Stopped(15)), 143, "stopped"),
-        (Waiting({}), 129, "stopped"),
+        (Waiting({}), 138, "stopped"),
         (Running({0: 0}), 0, "running"),
     ],
 )
