@@ -154,7 +154,7 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
             fix="set algorithm.pipeline=dpo, or remove preference" if preference is not None else "add preference: {}",
         )
         return
-    wrong = {
+    wrong: dict[str, tuple[object, object, str]] = {
         "rollout.sampling.temperature": (config.rollout.sampling.temperature, 1.0, "log-probs are those of the model"),
         "placement": (config.placement.asks_for_teams, False, "one team has the policy and its reference"),
         "rollout.engine": (config.rollout.engine, "embedded", "nothing is generated"),
