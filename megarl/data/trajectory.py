@@ -22,7 +22,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.versions import VersionRuns, append_runs, set_versions
 
 PLAIN = "answer"
-"""What ends a sample that has no environment."""
+"""The end of a sample that has no environment."""
 
 
 @dataclass

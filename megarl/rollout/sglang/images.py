@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import base64
 import functools
-import io
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.robot_policy import PREPROCESSOR
-from megarl.data.images import MOST_PIXELS, unpatchify
+from megarl.data.image_prompts import pixels_of
+from megarl.data.images import MOST_PIXELS
 from megarl.models.hf import encoder_of, image_settings
+from megarl.rewards.images import png
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,16 +47,7 @@ class ServedImages:
     @functools.cached_property
     def pngs(self) -> list[str]:
         """Each image as base64 of a PNG, without loss."""
-        from PIL import Image
-
-        found, parts = [], self.images.patches.split(list(self.images.sizes))
-        for patches, (_, rows, columns) in zip(parts, self.images.places, strict=True):
-            merge = math.isqrt(len(patches) // (rows * columns))
-            pixels = unpatchify(patches.numpy(), rows * merge, columns * merge, merge)
-            file = io.BytesIO()
-            Image.fromarray(pixels).save(file, "PNG", compress_level=1)
-            found.append(base64.b64encode(file.getvalue()).decode())
-        return found
+        return [base64.b64encode(png(pixels)).decode() for _, pixels in pixels_of(self.images)]
 
     def image_token(self, prompt_ids: list[int]) -> int:
         """Return the token that stands for a feature."""

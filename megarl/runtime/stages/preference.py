@@ -9,7 +9,7 @@ from megarl.data.fields import IMAGES
 from megarl.data.groups import ORDINAL
 from megarl.runtime.stages.needs import call_fields
 from megarl.runtime.stages.resampling import COPIES
-from megarl.runtime.stages.update import mini_batches
+from megarl.runtime.stages.update import train_actor
 
 if TYPE_CHECKING:
     import torch
@@ -51,14 +51,8 @@ _PAIR = 2  # samples that are never in different micro-batches
 )
 def dpo_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """`ppo_epochs` passes over the pairs, one optimizer step per mini-batch."""
-    for epoch in range(c.config.actor.ppo_epochs):
-        for mini in mini_batches(c, samples, "actor", epoch):
-            metrics = pair_step(c, mini, actor)
-            c.count_pass(mini, train=True)
-            if c.layout.rank == 0:  # already merged over all ranks
-                c.metrics.merge(metrics)
-    columns = sum(map(sum, c.sequences.sample_columns(samples)))
-    c.metrics.sum("perf/total_tokens", float(columns))
+    train_actor(c, samples, lambda mini: pair_step(c, mini, actor))
+    _count_tokens(c, samples)
     return samples
 
 
@@ -76,6 +70,11 @@ def pair_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     return actor.train_step(mini, loss, unit=_PAIR)
 
 
+def _count_tokens(c: StepContext, samples: Batch) -> None:
+    columns = sum(map(sum, c.sequences.sample_columns(samples)))
+    c.metrics.sum("perf/total_tokens", float(columns))
+
+
 def margin_fields(config: RunConfig) -> list[str]:
     """List what a reward model's update reads in addition to the sequences."""
     return [] if config.preference is None or config.preference.margin_key is None else ["margin"]
@@ -91,14 +90,8 @@ def margin_fields(config: RunConfig) -> list[str]:
 )
 def reward_model_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """`ppo_epochs` passes over the pairs, one optimizer step of a reward model per mini-batch."""
-    for epoch in range(c.config.actor.ppo_epochs):
-        for mini in mini_batches(c, samples, "actor", epoch):
-            metrics = score_step(c, mini, actor)
-            c.count_pass(mini, train=True, head=False)
-            if c.layout.rank == 0:  # already merged over all ranks
-                c.metrics.merge(metrics)
-    columns = sum(map(sum, c.sequences.sample_columns(samples)))
-    c.metrics.sum("perf/total_tokens", float(columns))
+    train_actor(c, samples, lambda mini: score_step(c, mini, actor), head=False)
+    _count_tokens(c, samples)
     return samples
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.dag.stage import Kind, Role, stage
@@ -56,13 +56,23 @@ def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     record_tokens(c, samples)
     if c.step <= c.resting:
         return samples
+    train_actor(c, samples, lambda mini: actor_step(c, mini, actor))
+    return samples
+
+
+def train_actor(c: StepContext, samples: Batch, step: Callable[[Batch], Metrics], *, head: bool = True) -> None:
+    """Make `ppo_epochs` passes over the samples, with one `step` of the optimizer per mini-batch.
+
+    Args:
+        step: returns metrics that are merged over all ranks.
+        head: the passes compute log-probs of the vocabulary.
+    """
     for epoch in range(c.config.actor.ppo_epochs):
         for mini in mini_batches(c, samples, "actor", epoch):
-            metrics = actor_step(c, mini, actor)
-            c.count_pass(mini, train=True)
-            if c.layout.rank == 0:  # already merged over all ranks
+            metrics = step(mini)
+            c.count_pass(mini, train=True, head=head)
+            if c.layout.rank == 0:
                 c.metrics.merge(metrics)
-    return samples
 
 
 def mini_batches(c: StepContext, samples: Batch, role: Literal["actor", "critic"], epoch: int) -> Iterator[Batch]:
