@@ -1,6 +1,7 @@
-"""Names of TRL, verl and EasyR1 lead to the key of this project, or to a sentence that it is not there."""
+"""Names of TRL, verl, NeMo-RL and EasyR1 lead to the key of this project, or to a sentence that it is not there."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +9,19 @@ from megarl.cli import main
 from megarl.components import COMPONENTS, REGISTRIES
 from megarl.config.fields import iter_keys
 from megarl.config.load import load_config
-from megarl.config.other_names import ABSENT, KEYS, METHODS, meaning_of
+from megarl.config.other_names import ABSENT, KEYS, METHODS, meaning_of, unknown_keys
 from megarl.errors import ConfigError
 
 _OWN = {key.path for key in iter_keys()}
+
+_PAGE = Path(__file__).resolve().parents[2] / "docs/other_trainers.md"
+
+
+def rows_of_the_page() -> list[tuple[list[str], list[str]]]:
+    """Names in other trainers and the keys here, of each row below a header that ends in `here`."""
+    tables = re.findall(r"^\| (?:TRL|verl) \|.* here \|\n\|[-|]+\|\n((?:\|.*\n)+)", _PAGE.read_text(), re.MULTILINE)
+    cells = [line.strip("| ").rpartition("|") for table in tables for line in table.splitlines()]
+    return [(re.findall("`(.+?)`", theirs), re.findall("`(.+?)`", here)) for theirs, _, here in cells]
 
 
 def is_a_key(dotted: str) -> bool:
@@ -34,6 +44,21 @@ def test_every_key_that_the_table_leads_to_exists():
 
 def test_no_key_of_this_project_is_taken_for_one_of_another():
     assert [path for path in _OWN if path in KEYS or path in ABSENT] == []
+
+
+def test_keys_of_the_page_exist_and_take_the_values_that_it_says():
+    named = [text for _, here in rows_of_the_page() for text in here]
+    assert len(rows_of_the_page()) >= 100
+    assert [text for text in named if not is_a_key(text.partition("=")[0]) and text != "name"] == []
+    load_config("grpo_quickstart", [text for text in named if "=" in text], components=COMPONENTS)
+
+
+@pytest.mark.parametrize(("theirs", "here"), rows_of_the_page(), ids=lambda names: "-".join(names))
+def test_a_name_of_the_page_leads_to_the_key_in_its_row(theirs, here):
+    for name in theirs:
+        path = (*(["actor_rollout_ref"] if name.startswith(("actor.", "rollout.", "model.")) else []), *name.split("."))
+        said = str(unknown_keys(path, "1", lambda path: "command line")[0]).partition("fix: ")[2]
+        assert name in here or any(key.partition("=")[0] in said for key in here or [" here"]), (name, said)
 
 
 @pytest.mark.parametrize(
