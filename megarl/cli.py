@@ -16,7 +16,7 @@ from megarl import __version__
 from megarl.benchmarks import algorithms, checkpoint, envs, plan_truth, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.certificate import command as certificate
-from megarl.commands import cluster, job
+from megarl.commands import cluster, init, job
 from megarl.commands import plan as planning
 from megarl.commands import simulate as simulation
 from megarl.commands.parser import Parser
@@ -35,7 +35,17 @@ Start here:
   megarl train grpo_quickstart                 a tiny model learns two-digit addition; the first line names RUN_DIR
   megarl eval RUN_DIR                          held-out accuracy of its model
   megarl generate RUN_DIR --prompt "47+85="    what the model answers
+  megarl init my_run.yaml --data train.jsonl   a recipe for your own rows, model and reward
+  megarl keys actor.optim                      what a recipe can set: defaults, values, meaning
   megarl report RUN_DIR                        its curves as a page, also while it runs
+"""
+
+COMPLETION = """\
+Print a script that completes commands, options, recipes, keys and their values. Write it once per version:
+  megarl completion bash > ~/.local/share/bash-completion/completions/megarl
+  megarl completion zsh > ~/.zfunc/_megarl        with `fpath+=~/.zfunc` before `compinit` in ~/.zshrc
+or only for this shell:
+  source <(megarl completion bash)
 """
 
 
@@ -60,6 +70,20 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "generate":
             one.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own; may be repeated")
     cluster.add_arguments(commands, job.read_recipe)
+    start = commands.add_parser("init", help="write a commented recipe for a model, data and a reward of yours")
+    init.add_arguments(start)
+    keys = commands.add_parser("keys", help="find keys of recipes: defaults, allowed values, meaning")
+    asked = "a key, a section, a part of a name or of a description, or a name in TRL or verl: actor.optim, clip"
+    keys.add_argument("pattern", metavar="PATTERN", nargs="?", help=f"{asked} (default: the sections)")
+    keys.set_defaults(run=_keys)
+    completion = commands.add_parser(
+        "completion",
+        help="print a script for bash or zsh that completes commands, recipes and keys",
+        description=COMPLETION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    completion.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads it")
+    completion.set_defaults(run=_completion)
     convert = commands.add_parser("convert", help="write a model or a checkpoint of a run as a Hugging Face folder")
     convert.add_argument(
         "source", metavar="SOURCE", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run"
@@ -170,6 +194,20 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.overrides[:1] == ["plan"]:
         return plan_truth.run(arguments)
     return throughput.run(arguments)
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from megarl.commands.keys import show_keys
+
+    print(show_keys(arguments.pattern))
+    return 0
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from megarl.commands.completion import script
+
+    print(script(arguments.shell, build_parser()))
+    return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -120,7 +120,7 @@ class _Rows:
         """
         known: list[Row] = []
         before = len(self.problems)
-        for source in filter(_is_readable_here, sources):
+        for source in filter(is_readable_here, sources):
             with self._recorded():
                 rows = load_rows(source)
                 known += rows
@@ -143,7 +143,7 @@ class _Rows:
     def check_pairs(self, sources: list[str], settings: PreferenceConfig) -> bool:
         """Record the problems of rows that are preference pairs; return whether any row was read."""
         data, read = self.config.data, False
-        for source in filter(_is_readable_here, sources):
+        for source in filter(is_readable_here, sources):
             with self._recorded():
                 rows = load_rows(source)
                 read = True
@@ -185,7 +185,7 @@ class _Rows:
             ids += tokenize(self.tokenizer, texts, rows, special=True)
             learnt = [i for i in range(start, len(ids)) if answers and len(ids[i]) <= data.max_prompt_tokens]
             tokenize(self.tokenizer, [answers[i] for i in learnt], [known[i] for i in learnt], special=False)
-        if len(ids) == len(known) and all(_is_readable_here(source) for source in sources) and known:
+        if len(ids) == len(known) and all(is_readable_here(source) for source in sources) and known:
             within_limit(data, split, known, ids)
 
     def _counted(self, text: str, row: Row) -> str:
@@ -327,7 +327,7 @@ def _contents(messages: Sequence[Message], row: Row) -> str:
     return "".join(message["content"] for message in messages)
 
 
-def _is_readable_here(source: str) -> bool:
+def is_readable_here(source: str) -> bool:
     """Return whether this is a file, or a folder of files, that is quick to read; others have been refused already."""
     if source.startswith(TEXT):
         return True

@@ -19,7 +19,7 @@ END = "<!-- end of keys -->"
 
 def reference() -> str:
     """Return the markdown: one table per section of keys, one of every class of sections."""
-    defaults = _defaults()
+    defaults = default_values()
     lines: list[str] = []
     keys = list(iter_keys())
     first = _first_of_a_class(keys)
@@ -55,7 +55,8 @@ def write_reference(file: Path) -> bool:
     return new != old
 
 
-def _defaults() -> dict[str, Any]:
+def default_values() -> dict[str, Any]:
+    """Return the default of every key, by its path; of a section as a mapping."""
     flat: dict[str, Any] = {}
 
     def walk(values: dict[str, Any], prefix: str, model: type[Section]) -> None:
@@ -97,7 +98,7 @@ def _own_keys(path: str, place: str, named_by: str) -> list[str]:
     for name in COMPONENTS.names(path):
         model = COMPONENTS.settings_of(path, name)
         for key, info in model.model_fields.items() if model else ():
-            default = f"`{_yaml(info.get_default(call_default_factory=True))}`"
+            default = f"`{as_yaml(info.get_default(call_default_factory=True))}`"
             rows.setdefault((f"`{key}`", describe_allowed(info), default, info.description or ""), []).append(
                 f"`{name}`"
             )
@@ -115,7 +116,7 @@ def _cells(cells: list[str]) -> str:
 
 def _row(key: Key, default: Any) -> str:
     name = key.path.rpartition(".")[2]
-    shown = f"`{_yaml(default)}`"
+    shown = f"`{as_yaml(default)}`"
     if default is PydanticUndefined:
         shown = "file name" if key.path == "name" else "required"
     return _cells([f"`{name}`", describe_allowed(key.info), shown, key.info.description or ""])
@@ -124,13 +125,16 @@ def _row(key: Key, default: Any) -> str:
 def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:
     """Return the row that links to the table at `first` and names the defaults that differ from it."""
     others = [path for path in defaults if path.startswith(f"{key.path}.")]
-    own = {path: _yaml(defaults[path]) for path in others if defaults[path] != defaults[first + path[len(key.path) :]]}
+    own = {
+        path: as_yaml(defaults[path]) for path in others if defaults[path] != defaults[first + path[len(key.path) :]]
+    }
     differing = ", ".join(f"`{path.rpartition('.')[2]}` {shown}" for path, shown in own.items())
     meaning = f"{key.info.description or ''}" + (f"; default of {differing}" if differing else "")
     return _cells([f"[`{key.path.rpartition('.')[2]}`](#{first.replace('.', '')})", "section", "", meaning])
 
 
-def _yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """Return a value as a recipe writes it, without quotes."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

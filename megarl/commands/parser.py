@@ -13,7 +13,21 @@ _CHOICE = re.compile(r"(?s)argument (?P<what>.+?): invalid choice: (?P<found>.+)
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser with this project's errors for a missing recipe or a misspelt choice, which list the
-    choices."""
+    choices.
+
+    The help of a command with a recipe lists the shipped ones.
+    """
+
+    def format_help(self) -> str:
+        """Return the help text, with the shipped recipes where the command takes one."""
+        text = super().format_help()
+        if not any(action.metavar == "RECIPE" for action in self._actions):
+            return text
+        from megarl.config.load import recipe_titles
+
+        titles = recipe_titles()
+        width = max(map(len, titles), default=0)
+        return "\n".join([text, "shipped recipes:", *(f"  {name:<{width}}  {titles[name]}" for name in titles), ""])
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong with the arguments, and exit with 2."""

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,6 +147,15 @@ def recipe_names() -> list[str]:
     """Return the bare names of the recipes that ship with this package."""
     folder = recipe_folder()
     return sorted(file.stem for file in folder.glob("*.yaml")) if folder else []
+
+
+def recipe_titles() -> dict[str, str]:
+    """Return the recipes that ship with this package: the first words of each, by its bare name."""
+    folder, titles = recipe_folder(), {}
+    for file in sorted(folder.glob("*.yaml")) if folder else []:
+        first = file.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("# ")
+        titles[file.stem] = re.split(r"[.:,;](?: |$)", re.sub(r" \([^)]*\)", "", first))[0]
+    return titles
 
 
 def find_recipe(

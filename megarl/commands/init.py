@@ -1,0 +1,327 @@
+"""`megarl init`: write a commented recipe for a model, data and a reward, with a layout that passes the checks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import UserError, count
+from megarl.machine import Machine, this_machine
+
+if TYPE_CHECKING:
+    from megarl.checks.checklist import Check
+
+_NODE = 8  # GPUs of a machine
+_GPU_GB = 80.0
+_PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
+_ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "label", "output", "response")
+_NUMBER = re.compile(r"\s*[-+]?[\d,]*\.?\d+\s*")
+#: Data and reward of a recipe for which none are named.
+_PROBLEMS, _PAIRS = "megarl.recipes.word_problems:make_rows", "megarl.recipes.arithmetic:make_pairs"
+
+_Settings = dict[str, Any]
+#: Keys that make each algorithm, with dots.
+ALGORITHMS: Mapping[str, _Settings] = {
+    "grpo": {"algorithm.pipeline": "grpo"},
+    "dapo": {
+        "algorithm.pipeline": "dapo",
+        "algorithm.loss.clip_high": 0.28,
+        "algorithm.loss.aggregation": "token-mean",
+        "algorithm.dynamic_sampling.enabled": True,
+        "algorithm.overlong.buffer_tokens": 128,
+    },
+    "ppo": {
+        "algorithm.pipeline": "ppo",
+        "algorithm.advantage.name": "gae",
+        "rollout.sampling.n": 1,
+        "critic.optim.lr": 1e-5,
+        "critic.warmup_steps": 5,
+    },
+    "dr_grpo": {
+        "algorithm.pipeline": "grpo",
+        "algorithm.advantage.norm_by_std": False,
+        "algorithm.loss.aggregation": "seq-mean-token-sum-norm",
+    },
+    "gspo": {
+        "algorithm.pipeline": "grpo",
+        "algorithm.loss.name": "gspo",
+        "algorithm.loss.clip_low": 3e-4,
+        "algorithm.loss.clip_high": 4e-4,
+        "algorithm.loss.aggregation": "seq-mean-token-mean",
+    },
+    "rloo": {"algorithm.pipeline": "grpo", "algorithm.advantage.name": "rloo"},
+    "reinforce_pp": {"algorithm.pipeline": "grpo", "algorithm.advantage.name": "reinforce_pp"},
+    "dpo": {"algorithm.pipeline": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1},
+    "reward_model": {"algorithm.pipeline": "reward_model", "preference.loss": "bradley_terry"},
+}
+#: What to know about a key, where its name does not tell.
+_COMMENTS = {
+    "model.path": "Hugging Face folder or hub name",
+    "model.dtype": "bf16 or fp32",
+    "algorithm.pipeline": "the task graph: grpo, dapo, ppo, dpo, reward_model, or file.py:fn",
+    "algorithm.advantage.name": "how scores become advantages",
+    "algorithm.loss.clip_low": "how far a ratio may fall below 1",
+    "algorithm.loss.clip_high": "how far a ratio may rise above 1",
+    "algorithm.loss.aggregation": "how losses of tokens become one number",
+    "algorithm.loss.sum_norm": "the constant that sums over tokens are divided by",
+    "algorithm.dynamic_sampling.enabled": "replace groups whose samples all have one score",
+    "algorithm.overlong.buffer_tokens": "responses that end this close to the limit cost a little",
+    "preference.beta": "how much a log-ratio to the reference counts",
+    "data.train_files": "jsonl, json, csv, parquet, folders, hub names, pkg.mod:fn",
+    "data.val_files": "held-out rows; never trained on",
+    "data.prompt_key": "column of the prompt: text, or chat messages",
+    "data.answer_key": "column of the reference answer, which the reward reads",
+    "data.max_prompt_tokens": "longer prompts are left out",
+    "data.batch_size": "prompts per step, over all devices",
+    "data.max_val_samples": "held-out prompts of a validation, at most",
+    "reward.name": "an included reward, or file.py:function of yours",
+    "reward.kwargs.extract": "the number of the response that counts: whole, first, last",
+    "rollout.engine": "embedded: on the training weights; sglang: on servers",
+    "rollout.sampling.n": "samples per prompt",
+    "rollout.sampling.max_new_tokens": "of a response, at most",
+    "rollout.sglang.servers": "servers of tp_size GPUs each",
+    "rollout.sglang.colocated": "on the GPUs that train",
+    "rollout.sglang.memory_fraction": "share of a GPU for a server's weights and cache",
+    "validation.every": "steps",
+    "actor.parallel.tp": "GPUs that share each layer",
+    "actor.parallel.sp": "share activations between them, too",
+    "actor.parallel.pp": "stages of layers, on one GPU after the other",
+    "actor.parallel.ep": "GPUs that share the experts",
+    "actor.engine.micro_batch_tokens": "tokens in one pass: more is faster and takes more memory",
+    "actor.engine.recompute": "full: less memory, a third more work",
+    "actor.engine.offload": "training state goes to host memory while servers generate",
+    "actor.optim.lr": "peak learning rate",
+    "actor.optim.warmup_steps": "to the peak",
+    "critic.optim.lr": "the critic learns faster than the policy",
+    "critic.warmup_steps": "steps in which only the critic learns",
+    "trainer.steps": "or epochs: passes over the data",
+    "trainer.save_every": "steps between checkpoints",
+    "cluster.nproc": "processes, one per device",
+    "cluster.nnodes": "machines",
+    "cluster.device_memory_gb": "GB of each GPU, which the checks hold the run against",
+}
+_MORE = """\
+# Often set next; megarl keys KEY tells more about each:
+#   model.lora                  train adapters in place of all weights: {rank: 16, alpha: 32}
+#   algorithm.kl                stay near the first policy: {use: loss, coef: 0.001}
+#   data.format_prompt          a template around each prompt: "{{ content }}\\nEnd with the answer after ####."
+#   validation.sampling.n       several responses per held-out prompt
+#   tracking.loggers            [wandb], [tensorboard], [trackio]
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `megarl init`."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="the recipe to write, for example my_run.yaml")
+    parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="grpo", help="default: grpo")
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="Hugging Face folder or hub name")
+    kinds = "jsonl, json, csv, parquet file, folder, hub name org/name@split or pkg.mod:fn"
+    parser.add_argument("--data", help=f"{kinds} (default: invented word problems)")
+    parser.add_argument("--val", help="held-out rows, in the same forms")
+    parser.add_argument("--reward", help="a name or file.py:function (default: by the answers in the data)")
+    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded", help="of generation")
+    parser.add_argument("--gpus", type=int, help="over all machines; 0: run on the CPU (default: a GPU if there is)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the recipe, and raise the problems that a dry run of it would have; return the exit code."""
+    from megarl.artifacts.facts import model_facts
+    from megarl.checks.recipe import check_config
+    from megarl.checks.rows import check_rows
+    from megarl.components import COMPONENTS
+    from megarl.config.base import raise_problems
+    from megarl.config.load import load_config
+    from megarl.config.model import ModelConfig
+
+    file = arguments.file if arguments.file.suffix in (".yaml", ".yml") else Path(f"{arguments.file}.yaml")
+    if file.exists():
+        raise UserError("the file exists", where="megarl init", found=str(file), fix="name another, or remove it")
+    machine = this_machine()
+    gpus = int(machine.has_gpu) if arguments.gpus is None else max(0, arguments.gpus)
+    facts = model_facts(ModelConfig(path=arguments.model))
+    settings = _settings(arguments, gpus)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept: tuple[str, list[Check]] | None = None  # the roomiest layout that is wrong in nothing but memory
+    for layout in _layouts(gpus, arguments.engine, machine, experts=facts is not None and facts.is_moe):
+        text = _recipe_text(file, arguments, settings | layout)
+        file.write_text(text, encoding="utf-8")
+        config = load_config(file, components=COMPONENTS)
+        checks = check_config(config, launcher=config.launch.launcher, machine=machine).items
+        problems = [check for check in checks if check.status == "fail"]
+        if kept is None or all(check.name == "memory" for check in problems):
+            kept = text, problems
+        if not problems and not any(check.status == "warn" and check.name == "memory" for check in checks):
+            break
+    assert kept is not None, "there is a layout for any number of devices"
+    text, problems = kept
+    file.write_text(text, encoding="utf-8")
+    print(f"{file} is written: {arguments.algorithm} of {arguments.model} on {_devices(gpus)}")
+    raise_problems([check.problem() for check in problems])
+    check_rows(config, "train")
+    print(f"  megarl train {file} --dry-run    every check; starts nothing\n  megarl train {file}")
+    return 0
+
+
+def _devices(gpus: int) -> str:
+    return count(gpus, "GPU") if gpus else "the CPU"
+
+
+def _settings(arguments: argparse.Namespace, gpus: int) -> _Settings:
+    """Return the keys of a recipe that do not depend on its layout."""
+    chosen = ALGORITHMS[arguments.algorithm]
+    settings: _Settings = {"model.path": arguments.model, "model.dtype": "bf16" if gpus else "fp32"}
+    pairs = any(key.startswith("preference.") for key in chosen)
+    settings |= _data_settings(arguments, pairs=pairs)
+    settings |= {"data.max_prompt_tokens": 512}
+    lr = 1e-6
+    if pairs:
+        lr = 1e-5 if arguments.algorithm == "reward_model" else 5e-7
+    else:
+        tokens = 1024 if gpus else 256
+        settings |= {"rollout.engine": arguments.engine, "rollout.sampling.n": 8}
+        settings |= {"rollout.sampling.temperature": 1.0, "rollout.sampling.max_new_tokens": tokens}
+        if chosen.get("algorithm.loss.aggregation") == "seq-mean-token-sum-norm":
+            settings |= {"algorithm.loss.sum_norm": tokens}
+    settings |= {"actor.optim.lr": lr, "actor.optim.schedule": "linear", "actor.optim.warmup_steps": 5}
+    settings |= {"trainer.steps": 100, "trainer.save_every": 20}
+    if "data.val_files" in settings:
+        settings |= {"data.max_val_samples": 256, "validation.every": 10}
+    return settings | chosen
+
+
+def _data_settings(arguments: argparse.Namespace, *, pairs: bool) -> _Settings:
+    """Return the keys of data and reward: columns by their usual names, a reward by the form of the answers."""
+    from megarl.checks.rows import is_readable_here
+    from megarl.data.sources import load_rows
+
+    if arguments.data is None:
+        source = _PAIRS if pairs else _PROBLEMS
+        settings: _Settings = {"data.train_files": [source], "data.val_files": [arguments.val or source]}
+        if pairs:
+            return settings
+        settings |= {"data.prompt_key": "messages", "reward.name": arguments.reward or "numeric"}
+        return settings | ({} if arguments.reward else {"reward.kwargs.extract": "last"})
+    settings = {"data.train_files": [arguments.data]}
+    settings |= {"data.val_files": [arguments.val]} if arguments.val else {}
+    if pairs:
+        return settings
+    rows = load_rows(arguments.data) if is_readable_here(arguments.data) else []
+    answers: list[Any] = []
+    if rows:
+        prompt = next((name for name in _PROMPTS if rows[0].has(name)), "prompt")
+        answer = next((name for name in _ANSWERS if rows[0].has(name)), None)
+        settings |= {"data.prompt_key": prompt, "data.answer_key": answer}
+        answers = [row.column(answer, "data.answer_key") for row in rows[:100] if answer]
+    elif arguments.data.startswith("openai/gsm8k"):
+        settings, answers = settings | {"data.prompt_key": "question"}, ["#### 1"]
+    return settings | ({"reward.name": arguments.reward} if arguments.reward else _reward_for(answers))
+
+
+def _reward_for(answers: list[Any]) -> _Settings:
+    """Return the keys of the included reward that reads answers of this form."""
+    from megarl.rewards import REWARDS
+
+    texts = [str(answer) for answer in answers]
+    if not texts:
+        raise UserError(
+            "the data tells no answers to compare with, so a reward has to be named",
+            where="megarl init",
+            allowed=[*REWARDS.names(), "file.py:function"],
+            fix="--reward my_reward.py:score",
+        )
+    if all("####" in text for text in texts):
+        return {"reward.name": "gsm8k"}
+    if all(_NUMBER.fullmatch(text) for text in texts):
+        return {"reward.name": "numeric", "reward.kwargs.extract": "last"}
+    return {"reward.name": "math" if any("\\" in text or "$" in text for text in texts) else "exact_match"}
+
+
+def _layouts(gpus: int, engine: str, machine: Machine, *, experts: bool) -> list[_Settings]:
+    """Return layouts to try, the fastest first; later ones need less memory."""
+    full = {"actor.engine.recompute": "full"}
+    if not gpus:
+        cores = max(1, min(2, machine.cores))
+        sizes = [(cores, 4096, {}), (cores, 1024, full), (1, 1024, full)]
+        return [
+            _batch(8, nproc) | {"actor.engine.micro_batch_tokens": tokens, "cluster.nproc": nproc} | saving
+            for nproc, tokens, saving in sizes
+        ]
+    layouts = []
+    memory = round(machine.gpu_memory / 1e9, 1) if machine.has_gpu and machine.gpu_memory else _GPU_GB
+    nodes = math.ceil(gpus / _NODE)
+    sizes = [(tp, pp, ep) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for ep in ((1, 8) if experts else (1,))]
+    for tp, pp, ep in sorted(sizes, key=lambda size: (size[0] * size[1], size)):
+        if gpus % (tp * pp * nodes) or (pp > 1 and nodes == 1) or gpus % (ep * pp * tp):
+            continue
+        for saving in ({}, full):
+            layout: _Settings = _batch(64, gpus // (tp * pp))
+            layout |= {"cluster.nproc": gpus, "cluster.device_memory_gb": memory}
+            layout |= {"cluster.nnodes": nodes, "launch.launcher": "torchrun"} if nodes > 1 else {}
+            layout |= {"actor.parallel.tp": tp, "actor.parallel.sp": True} if tp > 1 else {}
+            layout |= {"actor.parallel.pp": pp} if pp > 1 else {}
+            layout |= {"actor.parallel.ep": ep, "actor.parallel.etp": 1} if ep > 1 else {}
+            if engine == "sglang":
+                layout |= {"rollout.sglang.servers": gpus // tp, "rollout.sglang.tp_size": tp}
+                layout |= {"rollout.sglang.colocated": True, "rollout.sglang.memory_fraction": 0.6}
+                layout |= {"actor.engine.offload": True}
+            layouts.append(layout | {"actor.engine.micro_batch_tokens": 8192} | saving)
+    return layouts
+
+
+def _batch(prompts: int, replicas: int) -> _Settings:
+    return {"data.batch_size": replicas * max(1, math.ceil(prompts / replicas))}
+
+
+def _recipe_text(file: Path, arguments: argparse.Namespace, settings: _Settings) -> str:
+    """Return the recipe: its keys, with what to know about them."""
+    from megarl.config.run import RunConfig
+
+    tree: dict[str, Any] = {}
+    for section in RunConfig.model_fields:  # in the order of the reference
+        for path, value in settings.items():
+            if path.split(".")[0] == section:
+                place = tree
+                *above, name = path.split(".")
+                for part in above:
+                    place = place.setdefault(part, {})
+                place[name] = value
+    head = [
+        f"# {arguments.algorithm} of {arguments.model}, written by `megarl init`.",
+        "# Every key that is not here has its default: `megarl keys SECTION` lists them.",
+        f"name: {_written(file.stem)}",
+    ]
+    body = [line for section, keys in tree.items() for line in ["", f"{section}:", *_lines(keys, (section,))]]
+    return "\n".join([*head, *body, "", _MORE])
+
+
+def _lines(keys: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    indent = "  " * len(path)
+    for name, value in keys.items():
+        here = (*path, name)
+        if isinstance(value, dict):
+            yield f"{indent}{name}:"
+            yield from _lines(value, here)
+            continue
+        line, said = f"{indent}{name}: {_written(value)}", _COMMENTS.get(".".join(here))
+        yield f"{line:<40}  # {said}" if said else line
+
+
+def _written(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    from megarl.config.yamlio import parse_value
+
+    if isinstance(value, str):
+        with contextlib.suppress(Exception):
+            if parse_value(value) == value and parse_value(f"[{value}]") == [value]:
+                return value
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return f"[{', '.join(json.dumps(one, ensure_ascii=False) for one in value)}]"
+    return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else json.dumps(value)

@@ -1,0 +1,90 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.checks.dry_run import make_plan
+from megarl.cli import main
+from megarl.commands.init import _COMMENTS, ALGORITHMS
+from megarl.components import COMPONENTS
+from megarl.config.fields import find_key
+from megarl.config.load import load_config
+
+SUMS = {"question": "2+2?", "answer": "4"}
+STORY = {"problem": "Anna has two apples.", "solution": "She has two.\n#### 2"}
+PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+
+
+@pytest.fixture
+def init(tmp_path, monkeypatch, capsys):
+    """init(options..., rows=) -> the recipe that `megarl init` writes, whose dry run has no problem."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*options, rows=None):
+        if rows is not None:
+            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            options = (*options, "--data", "rows.jsonl")
+        code = main(["init", "mine", *options])
+        assert code == 0, capsys.readouterr().err
+        config = load_config("mine.yaml", components=COMPONENTS)
+        assert make_plan(config, config.launch.launcher).problems == []
+        return config
+
+    return run
+
+
+@pytest.mark.parametrize(("number", "algorithm"), [*enumerate(ALGORITHMS)])
+def test_a_recipe_of_each_algorithm_passes_its_dry_run(init, number, algorithm):
+    config = init("--algorithm", algorithm, "--gpus", "08"[number % 2])
+    assert config.algorithm.pipeline == ALGORITHMS[algorithm]["algorithm.pipeline"]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "reward"),
+    [
+        (SUMS, ("question", "answer"), ("numeric", {"extract": "last"})),
+        (STORY, ("problem", "solution"), ("gsm8k", {})),
+        ({"prompt": "p", "answer": "yes"}, ("prompt", "answer"), ("exact_match", {})),
+        ({"prompt": "p", "ground_truth": "$\\pi$"}, ("prompt", "ground_truth"), ("math", {})),
+    ],
+)
+def test_columns_and_reward_are_those_of_the_rows(init, row, columns, reward):
+    config = init(rows=[row, row])
+    assert (config.data.prompt_key, config.data.answer_key) == columns
+    given = {key: value for key, value in config.reward.kwargs.items() if key in reward[1]}
+    assert (config.reward.name, given) == reward
+
+
+def test_rows_without_answers_need_a_reward_of_the_users(init, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def score(samples): return [0.0 for _ in samples]\n")
+    assert init("--reward", "mine.py:score", rows=[{"prompt": "p"}]).reward.name == "mine.py:score"
+    (tmp_path / "mine.yaml").unlink()
+    assert main(["init", "mine.yaml", "--data", "rows.jsonl"]) == 2
+    assert "--reward my_reward.py:score" in capsys.readouterr().err
+
+
+def test_pairs_have_no_reward_and_no_sampling(init, tmp_path):
+    init("--algorithm", "dpo", rows=[PAIR, PAIR])
+    text = (tmp_path / "mine.yaml").read_text()
+    assert "reward:" not in text
+    assert "rollout:" not in text
+
+
+def test_the_layout_is_the_first_that_fits(init):
+    assert init("--gpus", "8").actor.parallel.tp == 1
+    Path("mine.yaml").unlink()
+    config = init("--model", "Qwen/Qwen3-30B-A3B", "--gpus", "16", "--engine", "sglang")
+    assert config.actor.parallel.tp > 1
+    assert (config.cluster.nnodes, config.launch.launcher, config.rollout.engine) == (2, "torchrun", "sglang")
+
+
+def test_a_file_that_exists_stays(init, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("name: kept\n")
+    assert main(["init", "mine"]) == 2
+    assert "the file exists" in capsys.readouterr().err
+    assert (tmp_path / "mine.yaml").read_text() == "name: kept\n"
+
+
+def test_comments_are_about_keys_that_exist():
+    for path in _COMMENTS:
+        assert find_key(tuple(path.split("."))) is not None, path
