@@ -119,7 +119,8 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
     """Return the completion script of a shell for the commands of `parser`."""
     commands = _choices_of(parser)
     inside = {name: _choices_of(one) for name, one in commands.items()}
-    options, choices = {}, {}
+    options: dict[str, list[str]] = {}
+    choices: dict[str, list[str]] = {}
     for name, one in commands.items():
         mine = [action for action in one._actions if action.option_strings]
         options[name] = [text for action in mine for text in action.option_strings if text.startswith("--")]

@@ -245,13 +245,13 @@ def _reward_for(answers: list[Any]) -> _Settings:
 
 def _layouts(gpus: int, engine: str, machine: Machine, *, experts: bool) -> list[_Settings]:
     """Return layouts to try, the fastest first; later ones need less memory."""
-    full = {"actor.engine.recompute": "full"}
+    full: _Settings = {"actor.engine.recompute": "full"}
     if not gpus:
         cores = max(1, min(2, machine.cores))
-        sizes = [(cores, 4096, {}), (cores, 1024, full), (1, 1024, full)]
+        tries: list[tuple[int, int, _Settings]] = [(cores, 4096, {}), (cores, 1024, full), (1, 1024, full)]
         return [
             _batch(8, nproc) | {"actor.engine.micro_batch_tokens": tokens, "cluster.nproc": nproc} | saving
-            for nproc, tokens, saving in sizes
+            for nproc, tokens, saving in tries
         ]
     layouts = []
     memory = round(machine.gpu_memory / 1e9, 1) if machine.has_gpu and machine.gpu_memory else _GPU_GB

@@ -171,13 +171,13 @@ def test_without_a_command_the_first_ones_are_named(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert shown.startswith("megarl: no command is named\n\nStart here:\n  megarl doctor ")
     first = [line.strip().split("  ")[0] for line in shown.splitlines() if line.startswith("  megarl ")]
-    assert len(first) == 6
+    assert len(first) == 8
     for command in first:  # all of them are commands
         cli.build_parser().parse_args(shlex.split(command)[1:])
 
 
 def test_arguments_have_one_style(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["train"], ["eval"], ["convert"], ["report"], ["doctor", "parity"]):
+    for command in (["train"], ["eval"], ["init"], ["keys"], ["convert"], ["report"], ["doctor", "parity"]):
         with pytest.raises(SystemExit):
             cli.main([*command, "--help"])
         usage = capsys.readouterr().out.partition("\n\n")[0].partition(" ".join(command))[2]
