@@ -18,6 +18,9 @@ quickstart: $(STAMP)
 srpo-quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/srpo_reach_quickstart.yaml
 
+# Processes that tests start read what the first one has compiled, whatever the environment says of keeping that.
+test campaign-%: export PYTHONDONTWRITEBYTECODE :=
+
 # A file of tests stays in one process. JOBS=0 runs them one after the other, as where all of them share one GPU.
 JOBS ?= $(if $(wildcard /dev/nvidia0),0,2)
 test: $(STAMP)

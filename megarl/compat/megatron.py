@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
+import hashlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import re
 import sys
 import types
@@ -125,6 +128,14 @@ REWRITES: tuple[Rewrite, ...] = (
         r"""(for s in state_dict_state\.values\(\):\n\s+#[^\n]*\n\s+s\["step"\] = step)$""",
         r"\1.clone()",
         "after a load all parameters share one step tensor, which torch's Adam then advances once per parameter",
+        cpu_only=False,
+    ),
+    Rewrite(
+        "trackers",
+        ("megatron.core.timers", "megatron.core.inference.*"),
+        r"^(try:\n\s+)(?:import wandb|from torch\.utils\.tensorboard import SummaryWriter)\b[^\n]*",
+        r"\1raise ImportError",
+        "wandb and tensorboard, used by nobody here, take a quarter of the CPU time that a process needs to start",
         cpu_only=False,
     ),
 )
@@ -308,16 +319,29 @@ def rewrite(module: str, source: str, *, cuda: bool) -> str:
     return source
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    """The loader of a module from changed source; an unchanged one keeps Python's own bytecode cache."""
+@functools.cache
+def _compiled_tag(*, cuda: bool) -> str:
+    """The suffix of bytecode compiled with these entries: other ones, or Python itself, leave it alone."""
+    return f".megarl-{hashlib.sha256(repr((REWRITES, cuda)).encode()).hexdigest()[:8]}.pyc"
 
-    def get_code(self, fullname: str) -> types.CodeType | None:
-        path = self.get_filename(fullname)
-        source = self.get_data(path).decode()
-        changed = rewrite(fullname, source, cuda=torch.cuda.is_available())
-        if changed == source:
-            return super().get_code(fullname)
-        return compile(changed, path, "exec", dont_inherit=True)
+
+def _own_bytecode(path: str) -> str:
+    return path.removesuffix(".pyc") + _compiled_tag(cuda=torch.cuda.is_available()) if path.endswith(".pyc") else path
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """The loader of a module from changed source, whose bytecode is kept beside that of the unchanged one."""
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> types.CodeType:  # type: ignore[override]
+        source = importlib.util.decode_source(data)
+        changed = rewrite(self.name, source, cuda=torch.cuda.is_available())
+        return super().source_to_code(changed.encode(), path, _optimize=_optimize)
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(_own_bytecode(path))
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        super().set_data(_own_bytecode(path), data, _mode=_mode)
 
     def exec_module(self, module: types.ModuleType) -> None:
         cuda = torch.cuda.is_available()

@@ -86,8 +86,35 @@ def test_install_changes_megatron_and_nothing_else():
         "import megatron.core.tensor_parallel.layers, megatron.core.transformer.moe.moe_utils as moe\n"
         "assert torch.cuda.current_device is before\n"
         "assert moe.te_general_gemm is None\n"
+        "import megatron.core.timers, megatron.core.inference.contexts.dynamic_context\n"
+        "assert not {'wandb', 'tensorboard'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True, timeout=120)
+
+
+def test_rewritten_modules_are_compiled_once_for_each_set_of_entries(tmp_path, monkeypatch):
+    (tmp_path / "timers.py").write_text("try:\n    import wandb\nexcept ImportError:\n    wandb = None\n")
+    loader = compat._Loader("megatron.core.timers", str(tmp_path / "timers.py"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    rewritten = []
+
+    def seen(module, source, *, cuda):
+        rewritten.append(module)
+        return source.replace("import wandb", "raise ImportError")
+
+    monkeypatch.setattr(compat, "rewrite", seen)
+    for _ in range(2):
+        found: dict = {}
+        exec(loader.get_code("megatron.core.timers"), found)
+        assert found["wandb"] is None
+    assert rewritten == ["megatron.core.timers"]
+    (compiled,) = (tmp_path / "__pycache__").iterdir()
+    assert ".megarl-" in compiled.name, "Python itself would take it for its own"
+    monkeypatch.setattr(compat, "REWRITES", compat.REWRITES[1:])
+    compat._compiled_tag.cache_clear()
+    loader.get_code("megatron.core.timers")
+    assert len(rewritten) == 2
+    compat._compiled_tag.cache_clear()
 
 
 def test_install_after_megatron_is_an_error():
