@@ -8,7 +8,8 @@ import pytest
 
 from megarl.artifacts.jsonl import JsonlWriter
 from megarl.errors import DataError
-from megarl.tracking.report import MAX_POINTS, load_run, report_data, write_report
+from megarl.tracking.report import report_data, write_report
+from megarl.tracking.report_runs import MAX_POINTS, load_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -16,8 +17,13 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 def make_run(folder, *, name="run", steps=5, stage="train", samples=()):
     writer = JsonlWriter(folder / "metrics.jsonl", durable=False)
     for step in range(1, steps + 1):
-        metrics = {"critic/score/mean": step / steps, "timing_s/rollout": 1.0, "timing_s/update": 2.0, "odd/x": 1.0}
-        metrics |= {"timing_s/step": 3.5, "actor/kl_loss": None if step == 2 else 0.1, "sft/loss": 1.0}
+        metrics = {
+            "critic/score/mean": step / steps,
+            "timing_s/rollout": 1.0,
+            "timing_s/update": 2.0,
+            "odd/x": 1.0 + step,
+        }
+        metrics |= {"timing_s/step": 3.5, "actor/kl_loss": None if step == 2 else 0.1, "sft/loss": 1 / step}
         writer.write({"step": step, "stage": stage, "time": 0.0, **metrics})
     table = JsonlWriter(folder / "samples.jsonl", durable=False)
     for sample in samples:
@@ -36,7 +42,7 @@ def test_the_page_is_self_contained(tmp_path):
     page = write_report(tmp_path).read_text()
     assert not re.search(r'(src|href)\s*=\s*"?(https?:)?//', page)
     assert "@import" not in page
-    assert "url(" not in page
+    assert not re.search(r"url\((?!#)", page)
     assert set(re.findall(r"https?://[^\"'\s]+", page)) == {"http://www.w3.org/2000/svg"}
     assert page_data(page)["graph"].startswith("data:image/svg+xml;base64,")
 
@@ -67,9 +73,56 @@ def test_every_metric_is_drawn_once(tmp_path):
         "Everything else": ["odd/x", "sft/loss"],
     }
     (stack,) = data["groups"][2]["charts"]
-    assert [(part["label"], part["y"][0]) for part in stack["parts"]] == [("update", 2.0), ("rollout", 1.0)]
+    assert [(part["label"], part["y"][0]) for part in stack["lines"]] == [("update", 2.0), ("rollout", 1.0)]
     kl = data["groups"][1]["charts"][0]["lines"][0]
     assert kl["y"] == [0.1, None, 0.1, 0.1, 0.1]
+
+
+def log_steps(folder, **series):
+    """Metrics of steps 1, 2, ... of a run, by their names with `__` for `/`."""
+    writer = JsonlWriter(make_run(folder, steps=0) / "metrics.jsonl", durable=False)
+    for step, values in enumerate(zip(*series.values(), strict=True), 1):
+        metrics = {name.replace("__", "/"): value for name, value in zip(series, values, strict=True)}
+        writer.write({"step": step, "stage": "train", "time": 0.0, **metrics})
+    return report_data([load_run(folder)])
+
+
+def test_series_of_one_value_are_listed_and_not_drawn(tmp_path):
+    data = log_steps(
+        tmp_path, actor__lr=[1e-3] * 4, actor__entropy=[1, 2, 1, 2], my__noise=[1, 1 + 1e-7, 1, 1], val__acc=[0.5] * 4
+    )
+    found = {group["title"]: ([c["title"] for c in group["charts"]], group["constants"]) for group in data["groups"]}
+    assert found == {
+        "Learning": (["Validation accuracy"], []),  # the result is always drawn
+        "Policy": (["Entropy"], [["Learning rate", "0.001"]]),
+        "Everything else": ([], [["my/noise", "1"]]),
+    }
+
+
+def test_tiles_show_the_best_step_and_means(tmp_path):
+    scores = [0.0] * 10 + [0.9] + [0.5] * 9
+    accuracy = [0.2, 0.8, 0.6] + [None] * 17
+    data = log_steps(
+        tmp_path,
+        critic__score__mean=scores,
+        val__acc=accuracy,
+        timing_s__step=[100.0] + [2.0] * 19,
+        perf__mfu=[0.3] * 20,
+    )
+    tiles = {tile["label"]: tile["runs"][0] for tile in data["tiles"]}
+    assert tiles["Best validation accuracy"] == {"value": 0.8, "note": "at step 2; first 0.2, last 0.6"}
+    assert tiles["Score"] == {"value": pytest.approx(0.54), "note": "mean of the last 10; best 0.9 at step 11"}
+    assert tiles["Step"] == {"value": 2.0, "note": "mean of 19 steps; 2 to 2"}
+    assert tiles["MFU"]["value"] == pytest.approx(30)
+
+
+def test_what_the_supervised_start_measured_is_before_the_first_step(tmp_path):
+    writer = JsonlWriter(make_run(tmp_path) / "metrics.jsonl", durable=False)
+    for stage, step in (("sft", 10), ("sft", 20), ("train", 5)):
+        writer.write({"step": step, "stage": stage, "time": 0.0, "val/acc": step / 100})
+    data = report_data([load_run(tmp_path)])
+    (accuracy,) = [c for c in data["groups"][0]["charts"] if c["title"] == "Validation accuracy"]
+    assert accuracy["lines"][0]["start"] == {"x": [10, 20], "y": [0.1, 0.2]}
 
 
 def test_how_busy_the_teams_were_is_one_chart(tmp_path):
@@ -135,10 +188,10 @@ def test_one_team_has_no_picture_of_waits(tmp_path):
 
 def test_stages_have_charts_of_their_own(tmp_path):
     data = report_data([load_run(make_run(tmp_path, stage="sft"))])
-    assert [group["title"] for group in data["groups"]] == [
-        "Supervised fine-tuning",
-        "Speed (sft)",
-        "Everything else (sft)",
+    assert [(group["title"], group["short"]) for group in data["groups"]] == [
+        ("Supervised start", "SFT"),
+        ("Speed (supervised start)", "SFT speed"),
+        ("Everything else (supervised start)", "SFT other"),
     ]
 
 
@@ -177,7 +230,8 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     data = page_data(write_report(runs[0], runs[1:]).read_text())
     assert [run["name"] for run in data["runs"]] == ["same (x/1)", "same (y/1)", "other"]
     assert [line["label"] for line in data["groups"][0]["charts"][0]["lines"]] == ["same (x/1)", "same (y/1)", "other"]
-    assert [(tile["last"], tile["others"]) for tile in data["tiles"] if tile["label"] == "Step"] == [(3.5, [3.5, 3.5])]
+    (step,) = [tile for tile in data["tiles"] if tile["label"] == "Step"]
+    assert [entry["value"] for entry in step["runs"]] == [3.5] * 3
     assert len({run["name"] for run in page_data(write_report(runs[0], [runs[0]]).read_text())["runs"]}) == 2
 
 
@@ -193,7 +247,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     ],
 )
 def test_marks_of_an_axis_differ(values, texts):
-    script = (files("megarl.tracking") / "report.js").read_text()
+    script = (files("megarl.tracking") / "report_charts.js").read_text()
     function = re.search(r"^function tickTexts.*?^}", script, re.S | re.M)[0]
     done = subprocess.run(
         ["node", "-e", f"{function}\nconsole.log(JSON.stringify(tickTexts({values})))"],
@@ -207,7 +261,7 @@ def test_marks_of_an_axis_differ(values, texts):
 
 def evaluate(names, expression):
     """The value of an expression of functions of the page's script."""
-    script = (files("megarl.tracking") / "report.js").read_text()
+    script = (files("megarl.tracking") / "report_charts.js").read_text()
     functions = [re.search(rf"^function {name}\(.*?^}}", script, re.S | re.M)[0] for name in names]
     program = "\n".join([*functions, f"console.log(JSON.stringify({expression}))"])
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True, timeout=60)
@@ -236,7 +290,7 @@ def test_the_last_mark_of_an_axis_ends_inside_of_the_drawing():
 def test_validation_is_never_smoothed(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl", durable=False)
     for step in range(60):
-        writer.write({"step": step, "stage": "sft", "val/acc": step / 60, "sft/loss": 1.0})
+        writer.write({"step": step, "stage": "sft", "val/acc": step / 60, "sft/loss": 1 / (1 + step)})
     charts = {
         c["title"]: c["exact"] for g in page_data(write_report(tmp_path).read_text())["groups"] for c in g["charts"]
     }

@@ -1,0 +1,81 @@
+"""Generations in report.html: tables of held-out samples with pictures and films."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.artifacts.jsonl import read_jsonl
+from megarl.tracking.sample_images import embedded
+
+MAX_SAMPLE_STEPS = 12
+MAX_SAMPLES_PER_STEP = 40
+MAX_TEXT = 4000
+_FILM_BYTES = 8 << 20  # total size of films in a report; others stay in the run folder
+
+
+def held_out_samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], dict[str, str], str]:
+    """Return rows for the table, pictures by name, and a note on omissions: all steps if they are few, else evenly
+    spaced ones."""
+    rows = [
+        row for row in read_jsonl(folder / "samples.jsonl", needs={"step": int}) if row.get("stage", stage) == stage
+    ]
+    steps = sorted({row["step"] for row in rows})
+    kept = steps
+    if len(steps) > MAX_SAMPLE_STEPS:
+        kept = [steps[round(i * (len(steps) - 1) / (MAX_SAMPLE_STEPS - 1))] for i in range(MAX_SAMPLE_STEPS)]
+    shown = []
+    for step in kept:
+        shown += [row for row in rows if row["step"] == step][:MAX_SAMPLES_PER_STEP]
+    notes = [f"{len(shown)} of {len(rows)}; all are in samples.jsonl"] if len(shown) < len(rows) else []
+    if without := _embed_films(folder, shown):
+        notes.append(f"{without} films are too large for this page; they are in the run's folder, see video")
+    pictures, missing = embedded(folder, shown)
+    if missing:
+        notes.append(f"{missing} images do not fit into this page; they are in the run's folder, see images")
+    own = ("film", "images")
+    found = [{key: value if key in own else _cell(value) for key, value in row.items()} for row in shown]
+    return found, pictures, "; ".join(notes)
+
+
+def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
+    """Put films into their rows as data URIs, `film`, latest steps first; return the number of omitted films."""
+    left, without = _FILM_BYTES, 0
+    for row in sorted(rows, key=lambda row: row["step"], reverse=True):
+        row.pop("film", None)  # text of other origin is not shown as a picture
+        path = _film(folder, row.get("video"))
+        if path is None:
+            continue
+        size = path.stat().st_size
+        if size > left:
+            without += 1
+            continue
+        left -= size
+        row["film"] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return without
+
+
+def _film(folder: Path, name: Any) -> Path | None:
+    """Return the file of a film, if `name` is one inside of `folder`."""
+    if not isinstance(name, str):
+        return None
+    path = (folder / name).resolve()
+    return path if path.suffix == ".png" and folder.resolve() in path.parents and path.is_file() else None
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, (int, float)):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " ..."
+
+
+def sample_columns(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the columns of the table of samples: the known ones first, then all others of the rows."""
+    first = ["film", "images", "prompt", "response", "answer", "score"]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return [n for n in first if n in names] + [
+        n for n in names if n not in (*first, "step", "stage", "uid", "sample_id")
+    ]
