@@ -39,7 +39,9 @@ class EngineConfig(Section):
     """Memory and speed settings of the Megatron engine."""
 
     micro_batch_tokens: PositiveInt = Field(
-        8192, description="token budget of one micro-batch per data-parallel rank; a longer sequence is its own batch"
+        8192,
+        description="token budget of one micro-batch per data-parallel rank, which patches of images count for, too; a "
+        "longer sequence is its own batch",
     )
     logits_chunk_tokens: PositiveInt = Field(
         1024, description="tokens whose vocabulary logits exist at the same time in the fused log-prob"

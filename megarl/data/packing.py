@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from megarl.data.balance import balance
 if TYPE_CHECKING:
     from megarl.data.balance import Lengths
 
-__all__ = ["balance", "pack", "split_to_count"]
+__all__ = ["balance", "bundles", "pack", "split_to_count"]
 
 
 def pack(lengths: Lengths, budget: int) -> list[list[int]]:
@@ -30,6 +31,40 @@ def pack(lengths: Lengths, budget: int) -> list[list[int]]:
     if budget < 1:
         raise ValueError(f"token budget must be positive, got {budget}")
     return split_to_count(sizes, len(_best_fit(sizes, budget)), budget)
+
+
+def bundles(
+    lengths: Sequence[int], shared: Sequence[Mapping[int, int]], budget: int
+) -> tuple[list[list[int]], list[int]]:
+    """Return sequences that are packed as one, since they share something, and the cost of each such bundle.
+
+    Sequences that share the same are together as far as the budget takes them, unless that needs more micro-batches
+    than all sequences by themselves do.
+
+    Args:
+        lengths: tokens of each sequence.
+        shared: what each sequence needs in addition, by name, and how many tokens it counts for.
+
+    >>> bundles([3, 3, 3, 2], [{7: 4}, {7: 4}, {}, {7: 4}], 10)
+    ([[0, 1], [2], [3]], [10, 3, 6])
+    """
+    each = [[number] for number in range(len(lengths))]
+    if not any(shared):
+        return each, list(lengths)
+    extra = [sum(own.values()) for own in shared]
+    single = [length + more for length, more in zip(lengths, extra, strict=True)]
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, own in enumerate(shared):
+        alike.setdefault(tuple(sorted(own)) or (-1, number), []).append(number)
+    joined = list[list[int]]()
+    for same in alike.values():
+        room = max(1, budget - extra[same[0]])
+        joined += [[same[place] for place in part] for part in pack([lengths[number] for number in same], room)]
+    joined.sort()
+    costs = [extra[part[0]] + sum(lengths[number] for number in part) for part in joined]
+    if len(pack(costs, budget)) > len(pack(single, budget)):
+        return each, single
+    return joined, costs
 
 
 def split_to_count(lengths: Lengths, count: int, budget: int | None = None) -> list[list[int]]:

@@ -43,7 +43,7 @@ from megarl.planning.shards import (
     step_bytes,
 )
 from megarl.planning.terms import Moment, Term, held, term
-from megarl.planning.vision import patch_bytes
+from megarl.planning.vision import patch_bytes, patch_tokens
 from megarl.planning.weight_sync import WeightSyncMemory, weights_travel
 
 SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
@@ -449,8 +449,9 @@ def _learning_terms(
         )
     if facts.encoder is not None and "tower" not in facts.frozen:
         passes = update_passes(config, facts, role, parallel, dp, job)
-        sequences = passes.tokens * parallel.cp / min(passes.longest, longest)
-        most = image_patches(config, facts.encoder)
+        most, sequence = image_patches(config, facts.encoder), min(passes.longest, longest)
+        counted = sequence + most * patch_tokens(facts, parallel, engine, learns=True)
+        sequences = min(passes.tokens * parallel.cp / sequence, max(1.0, engine.micro_batch_tokens // counted))
         recompute = engine.recompute == "full"
         flying = min(parallel.pp, passes.count)  # micro-batches that the first stage holds, where the encoder is
         size = flying * sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)

@@ -8,6 +8,10 @@ from collections.abc import Iterable
 from megarl.architectures.tensors import part_of
 from megarl.architectures.vision import VisionShape
 from megarl.architectures.vision_language import VisionEncoder
+from megarl.artifacts.facts import ModelFacts
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig
+from megarl.planning.activations import Activations, Passes
 
 _LOOKED_UP = ("pos_embed", "cls_token", "reg_token")
 
@@ -49,9 +53,34 @@ def picture_flops(vision: VisionShape) -> float:
 def patch_bytes(encoder: VisionEncoder, element: int, *, recompute: bool) -> float:
     """Return the bytes that an encoder keeps of one patch until its gradient is there.
 
-    Of a block: inputs of both norms and of the four maps, queries, keys and values, and the wide layer before and after
-    its activation, which has a gate in Qwen2.5-VL. With `recompute` the input of every block, and all of one of them.
+    Its pixels, and of a block: queries, keys and values before and after their rotation, what goes into the four maps
+    and the norms, and the wide layer before and after its activation, which has a gate in Qwen2.5-VL, as its norms have
+    parts. With `recompute` the input of every block, and all of one of them. Of a merger its two products' inputs, and
+    the first one's result.
     """
-    wide = 4 if encoder.model_type == "qwen2_5_vl" else 2
-    block = 9 * encoder.width + wide * encoder.ffn
-    return element * (encoder.blocks * encoder.width + block if recompute else encoder.blocks * block)
+    block = _block_numbers(encoder)
+    kept = encoder.blocks * encoder.width + block if recompute else encoder.blocks * block
+    mergers = 3 * (1 + len(encoder.deepstack)) * encoder.width
+    return element * (encoder.patch_values + kept + mergers)
+
+
+def _block_numbers(encoder: VisionEncoder) -> int:
+    narrow, wide = (13, 4) if encoder.model_type == "qwen2_5_vl" else (11, 2)
+    return narrow * encoder.width + wide * encoder.ffn
+
+
+def patch_tokens(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, *, learns: bool) -> float:
+    """Return the tokens that take as much memory in a micro-batch as one patch; 0.0: the model sees no images.
+
+    Both on a rank of the first stage, where the encoder is, whole on each tensor-parallel rank, and a part of the
+    decoder. An encoder that does not learn keeps nothing, and has one block at a time.
+    """
+    encoder, element = facts.encoder, 2
+    if encoder is None:
+        return 0.0
+    budget = engine.micro_batch_tokens
+    decoder = Activations(facts, parallel, engine, Passes(budget, budget, longest=1), element=element, gpu=True)
+    token = (decoder.micro_batch + decoder.passing) / budget
+    if not learns:
+        return element * _block_numbers(encoder) / token
+    return patch_bytes(encoder, element, recompute=engine.recompute == "full") / token

@@ -27,10 +27,12 @@ from megarl.device import device
 from megarl.metrics import Metrics
 from megarl.models.build import build_policy
 from megarl.models.config import transformer_config
+from megarl.models.hf import facts_of
 from megarl.models.layer_forms import fp8_unit
 from megarl.models.lora import freeze_base, init_adapters
 from megarl.models.policy import PolicyModel
 from megarl.offload_schedule import PARAMETERS, PARTS
+from megarl.planning.vision import patch_tokens
 from megarl.tracing import beat, phase
 from megarl.training import microbatch, offload, optimizer
 from megarl.training.guard import check_finite
@@ -108,6 +110,8 @@ class MegatronEngine:
         self.dtype, self.layout, self.total_steps, self.name = dtype, layout, total_steps, name
         self.device = device()
         self.lora, self.step = lora, 0
+        learns = optim is not None and "tower" not in freeze
+        self._patch_tokens = patch_tokens(facts_of(hf_config), parallel, engine, learns=learns)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         self._where = "critic.engine" if name == "critic" else "actor.engine"
         self.model_config = transformer_config(
@@ -208,8 +212,7 @@ class MegatronEngine:
         """Return the head's numbers for the response tokens of rows; not `together`: other replicas have nothing to
         do."""
         self.require(PARAMETERS)
-        budget = self.config.micro_batch_tokens
-        groups = microbatch.plan(batch, budget, self.layout, self.device, self.sequences, together=together)
+        groups = self._plan(batch, together=together)
         micros, length = self._build(batch, groups)
         self._train_mode(False)
         last = functools.partial(self._collect, head)
@@ -313,8 +316,7 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with phase("forward_backward"):
-            budget = self.config.micro_batch_tokens
-            groups = microbatch.plan(batch, budget, self.layout, self.device, self.sequences, unit=unit)
+            groups = self._plan(batch, unit=unit)
             micros, length = self._build(batch, groups)
             results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
         metrics = self._merge(Metrics(), results)
@@ -396,6 +398,18 @@ class MegatronEngine:
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+        )
+
+    def _plan(self, batch: Batch, *, together: bool = True, unit: int = 1) -> list[list[int]]:
+        return microbatch.plan(
+            batch,
+            self.config.micro_batch_tokens,
+            self.layout,
+            self.device,
+            self.sequences,
+            together=together,
+            unit=unit,
+            patch_tokens=self._patch_tokens,
         )
 
     def _build(self, batch: Batch, groups: list[list[int]]) -> tuple[list[MicroBatch], int]:

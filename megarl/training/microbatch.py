@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch
-from megarl.data.packing import pack, split_to_count
+from megarl.data.packing import bundles, pack, split_to_count
 from megarl.models.packing import PackedSequences, pack_stream
 from megarl.training.parallel import Layout
 from megarl.training.sequence_layout import TEXT, SequenceLayout
@@ -54,24 +54,35 @@ def plan(
     *,
     together: bool = True,
     unit: int = 1,
+    patch_tokens: float = 0.0,
 ) -> list[list[int]]:
     """Return the rows of each micro-batch: the same number of micro-batches on all data-parallel ranks, fillers empty.
 
     Not `together`: this replica is the only one that has any. Every `unit` rows, one after the other in the batch, are
-    in one micro-batch, in their order.
+    in one micro-batch, in their order. A patch of an image counts for `patch_tokens`; rows of the same images are
+    together where they can be, so that it counts once.
 
     With interleaved pipelining the number is a multiple of the pipeline size.
     """
     rows = sequences.lengths(batch).view(-1, unit)
-    lengths = rows.sum(1).tolist()
+    patches = sequences.patches(batch)
+    shared = [
+        {
+            image: math.ceil(count * patch_tokens)
+            for own in patches[first : first + unit]
+            for image, count in own.items()
+        }
+        for first in range(0, len(batch), unit)
+    ]
+    joined, lengths = bundles(rows.sum(1).tolist(), shared, budget)
     wanted = torch.tensor([len(pack(lengths, budget))], device=device)
     count = max(int(layout.dp_group.all_reduce(wanted, "max") if together else wanted), 1)
     if layout.parallel.vpp:
         count = -(-count // layout.pp_size) * layout.pp_size
     # Sequences of equal length go through attention together when they are neighbours.
     longest = rows.max(1).values.tolist()
-    groups = split_to_count(lengths, count, budget)
-    ordered = [sorted(group, key=lambda number: -longest[number]) for group in groups]
+    groups = [[number for part in group for number in joined[part]] for group in split_to_count(lengths, count, budget)]
+    ordered = [sorted(group, key=lambda number: (-longest[number], number)) for group in groups]
     return [[number * unit + i for number in group for i in range(unit)] for group in ordered]
 
 

@@ -6,7 +6,7 @@ predict a token of the response, and what else the model needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -67,6 +67,10 @@ class SequenceLayout(Protocol):
             ValueError: a row that cannot go through the model.
         """
 
+    def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
+        """Return the patches of each image of each row, by the image's digest, where they are not columns; empty: no
+        row has any."""
+
     def pack(self, rows: Batch) -> PackedRows:
         """Pack these rows end to end; at least one."""
 
@@ -98,6 +102,10 @@ class TextLayout:
             bad = int(((prompts < 1) | (responses < 1)).nonzero()[0])
             raise ValueError(f"sample {bad} has {int(prompts[bad])} prompt and {int(responses[bad])} response tokens")
         return prompts + responses - 1
+
+    def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
+        """See `SequenceLayout`."""
+        return ()
 
     def pack(self, rows: Batch) -> PackedRows:
         """See `SequenceLayout`."""

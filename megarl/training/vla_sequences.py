@@ -11,7 +11,7 @@ A number per token of the calls is one per token of the samples, whichever calls
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,10 @@ class VLALayout:
             found = int(batch["response_ids"].lengths[int(wrong[0])])
             raise ValueError(f"call {int(wrong[0])} has {found} tokens, and {self.chunk} actions of {self.dim} numbers")
         return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
+
+    def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
+        """See `SequenceLayout`; those of pictures are columns."""
+        return ()
 
     def pack(self, rows: Batch) -> PackedRows:
         """See `SequenceLayout`; targets outside of `columns` have no log-prob.

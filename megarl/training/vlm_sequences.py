@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from megarl.architectures.vision_language import VisionEncoder
 from megarl.data.batch import Batch
+from megarl.data.fields import DIGESTS, GRIDS
 from megarl.data.image_prompts import image_sets
 from megarl.models.vlm.model import gather_images
 from megarl.models.vlm.positions import positions_of
@@ -27,6 +29,20 @@ class ImageLayout(TextLayout):
 
     encoder: VisionEncoder
     reads_images: bool = True
+
+    def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
+        """See `SequenceLayout`."""
+        if not self.reads_images:
+            return super().patches(batch)
+        square = self.encoder.merge**2
+        images = zip(batch[DIGESTS].to("cpu").unbind(), batch[GRIDS].to("cpu").unbind(), strict=True)
+        return [
+            {
+                digest: square * rows * columns
+                for digest, (_, rows, columns) in zip(digests.tolist(), grids.tolist(), strict=True)
+            }
+            for digests, grids in images
+        ]
 
     def pack(self, rows: Batch) -> PackedRows:
         """See `SequenceLayout`; rows without images may be among them, or be all.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from megarl.data.packing import pack, split_to_count
+from megarl.data.packing import bundles, pack, split_to_count
 
 lengths_lists = st.lists(st.integers(0, 30), max_size=30)
 
@@ -72,3 +72,30 @@ def test_large_batches_fill_their_budget():
     lengths = np.random.default_rng(0).integers(1, 4097, 2000)
     parts = pack(lengths, 16384)
     assert len(parts) == -(-int(lengths.sum()) // 16384)
+
+
+#: Of each sequence its tokens, and the images it has, whose costs are those of `IMAGES`.
+seeing = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([(), (0,), (1,), (0, 1), (2,)])), max_size=30)
+IMAGES = (3, 11, 40)
+
+
+@given(seeing, st.integers(1, 60))
+def test_what_sequences_share_is_counted_once_and_no_bundle_is_over_the_budget(sequences, budget):
+    lengths = [length for length, _ in sequences]
+    shared = [{image: IMAGES[image] for image in images} for _, images in sequences]
+    parts, costs = bundles(lengths, shared, budget)
+    assert sorted(itertools.chain.from_iterable(parts)) == list(range(len(lengths)))
+    for part, cost in zip(parts, costs, strict=True):
+        images = {image for number in part for image in sequences[number][1]}
+        assert cost == sum(lengths[number] for number in part) + sum(IMAGES[image] for image in images)
+        assert cost <= budget or len(part) == 1
+    single = [length + sum(own.values()) for length, own in zip(lengths, shared, strict=True)]
+    assert len(pack(costs, budget)) <= len(pack(single, budget))
+
+
+def test_sequences_that_share_are_together_where_that_needs_no_more_micro_batches():
+    shared = [{1: 6}, {2: 6}] * 4
+    parts, costs = bundles([2] * 8, shared, 14)
+    assert (parts, costs) == ([[0, 2, 4, 6], [1, 3, 5, 7]], [14, 14])
+    assert bundles([9] * 3, [{1: 1}] * 3, 20) == ([[0, 2], [1]], [19, 10])
+    assert bundles([5] * 3, [{}] * 3, 20) == ([[0], [1], [2]], [5] * 3)

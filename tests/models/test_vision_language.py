@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from megarl.config.model import ModelConfig
+from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
 from megarl.models.vlm.positions import next_position, positions_of
-from megarl.training.microbatch import build
+from megarl.training.microbatch import build, plan
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process
 from tests.models.tiny import build_tiny
@@ -43,8 +43,6 @@ def made(request, tmp_path_factory):
 
 def packed(model, samples, settings):
     """Log-probs of the responses, from one packed stream."""
-    from megarl.config.model import ParallelConfig
-
     sequences = ImageLayout(encoder_of(model.hf_config))
     micro = build(batch_of(samples, settings), range(len(samples)), layout_for(ParallelConfig()), CPU, None, sequences)
     hidden = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
@@ -83,6 +81,21 @@ def test_logprobs_and_gradients_equal_transformers_packed_with_shared_images_and
         atol=2e-4,
         rtol=1e-4,
     )
+
+
+def test_the_budget_of_a_micro_batch_is_of_tokens_and_of_the_patches_that_its_encoder_sees(made):
+    folder, _, samples, settings = made
+    layout, encoder = layout_for(ParallelConfig()), encoder_of(load_hf_config(ModelConfig(path=str(folder))))
+    sequences, batch = ImageLayout(encoder), batch_of([*samples, *samples[::-1]], settings)
+    lengths = sequences.lengths(batch).tolist()
+    for budget in (40, 60, 100):
+        found = plan(batch, budget, layout, CPU, sequences, patch_tokens=0.5)
+        assert sorted(number for group in found for number in group) == list(range(len(lengths)))
+        assert len(found) > len(plan(batch, budget, layout, CPU, sequences)), "text alone needs fewer"
+        for group in found:
+            seen = build(batch, group, layout, CPU, None, sequences).packed.seen
+            cost = sum(lengths[number] for number in group) + (0 if seen is None else 0.5 * len(seen.patches))
+            assert cost <= budget or len(group) == 1
 
 
 def test_each_sample_alone_has_the_same_logprobs(made):
@@ -126,7 +139,6 @@ def test_positions_are_those_of_transformers(made):
 @pytest.mark.parametrize("turns", [False, True], ids=["requests", "turns"])
 def test_generation_is_greedy_as_transformers_would_be(made, turns):
     """Every sampled token is the likeliest of transformers after those before it, and has its log-prob."""
-    from megarl.config.model import ParallelConfig
     from megarl.data.image_prompts import image_sets
     from megarl.rollout.embedded.engine import EmbeddedEngine
     from megarl.rollout.engine import Request

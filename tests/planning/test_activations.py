@@ -186,3 +186,55 @@ def test_the_first_stage_holds_one_micro_batch_for_each_stage():
     assert activations(passes=replace(passes, count=2), pp=4).in_flight(last=False) == 2
     # 2 * (4 - 1) + 4 chunks are forward before the first is backward; a chunk is half of a stage.
     assert activations(passes=passes, pp=4, vpp=2).in_flight(last=False) == 11 / 2
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_vision_encoder_keeps_of_a_patch_what_the_formula_says(kind):
+    """Storages that autograd keeps of transformers' module, without parameters; statistics of rows are left out."""
+    import torch
+
+    from megarl.config.model import ModelConfig
+    from megarl.models.hf import encoder_of, load_hf_config
+    from megarl.models.vlm.model import build_encoder
+    from megarl.planning.vision import patch_bytes
+    from tests.models.vlm_tiny import config_of
+
+    raw = config_of(kind)
+    raw["vision_config"] |= {"depth": 6, "hidden_size": 128, "intermediate_size": 320}
+    hf = load_hf_config(ModelConfig(hf_config=raw))
+    module, encoder = build_encoder(hf, torch.float32), encoder_of(hf)
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(torch.zeros(256, encoder.patch_values), grid_thw=torch.tensor([[1, 16, 16]]))
+    found = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own) / 256
+    assert found == pytest.approx(patch_bytes(encoder, 4, recompute=False), rel=0.1)
+
+
+def test_a_patch_counts_as_the_tokens_of_its_memory():
+    from megarl.artifacts.facts import known_facts
+    from megarl.config.model import ModelConfig
+    from megarl.planning.vision import patch_tokens
+
+    facts = known_facts(ModelConfig(path="Qwen/Qwen2.5-VL-7B-Instruct"), "")
+    one, split = ParallelConfig(), ParallelConfig(tp=2, sp=True)
+    engine, again = EngineConfig(), EngineConfig(recompute="full")
+    block = 13 * 1280 + 4 * 3420
+    ends = 3 * 2 * 14**2 + 3 * 1280
+    kept, kept_again = ends + 32 * block, ends + 32 * 1280 + block
+    # Of a token: in each layer inputs and outputs of two norms, queries, keys and values before and after RoPE, the
+    # context, three widths of the MLP; and the stream. Four bytes each of statistics are left out.
+    layer = 4 * 3584 + 2 * 3584 + 3 * 512 + 3584 + 3 * 18944
+    passing = 3 * 18944 + 3584
+    found = patch_tokens(facts, one, engine, learns=True)
+    assert found == pytest.approx(kept / (28 * layer + 3584 + passing), rel=0.02)
+    found = patch_tokens(facts, one, again, learns=True)
+    assert found == pytest.approx(kept_again / (28 * 3584 + 3584 + passing + layer), rel=0.02)
+    assert patch_tokens(facts, split, engine, learns=True) == pytest.approx(2 * kept / (28 * layer), rel=0.05)
+    assert patch_tokens(facts, one, engine, learns=False) < 0.02
+    assert patch_tokens(replace(facts, encoder=None), one, engine, learns=True) == 0.0

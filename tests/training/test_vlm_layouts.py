@@ -3,6 +3,7 @@
 Tolerances as in test_layouts.py.
 """
 
+import dataclasses
 import random
 from typing import Any
 
@@ -25,7 +26,7 @@ LAYOUTS = [
     ({"tp": 2}, {}),
     ({"tp": 2, "sp": True}, {"recompute": "full"}),
     ({"pp": 2}, {"recompute": "full"}),
-    ({}, {"overlap_grad_reduce": True}),
+    ({}, {"overlap_grad_reduce": True, "micro_batch_tokens": 60}),
     ({}, {"micro_batch_tokens": 1, "distributed_optimizer": False}),
 ]
 MIXTURE = [({"tp": 2, "ep": 2}, {}), ({"ep": 2}, {"recompute": "full"})]
@@ -43,6 +44,7 @@ def batch_for(hf):
 
     rng = random.Random(4)
     samples = [draw(rng, encoder_of(hf), *shapes) for shapes in SHAPES]
+    samples.insert(1, dataclasses.replace(samples[0], response=[7, 8, 9, 10]))  # of its group
     batch = batch_of(samples, image_settings(hf))
     total = sum(len(sample.response) for sample in samples)
     weights = [

@@ -1,0 +1,86 @@
+"""Runs whose prompts have images: killed, stopped by a bad image, and gone on to the numbers of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.recipes.shapes import make_rows
+from tests.runtime import harness
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
+
+REWARD = '''
+def first_letter(samples, images):
+    """A score that differs between samples, and that has seen the pictures."""
+    return [
+        {"overall": (sum(map(ord, s["response"])) % 7 + float(own[0].getpixel((3, 3))[0] > 128 if own else 0)) / 8}
+        for s, own in zip(samples, images, strict=True)
+    ]
+'''
+#: Numbers of rows: one batch each of three steps.
+BATCH, STEPS = 4, 3
+CUT = 5
+
+
+def write_rows(folder: Path) -> None:
+    """Files of pictures, rows that name them, and some that have none."""
+    rows = make_rows(count=BATCH * STEPS)
+    for number, row in enumerate(rows):
+        (folder / f"{number}.png").write_bytes(row["images"][0])
+        row["images"] = [f"{number}.png"]
+    rows[0] |= {"images": None, "prompt": "n?"}
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    (folder / "score.py").write_text(REWARD)
+
+
+def settings(folder: Path) -> list[str]:
+    return [
+        f"data.train_files=[{folder}/rows.jsonl]",
+        f"data.val_files=[{folder}/held_out.jsonl]",
+        f"data.image_dir={folder}",
+        "data.loader_kwargs={}",
+        f"data.batch_size={BATCH}",
+        f"reward={{name: {folder}/score.py:first_letter, timeout_s: 50}}",
+        "rollout.sampling={n: 4, temperature: 1.0, max_new_tokens: 3}",
+        "actor.engine={micro_batch_tokens: 64}",
+        "actor.optim.lr=1e-3",
+        "validation.every=2",
+        "sft.steps=0",
+        f"trainer={{steps: {STEPS}, save_every: 1}}",
+        "cluster={nproc: 1, threads: 1, timeout_s: 60}",
+        "tracking={mlflow: false, report: false}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    folder = tmp_path_factory.mktemp("whole")
+    write_rows(folder)
+    return harness.train("grpo_shapes_quickstart", folder / "run", *settings(folder))
+
+
+def test_a_killed_run_goes_on_to_the_same_numbers(whole, tmp_path):
+    write_rows(tmp_path)
+    process = harness.start(Path("grpo_shapes_quickstart"), tmp_path / "run", *settings(tmp_path))
+    harness.wait_for(lambda: (tmp_path / "run/checkpoints/step_1/meta.json").is_file(), process)
+    harness.kill(harness.workers(tmp_path / "run")[0])
+    assert "SIGKILL" in harness.finish(process)
+    assert harness.train("grpo_shapes_quickstart", tmp_path / "run", *settings(tmp_path)) == whole
+
+
+def test_a_run_whose_image_was_damaged_names_it_and_goes_on_when_it_is_whole_again(whole, tmp_path):
+    write_rows(tmp_path)
+    bad = tmp_path / f"{CUT}.png"
+    good = bad.read_bytes()
+    bad.write_bytes(good[:-30])  # its first bytes, which a start reads, are those of an image
+    process = harness.start(Path("grpo_shapes_quickstart"), tmp_path / "run", *settings(tmp_path))
+    output = harness.finish(process)
+    assert process.returncode == 2, output[-3000:]
+    assert f"rows.jsonl:{CUT + 1}: column 'images': {bad}" in output
+    assert (tmp_path / "run/checkpoints/step_1/meta.json").is_file(), "nothing is lost"
+    bad.write_bytes(good)
+    assert harness.train("grpo_shapes_quickstart", tmp_path / "run", *settings(tmp_path)) == whole
