@@ -54,6 +54,24 @@ def test_a_console_that_is_not_read_is_waited_for_once(log, tmp_path, monkeypatc
     assert (tmp_path / "log.txt").read_bytes().endswith(b"z\n")
 
 
+def test_a_terminal_that_is_gone_does_not_end_the_copying_of_what_workers_print(log, tmp_path, monkeypatch):
+    screen, terminal = os.openpty()
+    monkeypatch.setattr(sys, "stdout", Stream(terminal))
+    reader, writer = os.pipe()
+    copying = output.pump(os.fdopen(reader, "rb", buffering=0), 0, log)
+    os.write(writer, b"before\n")
+    assert os.read(screen, 99) == b"before\r\n"
+    os.close(screen)
+    with pytest.raises(OSError, match="Input/output error"):
+        os.write(terminal, b"?")
+    for _ in range(3):
+        os.write(writer, b"after\n")
+    os.close(writer)
+    copying.join(30)
+    os.close(terminal)
+    assert (tmp_path / "log.txt").read_text().splitlines() == ["[rank 0] before", *["[rank 0] after"] * 3]
+
+
 def test_a_full_disk_ends_neither_the_output_nor_the_launcher(log, monkeypatch, capsys):
     class Full:
         def write(self, data: bytes) -> None:

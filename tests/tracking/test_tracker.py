@@ -1,3 +1,4 @@
+import functools
 import io
 import json
 import logging
@@ -7,10 +8,12 @@ import time
 import pytest
 from rich.console import Console
 
+from megarl import tracing
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.run import TrackingConfig
 from megarl.errors import ConfigError
 from megarl.tracing import PhaseEvent
+from megarl.tracking import tracker as module
 from megarl.tracking.close import close_run
 from megarl.tracking.console import ConsoleView, summary
 from megarl.tracking.names import number
@@ -51,6 +54,22 @@ def test_a_run_leaves_all_its_files(tmp_path, screen):
     assert "step 1/3  score" in text
     assert "my run: train finished" in text
     assert "0.75 (step 3)" in text
+
+
+def test_a_run_whose_traces_are_merged_for_long_is_not_taken_for_a_hang(tmp_path, screen, monkeypatch):
+    beats, seen = [], []
+
+    def merge(folder):
+        before, deadline = len(beats), time.monotonic() + 10
+        while len(beats) < before + 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(len(beats) - before)
+
+    monkeypatch.setattr(tracing, "_on_change", [beats.append])
+    monkeypatch.setattr(module, "merge_trace", merge)
+    monkeypatch.setattr(module, "keep_beating", functools.partial(tracing.keep_beating, every_s=0.01))
+    tracker(tmp_path, screen, cfg={"report": False}).finish()
+    assert seen[0] >= 3
 
 
 def test_resume_cuts_later_lines_of_this_stage_only(tmp_path, screen):
