@@ -28,6 +28,7 @@ from megarl.launchers.ray_health import ClusterRay, within
 from megarl.processes import free_port
 from tests.launchers import test_launchers as every
 from tests.runtime import harness
+from tests.runtime.harness import of_training
 
 pytestmark = [pytest.mark.procs, pytest.mark.wide]  # Ray ends itself where its own processes start slowly
 
@@ -102,16 +103,10 @@ def test_teams_on_two_nodes_have_the_metrics_of_those_without_ray(tmp_path: Path
     for name, roles in (("train", ["actor", "rollout"]), ("frozen", ["reference"])):
         more.append(f"placement.teams.{name}={{roles: {roles}, devices: 1}}")
 
-    def without_times(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-        return {
-            step: {k: v for k, v in step_s.items() if not k.startswith(("team/", "store/", "sync/"))}
-            for step, step_s in steps.items()
-        }
-
-    here = without_times(harness.train(recipe, tmp_path / "here", *more))
+    here = of_training(harness.train(recipe, tmp_path / "here", *more))
     assert here[2]["actor/kl_loss"] > 0
     there = harness.run(recipe, tmp_path / "there", *more, "cluster.nnodes=2", program="ray")
-    assert without_times(there) == here
+    assert of_training(there) == here
 
 
 def test_ray_is_started_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,14 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     }
 
 
+def of_training(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Without what only several teams have."""
+    return {
+        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "store/", "sync/"))}
+        for step, numbers in steps.items()
+    }
+
+
 def wait_for(condition: Callable[[], Any], process: Command, timeout: float = 180) -> Any:
     """Poll quickly until the condition is true while the command runs."""
     deadline = time.monotonic() + timeout

@@ -13,6 +13,7 @@ import pytest
 from megarl.artifacts.trained import steps_in
 from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
+from tests.runtime.harness import of_training
 
 pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)]
 
@@ -36,19 +37,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
-def same(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    """Without what only several teams have."""
-    return {
-        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "store/", "sync/"))}
-        for step, numbers in steps.items()
-    }
-
-
 def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):
     """After a cold start, with validation before and after every step."""
     together = harness.train(recipe, tmp_path / "one", *STEPS, "cluster.nproc=1")
     apart = harness.run(recipe, tmp_path / "two", *STEPS, *TWO_TEAMS, program="local")  # as users start it, with Ray
-    assert same(apart) == together
+    assert of_training(apart) == together
     assert set(apart) == {0, 1, 2, 3}
     assert apart[0]["sync/verified_tensors"] > 0
     for numbers in apart.values():
@@ -61,7 +54,7 @@ def test_two_replicas_draw_turns_of_an_environment_as_one_process_does(recipe, t
     settings = (*STEPS, *harness.GUESSING, "sft.steps=0")
     together = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
     teams = (*TWO_TEAMS, "cluster.nproc=3", "placement.teams.draw.devices=2")
-    apart = same(harness.train(recipe, tmp_path / "three", *settings, *teams))
+    apart = of_training(harness.train(recipe, tmp_path / "three", *settings, *teams))
     assert apart.keys() == together.keys()
     for step, numbers in together.items():
         assert apart[step] == pytest.approx(numbers, rel=1e-6, abs=1e-6)
@@ -71,7 +64,7 @@ def test_ppo_with_a_team_for_every_model_changes_no_number(recipe, tmp_path):
     settings = (*harness.PPO, *STEPS, "sft.steps=2")  # a critic, too, begins where the cold start ends
     together = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
     apart = harness.train(recipe, tmp_path / "four", *settings, *FOUR_TEAMS)
-    assert same(apart) == together
+    assert of_training(apart) == together
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +79,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, undisturbed, tm
     with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
         harness.train(recipe, tmp_path, *settings, work=killed_in_step_4)
     assert steps_in(tmp_path / "checkpoints")[-1] in (2, 3)
-    assert same(harness.train(recipe, tmp_path, *settings)) == same(expected)
+    assert of_training(harness.train(recipe, tmp_path, *settings)) == of_training(expected)
     assert not list(tmp_path.glob("checkpoints.old-*")), "it does not start again"
 
 
@@ -99,7 +92,7 @@ def test_a_run_whose_rollout_worker_is_killed_goes_on_by_itself_from_its_newest_
     harness.kill(harness.workers(tmp_path)[1])
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
-    assert same(harness.metrics(tmp_path)) == same(expected)
+    assert of_training(harness.metrics(tmp_path)) == of_training(expected)
     assert re.search(r"starts again \(1 of 3; from the checkpoint of step \d\): worker 1 \(draw, rank 0\)", output)
 
 

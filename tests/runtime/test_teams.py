@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.runtime import harness
+from tests.runtime.harness import of_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,14 +53,6 @@ def placed(teams: dict[str, tuple[list[str], int]]) -> list[str]:
         workers,
         *(f"placement.teams.{team}={{roles: {roles}, devices: {n}}}" for team, (roles, n) in teams.items()),
     ]
-
-
-def of_training(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    """Without what only several teams have."""
-    return {
-        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "store/", "sync/"))}
-        for step, numbers in steps.items()
-    }
 
 
 def assert_near(steps: dict[int, dict[str, float]], others: dict[int, dict[str, float]]) -> None:
