@@ -61,6 +61,7 @@ ROWS = """
 import os, time
 from pathlib import Path
 from megarl import tracing
+from megarl.recipes.grpo import build_graph as grpo
 from megarl.recipes.srpo import build_graph as srpo
 from megarl.recipes.arithmetic import make_rows
 
@@ -110,6 +111,7 @@ SCENES = {
     ),
     "robots": ("algorithm.pipeline=held.py:srpo", "robot.simulator.retries=2"),
     "teams": (
+        "algorithm.pipeline=held.py:grpo",  # loaded by every team, of which one loads the rows
         "async.max_staleness=1",
         "placement.teams.train={roles: [actor, reference], devices: 1}",
         "placement.teams.draw={roles: [rollout], devices: 1}",
