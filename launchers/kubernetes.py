@@ -313,10 +313,10 @@ def create(job: KubernetesJob) -> str:
             fix="install it, or hand what --dry-run prints to the cluster in another way",
         )
     text = as_yaml(manifests(job))
+    # A cluster that does not know a field refuses it: without `authOptions` others could send jobs to a RayJob's Ray.
+    command = ["kubectl", "create", "--validate=true", "-f", "-"]
     try:
-        done = subprocess.run(
-            ["kubectl", "create", "-f", "-"], input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False
-        )
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise UnavailableError(f"the cluster gives no answer within {_ANSWER_S:.0f} s", where="kubectl") from error
     if done.returncode:

@@ -403,7 +403,7 @@ def test_kubectl_is_handed_the_objects(tmp_path, monkeypatch):
     program = tmp_path / "kubectl"
     program.write_text(f'#!/bin/sh\n/bin/cat > "{tmp_path}/got"\necho "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    assert kubernetes.create(job) == "create -f -"
+    assert kubernetes.create(job) == "create --validate=true -f -"
     assert list(yaml.safe_load_all((tmp_path / "got").read_text())) == kubernetes.manifests(job)
     program.write_text("#!/bin/sh\necho 'no JobSet here' >&2\nexit 1\n")
     with pytest.raises(UserError, match="no JobSet here"):
