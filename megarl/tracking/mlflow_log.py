@@ -20,6 +20,7 @@ from typing import Any
 from megarl.artifacts.records import Needs, read_record, write_record
 from megarl.credentials import MASK, PASSWORD, mask, put_back
 from megarl.errors import ConfigError
+from megarl.tracing import beat
 from megarl.tracking.mlflow_store import down_text, unreachable
 from megarl.tracking.names import SafeNames
 
@@ -156,6 +157,7 @@ class MlflowLog:
         deadline = time.monotonic() + _FINISH_TIMEOUT_S
         self._thread.join(_ASK_S)
         while self._thread.is_alive():
+            beat()  # the wait has its own deadline
             reason = unreachable(self._uri)
             if reason is not None:
                 return f"does not answer ({reason})"

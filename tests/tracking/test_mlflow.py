@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 
+from megarl import tracing
 from megarl.commands.job import warn_of_mlflow
 from megarl.config.load import load_config
 from megarl.errors import ConfigError
@@ -105,6 +106,22 @@ def test_a_run_that_somebody_deleted_is_one_failure_and_bans_no_metric(tmp_path,
     assert stored(uri) == {"a": [2], "b": [2]}
     assert log.failures == 1
     assert not any("rejects the metric" in r.getMessage() for r in caplog.records)
+
+
+def test_what_is_sent_for_long_at_the_end_is_not_taken_for_a_hang(tmp_path, uri, monkeypatch):
+    beats, log = [], opened(tmp_path, uri)
+
+    def send(client, run_id):
+        before, deadline = len(beats), time.monotonic() + 10
+        while len(beats) < before + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    monkeypatch.setattr(tracing, "_on_change", [beats.append])
+    monkeypatch.setattr(mlflow_log, "_ASK_S", 0.01)
+    log._calls.put(send)
+    log.finish("FINISHED", [])
+    assert log.failures == 0
 
 
 # -- servers -----------------------------------------------------------------------------------------------------
