@@ -297,6 +297,15 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
             allowed=divisors(facts.experts) if facts.experts else "1",
             fix="change ep_size",
         )
+    if facts.is_moe and facts.dense_layers:  # SGLang 0.5.23 reads neither key
+        checks.fail(
+            _NAME,
+            "model: mlp_only_layers, decoder_sparse_step",
+            "servers would give experts to layers that have none",
+            found=f"{facts.dense_layers} of {count(facts.layers, 'layer')} without experts",
+            allowed="experts in all layers where SGLang servers generate",
+            fix="set rollout.engine=embedded, or take a model with experts in all layers",
+        )
 
 
 def _check_arguments(config: RunConfig, checks: Checklist) -> None:

@@ -34,6 +34,7 @@ _DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "
 #: By name, where 0 stands for what follows from the recipe.
 OF_ZERO = {
     "prompt_tokens": "0: half of data.max_prompt_tokens",
+    "prompt_patches": "0: half of the most that images of a prompt can have",
     "mean_tokens": "0: a quarter of the longest response, or all of it with rollout.sampling.ignore_eos",
 }
 
@@ -124,6 +125,7 @@ class PlanAssumptions:
         step_s: seconds of a step, in no phase: metrics, files, Python.
         disk_gb_s: that a machine writes a checkpoint with.
         prompt_tokens: tokens of a prompt; 0: half of the longest.
+        prompt_patches: patches of the images of a prompt; 0: half of the most that there can be.
         mean_tokens: mean tokens of a response; 0: a quarter of the longest, or all of it with ignore_eos.
         sigma: standard deviation of the logarithm of a response's tokens.
         kept_groups: share of groups that dynamic sampling keeps.
@@ -156,6 +158,7 @@ class PlanAssumptions:
     step_s: float = 0.5
     disk_gb_s: float = 2.0
     prompt_tokens: float = 0.0
+    prompt_patches: float = 0.0
     mean_tokens: float = 0.0
     sigma: float = 0.8
     kept_groups: float = 0.6

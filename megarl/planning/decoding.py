@@ -13,6 +13,7 @@ from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
 from megarl.planning.passes import Cost
 from megarl.planning.shards import BYTES, key_value_bytes
+from megarl.planning.vision import image_flops
 from megarl.planning.workload import Workload
 
 _POINTS = 32
@@ -154,6 +155,17 @@ class Decoder:
         share = self.given.expert_share if self.facts.is_moe else self.given.gemm_share
         return flops / (ranks * self.hardware.peak(self.dtype) * share * filled)
 
+    def _see(self, prompts: float, patches: float) -> float:
+        """Return seconds of the vision encoder over the images of prompts: whole on each rank of an embedded engine,
+        divided by a server's. [G1]"""
+        encoder = self.facts.encoder
+        if encoder is None or not patches:
+            return 0.0
+        rows = prompts * patches
+        share = self.given.gemm_share * rows / (rows + self.given.gemm_half_rows)
+        ranks = 1 if self.etp else self.tp
+        return prompts * image_flops(encoder, [patches]) / (ranks * self.hardware.peak(self.dtype) * share)
+
     def generate(self, work: Workload, engines: int, slots: float, *, flows: bool = False) -> list[Cost]:
         """Return the costs of a step's generation, where so many engines share its samples evenly. [G3]
 
@@ -181,7 +193,7 @@ class Decoder:
             each, bytes_ = self.step(running, prompt + middle)
             seconds += (end - begin) * each
             read += (end - begin) * bytes_
-        filled = self.prefill(prompts, prompt)
+        filled = self.prefill(prompts, prompt) + self._see(prompts, work.patches)
         return [
             Cost("G1", f"prefill of {math.ceil(prompts)} prompts", filled),
             Cost("G3", f"decoding of {math.ceil(number)} samples, {math.floor(side)} side by side", seconds, read),

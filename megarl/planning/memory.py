@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.architectures.vision_language import VisionEncoder
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.rollout import SamplingConfig
@@ -43,7 +42,7 @@ from megarl.planning.shards import (
     step_bytes,
 )
 from megarl.planning.terms import Moment, Term, held, term
-from megarl.planning.vision import patch_bytes, patch_tokens
+from megarl.planning.vision import image_patches, patch_bytes, patch_tokens
 from megarl.planning.weight_sync import WeightSyncMemory, weights_travel
 
 SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
@@ -417,16 +416,6 @@ def learned_parts(
     """Return the parameters, gradients and optimizer state of a model that learns. `layout`: the key of its layout."""
     state = state_bytes(facts, parallel, engine, dtype, dp, value_head=role == CRITIC, lora=lora)
     return {name: term(f"{role} {name}", size, f"the model's size, {layout}") for name, size in state.items()}
-
-
-def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
-    """Return the most patches that a prompt can have: its tokens, or all of its images, are a limit."""
-    if config.data.image_key is None:
-        return 0.0
-    most = float(config.data.max_prompt_tokens * encoder.merge**2)
-    if config.data.limit_images is None or config.data.max_pixels is None:
-        return most
-    return min(most, config.data.limit_images * config.data.max_pixels / encoder.patch**2)
 
 
 def _learning_terms(

@@ -1,7 +1,8 @@
 """Seconds of a pass of a model over samples: forward, or forward and backward, as a layout divides it.
 
     micro-batch of one stage   products [T1], element-wise work [T2], fixed time [T3],
-                               communication of tp and sp [T4], cp [T5], ep and etp [T6], pp [T7]
+                               communication of tp and sp [T4], cp [T5], ep and etp [T6], pp [T7],
+                               the vision encoder in front of the first stage [T12]
     a pass                     micro-batches and the bubble of the pipeline [T8]
     an update                  a pass, reduction of gradients [T9], the optimizer's step [T10]
 
@@ -31,6 +32,7 @@ from megarl.planning.shards import (
     step_bytes,
     trained_parameters,
 )
+from megarl.planning.vision import image_flops, patch_bytes, patch_tokens
 from megarl.planning.workload import Share
 
 
@@ -132,8 +134,13 @@ class ModelPass:
 
     def micro_batches(self, share: Share) -> int:
         """Return the micro-batches of a replica's samples: whole samples up to the budget of tokens, at least one.
-        [T8]"""
-        each = max(1.0, self.engine.micro_batch_tokens // share.length)
+        Those of a prompt count its images once where they are together. [T8]"""
+        budget, images = self.engine.micro_batch_tokens, 0.0
+        if share.patches:
+            images = share.patches * patch_tokens(self.facts, self.parallel, self.engine, learns=self._sees_to_learn)
+        group = share.group * share.length + images
+        together = budget // group * share.group if group <= budget else (budget - images) // share.length
+        each = max(1.0, together, budget // (share.length + images))
         count = max(1, math.ceil(share.samples / each))
         if self.parallel.vpp:
             count = math.ceil(count / self.parallel.pp) * self.parallel.pp
@@ -181,24 +188,55 @@ class ModelPass:
             self._context(share, passes, train=train),
             *self._experts(share, 1 + again, train=train),
             self._pipeline(share, train=train),
+            Cost("T12", "vision encoder", self._encoder(share, passes, train=train)),
         ]
+
+    @property
+    def _sees_to_learn(self) -> bool:
+        return "tower" not in self.facts.frozen
+
+    def _encoder(self, share: Share, passes: float, *, train: bool) -> float:
+        """Return the seconds of the encoder, whole on each tensor-parallel rank: with stages those by which the first
+        one takes longer than the last one does, which has the head."""
+        encoder, given, peak = self.facts.encoder, self.given, self.hardware.peak(self.dtype)
+        if encoder is None or not share.patches:
+            return 0.0
+        images = max(1.0, share.samples / share.group)
+        times = passes if self._sees_to_learn else 1.0
+        products = images * image_flops(encoder, [share.patches])
+        seconds = times * products / (peak * given.gemm_share * self._filled(images * share.patches))
+        elements = images * share.patches * patch_bytes(encoder, 1, recompute=False)
+        seconds += times / 3 * elements * self._each_element
+        seconds += times * encoder.blocks * given.layer_ms / 1e3 / self.hardware.pace
+        return seconds if self.parallel.pp == 1 else max(0.0, seconds - self._head_seconds(share, train=train))
+
+    def _head_work(self, share: Share, *, train: bool) -> float:
+        """Return the FLOPs of the head, of all ranks that share it."""
+        tokens = share.samples * share.response
+        each = 2 * self.facts.hidden if self.value_head else self._counter.per_head_token
+        # Logits of more than one chunk are not kept for the backward pass.
+        chunks = tokens / self.parallel.cp > self.engine.logits_chunk_tokens and not self.value_head
+        return (3 - self._frozen(train) + chunks if train else 1) * tokens * each
+
+    def _head_seconds(self, share: Share, *, train: bool) -> float:
+        rate = self.hardware.peak(self.dtype) * self.given.gemm_share * self._filled(share.tokens / self.parallel.cp)
+        return self._head_work(share, train=train) / (self.parallel.tp * self.parallel.cp) / rate
+
+    def _frozen(self, train: bool) -> int:
+        """Return the products of an update that weights without a gradient do not have."""
+        return 1 if train and (self.lora is not None or "language_model" in self.facts.frozen) else 0
 
     def _products(self, share: Share, passes: float, *, train: bool) -> list[Cost]:
         facts, parallel, given = self.facts, self.parallel, self.given
         ranks = parallel.tp * parallel.cp
         peak = self.hardware.peak(self.dtype)
         tokens, scores = share.tokens, self._scores(share)
-        keeps = self.lora is not None or "language_model" in facts.frozen
-        frozen = 1 if train and keeps else 0  # weights that have no gradient
+        frozen = self._frozen(train)
         linear = tokens * (self._counter.per_token - self._expert_flops) / parallel.pp
-        head_tokens = share.samples * share.response
-        head = head_tokens * (2 * facts.hidden if self.value_head else self._counter.per_head_token)
-        # Logits of more than one chunk are not kept for the backward pass.
-        chunks = head_tokens / parallel.cp > self.engine.logits_chunk_tokens and not self.value_head
         once = scores / parallel.pp if train and self.engine.recompute == "selective" else 0.0
         rows = tokens / parallel.cp
         work = (passes - frozen) * linear + passes * scores / parallel.pp + self._adapters(tokens) * passes
-        work += (3 - frozen + chunks if train else 1) * head + once
+        work += self._head_work(share, train=train) + once
         found = [Cost("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
         if self._expert_flops:
             rows *= facts.experts_per_token * parallel.ep * parallel.expert_tp / (parallel.tp * facts.experts)
@@ -239,8 +277,13 @@ class ModelPass:
             elements += (
                 self.given.logit_elements * logits * (3 if passes > 1 else 1) / passes
             )  # recompute=full adds none
+        return elements * passes / 3 * self._each_element
+
+    @property
+    def _each_element(self) -> float:
+        """Seconds of the work on an element that is kept, in forward and backward together."""
         moved = self.given.element_bytes / (self.hardware.memory_tb_s * 1e12 * self.given.memory_share)
-        return elements * passes / 3 * max(moved, self.given.element_flops / self.hardware.peak("fp32"))
+        return max(moved, self.given.element_flops / self.hardware.peak("fp32"))
 
     def _fixed(self) -> float:
         facts, parallel = self.facts, self.parallel

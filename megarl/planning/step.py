@@ -31,6 +31,7 @@ from megarl.planning.passes import Cost, ModelPass, total
 from megarl.planning.schedule import Schedule
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
 from megarl.planning.terms import held
+from megarl.planning.vision import image_flops
 from megarl.planning.workload import Share, Workload
 
 #: Results that do not depend on the memory use of engines and servers.
@@ -105,7 +106,7 @@ class StepFormulas:
     @cached_property
     def work(self) -> Workload:
         """Samples of a step."""
-        return Workload.of(self.config, self.given)
+        return Workload.of(self.config, self.given, self.policy.encoder)
 
     @cached_property
     def policy(self) -> ModelFacts:
@@ -379,6 +380,7 @@ class StepFormulas:
         decoding = counter.generate([work.prompt], [[mean] * work.samples]) + work.samples * uneven
         decoding *= work.groups * self.rounds()
         passes = {True: 0.0, False: 0.0}  # with a vocabulary or without
+        seen = self.rounds()  # passes of a vision encoder, over each image once
         for node in self.graph:
             if node.role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE):
                 times = {
@@ -386,10 +388,14 @@ class StepFormulas:
                     Kind.MODEL_INFERENCE: 1.0,
                 }.get(node.declared.kind, 0.0)
                 passes[node.role is not Role.CRITIC] += times
+                seen += times / 3 if times >= 3 and "tower" in self.policy.frozen else times
         each = {
             head: counter.forward([work.prompt + mean], head_tokens=mean if head else 0) + uneven for head in passes
         }
-        return decoding + work.number * sum(times * each[head] for head, times in passes.items())
+        found = decoding + work.number * sum(times * each[head] for head, times in passes.items())
+        if self.policy.encoder is not None and work.patches:
+            found += work.groups * seen * image_flops(self.policy.encoder, [work.patches])
+        return found
 
     def sft(self) -> list[Cost]:
         """Return the costs of one step of the cold start; none: the recipe has none."""
@@ -398,7 +404,7 @@ class StepFormulas:
         model, work = self.model(Role.ACTOR), self.work
         lengths = work.lengths
         number = self.config.sft.batch_size / model.replicas
-        share = Share(number, work.prompt, lengths.expected, lengths.variance)
+        share = Share(number, work.prompt, lengths.expected, lengths.variance, work.patches)
         return model.update(share, 1, 1)
 
     def checkpoint(self) -> tuple[float, float, float]:

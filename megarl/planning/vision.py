@@ -10,13 +10,14 @@ from megarl.architectures.vision import VisionShape
 from megarl.architectures.vision_language import VisionEncoder
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.planning.activations import Activations, Passes
 
 _LOOKED_UP = ("pos_embed", "cls_token", "reg_token")
 
 
-def image_flops(encoder: VisionEncoder, images: Iterable[int]) -> float:
+def image_flops(encoder: VisionEncoder, images: Iterable[float]) -> float:
     """Return the FLOPs of one forward pass of a vision-language model's encoder.
 
     Args:
@@ -48,6 +49,16 @@ def picture_flops(vision: VisionShape) -> float:
                 total += 2.0 * math.prod(shape) * (tower.patches if name.startswith("patch_embed") else tokens)
     maps = (shape for name, (_, shape) in vision.tensors.items() if name.startswith("projector.") and len(shape) > 1)
     return total + sum(2.0 * math.prod(shape) * vision.patches for shape in maps)
+
+
+def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
+    """Return the most patches that a prompt can have: its tokens, or all of its images, are a limit."""
+    if config.data.image_key is None:
+        return 0.0
+    most = float(config.data.max_prompt_tokens * encoder.merge**2)
+    if config.data.limit_images is None or config.data.max_pixels is None:
+        return most
+    return min(most, config.data.limit_images * config.data.max_pixels / encoder.patch**2)
 
 
 def patch_bytes(encoder: VisionEncoder, element: int, *, recompute: bool) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megarl.architectures.vision_language import VisionEncoder
 from megarl.config.run import RunConfig
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.lengths import Lengths, refuse_longer
+from megarl.planning.vision import image_patches
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,16 @@ class Share:
         prompt: tokens of a prompt.
         response: mean tokens of their responses.
         variance: variance of the tokens of a response, for costs that are quadratic in them.
+        patches: of the images of a prompt.
+        group: samples of a prompt.
     """
 
     samples: float
     prompt: float
     response: float
     variance: float = 0.0
+    patches: float = 0.0
+    group: int = 1
 
     @property
     def length(self) -> float:
@@ -47,6 +53,7 @@ class Workload:
         prompt: tokens of a prompt.
         lengths: lengths of responses.
         even: replicas get equal tokens (`placement.share=tokens`).
+        patches: of the images of a prompt.
     """
 
     groups: int
@@ -54,11 +61,15 @@ class Workload:
     prompt: float
     lengths: Lengths
     even: bool = False
+    patches: float = 0.0
 
     @classmethod
-    def of(cls, config: RunConfig, given: PlanAssumptions) -> Workload:
+    def of(cls, config: RunConfig, given: PlanAssumptions, encoder: VisionEncoder | None = None) -> Workload:
         """Return the work of a step of `megarl train`. An episode of several turns counts as one response of all its
         tokens.
+
+        Args:
+            encoder: of a model that sees images.
 
         Raises:
             ConfigError: responses are assumed to be longer than they may be.
@@ -71,7 +82,12 @@ class Workload:
         mean = given.mean_tokens or (longest if fixed else longest / 4)
         prompt = given.prompt_tokens or config.data.max_prompt_tokens / 2
         lengths = Lengths(mean, 0.0 if fixed else given.sigma, longest)
-        return cls(config.data.batch_size, sampling.n, prompt, lengths, config.placement.share == "tokens")
+        patches = 0.0
+        if encoder is not None and config.data.image_key is not None:
+            most = image_patches(config, encoder)
+            patches = min(given.prompt_patches or most / 2, most)
+        even = config.placement.share == "tokens"
+        return cls(config.data.batch_size, sampling.n, prompt, lengths, even, patches)
 
     @property
     def number(self) -> int:
@@ -93,4 +109,5 @@ class Workload:
         mean = self.lengths.expected
         if not self.even and replicas > 1:
             mean *= 1 + self.lengths.variation * math.sqrt(2 * math.log(replicas) / max(number, 1))
-        return Share(number, self.prompt, min(mean, self.lengths.longest), self.lengths.variance)
+        longest = min(mean, self.lengths.longest)
+        return Share(number, self.prompt, longest, self.lengths.variance, self.patches, self.samples)

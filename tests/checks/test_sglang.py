@@ -271,6 +271,18 @@ def test_a_setting_that_cannot_work_names_its_key(failures, on, overrides, key) 
     assert key in [check.key for check in failures(*on, *overrides)]
 
 
+@pytest.mark.parametrize("dense", ["mlp_only_layers: [1]", "decoder_sparse_step: 2", "mlp_only_layers: []"])
+def test_servers_have_experts_in_all_layers_of_a_mixture(failures, on, dense) -> None:
+    sizes = "hidden_size: 32, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8"
+    sizes += (
+        ", intermediate_size: 64, vocab_size: 20, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16"
+    )
+    mixture = f"model.hf_config={{model_type: qwen3_moe, {sizes}, {dense}}}"
+    found = [check.key for check in failures(*on, mixture) if check.key.startswith("model:")]
+    assert found == ([] if dense.endswith("[]") else ["model: mlp_only_layers, decoder_sparse_step"])
+    assert not [check for check in failures(mixture) if check.key.startswith("model:")], "the embedded engine can"
+
+
 def test_replicas_inside_a_server_become_servers_only_where_there_are_gpus(failures, on) -> None:
     (check,) = failures(*on, "rollout.sglang.dp_size=2", "rollout.sglang.servers=8")
     assert check.fix == "set rollout.sglang.dp_size=1, and start more servers where there are GPUs"

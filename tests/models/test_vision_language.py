@@ -91,7 +91,7 @@ def test_the_budget_of_a_micro_batch_is_of_tokens_and_of_the_patches_that_its_en
     for budget in (40, 60, 100):
         found = plan(batch, budget, layout, CPU, sequences, patch_tokens=0.5)
         assert sorted(number for group in found for number in group) == list(range(len(lengths)))
-        assert len(found) > len(plan(batch, budget, layout, CPU, sequences)), "text alone needs fewer"
+        assert len(found) > len(plan(batch, budget, layout, CPU, sequences)), "text by itself needs fewer"
         for group in found:
             seen = build(batch, group, layout, CPU, None, sequences).packed.seen
             cost = sum(lengths[number] for number in group) + (0 if seen is None else 0.5 * len(seen.patches))

@@ -14,7 +14,9 @@ from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import KINDS
 from megarl.planning.passes import ModelPass, total
 from megarl.planning.shards import owned_parameters, stage_parameters
+from megarl.planning.vision import image_flops, patch_tokens
 from megarl.planning.workload import Share
+from tests.models.vlm_tiny import config_of
 from tests.planning.planned import H100, IDEAL, TWO_CORES, seconds_by
 
 DENSE = facts_from_config(
@@ -267,3 +269,42 @@ def test_a_rack_joins_more_ranks_than_a_machine():
 
 def test_defaults_make_everything_slower_than_the_ideal():
     assert total(model(tp=2, given=PlanAssumptions()).update(SHARE, 1, 1)) > total(model(tp=2).update(SHARE, 1, 1))
+
+
+SEEING = facts_from_config(config_of("qwen2_5_vl"), "here")
+#: 16 samples of 4 prompts, whose images have 80 patches each.
+SEEN = Share(16, 100.0, 20.0, patches=80.0, group=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "frozen", "times"),
+    [({}, (), 3), ({"tp": 2}, (), 3), ({"engine": {"recompute": "full"}}, (), 4), ({}, ("tower",), 1)],
+    ids=["learns", "tp", "again", "frozen"],
+)
+def test_the_vision_encoder_sees_each_image_once_in_a_pass_on_every_rank(settings, frozen, times):
+    """T12."""
+    one = model(replace(SEEING, frozen=frozen), 2, **settings)
+    image = image_flops(SEEING.encoder, [80.0]) / H100.peak("bf16")
+    assert one.micro_batches(SEEN) == 1
+    assert seconds_by(one.forward(SEEN))["T12"] == pytest.approx(4 * image)
+    assert seconds_by(one.update(SEEN, 1, 1))["T12"] == pytest.approx(times * 4 * image)
+    assert "T12" not in seconds_by(one.forward(replace(SEEN, patches=0.0)))
+
+
+def test_of_stages_the_first_has_the_encoder_and_the_last_the_head():
+    """T12: what a step takes longer for is the difference, of which T1 has the head."""
+    one = model(SEEING, 2, pp=2)
+    head = 16 * 20 * FlopCounter.of(SEEING).per_head_token
+    found = seconds_by(one.forward(SEEN))["T12"]
+    assert found == pytest.approx((4 * image_flops(SEEING.encoder, [80.0]) - head) / H100.peak("bf16"))
+
+
+def test_micro_batches_have_room_for_patches():
+    """T8: a prompt's samples and its images, or as many as fit beside the images once, or each with its own."""
+    each = 80 * patch_tokens(SEEING, ParallelConfig(), EngineConfig(micro_batch_tokens=1), learns=True)
+
+    def count(budget: float) -> int:
+        return model(SEEING, 1, engine={"micro_batch_tokens": int(budget)}).micro_batches(SEEN)
+
+    assert each == pytest.approx(79, abs=40)
+    assert [count(budget) for budget in (4 * (480 + each) + 1, 480 + each + 1, 240 + each + 1, 10)] == [1, 4, 8, 16]

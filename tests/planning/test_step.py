@@ -78,6 +78,24 @@ def test_flops_are_those_that_a_run_counts():
     assert plan.flops == pytest.approx(256 * (drawn + (1 + 3) * policy + (1 + 3) * critic))
 
 
+def test_flops_of_images_are_those_that_a_run_counts():
+    """F2: each image once in generation, in scoring, and three times in training; of a frozen encoder once there."""
+    from megarl.planning.vision import image_flops
+
+    encoder, groups = read("grpo_shapes_quickstart")[2][Role.ACTOR].encoder, 32
+    seen = groups * image_flops(encoder, [16.0])
+    plans = [
+        planned("grpo_shapes_quickstart", *more, hardware=TWO_CORES, assumed=[f"prompt_patches={patches}"])
+        for patches in (16, 1e-9)
+        for more in ([], ["model.freeze=[tower]"])
+    ]
+    learns, frozen, blind, _ = plans
+    assert learns.flops - blind.flops == pytest.approx((1 + 3) * seen, rel=1e-6)
+    assert frozen.flops - blind.flops == pytest.approx((1 + 1) * seen, rel=1e-6)
+    first, second = (sum(part.seconds for phase in one.phases for part in phase.parts) for one in (learns, blind))
+    assert first > second
+
+
 def test_flops_are_those_of_lengths_that_vary():
     """F2: drawing, two passes of scoring, one of training. 4,000 lengths have their mean within 2%, and taking all of
     them as long as the mean would be 8% off."""
