@@ -86,7 +86,7 @@ def load_config(
     given: set[tuple[str, ...]] = set()
     for text in overrides:
         try:
-            given |= _apply_override(document, text)
+            given |= _apply_override(document, text, components)
         except ConfigError as problem:
             problems.append(problem)
     document.inherited -= given  # overrides are one layer, whatever their order
@@ -304,7 +304,7 @@ def _merge_values(
             below[key] = copy.deepcopy(value)
 
 
-def _apply_override(document: Document, text: str) -> set[tuple[str, ...]]:
+def _apply_override(document: Document, text: str, components: Components | None) -> set[tuple[str, ...]]:
     """Apply one override to the document and return the paths of the component keys that it sets."""
     dotted, equals, raw = text.partition("=")
     dotted = dotted.strip()
@@ -314,7 +314,7 @@ def _apply_override(document: Document, text: str) -> set[tuple[str, ...]]:
     path = tuple(dotted.split("."))
     key = find_key(path)
     if key is None:
-        raise unknown_keys(path, None, lambda path: where)[0]
+        raise unknown_keys(path, None, lambda path: where, functools.partial(_owned, components))[0]
     free = len(path) - len(key.path.split("."))
     if free and not key.free_form:
         raise ConfigError(
@@ -374,7 +374,7 @@ def _validate(
     document: Document, file: str, components: Components | None
 ) -> tuple[RunConfig | None, list[ConfigError]]:
     problems: list[ConfigError] = []
-    data = _known_part(document.data, RunConfig, (), document, file, problems)
+    data = _known_part(document.data, RunConfig, (), document, file, problems, components)
     try:
         config = RunConfig.model_validate(data, strict=True)
     except ValidationError as error:
@@ -431,6 +431,7 @@ def _known_part(
     document: Document,
     file: str,
     problems: list[ConfigError],
+    components: Components | None,
 ) -> dict[str, Any]:
     """Return a copy of `data` without the keys that `model` does not know; each of those becomes a problem."""
     known, known_fields = {}, fields_of(model)
@@ -441,20 +442,27 @@ def _known_part(
             known[name] = value
             continue
         if info is None:
-            problems += unknown_keys(here, value, lambda path: _origin(document, path, file))
+            owned = functools.partial(_owned, components)
+            problems += unknown_keys(here, value, lambda path: _origin(document, path, file), owned)
             continue
         section, entries = section_of(info), entries_of(info)
         if section is not None and isinstance(value, dict):
-            value = _known_part(value, section, here, document, file, problems)
+            value = _known_part(value, section, here, document, file, problems, components)
         elif entries is not None and isinstance(value, dict):
             value = {
-                entry: _known_part(keys, entries, (*here, str(entry)), document, file, problems)
+                entry: _known_part(keys, entries, (*here, str(entry)), document, file, problems, components)
                 if isinstance(keys, dict)
                 else keys
                 for entry, keys in value.items()
             }
         known[name] = value
     return known
+
+
+def _owned(components: Components | None, key: str) -> list[str]:
+    """Return the dotted keys of this name that components have for themselves."""
+    places = {**dict.fromkeys(_COMPONENTS), "reward": "reward.kwargs"} if components is not None else {}
+    return [f"{place or path}.{key}" for path, place in places.items() if components and components.readers(path, key)]
 
 
 def _key_path(location: tuple[int | str, ...]) -> tuple[str, ...]:

@@ -482,20 +482,26 @@ def method_fix(name: str, known: Sequence[str]) -> str | None:
     return f"did you mean {close[0]}?" if close else None
 
 
-def unknown_keys(path: tuple[str, ...], value: Any, where: Callable[[tuple[str, ...]], str]) -> list[ConfigError]:
+def unknown_keys(
+    path: tuple[str, ...],
+    value: Any,
+    where: Callable[[tuple[str, ...]], str],
+    owned: Callable[[str], Sequence[str]] = lambda key: (),
+) -> list[ConfigError]:
     """Return the errors for an unknown key, or one for each key in a section of another project.
 
     Args:
         path: of the key, of which a part may be unknown already.
         value: the value given.
         where: returns the place at which a path was given.
+        owned: returns the dotted keys of components that have this name.
     """
     leaves = list(_leaves(path, value))
     if path[0] in _AROUND or any(meaning_of(leaf) or _keys_ending(leaf) for leaf in leaves):
-        return [_unknown_key(leaf, where(leaf)) for leaf in leaves]
+        return [_unknown_key(leaf, where(leaf), owned) for leaf in leaves]
     unknown = _unknown_part(path)
     # A section that is none of another project's is one problem, whatever is in it.
-    return [_unknown_key(unknown, where(path))]
+    return [_unknown_key(unknown, where(path), owned)]
 
 
 def _unknown_part(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -512,14 +518,48 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
         yield from _leaves((*path, str(name)), inner)
 
 
-def _unknown_key(path: tuple[str, ...], where: str) -> ConfigError:
+def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Sequence[str]]) -> ConfigError:
     """Return the error for a `path` that is unknown from some part on."""
     unknown = _unknown_part(_unwrapped(path))
-    near = _keys_ending(path) or nearest_keys(unknown)
+    near = _components_keys(unknown, owned) or _keys_ending(path) or nearest_keys(unknown)
     is_prefix = any(key.startswith(".".join(path)) for key in near)  # as beta1 is by beta
     meant = None if is_prefix else meaning_of(path)
     parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
     # All sections would be too many to read.
     allowed = list(fields_of(parent)) if parent and (parent is not RunConfig or not (near or meant)) else None
     spelt = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above"
+    if not any(key.rpartition(".")[0] in (".".join(unknown[:-1]), _kwargs_of(unknown[:-1])) for key in near):
+        spelt = _as_argument(unknown) or spelt
     return ConfigError(f"unknown key {'.'.join(path)}", where=where, allowed=allowed, fix=meant or spelt)
+
+
+#: Mappings with keys of the user's own: what a key that was written beside one of them may be.
+_OPEN = {
+    "kwargs": "an argument of the function",
+    "loader_kwargs": "an argument of a pkg.mod:fn source",
+    "hf_config": "a key of the model's config.json",
+}
+
+
+def _kwargs_of(path: tuple[str, ...]) -> str | None:
+    """Return the mapping with keys of the user's own in the section at `path`; None where it has none."""
+    key = find_key(path) if path else None
+    fields = fields_of(key.section) if key is not None and key.section is not None else {}
+    return next((".".join([*path, name]) for name in _OPEN if name in fields), None)
+
+
+def _components_keys(path: tuple[str, ...], owned: Callable[[str], Sequence[str]]) -> list[str]:
+    """Return the keys of components for a key that was written beside the mapping or section that holds them."""
+    beside = _kwargs_of(path[:-1])
+    found = [key for key in owned(path[-1]) if key.startswith(f"{path[0]}.")]
+    if found and beside is not None and path[0] == "reward":
+        return [f"{beside}.{path[-1]}"]
+    return found
+
+
+def _as_argument(path: tuple[str, ...]) -> str | None:
+    """Describe a key that may belong to a mapping in its section; None where there is no such mapping."""
+    place = _kwargs_of(path[:-1])
+    if place is None:
+        return None
+    return f"if it is {_OPEN[place.rpartition('.')[2]]}, write {place}.{path[-1]}; else remove it"

@@ -426,3 +426,21 @@ def test_several_teams_start_again_unless_the_recipe_says_otherwise_and_the_reso
     file.write_text(dump_config(config))
     assert f"max_restarts: {found}" in file.read_text()
     assert load_config(file, components=COMPONENTS) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("reward.extract=last", "did you mean reward.kwargs.extract?"),
+        ("reward.mine=1", "if it is an argument of the function, write reward.kwargs.mine; else remove it"),
+        ("reward.parts={a: {name: numeric, extract: last}}", "did you mean reward.parts.a.kwargs.extract?"),
+        ("reward.nmae=gsm8k", "did you mean reward.name?"),
+        ("data.low=3", "if it is an argument of a pkg.mod:fn source, write data.loader_kwargs.low; else remove it"),
+        ("model.hidden_size=8", "if it is a key of the model's config.json, write model.hf_config.hidden_size; else"),
+        ("algorithm.clip_low=0.1", "did you mean algorithm.loss.clip_low?"),
+    ],
+)
+def test_a_key_beside_its_mapping_or_section_is_told_its_place(override, fix, write):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write("name: mine"), [override], components=COMPONENTS)
+    assert fix in str(caught.value)
