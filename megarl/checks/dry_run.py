@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,17 +11,21 @@ from megarl.checks.host import host_memory
 from megarl.checks.layout import divides_devices
 from megarl.checks.machine import gpu_room
 from megarl.checks.recipe import Checked, check_config
+from megarl.checks.rows import is_readable_here
+from megarl.components import COMPONENTS
 from megarl.config.correction import describe_correction
-from megarl.config.load import dump_config
+from megarl.config.load import changed_keys, dump_config
 from megarl.config.model import ParallelConfig
-from megarl.config.run import RunConfig
+from megarl.config.run import RunConfig, steps_text
+from megarl.config.yamlio import to_yaml
 from megarl.dag.draw import as_text
 from megarl.dag.graph import TaskGraph
 from megarl.dag.measured import read_measured
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
+from megarl.data.sources import load_rows
 from megarl.disaggregated.buffer.size import handover_bytes, object_store_bytes, steps_held
-from megarl.errors import ConfigError, count
+from megarl.errors import ConfigError, UserError, count
 from megarl.machine import Machine, this_machine
 from megarl.planning.memory import Memory, device_memory, server_bytes
 from megarl.planning.terms import held
@@ -37,18 +42,22 @@ class RunPlan:
     problems: list[ConfigError]
 
 
-def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequence[Check] = ()) -> RunPlan:
+def make_plan(
+    config: RunConfig, launcher: str, job: str = "train", more: Sequence[Check] = (), *, full: bool = True
+) -> RunPlan:
     """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded.
 
     Args:
         more: further checks from the caller.
+        full: show the keys that have their defaults, too.
     """
     machine = this_machine()
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
     known = {check.key for check in checked.items if check.status == "fail"}  # readers of the file report it, too
     checks = [*checked.items, *(one for one in more if one.status != "fail" or one.key not in known)]
-    sections = {"Configuration": dump_config(config)}
+    sections = {"Configuration": dump_config(config) if full else _changed_text(config)}
     if job == "train":
+        sections["Steps"] = _steps_text(config)
         sections["Task graph"] = _graph_text(config, checked)
         if config.preference is None:
             sections["Rollout correction"] = "\n".join(describe_correction(config))
@@ -61,6 +70,22 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
     failed = [check for check in checks if check.status == "fail"]
     text = _as_text(sections)
     return RunPlan(f"{text}\n\n{found}. Nothing was started.", [check.problem() for check in failed])
+
+
+def _changed_text(config: RunConfig) -> str:
+    changed, others = changed_keys(config, COMPONENTS)
+    return f"{to_yaml(changed)}... and {others} keys with their defaults, which --full shows"
+
+
+def _steps_text(config: RunConfig) -> str:
+    """Describe the steps of the run, in passes over the rows where files that can be read here have them."""
+    steps, size = config.trainer.steps, config.data.batch_size
+    unit = "prompt" if config.preference is None else "pair"
+    if config.robot is None and config.data.train_files and all(map(is_readable_here, config.data.train_files)):
+        with contextlib.suppress(UserError):  # told by the check of the rows
+            rows = sum(len(load_rows(source)) for source in config.data.train_files)
+            return steps_text(steps, size, rows, unit)
+    return f"{steps:,} steps of {count(size, unit)}; the data is counted when the run starts"
 
 
 def memory_and_checks(

@@ -46,6 +46,7 @@ def add_job(parser: argparse.ArgumentParser, job: str) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print configuration, graph, layout and checks; stop there"
     )
+    parser.add_argument("--full", action="store_true", help="with --dry-run: keys with their default, too")
     parser.set_defaults(run=run)
 
 
@@ -90,7 +91,9 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
             rows.skip("rows", "these sources are read when the run starts")
     except UserError as error:
         rows.from_error("rows", error)
-    plan = make_plan(config, arguments.launcher or config.launch.launcher, arguments.command, rows.items)
+    plan = make_plan(
+        config, arguments.launcher or config.launch.launcher, arguments.command, rows.items, full=arguments.full
+    )
     print(plan.text, flush=True)
     raise_problems(plan.problems)
     check_hub(config, arguments.command, ask=False)

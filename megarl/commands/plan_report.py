@@ -11,7 +11,7 @@ from megarl.checks.descriptors import descriptors, group_sizes
 from megarl.checks.host import host_memory
 from megarl.checks.machine import TIGHT
 from megarl.components import COMPONENTS
-from megarl.config.load import dump_config, find_recipe, load_config, recipe_names
+from megarl.config.load import differences, dump_config, find_recipe, load_config, recipe_names
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import to_yaml
 from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan
@@ -311,22 +311,6 @@ def _parent(recipe: str, file: Path) -> str:
     if found.stem in recipe_names() and find_recipe(found.stem) == found and not Path(recipe).is_file():
         return found.stem
     return os.path.relpath(found.resolve(), file.resolve().parent)
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `after` with other values than in `before`, nested; a mapping that lost keys is there as a
-    whole."""
-    found: dict[str, Any] = {}
-    for key, value in after.items():
-        old = before.get(key)
-        if isinstance(value, dict) and isinstance(old, dict):
-            if set(old) - set(value):
-                found[key] = value
-            elif inner := differences(old, value):
-                found[key] = inner
-        elif key not in before or value != old:
-            found[key] = value
-    return found
 
 
 def _replacing(body: str, before: dict[str, Any], after: dict[str, Any]) -> str:

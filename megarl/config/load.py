@@ -136,6 +136,64 @@ def dump_config(config: RunConfig) -> str:
     return to_yaml(config.model_dump(mode="python"))
 
 
+def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of `after` with other values than in `before`, nested; a mapping that lost keys is there as a
+    whole."""
+    found: dict[str, Any] = {}
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            if set(old) - set(value):
+                found[key] = value
+            elif inner := differences(old, value):
+                found[key] = inner
+        elif key not in before or value != old:
+            found[key] = value
+    return found
+
+
+def changed_keys(config: RunConfig, components: Components) -> tuple[dict[str, Any], int]:
+    """Return the keys whose values are not the defaults, nested, and the number of the others.
+
+    A section that is null by default is there even when all of its keys have their defaults.
+    """
+    optional = []
+    defaults, data = RunConfig(name="").model_dump(), config.model_dump()
+    defaults["cluster"]["max_restarts"] = config.placement.default_max_restarts
+    for key in iter_keys():
+        above, _, name = key.path.rpartition(".")
+        if key.section is not None and isinstance(_value_at(data, key.path), dict):
+            place = _at(defaults, above) if above else defaults
+            if place.get(name) is None:
+                place[name] = _defaults_of(key.section)
+                optional.append(key.path)
+        if key.path in _COMPONENTS:
+            own = components.settings_of(key.path, str(_value_at(data, f"{key.path}.{_COMPONENTS[key.path]}")))
+            shared = key.section.model_fields if key.section is not None else {}
+            kept = {field: value for field, value in _at(defaults, key.path).items() if field in shared}
+            _at(defaults, above)[name] = kept | (_defaults_of(own) if own is not None else {})
+    changed = differences(defaults, data)
+    for path in optional:
+        place = changed
+        for part in path.split("."):
+            place = place.setdefault(part, {})
+    return changed, _leaves(data) - _leaves(changed)
+
+
+def _defaults_of(model: type[Section]) -> dict[str, Any]:
+    """Return the defaults of a section, without those of its required keys."""
+    found = {}
+    for name, info in model.model_fields.items():
+        value = None if info.is_required() else info.get_default(call_default_factory=True)
+        if not info.is_required():
+            found[name] = value.model_dump() if isinstance(value, Section) else value
+    return found
+
+
+def _leaves(data: dict[str, Any]) -> int:
+    return sum(_leaves(value) if isinstance(value, dict) and value else 1 for value in data.values())
+
+
 def recipe_folder() -> Path | None:
     """Return the folder of the recipes that ship with this package, None when they are not installed."""
     spec = importlib.util.find_spec("megarl.recipes")

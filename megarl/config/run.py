@@ -220,3 +220,12 @@ class RunConfig(Section):
         """
         minis = self.data.batch_size // (role.mini_batch_size or self.data.batch_size)
         return max(self.trainer.steps - resting, 1) * role.ppo_epochs * max(1, minis)
+
+
+def steps_text(steps: int, size: int, samples: int, unit: str) -> str:
+    """Describe a number of training steps as passes over the data.
+
+    >>> steps_text(200, 32, 1882, "prompt")
+    '200 steps of 32 = 3.4 epochs of 1,882 prompts'
+    """
+    return f"{steps:,} steps of {size:,} = {steps * size / samples:.3g} epochs of {samples:,} {unit}s"

@@ -15,7 +15,7 @@ from megarl.architectures.vision_language import DECODERS
 from megarl.comm import team_world
 from megarl.config.base import raise_problems
 from megarl.config.images import image_problems
-from megarl.config.run import RunConfig
+from megarl.config.run import RunConfig, steps_text
 from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
 from megarl.data.end_tokens import end_tokens
@@ -470,6 +470,10 @@ def open_loader(
     """Describe the training data once, and load batches of `size` (configuration key `key`) of it."""
     if layout.rank == 0:
         print(data.describe(), flush=True)
+        if config.robot is None or key.startswith("sft."):
+            steps = config.sft.steps if key.startswith("sft.") else config.trainer.steps
+            unit = "example" if key.startswith("sft.") else "prompt" if config.preference is None else "pair"
+            print(steps_text(steps, size, len(data), unit), flush=True)
         warn_if_repeated(key, size, len(data))
     return PromptLoader(data, size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle)
 

@@ -53,6 +53,23 @@ def test_plan_shows_everything_and_starts_nothing(config_of, tmp_path):
     assert set(tmp_path.iterdir()) == before
 
 
+def test_plan_folds_the_defaults(config_of):
+    config = config_of("cluster.nproc=2", "actor.optim.lr=3e-7")
+    text = make_plan(config, "local", full=False).text.partition("== Steps ==")[0]
+    assert "    lr: 3.0e-07\n" in text
+    assert "warmup_steps" not in text
+    assert len(text.splitlines()) < 50
+    assert "keys with their defaults, which --full shows" in text
+    assert "warmup_steps" in make_plan(config, "local", full=True).text
+
+
+def test_steps_are_epochs_of_the_rows(config_of, write):
+    write('{"prompt": "1+1=", "answer": "2"}\n' * 20, "rows.jsonl")
+    given = ("data.train_files=rows.jsonl", "data.batch_size=8", "trainer.steps=10")
+    text = make_plan(config_of(*given), "local").text.partition("== Steps ==\n")[2]
+    assert text.startswith("10 steps of 8 = 4 epochs of 20 prompts\n")
+
+
 def test_memory_of_servers_is_theirs(config_of):
     embedded = make_plan(config_of("cluster.nproc=2"), "local").text.partition("== Memory")[2]
     served = make_plan(config_of("cluster.nproc=2", "rollout.engine=sglang"), "local").text.partition("== Memory")[2]

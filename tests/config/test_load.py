@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megarl.components import COMPONENTS
 from megarl.config.base import ConfigErrors
-from megarl.config.load import dump_config, find_recipe, load_config, recipe_names
+from megarl.config.load import changed_keys, dump_config, find_recipe, load_config, recipe_names
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
@@ -444,3 +444,11 @@ def test_a_key_beside_its_mapping_or_section_is_told_its_place(override, fix, wr
     with pytest.raises(ConfigError) as caught:
         load_config(write("name: mine"), [override], components=COMPONENTS)
     assert fix in str(caught.value)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_what_differs_from_the_defaults_is_the_recipe(name, write):
+    config = load_config(name, components=COMPONENTS)
+    changed, others = changed_keys(config, COMPONENTS)
+    assert others > 200
+    assert load_config(write(yaml.safe_dump(changed)), components=COMPONENTS) == config
