@@ -1,4 +1,4 @@
-# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | gpu-check | bench-trl-env | older-env | triton-test | sglang-env | smollm2 | libero-env | metaworld-env
+# make quickstart | srpo-quickstart | test | campaign-NAME | lint | docs | bench | gpu-check | bench-trl-env | older-env | triton-test | sglang-env | smollm2 | libero-env | metaworld-env
 # Everything runs in .venv, which is made when it is missing.
 
 PYTHON ?= python3
@@ -10,7 +10,7 @@ GPU ?= $(wildcard /dev/nvidia0)
 TORCH := $(shell grep '^torch==' $(if $(GPU),constraints-gpu.txt,constraints.txt))
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl
 
-.PHONY: quickstart srpo-quickstart test lint bench gpu-check bench-trl-env older-env triton-test sglang-env smollm2 libero-env metaworld-env
+.PHONY: quickstart srpo-quickstart test lint docs bench gpu-check bench-trl-env older-env triton-test sglang-env smollm2 libero-env metaworld-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
@@ -44,6 +44,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/package_view.py mypy
 	$(BIN)/python tools/package_view.py lint-imports
+
+# The documentation as a site with search, in build/site; a broken link is an error.
+docs: $(STAMP)
+	$(BIN)/python -c 'import material' 2> /dev/null || \
+	  $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --quiet
 
 bench: $(STAMP)
 	$(BIN)/megarl bench

@@ -11,7 +11,7 @@ import pytest
 
 CAMPAIGNS = (
     *("durability", "exports", "faults", "kernels", "kills"),
-    *("libero", "lora", "memory", "servers", "slurm", "teams", "trl"),
+    *("libero", "lora", "memory", "servers", "slurm", "teams", "trl", "tutorials"),
 )
 
 

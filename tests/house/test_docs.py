@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from megarl.cli import build_parser
 
@@ -88,3 +91,24 @@ def test_recipe_of_the_readme_is_valid(tmp_path: Path) -> None:
     path.write_text(text)
 
     assert load_config(path).name == "my_run"
+
+
+def test_the_site_has_every_page() -> None:
+    named = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(["index.md", *(page.name for page in PAGES[1:])])
+
+
+def test_the_reward_of_the_readme_scores_its_row() -> None:
+    (row,), (source,) = blocks(ROOT / "README.md", "json"), blocks(ROOT / "README.md", "python")
+    names: dict[str, Any] = {}
+    exec(source, names)
+    samples = [{"response": said, **json.loads(row)} for said in ("132", " 132\n", "133")]
+    assert names["score"](samples) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_and_yaml_of_a_page_can_be_read(page: Path) -> None:
+    for text in blocks(page, "python"):
+        compile(text, page.name, "exec")
+    for text in blocks(page, "yaml"):
+        yaml.safe_load(text.replace("!replace ", ""))
