@@ -43,9 +43,13 @@ def from_reward(uid: Hashable, result: dict[str, Any], response: str, data_sourc
 
     Without an extracted answer the whole response, stripped, is the vote.
     """
-    value = next(float(result[name]) for name in _ACCURACY_PARTS if name in result)
     vote = result["extracted"] if "extracted" in result else response.strip()
-    return Scored(uid, value, vote, data_source, part)
+    return Scored(uid, correctness(result), vote, data_source, part)
+
+
+def correctness(result: dict[str, Any]) -> float:
+    """Return how correct a reward result is: its part `acc` or `accuracy`, else `overall`."""
+    return next(float(result[name]) for name in _ACCURACY_PARTS if name in result)
 
 
 def validation_metrics(samples: Iterable[Scored]) -> Metrics:

@@ -53,6 +53,10 @@ _LEARNING = (
     Chart("Log-probs of responses", "", (("logps/chosen", "chosen"), ("logps/rejected", "rejected")), "nats"),
     Chart("Preference loss", "per pair", (("preference/loss", "training"), ("val/preference/loss", "held out")),
           "loss"),
+    Chart("Groups without a signal", "share whose samples all scored the same, are all correct, or all wrong",
+          (("critic/groups/zero_std", "same score"), ("critic/groups/all_correct", "all correct"),
+           ("critic/groups/none_correct", "none correct")), "share"),
+    _one("Spread of scores", "standard deviation within a group, mean", "critic/score/group_std", "score"),
     _one("Reward", "score after penalties", "critic/rewards/mean", "reward"),
     _one("Reward parts", "what the reward function returned", "reward/*", "reward"),
 )  # fmt: skip

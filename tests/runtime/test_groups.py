@@ -160,3 +160,30 @@ def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.Monke
         5.0,
     ]
     assert c.metrics.result()["critic/greedy_score/mean"] == 4.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(mixed, st.integers(1, 3), st.data())
+def test_metrics_of_groups_are_those_of_all_groups_of_two_and_more_on_any_number_of_replicas(groups, replicas, data):
+    sizes, shuffle = groups
+    sizes = sizes[: len(sizes) // replicas * replicas] or [1] * replicas
+    scores = {f"{k}#{i}": data.draw(st.sampled_from([0.0, 0.25, 1.0])) for k, n in enumerate(sizes) for i in range(n)}
+
+    found = Metrics()
+    for rank in range(replicas):
+        names = replica(sizes, shuffle, rank, replicas)
+        samples = batch_of(names)
+        samples.set("score", torch.tensor([scores[name] for name in names]))
+        context = SimpleNamespace(metrics=Metrics())
+        reward.record_groups(context, samples, [scores[name] for name in names])
+        found.merge(context.metrics)
+
+    whole = [[scores[f"{k}#{i}"] for i in range(n)] for k, n in enumerate(sizes) if n > 1]
+    expected = {
+        "critic/score/group_std": [float(torch.tensor(group, dtype=torch.float64).std()) for group in whole],
+        "critic/groups/zero_std": [len(set(group)) == 1 for group in whole],
+        "critic/groups/all_correct": [set(group) == {1.0} for group in whole],
+        "critic/groups/none_correct": [1.0 not in group for group in whole],
+    }
+    means = {name: sum(values) / len(values) for name, values in expected.items() if values}
+    assert found.result() == pytest.approx(means, abs=1e-12)

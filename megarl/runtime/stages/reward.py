@@ -11,6 +11,8 @@ from megarl.errors import ConfigError
 from megarl.runtime.stages.needs import part_fields
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from megarl.data.batch import Batch
@@ -46,7 +48,7 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
 
 
 @stage(
-    reads=["response_ids"],
+    reads=["response_ids", "uid"],
     optional=["turn_ends", "turn_rewards", "env_error"],
     consumes=[PENDING],
     writes=["score", "token_rewards"],
@@ -55,6 +57,7 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
 )
 def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
     """Wait for the scores and give them to all ranks of the replica; the score sits on the last response token."""
+    from megarl.evaluation.metrics import correctness
     from megarl.rewards.runner import reward_metrics
 
     results = collect(c, scorer, samples[PENDING], samples)
@@ -64,6 +67,9 @@ def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
         samples.set("reward_parts", part_table(results, parts))
     c.metrics.merge(reward_metrics(results))
     record_scores(c, samples)
+    failed = samples["env_error"] if "env_error" in samples else [""] * len(samples)
+    played = [place for place, error in enumerate(failed) if not error]
+    record_groups(c, samples.select(played), [correctness(results[place]) for place in played])
     return samples
 
 
@@ -205,3 +211,30 @@ def record_scores(c: StepContext, samples: Batch) -> None:
     c.metrics.mean("critic/score/mean", float(score.double().sum()), len(score))
     c.metrics.max("critic/score/max", float(score.max()))
     c.metrics.min("critic/score/min", float(score.min()))
+
+
+def record_groups(c: StepContext, samples: Batch, correct: Sequence[float]) -> None:
+    """Metrics of what groups of two samples and more have to learn from, as they were scored.
+
+    Args:
+        samples: with `uid` and `score`, whole groups.
+        correct: how correct each sample is, usually 0 or 1.
+    """
+    from statistics import stdev
+
+    from megarl.data.groups import by_group
+    from megarl.evaluation.metrics import CORRECT_ABOVE
+
+    uid = samples["uid"]
+    scores = [group for group in by_group(uid, samples["score"].tolist()) if len(group) > 1]
+    right = [group for group in by_group(uid, [value > CORRECT_ABOVE for value in correct]) if len(group) > 1]
+    if not scores:
+        return
+    c.metrics.mean("critic/score/group_std", sum(map(stdev, scores)), len(scores))
+    shares = {
+        "zero_std": [min(group) == max(group) for group in scores],
+        "all_correct": [all(group) for group in right],
+        "none_correct": [not any(group) for group in right],
+    }
+    for name, of_groups in shares.items():
+        c.metrics.mean(f"critic/groups/{name}", sum(of_groups), len(of_groups))

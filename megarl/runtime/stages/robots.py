@@ -25,7 +25,7 @@ def episode_reward(c: StepContext, samples: Batch) -> Batch:
     """
     import torch
 
-    from megarl.runtime.stages.reward import record_scores
+    from megarl.runtime.stages.reward import record_groups, record_scores
 
     assert c.scores is not None, "a run with the section `robot` has it"
     score = c.scores.score(samples, c.step, c.metrics)
@@ -44,5 +44,7 @@ def episode_reward(c: StepContext, samples: Batch) -> Batch:
     rewards[last] = score
     samples.set("score", score)
     samples.set("token_rewards", mask.like(rewards))
-    record_scores(c, samples.select([place for place, error in enumerate(samples["env_error"]) if not error]))
+    played = samples.select([place for place, error in enumerate(samples["env_error"]) if not error])
+    record_scores(c, played)
+    record_groups(c, played, played["success"].tolist())
     return samples
