@@ -33,11 +33,11 @@ from megarl.checks.placement import check_placement
 from megarl.checks.robot import check_robot
 from megarl.checks.settings import (
     check_batches,
-    check_best_metric,
     check_job,
     check_objective,
     check_sampling,
     check_schedules,
+    check_watched_metrics,
 )
 from megarl.checks.sglang import check_servers
 from megarl.config.base import raise_problems
@@ -163,7 +163,7 @@ def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, j
     """Check the sizes of training steps, their learning rates, and how they are measured."""
     check_batches(config, placement, checks)
     check_schedules(config, roles, checks)
-    check_best_metric(config, job, checks)
+    check_watched_metrics(config, job, checks)
 
 
 def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:

@@ -348,7 +348,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
             found=rests,
             fix=f"set critic.warmup_steps={config.trainer.steps // 10}, or more trainer.steps",
         )
-    sft, evaluated = config.sft, bool(config.data.val_files)
+    sft, evaluated = config.sft, bool(config.data.held_out)
     if sft.steps:
         _check_optim("sft.optim", sft.optim, sft.steps, checks)
         _check_rate("sft.optim", sft.optim, config, checks)
@@ -458,27 +458,60 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) ->
         )
 
 
-def check_best_metric(config: RunConfig, job: str, checks: Checklist) -> None:
+def check_watched_metrics(config: RunConfig, job: str, checks: Checklist) -> None:
+    """Check what `trainer.best_metric` and `trainer.early_stop` watch."""
+    trainer = config.trainer
+    if trainer.best_metric is not None:
+        end = "no checkpoint would be the best"
+        fix = "name one of these, or null to keep no best checkpoint"
+        _check_held_out_metric(config, job, checks, "best metric", "trainer.best_metric", trainer.best_metric, end, fix)
+    stop = trainer.early_stop
+    if stop is None:
+        return
+    key = "trainer.early_stop.metric"
+    end = "the run would never end early"
+    _check_held_out_metric(config, job, checks, "early stop", key, stop.metric, end, "name one of these")
+    if stop.patience is None and stop.target is None:
+        fix = "set trainer.early_stop.patience=5, or a target"
+        checks.fail(
+            "early stop", "trainer.early_stop.patience", "nothing would end the run early", found="null", fix=fix
+        )
+    every = "sft.eval_every" if job == "sft" else "validation.every"
+    measured = config.data.held_out and (config.sft.eval_every if job == "sft" else config.validation.every)
+    if stop.metric.startswith("val/") and not measured and job in ("train", "sft"):
+        checks.fail(
+            "early stop",
+            key,
+            "nothing is validated before the last step, so the run would never end early",
+            found=stop.metric,
+            fix=f"set data.val_files and {every}, or watch a metric of training",
+        )
+
+
+def _check_held_out_metric(
+    config: RunConfig, job: str, checks: Checklist, subject: str, key: str, name: str, end: str, otherwise: str
+) -> None:
     """Check the metric's name against the held-out metrics, which are known except for the prompts' data sources.
 
     A pipeline of a user may write metrics of its own.
     """
-    name = config.trainer.best_metric
-    if name is None or not config.data.val_files or (job == "train" and config.algorithm.pipeline not in PIPELINES):
+    if not config.data.held_out or (job == "train" and config.algorithm.pipeline not in PIPELINES):
         return
     measures = metric_names(config.validation_sampling.n)
     errors = {"env_errors": config.has_episodes, "reward_errors": config.reward.on_error != "raise"}
     known = [f"val/{measure}" for measure in (*measures, *(error for error, counts in errors.items() if counts))]
     kind, _, measure = name.rpartition("/")
+    if config.preference is not None and kind in ("val/rewards", "val/logps", "val/preference"):
+        return
     if name in known or (kind.startswith("val/") and measure in measures) or (kind and kind.split("/")[0] != "val"):
         return
     near = close_matches(measure, measures)
     meant = f"{kind or 'val'}/{near[0]}" if near else ""
     checks.fail(
-        "best metric",
-        "trainer.best_metric",
-        "no validation of this recipe has this metric, so no checkpoint would be the best",
+        subject,
+        key,
+        f"no validation of this recipe has this metric, so {end}",
         found=name,
         allowed=f"{', '.join(known)}; the same of one data source, val/SOURCE/acc; another metric of a step",
-        fix=f"did you mean {meant}?" if meant else "name one of these, or null to keep no best checkpoint",
+        fix=f"did you mean {meant}?" if meant else otherwise,
     )

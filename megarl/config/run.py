@@ -28,6 +28,21 @@ from megarl.config.training import (
 )
 
 
+class EarlyStopConfig(Section):
+    """The end of a run before `trainer.steps`, by one metric."""
+
+    metric: str = Field(
+        "val/acc",
+        description="what is watched; val/...: at each validation, another one at each step",
+    )
+    mode: Literal["max", "min"] = Field("max", description="max: larger is better; min: smaller is")
+    patience: PositiveInt | None = Field(
+        None, description="measurements in a row without an improvement that end the run; null: any number"
+    )
+    min_delta: NonNegativeFloat = Field(0.0, description="an improvement is larger than this")
+    target: float | None = Field(None, description="the run ends where the metric is as good as this; null: none")
+
+
 class TrainerConfig(Section):
     """The training loop: steps, epochs, checkpoints."""
 
@@ -54,6 +69,9 @@ class TrainerConfig(Section):
         "val/acc",
         description="metric whose best checkpoint is kept, larger is better; with save_every, a validation that "
         "improves it saves one; null: none",
+    )
+    early_stop: EarlyStopConfig | None = Field(
+        None, description="end the run, as after its last step, when a metric is good enough or stays; null: never"
     )
     resume: Literal["auto", "never"] | str = Field(
         "auto",
@@ -162,7 +180,7 @@ class RunConfig(Section):
 
     def longest_sequence(self) -> int:
         """Return the tokens of the longest prompt and response that are generated, held-out ones included."""
-        sampled = [self.rollout.sampling, *([self.validation_sampling] if self.data.val_files else [])]
+        sampled = [self.rollout.sampling, *([self.validation_sampling] if self.data.held_out else [])]
         return self.data.max_prompt_tokens + max(self.response_tokens(sampling) for sampling in sampled)
 
     def response_tokens(self, sampling: SamplingConfig) -> int:

@@ -35,7 +35,7 @@ class CheckpointPart:
         self._c, self._world = c, c.layout.world
         self._teams = teams_of(c)
         self._under_way = UnderWay()
-        self.ends = False  # the launcher ends this team
+        self.ends = self.over = False  # the launcher ends this team
 
     def load(self, source: Path) -> None:
         """Restore what this team has in a checkpoint of a step of RL: engines that learn, and random states.

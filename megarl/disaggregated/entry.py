@@ -128,6 +128,8 @@ def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: 
         recorder.sampled = weights.metrics
     elif team.leads:
         weights = InOrderUpdates(c)
+    if checkpoints.over:
+        return
     for step in range(c.context.step + 1, config.trainer.steps + 1):
         c.context.step = step
         set_step(step)
@@ -148,7 +150,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: 
         numbers = recorder.end_step(step)
         channel.done(step)
         checkpoints.after_step(step, numbers, accuracy, last=step == config.trainer.steps)
-        if checkpoints.ends:
+        if checkpoints.ends or checkpoints.over:
             break
 
 

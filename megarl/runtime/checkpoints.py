@@ -14,6 +14,7 @@ from megarl.artifacts.run_folder import LAUNCH_FOLDER, SAVE_REQUEST
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
 from megarl.processes import JOB_BEGAN
+from megarl.runtime.early_stop import EarlyStop
 from megarl.runtime.frozen_models import put_aside, take_up_reference
 from megarl.runtime.resume_compatibility import (
     Command,
@@ -58,9 +59,14 @@ class SavedRun(Protocol):
 
     Attributes:
         ends: the step that was saved last is the last one of this job, as far as this team decides it.
+        over: no further step is needed, as far as this team decides it.
     """
 
     ends: bool
+
+    @property
+    def over(self) -> bool:
+        """See above."""
 
     def may_save(self, step: int) -> bool:
         """Say whether `step` may be saved; False where the actor's team decides that."""
@@ -93,6 +99,7 @@ class Checkpoints:
         best_step: the step that brought it; None: no checkpoint is the best.
         accuracy: held-out accuracy after the step of `source`; None: not measured there.
         ends: the step that was saved last is the last one of this job, whose limit is near (`trainer.save_by_s`).
+        over: no further step is needed (`trainer.early_stop`).
     """
 
     def __init__(self, c: RankState, roles: Collection[Role] = ()) -> None:
@@ -107,6 +114,7 @@ class Checkpoints:
         self.accuracy: float | None = None
         self._withdraws = self._continues = self._begun = self.ends = False
         self._save_by = SaveBy(c.config.trainer.save_by_s)
+        self._early_stop = EarlyStop(c.config.trainer.early_stop)
         self._looked: tuple[int, bool] = (-1, False)
         # A batch job asks for a checkpoint before its time limit (megarl/launchers/slurm.py), a user by Ctrl-C.
         self._requests = [c.run_dir / LAUNCH_FOLDER / SAVE_REQUEST, c.run_dir / SAVE_REQUEST]
@@ -122,7 +130,7 @@ class Checkpoints:
             ConfigError: no such checkpoint, or it cannot be continued with this configuration.
             DataError: nor with this data.
         """
-        from megarl.training.checkpoint import verify
+        from megarl.training.checkpoint import read_state, verify
 
         resume = self._c.config.trainer.resume
         with phase("resume"):
@@ -141,11 +149,14 @@ class Checkpoints:
                 self._meta = verify(self.source, self._world)
             lines = [] if self._meta is None else self._check(self._meta, key, steps)
             self._continues = self.source is not None and self.source.resolve().parent == self._root.resolve()
-            self._withdraws = self._meta is None or self._meta["step"] < steps
+            if self._continues and self._c.config.trainer.early_stop is not None:
+                self._early_stop.load_state_dict(read_state(Path(str(self.source))).get("early_stop"))
+            self._withdraws = self._meta is None or (self._meta["step"] < steps and not self.over)
             if self._world.rank == 0 and self._meta is not None:
                 for line in lines:
                     print(line, flush=True)
-                print(_outlook(self._meta["step"], steps, key, str(self.source)), flush=True)
+                early = self._early_stop.reason()
+                print(_outlook(self._meta["step"], steps, key, str(self.source), early), flush=True)
         return None if self._meta is None else self._meta["step"]
 
     def _check(self, meta: dict[str, Any], key: str, steps: int) -> list[str]:
@@ -351,6 +362,9 @@ class Checkpoints:
         value = numbers.get(settings.best_metric or "", -math.inf)
         improved = accuracy is not None and not math.isinf(value) and value >= self.best
         asked = self._look(step)
+        self._early_stop.look(step, numbers)
+        early = self._early_stop.reason() if not last else None
+        last = last or early is not None
         kept = last or asked or due(step, settings.save_every) or bool(improved and settings.save_every)
         if kept or due(step, settings.resume_every):
             self._save(step, numbers, accuracy, self._teams, kept=kept)
@@ -364,7 +378,10 @@ class Checkpoints:
                 request.unlink(missing_ok=True)
         if accuracy is not None:
             self.check_metric(numbers)
-
+        if self._early_stop.may_end(validated=accuracy is not None) and step > self._c.context.resting:
+            self._complete_then(lambda: self._early_stop.refuse_unknown(numbers))
+        if early is not None and self._world.rank == 0:
+            print(f"trainer.early_stop ends the run after step {step}: {early}", flush=True)
         if self.ends and self._world.rank == 0:
             print(
                 f"saved at step {step}: trainer.save_by_s = {settings.save_by_s:g}, and the next step may come too "
@@ -380,7 +397,14 @@ class Checkpoints:
         config = self._c.config
         trainer, asked = config.trainer, self._look(step)
         due_now = due(step, trainer.save_every) or due(step, trainer.resume_every)
-        return asked or due_now or step == trainer.steps or (bool(trainer.save_every) and validates(config, step))
+        validated = bool(trainer.save_every or trainer.early_stop) and validates(config, step)
+        early = self._early_stop.may_end(validated=validated)
+        return asked or due_now or early or step == trainer.steps or (bool(trainer.save_every) and validated)
+
+    @property
+    def over(self) -> bool:
+        """Whether no further step is needed."""
+        return self._early_stop.reason() is not None
 
     def _look(self, step: int) -> bool:
         """Say whether `step` is to be saved because somebody asks, or the job will end; decided once for each step."""
@@ -395,8 +419,12 @@ class Checkpoints:
 
     def check_metric(self, numbers: dict[str, float]) -> None:
         """`check_best_metric`; the checkpoint that is being written is completed before it raises."""
+        self._complete_then(lambda: check_best_metric(self._c.config.trainer.best_metric, numbers))
+
+    def _complete_then(self, check: Callable[[], None]) -> None:
+        """Run a check; the checkpoint that is being written is completed before it raises."""
         try:
-            check_best_metric(self._c.config.trainer.best_metric, numbers)
+            check()
         except ConfigError:
             self._under_way.wait()
             raise
@@ -424,6 +452,7 @@ class Checkpoints:
             "best_step": self.best_step,
             "best_metric": settings.best_metric,
             "accuracy": accuracy,
+            "early_stop": self._early_stop.state_dict(),
             "frozen": c.frozen,
             "drawn": None if teams is None else describe_buffered(c.config, c.team.placement, step),
         }
@@ -445,8 +474,13 @@ class Checkpoints:
         self._under_way.began(saving, began)
 
 
-def _outlook(step: int, steps: int, key: str, source: str) -> str:
-    """Describe what a run that resumes from `source` has before it."""
+def _outlook(step: int, steps: int, key: str, source: str, early: str | None) -> str:
+    """Describe what a run that resumes from `source` has before it; `early`: why it needs no further step."""
+    if early is not None and step < steps:
+        return (
+            f"this run is finished: trainer.early_stop ended it after step {step} ({source}): {early}\n"
+            "  to go on: raise trainer.early_stop.patience or change its target, or trainer.early_stop=null"
+        )
     if step < steps:
         return f"resuming after step {step} of {steps}, from {source}"
     done = f"step {step} of {steps} is done" if step == steps else f"step {step} is done, and {key} is {steps}"

@@ -88,6 +88,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
 def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Checkpoints) -> None:
     config, executor = c.config, Executor(graph, c.roles, exchange=token_exchange(c, graph))
     assert c.loader is not None, "checks refuse a training run without data"
+    if checkpoints.over:
+        return
     for step in range(c.context.step + 1, config.trainer.steps + 1):
         c.context.step = step
         set_step(step)
@@ -102,7 +104,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
                 accuracy = evaluate(c, recorder, step, films=True)
         numbers = recorder.end_step(step)
         checkpoints.after_step(step, numbers, accuracy, last=step == config.trainer.steps)
-        if checkpoints.ends:
+        if checkpoints.ends or checkpoints.over:
             break
 
 
@@ -177,7 +179,7 @@ def part_of(config: RunConfig) -> Part:
 
 def validates_first(config: RunConfig) -> bool:
     """Say whether the model that RL starts from is evaluated."""
-    return bool(config.validation.before_train and config.data.val_files)
+    return bool(config.validation.before_train and config.data.held_out)
 
 
 def validate_first(recorder: Recorder, evaluate_start: Callable[[], float | None]) -> dict[str, float]:

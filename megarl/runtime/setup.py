@@ -193,7 +193,7 @@ class _Pairs:
         data = read("train")
         if config.trainer.epochs is not None:
             check_epochs(config, len(data))
-        held_out = read("val") if config.data.val_files else None
+        held_out = read("val") if config.data.held_out else None
         if held_out is not None and layout.rank == 0:
             print(held_out.describe(), flush=True)
         return cls(open_loader(config, data, layout, "data.batch_size", config.data.batch_size), held_out)
@@ -230,7 +230,7 @@ class _Source:
                 None,
                 robots,
                 loader,
-                robots.trials["val"] if config.data.val_files else None,
+                robots.trials["val"] if config.data.held_out else None,
                 None,
             )
         check_loader_kwargs(config.data, config.sft.train_files or ())
@@ -244,7 +244,7 @@ class _Source:
             if "train" in scored and config.trainer.epochs is not None:  # supervised runs have steps of their own
                 check_epochs(config, len(data))
             loader = _training_loader(config, data, layout)
-        if config.data.val_files and held_out:
+        if config.data.held_out and held_out:
             val_data = prompts("val", scored="val" in scored)
         reward = Rewards(config.reward) if scored and layout.is_lead else None
         return cls(eos_ids, episodes, None, loader, val_data, reward)

@@ -109,6 +109,8 @@ def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: 
         if c.layout.rank == 0:
             print(f"sft.stop_at_accuracy was met at step {c.context.step}: there is nothing left to train", flush=True)
         return
+    if checkpoints is not None and checkpoints.over:
+        return
     for step in range(c.context.step + 1, settings.steps + 1):
         set_step(step)
         recorder.start_step()
@@ -129,7 +131,7 @@ def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: 
         if checkpoints is not None:
             c.context.step = step
             checkpoints.after_step(step, numbers, accuracy, last=last)
-            last = last or checkpoints.ends
+            last = last or checkpoints.ends or checkpoints.over
         if last:
             break
 

@@ -147,7 +147,7 @@ def _take_up(c: RankState, result: Validation) -> float:
 def validates(config: RunConfig, step: int) -> bool:
     """Held-out responses are drawn after `step` (1 or more): the last one, and every `validation.every`-th."""
     every = config.validation.every
-    return bool(config.data.val_files) and (step == config.trainer.steps or due(step, every))
+    return bool(config.data.held_out) and (step == config.trainer.steps or due(step, every))
 
 
 def due(step: int, every: int) -> bool:

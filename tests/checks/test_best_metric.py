@@ -47,3 +47,22 @@ def test_what_may_be_there_is_not_refused(failures, settings):
 
 def test_without_held_out_prompts_no_metric_is_asked_for(failures):
     assert not failures("data.val_files=[]", "validation.every=0", "trainer.best_metric=val/ac")
+
+
+@pytest.mark.parametrize(
+    ("stop", "settings", "key", "words"),
+    [
+        ("{patience: 3}", ("validation.every=0",), "metric", "set data.val_files and validation.every"),
+        ("{metric: val/ac, patience: 3}", ("validation.every=1",), "metric", "did you mean val/acc?"),
+        ("{metric: critic/score/mean}", (), "patience", "or a target"),
+    ],
+)
+def test_what_would_never_end_a_run_early(failures, stop, settings, key, words):
+    (check,) = failures(VAL, f"trainer.early_stop={stop}", *settings)
+    assert check.key == f"trainer.early_stop.{key}"
+    assert words in str(check.problem())
+
+
+def test_what_may_end_a_run_early_is_not_refused(failures):
+    assert not failures(VAL, "validation.every=1", "trainer.early_stop={target: 0.9}")
+    assert not failures("data.val_files=[]", "validation.every=0", "trainer.early_stop={metric: actor/kl, patience: 9}")

@@ -1,0 +1,92 @@
+"""The end of a run before `trainer.steps`: `trainer.early_stop`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import ConfigError, close_matches
+
+if TYPE_CHECKING:
+    from megarl.config.run import EarlyStopConfig
+
+
+class EarlyStop:
+    """Watches one metric and says when no further step is needed. Every rank of a team has the same numbers.
+
+    A measurement is an improvement if it is better than the best one so far by more than `min_delta`; one that is not
+    finite is none.
+
+    Args:
+        settings: of the recipe; None: a run ends after its steps.
+    """
+
+    def __init__(self, settings: EarlyStopConfig | None) -> None:
+        self._settings = settings
+        self._best: float | None = None
+        self._best_step = 0
+        self._without = 0  # measurements in a row that were no improvement
+
+    def may_end(self, *, validated: bool) -> bool:
+        """Say whether a step may be the last one; `validated`: held-out prompts are evaluated after it."""
+        return self._settings is not None and (validated or not self._settings.metric.startswith("val/"))
+
+    def look(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Take up the metric of `step`; a step without it is no measurement."""
+        settings = self._settings
+        if settings is None or settings.metric not in numbers:
+            return
+        value = numbers[settings.metric]
+        sign = 1.0 if settings.mode == "max" else -1.0
+        if math.isfinite(value) and (self._best is None or sign * (value - self._best) > settings.min_delta):
+            self._best, self._best_step, self._without = value, step, 0
+        else:
+            self._without += 1
+
+    def reason(self) -> str | None:
+        """Say why no further step is needed; None: one is."""
+        settings, best = self._settings, self._best
+        if settings is None:
+            return None
+        name = settings.metric
+        if settings.target is not None and best is not None:
+            reached = best >= settings.target if settings.mode == "max" else best <= settings.target
+            if reached:
+                return f"{name} was {best:g} at step {self._best_step}, and the target is {settings.target:g}"
+        if settings.patience is None or self._without < settings.patience:
+            return None
+        found = "was never finite" if best is None else f"was {best:g} at best, at step {self._best_step}"
+        more = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+        return f"{name} {found}, and {self._without} measurements in a row did not improve it{more}"
+
+    def refuse_unknown(self, numbers: Mapping[str, float]) -> None:
+        """Refuse a metric that a step which should have it did not bring, and none before it.
+
+        Raises:
+            ConfigError: names the metrics that exist.
+        """
+        settings = self._settings
+        if settings is None or settings.metric in numbers or self._best is not None or self._without:
+            return
+        near = close_matches(settings.metric, numbers)
+        raise ConfigError(
+            "no such metric at a step that is to measure it, so the run would never end early",
+            where="trainer.early_stop.metric",
+            found=settings.metric,
+            allowed=sorted(numbers),
+            fix=f"did you mean {near[0]}?" if near else "name one of these",
+        )
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a run that resumes goes on from; None: nothing is watched."""
+        if self._settings is None:
+            return None
+        kept = {"best": self._best, "best_step": self._best_step, "without": self._without}
+        return {"metric": self._settings.metric, "mode": self._settings.mode, **kept}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from `state`; what another metric left says nothing of this one."""
+        watched = None if self._settings is None else (self._settings.metric, self._settings.mode)
+        if state is not None and (state["metric"], state["mode"]) == watched:
+            self._best, self._best_step, self._without = state["best"], state["best_step"], state["without"]

@@ -1,0 +1,89 @@
+"""`trainer.early_stop`: when a run needs no further step, and that it stays so when the run is started again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.run import EarlyStopConfig
+from megarl.errors import ConfigError
+from megarl.runtime.early_stop import EarlyStop
+from tests.runtime import harness
+
+
+def ends_at(values: list[float], **settings: Any) -> tuple[int | None, str | None]:
+    """The first step after which the run ends, and why."""
+    stop = EarlyStop(EarlyStopConfig(metric="m", **settings))
+    for step, value in enumerate(values, 1):
+        stop.look(step, {"m": value})
+        if (reason := stop.reason()) is not None:
+            return step, reason
+    return None, None
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "step"),
+    [
+        ({"patience": 2}, [0.1, 0.2, 0.2, 0.3, 0.3, 0.2, 0.9], 6),
+        ({"patience": 2, "min_delta": 0.1}, [0.1, 0.15, 0.25, 0.3, 0.35], 5),
+        ({"patience": 2, "mode": "min"}, [3.0, 2.0, 2.5, 2.0, 1.0], 4),
+        ({"patience": 1}, [0.1, math.nan, 0.2], 2),
+        ({"patience": 2}, [math.nan, math.inf, 0.2], 2),
+        ({"target": 0.8}, [0.9], 1),
+        ({"target": 0.8, "mode": "min"}, [0.9, 0.8], 2),
+        ({"target": 0.8, "patience": 3}, [0.1, 0.2, 0.3], None),
+    ],
+)
+def test_a_run_ends_after_so_many_measurements_without_an_improvement_or_at_its_target(settings, values, step):
+    assert ends_at(values, **settings)[0] == step
+
+
+def test_the_reason_names_the_best_measurement():
+    reason = ends_at([0.5, 0.75, 0.75], patience=1, min_delta=0.01)[1]
+    assert reason == ("m was 0.75 at best, at step 2, and 1 measurements in a row did not improve it by more than 0.01")
+
+
+def test_what_another_metric_left_says_nothing_of_this_one():
+    old = EarlyStop(EarlyStopConfig(metric="m", patience=1))
+    for step in (1, 2):
+        old.look(step, {"m": 1.0})
+    same, other = (EarlyStop(EarlyStopConfig(metric=name, patience=1)) for name in ("m", "n"))
+    for stop in (same, other):
+        stop.load_state_dict(old.state_dict())
+    assert same.reason() == old.reason()
+    assert other.reason() is None
+
+
+def test_a_metric_that_is_not_there_where_it_should_be_is_refused():
+    stop = EarlyStop(EarlyStopConfig(metric="actor/entrop", patience=1))
+    with pytest.raises(ConfigError, match=r"trainer\.early_stop\.metric(?s:.*)did you mean actor/entropy\?"):
+        stop.refuse_unknown({"actor/entropy": 1.0, "actor/lr": 1.0})
+    stop.look(1, {"actor/entrop": 1.0})
+    stop.refuse_unknown({"actor/lr": 1.0})  # it was there before
+
+
+@pytest.mark.procs
+@pytest.mark.timeout(600)
+def test_a_run_that_ended_early_is_finished_until_its_settings_say_otherwise(tmp_path: Path) -> None:
+    recipe = harness.write_recipe(tmp_path)
+    settings = ("sft.steps=0", "cluster.nproc=1", "trainer.steps=5", "trainer.save_every=0", "validation.every=0")
+    settings += ("data.val_files=[]", "algorithm.kl.use=none", "trainer.best_metric=null", "actor.optim.lr=1.0e-9")
+    run_dir = tmp_path / "run"
+
+    def output(patience: int) -> str:
+        watched = f"trainer.early_stop={{metric: actor/entropy, patience: {patience}, min_delta: 5.0}}"
+        process = harness.start(recipe, run_dir, *settings, watched)
+        text = harness.finish(process)
+        assert process.returncode == 0, text[-4000:]
+        return text
+
+    assert "trainer.early_stop ends the run after step 2: actor/entropy was " in output(1)
+    assert (run_dir / "hf").is_dir()
+    assert '"status": "finished"' in (run_dir / "run.json").read_text()
+    assert "this run is finished: trainer.early_stop ended it after step 2" in output(1)
+    assert max(harness.metrics(run_dir)) == 2
+    assert "trainer.early_stop ends the run after step 3: actor/entropy was " in output(2)
+    assert max(harness.metrics(run_dir)) == 3
