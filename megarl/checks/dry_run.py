@@ -122,7 +122,7 @@ def _job_lines(config: RunConfig, job: str) -> list[str]:
     sampling = config.validation_sampling
     greedy = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     return [
-        f"generates responses of {start if resume in ('auto', 'never') else resume} to {', '.join(data.val_files)}",
+        f"generates responses of {start if resume in ('auto', 'never') else resume} to {', '.join(data.held_out)}",
         f"{sampling.n} per prompt, {greedy}, at most {sampling.max_new_tokens} tokens",
         f"scores them with {config.reward.described}" if job == "eval" else "writes them to responses.jsonl",
     ]

@@ -207,7 +207,8 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
     """Check every source of training and held-out rows; `job` (train, sft, eval, generate) needs one of the two."""
     data, examples = config.data, config.sft.train_files or []
     needed = "train_files" if job in ("train", "sft") else "val_files"
-    if not getattr(data, needed) and not (job == "sft" and examples):
+    found_here = data.train_files if needed == "train_files" else data.held_out
+    if not found_here and not (job == "sft" and examples):
         checks.fail(
             "data",
             f"data.{needed}",
@@ -228,6 +229,7 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
 def _check_held_out(config: RunConfig, checks: Checklist) -> None:
     """Warn when held-out prompts are also trained on; data functions receive the name of their split."""
     data = config.data
+    _check_split(config, checks)
     trained = {_same(source) for source in [*data.train_files, *(config.sft.train_files or [])]}
     both = [source for source in data.val_files if _same(source) in trained and not is_module_reference(source)]
     if both and config.robot is None:
@@ -238,6 +240,27 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
             found=both,
             fix="hold rows out, and name them here",
         )
+
+
+def _check_split(config: RunConfig, checks: Checklist) -> None:
+    """Check what `data.val_split` holds out of."""
+    data, own = config.data, config.sft.train_files
+    if data.val_split is None:
+        return
+    problem = None
+    if data.val_files:
+        problem = (
+            "there are held-out prompts already: data.val_files",
+            "set data.val_split=null, or data.val_files=[]",
+        )
+    elif config.robot is not None:
+        problem = ("start states are held out of a simulator's by robot.held_out", "remove it")
+    elif own and data.val_split >= 1:
+        problem = ("examples of sft.train_files would not be held out by a number", "name a share, such as 0.05")
+    elif data.val_split > 1 and data.val_split != int(data.val_split):
+        problem = ("neither a share nor a number of prompts", f"set data.val_split={int(data.val_split)}")
+    if problem is not None:
+        checks.fail("data", "data.val_split", problem[0], found=f"{data.val_split:g}", fix=problem[1])
 
 
 def _same(source: str) -> str:

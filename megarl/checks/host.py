@@ -103,7 +103,7 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     generates = job in ("eval", "generate")
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
     ranks = _ranks_here(config, team)
-    files = [*([] if generates else config.data.train_files), *config.data.val_files]
+    files = [*([] if generates else config.data.train_files), *config.data.held_out]
     rows = ranks * _DATA * _file_bytes([file for file in files if file != SIMULATOR])
     if rows:
         key = "data.val_files" if generates else "data.train_files"

@@ -17,7 +17,7 @@ from megarl.data.hub import HubSource, hub_dataset
 def sources(config: RunConfig, job: str) -> list[HubSource]:
     """Return the sources that `job` (train, sft, eval, generate) may take from the hub."""
     models = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
-    data = {"data.val_files": config.data.val_files}
+    data = {"data.val_files": config.data.held_out}
     if job in ("train", "sft"):
         data |= {"data.train_files": config.data.train_files, "sft.train_files": config.sft.train_files or []}
     if job == "train":

@@ -74,14 +74,14 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     deadline = clock() + _TOKENIZE_S
     rows = _Rows(config, tokenizer, chat, lambda: clock() < deadline)
     if config.preference is not None and job == "train":
-        read = rows.check_pairs(data.val_files, config.preference) | rows.check_pairs(
+        read = rows.check_pairs(data.held_out, config.preference) | rows.check_pairs(
             data.train_files, config.preference
         )
         if config.sft.steps:
             read |= rows.check("train", config.sft.train_files or data.train_files, config.sft.response_key)
         rows.raise_all()
         return read
-    read = rows.check("val", data.val_files, scored=job != "generate", needless=job == "sft")
+    read = rows.check("val", data.held_out, scored=job != "generate", needless=job == "sft")
     if job not in ("eval", "generate"):
         supervised, examples = trains_supervised(config, job), config.sft.train_files
         response = config.sft.response_key if supervised else None

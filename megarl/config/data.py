@@ -19,6 +19,14 @@ class DataConfig(Section):
         "or text:<the prompt itself>",
     )
     val_files: list[str] = Field(default_factory=list, description="held-out prompts, same forms")
+    val_split: float | None = Field(
+        None,
+        gt=0,
+        le=1_000_000_000,
+        description="hold prompts of train_files out, in place of val_files: below 1 that share of the different "
+        "prompts, from 1 on so many of them. A hash of the prompt chooses, so that no prompt is on both sides, and "
+        "the choice does not depend on the order of rows or on trainer.seed",
+    )
     prompt_key: str = Field(
         "prompt", description="column of the prompt: text, or chat messages. Dots lead into a column (extra.question)"
     )
@@ -36,6 +44,11 @@ class DataConfig(Section):
     limit_images: PositiveInt | None = Field(None, description="images of a prompt, at most; null: any number")
     format_prompt: str | None = Field(
         None, description="Jinja template, or a file that holds one; sees `content` and the row"
+    )
+    system_prompt: str | None = Field(
+        None,
+        description="system message that the chat template gets before the messages of a prompt that has none, in "
+        "training, validation, eval and generate",
     )
     chat_template: bool | Literal["auto"] = Field(
         "auto",
@@ -56,6 +69,11 @@ class DataConfig(Section):
         default_factory=dict, description="keyword arguments of pkg.mod:fn sources, by argument name"
     )
 
+    @property
+    def held_out(self) -> list[str]:
+        """The sources of held-out prompts: `val_files`, or the training files that `val_split` holds rows out of."""
+        return self.val_files if self.val_split is None else self.train_files
+
 
 class RewardPartConfig(Section):
     """One of several rewards, whose weighted sum is the score."""
@@ -75,7 +93,8 @@ class RewardConfig(Section):
     """The scoring of responses."""
 
     name: str = Field(
-        "exact_match", description="gsm8k, math, exact_match, numeric, format, file.py:function or pkg.mod:fn"
+        "exact_match",
+        description="gsm8k, math, exact_match, numeric, format, http, judge, file.py:function or pkg.mod:fn",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     parts: dict[str, RewardPartConfig] = Field(

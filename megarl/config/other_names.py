@@ -48,7 +48,9 @@ KEYS: dict[str, str] = {
     "filter_overlong_prompts": "data.overlong",
     "truncation": "data.overlong (filter or error; nothing is cut)",
     "shuffle_dataset": "data.shuffle",
-    "system_prompt": "data.format_prompt, or messages with the role system in data.prompt_key",
+    "system_prompt": "data.system_prompt",
+    "split_validation_size": "data.val_split",
+    "val_size": "data.val_split",
     "apply_chat_template_kwargs": "data.chat_template_kwargs",
     "enable_thinking": "data.chat_template_kwargs, as {enable_thinking: false}",
     "messages_key": "data.prompt_key and sft.response_key, both of them",
@@ -207,6 +209,8 @@ KEYS: dict[str, str] = {
     "save_limit": "trainer.keep_last",
     "max_actor_ckpt_to_keep": "trainer.keep_last",
     "metric_for_best_model": "trainer.best_metric",
+    "early_stopping_patience": "trainer.early_stop.patience",
+    "early_stopping_threshold": "trainer.early_stop.min_delta",
     "load_best_model_at_end": "trainer.best_metric (the best model is exported as hf_best/)",
     "resume_from_checkpoint": _RESUME,
     "resume_mode": _RESUME,
@@ -387,7 +391,6 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("optim", "optimizer"), "the optimizer is AdamW here (actor.optim has its settings)"),
     "val_only": "this is a command here: megarl eval RECIPE",
     "eval_only": "this is a command here: megarl eval RECIPE",
-    "early_stopping_patience": "there is no early stopping here; trainer.best_metric keeps the best model",
 }
 #: Methods that are named where a pipeline, an estimator or a loss is chosen, or a reward -> what to set here.
 METHODS: dict[str, str] = {

@@ -17,6 +17,7 @@ from megarl.data.render import Split, chat_of, given_prompts, tokenize, within_l
 from megarl.data.row_images import without_images
 from megarl.data.rows import Row, hidden_columns, reference_of
 from megarl.data.sources import load_rows
+from megarl.data.split import held_out_rows
 from megarl.errors import ConfigError, count
 
 if TYPE_CHECKING:
@@ -142,11 +143,16 @@ def read_split(config: DataConfig, split: Split) -> list[Row]:
         DataError: an unreadable file.
         ConfigError: no files for the split.
     """
-    sources = config.train_files if split == "train" else config.val_files
+    sources = config.train_files if split == "train" else config.held_out
     if not sources:
         raise ConfigError("no data", where=f"data.{split}_files", found=[], fix="name at least one source")
-    kwargs = {"split": split, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
-    return [row for source in sources for row in load_rows(source, kwargs)]
+    files = split if config.val_split is None else "train"
+    kwargs = {"split": files, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
+    rows = [row for source in sources for row in load_rows(source, kwargs)]
+    if config.val_split is None:
+        return rows
+    chosen = held_out_rows(rows, config)
+    return [row for row, held in zip(rows, chosen, strict=True) if held == (split == "val")]
 
 
 def _data_source(row: Row) -> str:

@@ -18,6 +18,7 @@ Chat = Callable[[list[Message], Row], str]
 Mark = Callable[[str, Row], str]
 _BETWEEN = "\0"  # no text of a row that a tokenizer takes has it
 _TOKENISE_AT_ONCE = 4096
+_SYSTEM = ("system", "developer")  # OpenAI has renamed it
 
 
 class Tokenizer(Protocol):
@@ -61,7 +62,8 @@ def given_prompts(
 ) -> list[str | list[Message]]:
     """Return each row's prompt before the chat template: messages, or text where none is in use.
 
-    data.format_prompt is applied to the text, or to the last user message of a list of messages.
+    data.format_prompt is applied to the text, or to the last user message of a list of messages; data.system_prompt
+    comes before messages of which none is the system's.
 
     Args:
         chat: a chat template is in use.
@@ -70,7 +72,7 @@ def given_prompts(
 
     Raises:
         DataError: missing column, wrong type, columns of pictures; the row is named.
-        ConfigError: settings of a chat template, and none is in use.
+        ConfigError: settings of a chat template or a system prompt, and no template is in use.
     """
     if config.chat_template_kwargs and not chat:
         raise ConfigError(
@@ -78,6 +80,13 @@ def given_prompts(
             where="data.chat_template_kwargs",
             found=config.chat_template_kwargs,
             fix="set data.chat_template: true, or remove it",
+        )
+    if config.system_prompt is not None and not chat:
+        raise ConfigError(
+            "no chat template is in use that could write a system message",
+            where="data.system_prompt",
+            found=config.system_prompt,
+            fix="set data.chat_template: true, or write the text into data.format_prompt",
         )
     render = prompt_formatter(config.format_prompt)
     prompts: list[str | list[Message]] = []
@@ -100,6 +109,8 @@ def given_prompts(
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is not None:
             messages[last] = {**messages[last], "content": render(messages[last]["content"], row)}
+        if config.system_prompt is not None and not any(message["role"] in _SYSTEM for message in messages):
+            messages = [{"role": _SYSTEM[0], "content": config.system_prompt}, *messages]
         prompts.append(messages if mark is None else _marked(messages, mark, row))
     return prompts
 

@@ -69,6 +69,7 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
 def as_prompts(data: DataConfig, texts: Sequence[str]) -> DataConfig:
     """Return the same settings, with these texts as the held-out prompts and without reference answers."""
     changes = {"val_files": [TEXT + text for text in texts], "prompt_key": "prompt", "answer_key": None}
+    changes["val_split"] = None
     return data.model_copy(update={**changes, "max_val_samples": None})
 
 

@@ -176,7 +176,7 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
         share = -(-config.data.batch_size * config.rollout.sampling.n // dp)
         found.append(("data.batch_size", share, share, config.rollout.sampling))
     rows = _held_out(config) or (None if job == "train" else 1)
-    if job != "sft" and config.data.val_files and rows:
+    if job != "sft" and config.data.held_out and rows:
         sampling = config.validation_sampling
         found.append(("data.val_batch_size", -(-rows * sampling.n // dp), -(-sampling.n // dp), sampling))
     return found

@@ -128,6 +128,8 @@ rollout.limits.tokens=20
 rollout.limits.turns=3
 rollout.limits={seconds: 5} -> rollout.limits.seconds
 trainer.best_metric=val/ac & data.val_files=[good.jsonl]
+trainer.early_stop={patience: 3} -> trainer.early_stop.metric
+trainer.early_stop={metric: critic/score/mean} -> trainer.early_stop.patience
 rollout.limits.seconds=-1
 algorithm.loss.clip_low=2
 algorithm.loss.clip_low=-0.1
@@ -250,6 +252,10 @@ data.train_files=[missing:fn]
 data.train_files=[megarl.nothing:fn]
 data.train_files=[megarl.recipes.arithmetic:nothing]
 data.val_files=[missing.csv]
+data.val_split=0.5 & data.train_files=[good.jsonl] & data.val_files=[good.jsonl]
+data.val_split=2.5 & data.train_files=[good.jsonl]
+data.val_split=1.0e-99999
+data.system_prompt=be_brief & data.train_files=[good.jsonl]
 sft.train_files=[missing.json] & sft.steps=1
 trainer.resume=nowhere
 trainer.resume=empty_folder

@@ -133,6 +133,23 @@ def test_variables_of_the_template_are_settings(prompts):
         prompts("1", chat_template_kwargs={"enable_thinking": False}, chat_template=False)
 
 
+def test_a_system_prompt_comes_before_messages_that_have_none(prompts):
+    said = {"role": "system", "content": "own"}
+    assert prompts("1", system_prompt="be brief").texts == ["[system]be brief<eos>[user]1<eos>[assistant]"]
+    assert prompts([said, USER], system_prompt="be brief").texts == ["[system]own<eos>[user]1+1<eos>[assistant]"]
+    whole = prompts("1", system_prompt="be brief", format_prompt="{{ content }}+")
+    assert whole.texts == ["[system]be brief<eos>[user]1+<eos>[assistant]"]
+    with pytest.raises(ConfigError, match=r"data\.system_prompt: no chat template is in use"):
+        prompts("1", system_prompt="be brief", chat_template=False)
+
+
+def test_a_system_prompt_is_that_of_supervised_examples_and_is_not_learnt(tmp_path, tokenizer):
+    row = {"prompt": "1", "answer": "2"}
+    data = SFTDataset(*written(tmp_path, tokenizer, row, {"system_prompt": "be brief"}))
+    assert data.texts == ["[system]be brief<eos>[user]1<eos>[assistant]"]
+    assert tokenizer.decode(data.response_ids.values.tolist()).startswith("2")
+
+
 def test_tools_of_a_row_are_announced(tmp_path, tokenizer):
     def texts(tools, run=(), **more):
         row = {"prompt": "1", "answer": "2", "tools": tools}

@@ -1,0 +1,63 @@
+"""Which rows of the training files are held out: `data.val_split`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.config.data import DataConfig
+from megarl.data.rows import Row
+from megarl.errors import DataError
+
+_KEY = "data.val_split"
+_BITS = 64
+
+
+def held_out_rows(rows: Sequence[Row], config: DataConfig) -> list[bool]:
+    """Tell for each row whether it is held out.
+
+    Rows with the same prompt (and images) are on the same side. Which prompts are held out follows from a hash of their
+    content: of a share, those whose hash is in it, so that further rows move none; of a count, those with the smallest.
+
+    Args:
+        rows: of all training files.
+        config: with `val_split`.
+
+    Raises:
+        DataError: no prompt is held out, or none is left to train on.
+    """
+    assert config.val_split is not None, "asked where rows are held out"
+    numbers = [_number(_content(row, config)) for row in rows]
+    different = sorted(set(numbers))
+    if config.val_split < 1:
+        limit = config.val_split * 2**_BITS
+    else:
+        count = int(config.val_split)
+        limit = different[count] if count < len(different) else 2**_BITS
+    held = [number < limit for number in numbers]
+    if any(held) and not all(held):
+        return held
+    raise DataError(
+        "no prompt is held out" if not any(held) else "every prompt is held out, and none is left to train on",
+        where=_KEY,
+        found=f"{config.val_split:g} of {len(different)} different prompts",
+        allowed="a share between 0 and 1, or a number of prompts that leaves some to train on",
+        fix="choose another share, or name a file of its own in data.val_files",
+    )
+
+
+def _content(row: Row, config: DataConfig) -> Any:
+    """Return the parts of a row that must not be on both sides: the prompt and its images, where it has one."""
+    if not row.has(config.prompt_key):
+        return row  # preference pairs whose responses begin with the prompt
+    image_key = config.image_key
+    images = row.column(image_key, "data.image_key") if image_key is not None and row.has(image_key) else None
+    return [row.column(config.prompt_key, "data.prompt_key"), images]
+
+
+def _number(content: Any) -> int:
+    """Return an integer from 0 to 2^64 - 1 that follows from plain values alone."""
+    text = json.dumps(content, sort_keys=True, default=lambda value: hashlib.blake2b(value).hexdigest())
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BITS // 8).digest())
