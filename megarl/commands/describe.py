@@ -98,7 +98,7 @@ def _own_keys(path: str, place: str, named_by: str) -> list[str]:
     for name in COMPONENTS.names(path):
         model = COMPONENTS.settings_of(path, name)
         for key, info in model.model_fields.items() if model else ():
-            default = f"`{as_yaml(info.get_default(call_default_factory=True))}`"
+            default = "required" if info.is_required() else f"`{as_yaml(info.get_default(call_default_factory=True))}`"
             rows.setdefault((f"`{key}`", describe_allowed(info), default, info.description or ""), []).append(
                 f"`{name}`"
             )

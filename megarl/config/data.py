@@ -94,7 +94,8 @@ class RewardConfig(Section):
 
     name: str = Field(
         "exact_match",
-        description="gsm8k, math, exact_match, numeric, format, http, judge, file.py:function or pkg.mod:fn",
+        description="gsm8k, math, exact_match, numeric, format, classifier, http, judge, file.py:function or "
+        "pkg.mod:fn",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     parts: dict[str, RewardPartConfig] = Field(

@@ -39,12 +39,16 @@ class RewardSpec(Spec):
             starts others does not load a user's file.
         reference: reads a reference answer from its text, or raises a ValueError with the reason; None: the reward
             reads no answer. `meeting_any` adds lists.
+        batch: an included reward that takes the list of samples, and may return a `ScoringFailure` for one of them.
+        process: an included reward that works in a process of its own, as a user's function does.
     """
 
     package: str | None = None
     prepare: Callable[[], object] | None = None
     limit: str | None = None
     reference: Callable[[str], object] | None = None
+    batch: bool = False
+    process: bool = False
 
 
 #: fn(sample, **settings) or, for a user's with `reward.mode: batch`, fn(samples, **settings)
@@ -73,8 +77,10 @@ class Scorer:
 
 
 def mode_of(name: str, mode: Mode) -> Mode:
-    """Return the mode in which `reward.name` is called: included rewards always take one sample at a time."""
-    return "sequential" if name in REWARDS.names() else mode
+    """Return the mode in which `reward.name` is called; an included reward has its own."""
+    if name not in REWARDS.names():
+        return mode
+    return "batch" if REWARDS.spec(name).batch else "sequential"
 
 
 def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Settings:

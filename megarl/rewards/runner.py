@@ -205,7 +205,8 @@ def reward_processes(cfg: RewardConfig) -> int:
     """
     if cfg.parts:
         return sum(map(reward_processes, cfg.functions.values()))
-    pure = cfg.name in REWARDS.names() and REWARDS.spec(cfg.name).limit is None
+    spec = REWARDS.spec(cfg.name) if cfg.name in REWARDS.names() else None
+    pure = spec is not None and spec.limit is None and not spec.process
     return 0 if pure and cfg.workers == 1 else cfg.workers
 
 

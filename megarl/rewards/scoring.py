@@ -94,7 +94,11 @@ def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[ScoringFailure |
     failure = _guard(scorer, call)
     if isinstance(failure, ScoringFailure):
         return failure, []
-    return None, [_guard(scorer, partial(_checked, value)) for value in returned]
+    return None, [_outcome(scorer, value) for value in returned]
+
+
+def _outcome(scorer: Scorer, value: Any) -> Outcome:
+    return value if isinstance(value, ScoringFailure) else _guard(scorer, partial(_checked, value))
 
 
 def _call_one(scorer: Scorer, sample: Sample) -> Result:

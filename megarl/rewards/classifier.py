@@ -1,0 +1,129 @@
+"""A reward model in the reward process: a sequence classifier in Hugging Face form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from megarl.algorithms.registry import Settings
+from megarl.errors import ConfigError
+from megarl.rewards.registry import KWARGS, REWARDS
+from megarl.rewards.scoring import Sample, ScoringFailure
+
+
+class ClassifierSettings(Settings):
+    """The classifier, and what it is shown of a sample."""
+
+    path: str = Field(description="Hugging Face folder or hub name of a sequence classifier, such as RUN_DIR/hf")
+    form: Literal["text", "chat"] = Field(
+        "text",
+        description="text: prompt and response as the policy's tokenizer writes them, for a reward model of its "
+        "family; chat: the conversation through the classifier's own chat template",
+    )
+    end: bool = Field(True, description="end with the classifier's end token, where the text does not by itself")
+    label: NonNegativeInt = Field(0, description="number of the label whose logit is the score")
+    max_tokens: PositiveInt | None = Field(
+        None, description="a sample of more tokens has failed; null: the classifier's limit"
+    )
+    batch_size: PositiveInt = Field(8, le=65536, description="samples of one forward pass")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the weights")
+    device: str = Field("cpu", description="cpu, or a GPU of the worker such as cuda:0, with memory to spare")
+
+
+@REWARDS.register("classifier", settings=ClassifierSettings, batch=True, process=True)
+def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
+    """Return the classifier's logit of each sample, or why it has none.
+
+    Args:
+        samples: as reward functions get them.
+        settings: those of `ClassifierSettings`.
+
+    Raises:
+        ConfigError: there is no such classifier, label or chat template.
+    """
+    import torch
+
+    options = ClassifierSettings(**settings)
+    model, tokenizer = _load(options.path, options.dtype, options.device)
+    if options.label >= model.config.num_labels:
+        raise ConfigError(
+            "the classifier has no such label",
+            where=f"{KWARGS}.label",
+            found=options.label,
+            allowed=f"0 to {model.config.num_labels - 1}",
+        )
+    tokens = [tokenizer(_text(one, tokenizer, options), add_special_tokens=False)["input_ids"] for one in samples]
+    limit = options.max_tokens or getattr(model.config, "max_position_embeddings", None)
+    results: list[Any] = [
+        ScoringFailure(f"has {len(ids)} tokens, and the classifier takes {limit}")
+        if limit and len(ids) > limit
+        else 0.0
+        for ids in tokens
+    ]
+    places = sorted((i for i, result in enumerate(results) if result == 0.0), key=lambda i: len(tokens[i]))
+    pad = model.config.pad_token_id
+    size = 1 if pad is None else options.batch_size
+    for start in range(0, len(places), size):
+        some = places[start : start + size]
+        longest = max(len(tokens[i]) for i in some)
+        ids = torch.tensor([tokens[i] + [pad or 0] * (longest - len(tokens[i])) for i in some], device=model.device)
+        mask = torch.tensor(
+            [[1] * len(tokens[i]) + [0] * (longest - len(tokens[i])) for i in some], device=model.device
+        )
+        with torch.inference_mode():
+            logits = model(input_ids=ids, attention_mask=mask).logits
+        for i, score in zip(some, logits[:, options.label].float().tolist(), strict=True):
+            results[i] = score
+    return results
+
+
+@lru_cache(maxsize=2)
+def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
+    """Return model and tokenizer, once per process.
+
+    Raises:
+        ConfigError: transformers does not load them, or weights of the score are missing.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(path, dtype=kind, output_loading_info=True)
+        model, tokenizer = model.to(device).eval(), AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # whatever transformers, safetensors or CUDA raise
+        raise ConfigError(
+            f"the classifier cannot be loaded: {type(error).__name__}: {error}",
+            where=f"{KWARGS}.path",
+            found=path,
+            allowed="a folder or hub name that AutoModelForSequenceClassification loads",
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(
+            "the weights of a classifier are not all there; a language model has no score",
+            where=f"{KWARGS}.path",
+            found=f"{path} without {', '.join(missing[:3])}",
+            fix="name a reward model, such as the result of algorithm.pipeline=reward_model",
+        )
+    return model, tokenizer
+
+
+def _text(sample: Sample, tokenizer: Any, options: ClassifierSettings) -> str:
+    """Return what the classifier is shown."""
+    if options.form == "text":
+        text = f"{sample['prompt']}{sample['response']}"
+    elif not tokenizer.chat_template:
+        raise ConfigError(
+            "the classifier's tokenizer has no chat template",
+            where=f"{KWARGS}.form",
+            found="chat",
+            fix="set it to text",
+        )
+    else:
+        said = sample.get("messages") or [{"role": "user", "content": sample["prompt"]}]
+        told = [*said, {"role": "assistant", "content": sample["response"]}]
+        text = tokenizer.apply_chat_template(told, tokenize=False)
+    end = tokenizer.eos_token
+    return text + end if options.end and end and not text.rstrip().endswith(end) else text

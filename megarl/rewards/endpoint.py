@@ -1,0 +1,169 @@
+"""Requests of rewards to servers: retries, deadlines, many at the same time, and why there was no answer."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from megarl.algorithms.registry import Settings
+from megarl.config.base import Seconds
+from megarl.credentials import mask
+from megarl.errors import ConfigError
+from megarl.rewards.scoring import ScoringFailure
+
+T = TypeVar("T")
+_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses that another attempt may change
+_LARGEST = 64 << 20  # bytes of an answer
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+
+
+class EndpointSettings(Settings):
+    """The server that scores, and how long it is waited for."""
+
+    url: str = Field(description="address of the server")
+    api_key_env: str | None = Field(
+        None, description="environment variable of the workers whose value goes along as bearer token; null: none does"
+    )
+    concurrency: PositiveInt = Field(
+        8, le=1024, description="requests at the same time, of each data-parallel rank (and of each of reward.workers)"
+    )
+    request_timeout_s: Seconds = Field(60.0, description="deadline of one attempt")
+    retries: NonNegativeInt = Field(
+        3, le=100, description="further attempts where there was no answer, none of use, or status 429 or 5xx"
+    )
+    deadline_s: Seconds = Field(
+        240.0, description="deadline of a whole batch: samples without a score have failed then; below reward.timeout_s"
+    )
+
+    def problems(self, path: str) -> list[ConfigError]:
+        """Return the problem of an address that is none."""
+        parts = urlsplit(self.url)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return []
+        return [
+            ConfigError(
+                "not an address of a server",
+                where=f"{path}.url",
+                found=mask(self.url),
+                allowed="http://HOST:PORT/... or https://...",
+            )
+        ]
+
+
+class NoAnswer(Exception):
+    """A server gave no usable answer; the text is the reason, which names the server."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that takes and answers JSON.
+
+    Attributes:
+        url: where requests are posted.
+        api_key_env, timeout_s, retries: as in `EndpointSettings`.
+    """
+
+    url: str
+    api_key_env: str | None
+    timeout_s: float
+    retries: int
+
+    def ask(self, body: Any, read: Callable[[Any], T], deadline: float, before: Callable[[], None] = lambda: None) -> T:
+        """Post `body`; return what `read` makes of the answer.
+
+        Args:
+            body: plain values.
+            read: raises ValueError, KeyError, IndexError or TypeError for an answer that is of no use.
+            deadline: of all attempts, on the monotonic clock.
+            before: called before each attempt; may raise NoAnswer.
+
+        Raises:
+            NoAnswer: every attempt failed, or the deadline passed.
+            ConfigError: the variable with the key is not set.
+        """
+        data, wait, last = json.dumps(body).encode(), _FIRST_WAIT_S, "the deadline had passed before it was asked"
+        attempts = 0
+        while attempts <= self.retries and (left := deadline - time.monotonic()) > 0:
+            before()
+            attempts += 1
+            try:
+                return read(json.loads(self._post(data, min(self.timeout_s, left))))
+            except urllib.error.HTTPError as error:
+                last = f"status {error.code}: {_start(error.read(2000))}"
+                if error.code not in _AGAIN:
+                    break
+            except (OSError, http.client.HTTPException) as error:
+                last = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                last = f"an answer of no use, {type(error).__name__}: {error}"
+            time.sleep(max(0.0, min(wait, deadline - time.monotonic())) if attempts <= self.retries else 0.0)
+            wait = min(2 * wait, _LONGEST_WAIT_S)
+        tries = f"{attempts} attempt{'s' if attempts != 1 else ''}"
+        raise NoAnswer(f"got no score from {mask(self.url)} after {tries}: {last}")
+
+    def _post(self, data: bytes, timeout_s: float) -> bytes:
+        """Return the answer, all of which comes in time."""
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.api_key_env is not None:
+            headers["Authorization"] = f"Bearer {self._key(self.api_key_env)}"
+        end, parts, size = time.monotonic() + timeout_s, list[bytes](), 0
+        request = urllib.request.Request(self.url, data, headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            while part := answer.read1(1 << 16):
+                parts.append(part)
+                size += len(part)
+                if time.monotonic() > end:
+                    raise TimeoutError("timed out in the middle of the answer")
+                if size > _LARGEST:
+                    raise ValueError(f"more than {_LARGEST >> 20} MB")
+        return b"".join(parts)
+
+    @staticmethod
+    def _key(variable: str) -> str:
+        value = os.environ.get(variable)
+        if not value:
+            raise ConfigError(
+                "the environment of this worker has no such variable",
+                where="reward.kwargs.api_key_env",
+                found=variable,
+                fix=f"export {variable} where workers start, or set another one",
+            )
+        return value
+
+
+def ask_all(
+    requests: Sequence[T], ask: Callable[[T], list[Any]], count: Callable[[T], int], concurrency: int
+) -> list[Any]:
+    """Return the results of all samples in order; those of a request without an answer are a `ScoringFailure` each.
+
+    Args:
+        requests: each of some samples.
+        ask: request -> a result per sample of it, or raises NoAnswer.
+        count: number of samples of a request.
+        concurrency: requests at the same time.
+    """
+
+    def one(request: T) -> list[Any]:
+        try:
+            return ask(request)
+        except NoAnswer as error:
+            return [ScoringFailure(str(error), collateral=place > 0) for place in range(count(request))]
+
+    with ThreadPoolExecutor(min(concurrency, max(1, len(requests))), "megarl-reward-request") as pool:
+        return [result for results in pool.map(one, requests) for result in results]
+
+
+def _start(body: bytes, limit: int = 300) -> str:
+    text = " ".join(body.decode(errors="replace").split())
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,219 @@
+"""A language model that judges responses, behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, PositiveInt
+
+from megarl.errors import ConfigError
+from megarl.processes import write_atomically
+from megarl.rewards.endpoint import Endpoint, EndpointSettings, NoAnswer, ask_all
+from megarl.rewards.registry import REWARDS
+from megarl.rewards.scoring import Sample
+
+_PROMPT = """Judge the last answer of a conversation.
+
+Conversation:
+{{ conversation }}
+
+Answer to judge:
+{{ response }}
+{% if answer %}
+Reference answer:
+{{ answer }}
+{% endif %}
+Give a short reason, and a score from {{ low }} (worst) to {{ high }} (best)."""
+_OBJECT = re.compile(r"\{[^{}]*\}")
+_CALLS = "calls"  # file of the cache: one byte per call
+
+
+class JudgeSettings(EndpointSettings):
+    """The judge, what it is asked, and what that may cost."""
+
+    url: str = Field(description="address of the endpoint up to /v1; /chat/completions is added")
+    model: str = Field(description="name of the model that judges")
+    prompt: str | None = Field(
+        None,
+        description="Jinja text of the user's message to the judge; sees what a sample holds (response, prompt, "
+        "answer, row, ...), `conversation`, low and high; null: conversation, response and answer, and how to judge",
+    )
+    system: str | None = Field(None, description="system message to the judge")
+    low: float = Field(0.0, description="worst score of the judge; the reward is 0 there")
+    high: float = Field(10.0, description="best score of the judge; the reward is 1 there")
+    structured: bool = Field(
+        True, description="ask for JSON by a schema (response_format); false: the prompt has to ask for it"
+    )
+    max_tokens: PositiveInt = Field(512, description="tokens of a verdict, at most")
+    temperature: float = Field(0.0, ge=0, le=2, description="of the judge")
+    cache: str | None = Field(
+        None, description="folder that keeps verdicts: what was judged before, also by other runs, is not asked again"
+    )
+    budget: PositiveInt | None = Field(
+        None,
+        description="calls of all ranks and runs that share the cache, attempts included; samples beyond have failed",
+    )
+
+    def problems(self, path: str) -> list[ConfigError]:
+        """Return the problems of the address, the scale, the prompt and the budget."""
+        found = super().problems(path)
+        if not self.low < self.high:
+            found.append(ConfigError("the scale is empty", where=f"{path}.high", found=self.high, allowed="above low"))
+        if self.budget is not None and self.cache is None:
+            what = "calls are counted in the cache, and there is none"
+            found.append(ConfigError(what, where=f"{path}.budget", found=self.budget, fix=f"set {path}.cache"))
+        try:
+            _template(self.prompt or _PROMPT)
+        except ValueError as error:
+            found.append(ConfigError(f"broken template: {error}", where=f"{path}.prompt"))
+        return found
+
+
+@REWARDS.register("judge", settings=JudgeSettings, batch=True)
+def judge(samples: list[Sample], **settings: Any) -> list[Any]:
+    """Return the judge's score of each sample, from 0 to 1, or why it has none.
+
+    Args:
+        samples: as reward functions get them.
+        settings: those of `JudgeSettings`.
+
+    Raises:
+        ConfigError: the prompt reads what a sample does not have, or the variable with the key is not set.
+    """
+    options = JudgeSettings(**settings)
+    server = Endpoint(
+        f"{options.url.rstrip('/')}/chat/completions", options.api_key_env, options.request_timeout_s, options.retries
+    )
+    render, deadline = _template(options.prompt or _PROMPT), time.monotonic() + options.deadline_s
+    bodies = [_body(options, _rendered(render, sample, options)) for sample in samples]
+    scores = ask_all(
+        list({_key(body): body for body in bodies}.items()),
+        lambda item: [_verdict(item, server, options, deadline)],
+        lambda item: 1,
+        options.concurrency,
+    )
+    of = dict(zip(dict.fromkeys(map(_key, bodies)), scores, strict=True))
+    return [of[_key(body)] for body in bodies]
+
+
+def _verdict(item: tuple[str, dict[str, Any]], server: Endpoint, options: JudgeSettings, deadline: float) -> float:
+    """Return the reward of one request, from the cache where it is known."""
+    key, body = item
+    kept = None if options.cache is None else Path(options.cache).expanduser() / key[:2] / f"{key}.json"
+    score = None if kept is None else _read(kept)
+    if score is None:
+        read = partial(_score, low=options.low, high=options.high)
+        score = server.ask(body, read, deadline, partial(_count_call, options))
+        if kept is not None:
+            write_atomically(kept, json.dumps({"score": score}))
+    return (score - options.low) / (options.high - options.low)
+
+
+def _count_call(options: JudgeSettings) -> None:
+    """Take one call off the budget, if there is one. Appending is atomic, so that ranks and runs count together.
+
+    Raises:
+        NoAnswer: nothing is left.
+    """
+    if options.budget is None or options.cache is None:
+        return
+    cache, budget = Path(options.cache).expanduser(), options.budget
+    cache.mkdir(parents=True, exist_ok=True)
+    file = os.open(cache / _CALLS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if os.fstat(file).st_size >= budget:
+            raise NoAnswer(
+                f"got no score: the judge's budget of {budget} calls is spent ({cache / _CALLS} counts them); raise "
+                "reward.kwargs.budget"
+            )
+        os.write(file, b".")
+    finally:
+        os.close(file)
+
+
+def _read(kept: Path) -> float | None:
+    """Return a score of the cache; None where there is none that can be read."""
+    try:
+        return float(json.loads(kept.read_text())["score"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _score(answer: Any, low: float, high: float) -> float:
+    """Return the score in a chat completion; ValueError, KeyError, IndexError or TypeError where there is none."""
+    text = answer["choices"][0]["message"]["content"]
+    found = [text, *reversed(_OBJECT.findall(text))]  # a verdict in other words: the last object counts
+    for one in found:
+        try:
+            verdict = json.loads(one)
+        except ValueError:
+            continue
+        if isinstance(verdict, dict) and "score" in verdict:
+            score = float(verdict["score"])
+            if not low <= score <= high:
+                raise ValueError(f"the judge's score {score:g} is not between {low:g} and {high:g}")
+            return score
+    raise ValueError(f"no JSON object with a score: {text!r:.200}")
+
+
+def _body(options: JudgeSettings, question: str) -> dict[str, Any]:
+    """Return the request for one verdict."""
+    messages = [] if options.system is None else [{"role": "system", "content": options.system}]
+    body: dict[str, Any] = {
+        "model": options.model,
+        "messages": [*messages, {"role": "user", "content": question}],
+        "temperature": options.temperature,
+        "max_tokens": options.max_tokens,
+    }
+    if options.structured:
+        scale = f"from {options.low:g} to {options.high:g}"
+        schema = {
+            "type": "object",
+            "properties": {"reason": {"type": "string"}, "score": {"type": "number", "description": scale}},
+            "required": ["reason", "score"],
+            "additionalProperties": False,
+        }
+        form = {"name": "verdict", "schema": schema, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+    return body
+
+
+def _key(body: dict[str, Any]) -> str:
+    return hashlib.blake2b(
+        json.dumps(body, sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=16
+    ).hexdigest()
+
+
+def _template(text: str) -> Any:
+    """Return the compiled template; ValueError where it is none."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno}: {error.message}") from error
+
+
+def _rendered(template: Any, sample: Sample, options: JudgeSettings) -> str:
+    """Return what the judge is asked about a sample."""
+    import jinja2
+
+    said = sample.get("messages")
+    turns = [f"{one['role']}: {one['content']}" for one in said] if said else [str(sample["prompt"])]
+    scale = {"low": f"{options.low:g}", "high": f"{options.high:g}"}
+    try:
+        return str(template.render({**sample, "conversation": "\n".join(turns), **scale}))
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            f"the judge's prompt fails on this sample: {error}",
+            where="reward.kwargs.prompt",
+            allowed=f"conversation, low, high, {', '.join(map(str, sample))}",
+        ) from error

@@ -1,0 +1,262 @@
+"""Rewards behind HTTP servers: the protocols, retries, deadlines, and what is said where there is no score."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from megarl.config.data import RewardConfig
+from megarl.errors import ConfigError, RewardError
+from megarl.rewards.runner import RewardRunner
+
+Answer = Callable[[Any], Any]
+
+
+class Served:
+    """A server on loopback. `answer` makes of a request's JSON the answer, or (status, text); requests are kept."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = lambda request: {}
+        self.requests: list[Any] = []
+        self.paths: list[str] = []
+        self.keys: list[str | None] = []
+        served = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                served.requests.append(request)
+                served.paths.append(self.path)
+                served.keys.append(self.headers["Authorization"])
+                made = served.answer(request)
+                status, text = made if isinstance(made, tuple) else (200, json.dumps(made))
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr("megarl.rewards.endpoint._FIRST_WAIT_S", 0.01)
+    made = Served()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def samples(*responses: str) -> list[dict[str, Any]]:
+    return [
+        {"uid": str(i), "prompt": "1+1=", "response": text, "answer": "2", "messages": None, "row": {"level": i}}
+        for i, text in enumerate(responses)
+    ]
+
+
+def scores(name: str, kwargs: dict[str, Any], given: list[dict[str, Any]], **settings: Any) -> list[dict[str, Any]]:
+    with RewardRunner(RewardConfig(name=name, kwargs=kwargs, **settings)) as runner:
+        return runner.result(runner.submit(given))
+
+
+def lengths(request: Any) -> Any:
+    return {"scores": [{"overall": len(s["response"]), "level": s["row"]["level"]} for s in request["samples"]]}
+
+
+def judged(score: Any, text: str = '{{"reason": "so", "score": {}}}') -> Any:
+    return {"choices": [{"message": {"role": "assistant", "content": text.format(score)}}]}
+
+
+# -- http ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_sample_gets_its_own_score_whatever_the_order_of_the_answers(served):
+    def answer(request: Any) -> Any:
+        time.sleep(0.05 * (len(request["samples"][0]["response"]) % 3))
+        return lengths(request)
+
+    served.answer = answer
+    given = samples(*("x" * n for n in range(1, 8)))
+    found = scores("http", {"url": served.url, "fields": ["response", "row"], "batch_size": 2}, given)
+    assert found == [{"overall": float(n), "level": float(n - 1)} for n in range(1, 8)]
+    assert sorted(len(request["samples"]) for request in served.requests) == [1, 2, 2, 2]
+    assert set(served.requests[0]["samples"][0]) == {"response", "row"}
+
+
+def test_a_reward_model_of_sglang_gets_prompt_response_and_end(served):
+    served.answer = lambda request: [{"embedding": [float(len(text))], "meta_info": {}} for text in request["text"]]
+    found = scores("http", {"url": served.url, "protocol": "sglang", "end": "<e>"}, samples("2", "12"))
+    assert served.requests == [{"text": ["1+1=2<e>", "1+1=12<e>"]}]
+    assert served.paths == ["/classify"]
+    assert [one["overall"] for one in found] == [8.0, 9.0]
+
+
+def test_a_server_that_is_busy_for_a_while_is_asked_again_with_the_key(served, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "k1")
+    busy = iter([(503, "loading"), (429, "slow down"), (200, "half an answ")])
+    served.answer = lambda request: next(busy, [1.5])
+    kwargs = {"url": served.url, "api_key_env": "MY_KEY"}
+    assert scores("http", kwargs, samples("2")) == [{"overall": 1.5}]
+    assert served.keys == ["Bearer k1"] * 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "attempts", "words"),
+    [
+        ((404, "no such route"), 1, "after 1 attempt: status 404: no such route"),
+        ((500, "out of memory"), 2, "after 2 attempts: status 500: out of memory"),
+        ({"scores": [1.0, 2.0]}, 2, "ValueError: 2 scores for 1 samples"),
+        ({"score": 1.0}, 2, "for 1 samples"),
+    ],
+)
+def test_a_server_without_a_usable_answer_is_named_with_the_sample(served, answer, attempts, words):
+    served.answer = lambda request: answer
+    with pytest.raises(RewardError) as error:
+        scores("http", {"url": served.url, "retries": 1}, samples("2"))
+    assert f"reward 'http': sample 0 of 1 got no score from {served.url} " in str(error.value)
+    assert words in str(error.value)
+    assert "response: '2'" in str(error.value)
+    assert len(served.requests) == attempts
+
+
+def test_a_score_that_is_no_number_names_its_sample(served):
+    served.answer = lambda request: [1.0, None]
+    with pytest.raises(RewardError, match="sample 1 of 2 failed: the function returned None, which is not a number"):
+        scores("http", {"url": served.url}, samples("2", "3"))
+
+
+def test_samples_without_a_score_get_that_of_on_error_and_the_others_their_own(served):
+    served.answer = lambda request: (500, "no") if request["samples"][0]["response"] == "bad" else [1.0]
+    kwargs = {"url": served.url, "batch_size": 1, "retries": 0}
+    found = scores("http", kwargs, samples("2", "bad", "3"), on_error=-1.0)
+    assert [one["overall"] for one in found] == [1.0, -1.0, 1.0]
+
+
+def test_the_deadline_of_a_batch_ends_all_attempts(served):
+    over = threading.Event()
+    served.answer = lambda request: over.wait(20) and None
+    began = time.monotonic()
+    kwargs = {"url": served.url, "batch_size": 1, "concurrency": 1, "deadline_s": 0.3, "retries": 9}
+    with pytest.raises(RewardError, match=r"got no score from .* after 1 attempt: (TimeoutError|timeout)"):
+        scores("http", kwargs, samples("2", "3", "4"))
+    over.set()
+    assert time.monotonic() - began < 15
+
+
+def test_a_server_that_is_not_there_is_named():
+    with pytest.raises(RewardError, match=r"got no score from http://127\.0\.0\.1:9 after 1 attempt: URLError"):
+        scores("http", {"url": "http://127.0.0.1:9", "retries": 0}, samples("2"))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"url": "localhost:8000"}, "reward.kwargs.url"),
+        ({}, "reward.kwargs.url"),
+        ({"url": "http://h", "protocoll": "json"}, "protocol"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_asked(kwargs, words):
+    with pytest.raises(ConfigError, match=words):
+        scores("http", kwargs, samples("2"))
+
+
+def test_a_field_or_a_key_that_is_not_there_is_named(served):
+    with pytest.raises(RewardError, match=r"reward\.kwargs\.fields: samples have no 'answr'"):
+        scores("http", {"url": served.url, "fields": ["answr"]}, samples("2"))
+    with pytest.raises(RewardError, match=r"reward\.kwargs\.api_key_env"):
+        scores("http", {"url": served.url, "api_key_env": "MEGARL_NO_SUCH_KEY"}, samples("2"))
+
+
+# -- judge ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_is_asked_about_the_response_by_a_schema_and_its_scale_becomes_0_to_1(served):
+    served.answer = lambda request: judged(7 if "judge:\n2\n" in request["messages"][-1]["content"] else 0)
+    kwargs = {"url": f"{served.url}/v1/", "model": "m", "system": "be fair"}
+    found = scores(
+        "judge", kwargs, [{**one, "messages": [{"role": "user", "content": "?"}]} for one in samples("2", "x")]
+    )
+    assert [one["overall"] for one in found] == [0.7, 0.0]
+    assert set(served.paths) == {"/v1/chat/completions"}
+    request = next(one for one in served.requests if "judge:\n2\n" in one["messages"][-1]["content"])
+    assert request["messages"][0] == {"role": "system", "content": "be fair"}
+    assert "user: ?" in request["messages"][1]["content"]
+    assert "Reference answer:\n2" in request["messages"][1]["content"]
+    assert request["response_format"]["json_schema"]["schema"]["required"] == ["reason", "score"]
+    assert (request["model"], request["temperature"]) == ("m", 0.0)
+
+
+def test_a_verdict_in_other_words_is_read_where_no_schema_is_asked_for(served):
+    served.answer = lambda request: judged(4, 'I think {{"draft": 1}} ... so: {{"score": {}}}')
+    kwargs = {"url": served.url, "model": "m", "structured": False, "low": 1, "high": 5, "prompt": "{{ row.level }}?"}
+    assert scores("judge", kwargs, samples("2")) == [{"overall": 0.75}]
+    assert "response_format" not in served.requests[0]
+    assert served.requests[0]["messages"] == [{"role": "user", "content": "0?"}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (judged(11), "the judge's score 11 is not between 0 and 10"),
+        (judged("", "no idea"), "no JSON object with a score: 'no idea'"),
+        ({"error": "overloaded"}, "KeyError: 'choices'"),
+    ],
+)
+def test_a_verdict_of_no_use_is_asked_for_again_and_then_named(served, answer, words):
+    served.answer = lambda request: answer
+    with pytest.raises(RewardError, match="reward 'judge': sample 0 of 1 got no score") as error:
+        scores("judge", {"url": served.url, "model": "m", "retries": 2}, samples("2"))
+    assert words in str(error.value)
+    assert len(served.requests) == 3
+
+
+def test_what_was_judged_before_is_not_asked_again(served, tmp_path):
+    served.answer = lambda request: judged(5)
+    kwargs = {"url": served.url, "model": "m", "cache": str(tmp_path / "cache")}
+    assert scores("judge", kwargs, samples("2", "3", "2")) == [{"overall": 0.5}] * 3
+    assert len(served.requests) == 2
+    assert scores("judge", kwargs, samples("3", "2")) == [{"overall": 0.5}] * 2
+    assert len(served.requests) == 2
+    scores("judge", {**kwargs, "model": "another"}, samples("2"))
+    assert len(served.requests) == 3
+
+
+def test_a_spent_budget_is_said_and_holds_for_further_runs(served, tmp_path):
+    served.answer = lambda request: judged(10)
+    kwargs = {"url": served.url, "model": "m", "cache": str(tmp_path), "budget": 2, "concurrency": 1}
+    found = scores("judge", kwargs, samples("1", "2", "3"), on_error=0.25)
+    assert [one["overall"] for one in found] == [1.0, 1.0, 0.25]
+    with pytest.raises(RewardError, match=r"the judge's budget of 2 calls is spent(?s:.*)raise reward\.kwargs\.budget"):
+        scores("judge", kwargs, samples("3"))
+    assert len(served.requests) == 2
+    assert scores("judge", kwargs, samples("2")) == [{"overall": 1.0}]  # it is known
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"budget": 3}, "set reward.kwargs.cache"),
+        ({"low": 5.0, "high": 5.0}, "reward.kwargs.high"),
+        ({"prompt": "{{ response"}, "reward.kwargs.prompt"),
+    ],
+)
+def test_settings_of_a_judge_that_do_not_fit_are_refused(more, words):
+    with pytest.raises(ConfigError, match=words):
+        scores("judge", {"url": "http://h", "model": "m", **more}, samples("2"))
+
+
+def test_a_prompt_that_reads_what_samples_do_not_have_is_named(served):
+    kwargs = {"url": served.url, "model": "m", "prompt": "{{ questoin }}"}
+    with pytest.raises(RewardError, match=r"reward\.kwargs\.prompt: (?s:.*)'questoin' is undefined"):
+        scores("judge", kwargs, samples("2"))
