@@ -259,6 +259,14 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
             fix="set rollout.sampling.min_new_tokens=0",
         )
     held_out = config.validation_sampling
+    if config.validation.select_by is not None and held_out.n == 1:
+        checks.fail(
+            "validation",
+            "validation.select_by",
+            "there is nothing to choose: validation draws one sample per prompt",
+            found=config.validation.select_by,
+            fix="set validation.sampling={n: 8, temperature: 1.0}, or remove it",
+        )
     if held_out.temperature == 0 and held_out.n > 1:
         checks.warn(
             "sampling",
@@ -497,7 +505,7 @@ def _check_held_out_metric(
     """
     if not config.data.held_out or (job == "train" and config.algorithm.pipeline not in PIPELINES):
         return
-    measures = metric_names(config.validation_sampling.n)
+    measures = metric_names(config.validation_sampling.n, ranked=config.validation.select_by is not None)
     errors = {"env_errors": config.has_episodes, "reward_errors": config.reward.on_error != "raise"}
     known = [f"val/{measure}" for measure in (*measures, *(error for error, counts in errors.items() if counts))]
     kind, _, measure = name.rpartition("/")

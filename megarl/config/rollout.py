@@ -117,4 +117,9 @@ class ValidationConfig(Section):
     )
     before_train: bool = Field(True, description="evaluate before the first step")
     every: NonNegativeInt = Field(0, description="training steps between evaluations; 0: only at the end")
+    select_by: str | None = Field(
+        None,
+        description="part of the reward (overall: the score) by whose largest value one of a prompt's samples is "
+        "chosen: val/selected@k is the accuracy of the chosen one of k samples (best of n); null: none is chosen",
+    )
     log_samples: NonNegativeInt = Field(8, description="generations kept for the report at each evaluation")

@@ -58,6 +58,6 @@ def _content(row: Row, config: DataConfig) -> Any:
 
 
 def _number(content: Any) -> int:
-    """Return an integer from 0 to 2^64 - 1 that follows from plain values alone."""
+    """Return an integer from 0 to 2^64 - 1 that follows from plain values only."""
     text = json.dumps(content, sort_keys=True, default=lambda value: hashlib.blake2b(value).hexdigest())
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BITS // 8).digest())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any
 
+from megarl.errors import ConfigError
 from megarl.metrics import Metrics
 
 CORRECT_ABOVE = 0.5  # pass@k counts a sample as correct when its value is above this
@@ -29,6 +30,7 @@ class Scored:
         vote: its vote in maj@n: the extracted answer; None or "" is no vote.
         data_source: data set of the prompt; "" is none.
         part: set of data sources that the prompt belongs to, which has metrics of its own; "" is none.
+        rank: by whose largest value one of a prompt's samples is chosen; None: none is.
     """
 
     uid: Hashable
@@ -36,15 +38,37 @@ class Scored:
     vote: str | None
     data_source: str = ""
     part: str = ""
+    rank: float | None = None
 
 
-def from_reward(uid: Hashable, result: dict[str, Any], response: str, data_source: str = "", part: str = "") -> Scored:
+def from_reward(
+    uid: Hashable,
+    result: dict[str, Any],
+    response: str,
+    data_source: str = "",
+    part: str = "",
+    select_by: str | None = None,
+) -> Scored:
     """Return the sample of a reward result: value from part `acc` or `accuracy`, else `overall`; vote from `extracted`.
 
     Without an extracted answer the whole response, stripped, is the vote.
+
+    Args:
+        select_by: `validation.select_by`.
+
+    Raises:
+        ConfigError: the result has no such part.
     """
+    if select_by is not None and select_by not in result:
+        raise ConfigError(
+            "the reward returned no such part, so it cannot choose among the samples of a prompt",
+            where="validation.select_by",
+            found=select_by,
+            allowed=sorted(name for name, value in result.items() if isinstance(value, int | float)),
+        )
     vote = result["extracted"] if "extracted" in result else response.strip()
-    return Scored(uid, correctness(result), vote, data_source, part)
+    rank = None if select_by is None else float(result[select_by])
+    return Scored(uid, correctness(result), vote, data_source, part, rank)
 
 
 def correctness(result: dict[str, Any]) -> float:
@@ -56,7 +80,8 @@ def validation_metrics(samples: Iterable[Scored]) -> Metrics:
     """Return the metrics of all samples of some prompts; merging the bags of several ranks is exact.
 
     Names: `val/acc`, `val/prompts`, `val/samples`; with n > 1 samples per prompt also `val/best@k`, `val/worst@k`,
-    `val/pass@k` for k = n and the powers of two below, and `val/maj@n`. With several data sources the same names again
+    `val/pass@k` and, where samples are ranked, `val/selected@k` for k = n and the powers of two below, and `val/maj@n`.
+    With several data sources the same names again
     as `val/<data_source>/...`, and where these are of several sets, as `val/<part>/...`. All prompts weigh the same,
     for any number of samples; where n differs, a metric of k is a mean over the prompts that have it.
 
@@ -86,12 +111,16 @@ def _add_group(metrics: Metrics, where: str, group: Sequence[Scored]) -> None:
         metrics.mean(f"{where}/best@{k}", best_at_k(values, k), 1)
         metrics.mean(f"{where}/worst@{k}", worst_at_k(values, k), 1)
         metrics.mean(f"{where}/pass@{k}", pass_at_k(n, correct, k), 1)
+        ranks = [sample.rank for sample in group if sample.rank is not None]
+        if len(ranks) == n:
+            metrics.mean(f"{where}/selected@{k}", selected_at_k(ranks, values, k), 1)
     metrics.mean(f"{where}/maj@{n}", majority(group), 1)
 
 
-def metric_names(n: int) -> list[str]:
-    """Return the last parts of the names of `validation_metrics`, for n samples per prompt."""
-    more = [f"{kind}@{k}" for kind in ("best", "worst", "pass") for k in subset_sizes(n)] + [f"maj@{n}"]
+def metric_names(n: int, *, ranked: bool = False) -> list[str]:
+    """Return the last parts of the names of `validation_metrics`, for n samples per prompt, which may be ranked."""
+    kinds = ("best", "worst", "pass", *(("selected",) if ranked else ()))
+    more = [f"{kind}@{k}" for kind in kinds for k in subset_sizes(n)] + [f"maj@{n}"]
     return ["acc", "prompts", "samples", *(more if n > 1 else [])]
 
 
@@ -132,6 +161,25 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 def worst_at_k(values: Sequence[float], k: int) -> float:
     """Return the expected minimum of k of the values, chosen without replacement; 1 <= k <= len(values)."""
     return -best_at_k([-value for value in values], k)
+
+
+def selected_at_k(ranks: Sequence[float], values: Sequence[float], k: int) -> float:
+    """Return the expected value of the highest ranked of k samples, chosen without replacement; 1 <= k <= len(values).
+
+    Equal ranks: the expectation under a random tie break.
+
+    >>> selected_at_k([0.1, 0.9, 0.5], [0.0, 0.0, 1.0], 2)
+    0.3333333333333333
+    """
+    n = len(values)
+    if not 1 <= k <= n or len(ranks) != n:
+        raise ValueError(f"k must be between 1 and {n}, not {k}, and {len(ranks)} ranks {n}")
+    tied: dict[float, list[float]] = defaultdict(list)
+    for rank, value in zip(ranks, values, strict=True):
+        tied[rank].append(value)
+    # Samples of one rank stand for each other, so each may count with their mean.
+    ordered = [sum(tied[rank]) / len(tied[rank]) for rank in sorted(ranks)]
+    return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(ordered))
 
 
 def majority(group: Sequence[Scored]) -> float:

@@ -66,7 +66,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ScoreServer:
     """A server that takes and answers JSON.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""A language model that judges responses, behind an OpenAI-compatible endpoint."""
+"""A language model that judges responses, at an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 
 from megarl.errors import ConfigError
 from megarl.processes import write_atomically
-from megarl.rewards.endpoint import Endpoint, EndpointSettings, NoAnswer, ask_all
+from megarl.rewards.endpoint import EndpointSettings, NoAnswer, ScoreServer, ask_all
 from megarl.rewards.registry import REWARDS
 from megarl.rewards.scoring import Sample
 
@@ -88,7 +88,7 @@ def judge(samples: list[Sample], **settings: Any) -> list[Any]:
         ConfigError: the prompt reads what a sample does not have, or the variable with the key is not set.
     """
     options = JudgeSettings(**settings)
-    server = Endpoint(
+    server = ScoreServer(
         f"{options.url.rstrip('/')}/chat/completions", options.api_key_env, options.request_timeout_s, options.retries
     )
     render, deadline = _template(options.prompt or _PROMPT), time.monotonic() + options.deadline_s
@@ -103,7 +103,7 @@ def judge(samples: list[Sample], **settings: Any) -> list[Any]:
     return [of[_key(body)] for body in bodies]
 
 
-def _verdict(item: tuple[str, dict[str, Any]], server: Endpoint, options: JudgeSettings, deadline: float) -> float:
+def _verdict(item: tuple[str, dict[str, Any]], server: ScoreServer, options: JudgeSettings, deadline: float) -> float:
     """Return the reward of one request, from the cache where it is known."""
     key, body = item
     kept = None if options.cache is None else Path(options.cache).expanduser() / key[:2] / f"{key}.json"

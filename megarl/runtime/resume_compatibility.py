@@ -121,6 +121,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "validation.sampling": None,
     "validation.before_train": "not used: the first step is over",
     "validation.every": None,
+    "validation.select_by": None,
     "validation.log_samples": None,
     "actor": None,
     "critic.path": f"not used: {WEIGHTS}",

@@ -62,7 +62,7 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
             columns = (samples["uid"], results, samples["response_text"], samples["data_source"], parts)
             for one, error in zip(zip(*columns, strict=True), unplayed, strict=True):
                 if not error:  # an episode whose simulator failed says nothing of the policy
-                    scored.append(from_reward(*one))
+                    scored.append(from_reward(*one, select_by=settings.select_by))
             wanted = settings.log_samples - len(rows)
             if films_of is not None and robot:
                 rows += film_rows(c.run_dir, films_of, samples, wanted) if c.layout.rank == 0 else []

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.errors import ConfigError
 from megarl.evaluation import (
     Scored,
     best_at_k,
@@ -14,7 +15,7 @@ from megarl.evaluation import (
     validation_metrics,
     worst_at_k,
 )
-from megarl.evaluation.metrics import metric_names
+from megarl.evaluation.metrics import metric_names, selected_at_k
 
 
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7), st.data())
@@ -129,3 +130,26 @@ def test_prompts_with_different_numbers_of_samples_count_alike(groups, shuffle):
     assert {name for name in numbers if "pass" in name} == {name for name in wanted if "pass" in name}
     for name, shares in wanted.items():
         assert numbers[name] == pytest.approx(mean(shares)), name
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), min_size=1, max_size=6), st.data())
+def test_the_selected_of_k_samples_is_the_mean_over_all_subsets_and_ties(samples, data):
+    k = data.draw(st.integers(1, len(samples)))
+    chosen = []
+    for subset in combinations(samples, k):
+        best = max(rank for rank, _ in subset)
+        chosen.append(mean(value for rank, value in subset if rank == best))
+    found = selected_at_k([rank for rank, _ in samples], [value for _, value in samples], k)
+    assert found == pytest.approx(mean(chosen), abs=1e-12)
+
+
+def test_a_part_of_the_reward_may_select_among_the_samples_of_a_prompt():
+    told = [(1.0, 0.3), (0.0, 0.9), (0.0, 0.1), (1.0, 0.8)]
+    results = [{"overall": right, "liked": liked} for right, liked in told]
+    scored = [from_reward("p", result, "x", select_by="liked") for result in results]
+    found = validation_metrics(scored).result()
+    assert found["val/selected@4"] == 0.0
+    assert found["val/selected@2"] == pytest.approx(3 / 6)  # of six pairs, three prefer a right answer
+    assert {name.rpartition("/")[2] for name in found} == {*metric_names(4, ranked=True)}
+    with pytest.raises(ConfigError, match=r"validation\.select_by(?s:.*)allowed: liked, overall"):
+        from_reward("p", results[0], "x", select_by="like")

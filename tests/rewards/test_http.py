@@ -1,4 +1,4 @@
-"""Rewards behind HTTP servers: the protocols, retries, deadlines, and what is said where there is no score."""
+"""Rewards of HTTP servers: the protocols, retries, deadlines, and what is said where there is no score."""
 
 from __future__ import annotations
 
