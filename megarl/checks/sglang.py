@@ -21,6 +21,8 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.imports import installed_version
 from megarl.processes import nvidia_devices
+from megarl.rollout.sglang.block_fp8 import unsplittable
+from megarl.sync.plan import FP8_BLOCK
 
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
 #: Server arguments that megarl sets itself; the last one counts, so another of these would undo a check.
@@ -28,12 +30,13 @@ _OURS = (
     *("--model-path", "--model", "--dtype", "--load-format", "--skip-tokenizer-init", "--device"),
     *("--custom-weight-loader", "--host", "--port", "--api-key", "--admin-api-key"),
     *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep", "--tp"),
+    *("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-load-format"),
     *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
 )
 #: Keys of `rollout.sglang` that configure how a server is started.
 _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
-    *("deterministic", "extra_args"),
+    *("deterministic", "speculative", "extra_args"),
 )
 #: Tokens by which an input must be shorter than a server's capacity, and one more to generate.
 _KEPT_FREE = 6
@@ -68,7 +71,9 @@ def check_servers(
     if facts is not None:
         _check_model(config, facts, checks)
         _check_interrupted(config, facts, checks)
+        _check_fp8(config, facts, checks)
     _check_arguments(config, checks)
+    _check_speculative(config, checks)
     _check_limits(config, checks)
     _check_abilities(config, checks)
     check_colocated(config, checks)
@@ -308,6 +313,46 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
         )
 
 
+def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
+    servers = config.rollout.sglang
+    wrong = unsplittable(facts, servers.tp_size, servers.ep_size)
+    if config.sync.fp8 and wrong:
+        checks.fail(
+            _NAME,
+            "sync.fp8",
+            f"a rank of a server would hold parts of blocks of {FP8_BLOCK} x {FP8_BLOCK} weights: {', '.join(wrong)}",
+            found=True,
+            allowed=f"widths on each of {count(servers.tp_size, 'rank')} that are multiples of {FP8_BLOCK}",
+            fix="lower rollout.sglang.tp_size, or set sync.fp8=false",
+        )
+
+
+def _check_speculative(config: RunConfig, checks: Checklist) -> None:
+    """Check that a draft is where one is needed, and that only the model is sent weights."""
+    draft = config.rollout.sglang.speculative
+    if draft is None:
+        return
+    own = draft.algorithm == "NGRAM"
+    if own != (draft.draft_path is None):
+        checks.fail(
+            _NAME,
+            "rollout.sglang.speculative.draft_path",
+            f"{draft.algorithm} has {'no' if own else 'a'} draft model",
+            found=draft.draft_path,
+            allowed="null with NGRAM; with the others a folder or hub name that servers can read",
+            fix="leave it out" if own else "name the draft",
+        )
+    if not own and config.sync.transport == "disk":
+        checks.fail(
+            _NAME,
+            "sync.transport",
+            "SGLang has the draft read the folder, too, which has the model's weights",
+            found="disk",
+            allowed="auto, tensor, distributed or delta with a draft model",
+            fix="set sync.transport=auto",
+        )
+
+
 def _check_arguments(config: RunConfig, checks: Checklist) -> None:
     for argument in config.rollout.sglang.extra_args:
         name = argument.partition("=")[0]
@@ -455,16 +500,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     held = config.rollout_dtype
     sent = model if sync.dtype == "model" else sync.dtype
     _check_pause(config, checks)
-    if sync.fp8 and not config.rollout.sglang.urls:
-        checks.fail(
-            _NAME,
-            "sync.fp8",
-            "the servers that megarl starts hold weights without scales, and would take FP8 values as they are",
-            found=True,
-            allowed="true with rollout.sglang.urls, servers that were started on a block-FP8 configuration",
-            fix="set sync.fp8=false",
-        )
-    elif sync.fp8 and sync.verify != "off":
+    if sync.fp8 and sync.verify != "off":
         checks.warn(
             _NAME,
             "sync.verify",

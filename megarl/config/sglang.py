@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -23,6 +24,27 @@ def url_problem(url: str) -> str | None:
     if place.username is not None or place.password is not None:
         return "it holds a user name or password; a key belongs into the variable of rollout.sglang.api_key_env"
     return "it goes on after the path" if place.query or place.fragment else None
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding of the servers: a draft proposes tokens, the model checks several in one pass.
+
+    Samples have the model's own distribution and log-probs whatever the draft is.
+    """
+
+    algorithm: Literal["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"] = Field(
+        "NGRAM",
+        description="NGRAM: continuations that were generated before, no draft model; EAGLE, EAGLE3: a draft head; "
+        "STANDALONE: a small model with the same tokens",
+    )
+    draft_path: str | None = Field(
+        None, description="Hugging Face folder or hub name of the draft; it stays as it is while the model learns"
+    )
+    steps: PositiveInt | None = Field(None, description="passes of the draft per check; null: SGLang's choice")
+    topk: PositiveInt | None = Field(None, description="branches of the draft's tree; null: SGLang's choice")
+    draft_tokens: PositiveInt | None = Field(
+        None, description="tokens that are checked in one pass; null: SGLang's choice, 12 with NGRAM"
+    )
 
 
 class SGLangConfig(Section):
@@ -65,6 +87,9 @@ class SGLangConfig(Section):
     deterministic: bool = Field(
         False,
         description="SGLang's deterministic mode: seeds count on GPUs too, and it is slower",
+    )
+    speculative: SpeculativeConfig | None = Field(
+        None, description="speculative decoding, of servers on GPUs; null: none"
     )
     extra_args: list[str] = Field(default_factory=list, description="further arguments of sglang.launch_server")
     urls: list[str] = Field(

@@ -74,7 +74,7 @@ def _follow(c: RankState, version: int) -> None:
         engine = c.rollout.engine
         assert isinstance(engine, SglangEngine)
         rollout_servers.follow_servers(engine, c.fleet, version, c.mail, c.layout.world, trainer)
-        c.context.metrics.max("rollout/servers_replaced", c.fleet.replaced)
+        generation.record_servers(c, c.fleet, engine)
     else:
         assert c.rollout.pushed is not None, "`open_rollout` comes first"
         rollout_team.follow_weights(c.rollout.pushed, version, c.mail, trainer)

@@ -79,6 +79,7 @@ def start_servers(c: RankState, key: str | None = None, host: str | None = None)
             random_weights=True,
             longest=config.longest_sequence(),
             images=config.data.image_key is not None,
+            fp8=config.sync.fp8,
             key=key,
             host=host,
             world=layout.world,
@@ -164,15 +165,25 @@ def _look_after_servers(c: RankState) -> None:
         starting = any(server.state == "starting" for server in c.fleet.servers)  # on all ranks, after `refresh`
         if starting and c.config.rollout.colocated:
             c.fleet.wait_started()
-    c.context.metrics.max("rollout/servers_replaced", c.fleet.replaced)
+    assert isinstance(c.rollout.engine, SglangEngine)
+    record_servers(c, c.fleet, c.rollout.engine)
+
+
+def record_servers(c: RankState, fleet: Fleet, engine: SglangEngine) -> None:
+    """Record what became of the servers, and of the drafts of what they generated since the last time."""
+    c.context.metrics.max("rollout/servers_replaced", fleet.replaced)
+    proposed, taken = engine.pop_drafts()
+    if c.config.rollout.sglang.speculative is not None:
+        c.context.metrics.mean("rollout/drafts_accepted", taken, proposed)
 
 
 def _write_model_config(c: RankState) -> Path:
     """Folder with the model's configuration and no weights, readable on every machine; with the processor of a model
     that sees images."""
     from megarl.device import DTYPES
-    from megarl.models.hf import encoder_of
+    from megarl.models.hf import encoder_of, facts_of
     from megarl.models.weights.metadata import write_metadata
+    from megarl.rollout.sglang.block_fp8 import write_block_fp8
     from megarl.rollout.sglang.images import write_processor
 
     folder = c.run_dir / MODEL_FOLDER
@@ -181,6 +192,8 @@ def _write_model_config(c: RankState) -> Path:
         write_metadata(folder, c.hf_config, None, DTYPES[c.config.model.dtype])
         if encoder_of(c.hf_config) is not None:
             write_processor(folder, c.hf_config)
+        if c.config.sync.fp8:
+            write_block_fp8(folder, facts_of(c.hf_config))
     c.layout.world.barrier()
     return folder
 

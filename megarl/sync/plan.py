@@ -375,11 +375,16 @@ def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
     return tuple(found)
 
 
+def goes_as_fp8(name: str) -> bool:
+    """Tell whether the matrix of a Hugging Face name is one of those that `sync.fp8` quantises."""
+    return name.endswith(".weight") and not any(part in name for part in _NOT_FP8)
+
+
 def wire_tensors(
     name: str, shape: tuple[int, ...], dtype: str, fp8: bool
 ) -> list[tuple[str, tuple[int, ...], str, int, str]]:
     """(name, shape, dtype, bytes, source) of what is sent for one Hugging Face tensor."""
-    if fp8 and len(shape) == 2 and name.endswith(".weight") and not any(part in name for part in _NOT_FP8):
+    if fp8 and len(shape) == 2 and goes_as_fp8(name):
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         scale = f"{name}_scale_inv"
         return [

@@ -18,6 +18,7 @@ from megarl.config.sync import SyncConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
 
+BLOCKS = ["model.hf_config={head_dim: 128, intermediate_size: 512}"]  # whole blocks of FP8
 URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
 
 
@@ -247,7 +248,17 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["rollout.sglang.extra_args=[--hos=0.0.0.0]"], "rollout.sglang.extra_args"),
         (["cluster.nproc=2", "sync.timeout_s=600"], "sync.timeout_s"),
         (["rollout.sglang.colocated=true", "rollout.sglang.urls=[http://127.0.0.1:1]"], "rollout.sglang.colocated"),
-        (["sync.fp8=true"], "sync.fp8"),
+        (["sync.fp8=true"], "sync.fp8"),  # 16 keys and values of a head
+        (["rollout.sglang.speculative={algorithm: EAGLE}"], "rollout.sglang.speculative.draft_path"),
+        (
+            ["rollout.sglang.speculative={algorithm: NGRAM, draft_path: some/model}"],
+            "rollout.sglang.speculative.draft_path",
+        ),
+        (
+            ["rollout.sglang.speculative={algorithm: STANDALONE, draft_path: a/b}", "sync.transport=disk"],
+            "sync.transport",
+        ),
+        (["rollout.sglang.extra_args=[--speculative-algorithm,NGRAM]"], "rollout.sglang.extra_args"),
         (["rollout.sglang.urls=[127.0.0.1:1]"], "rollout.sglang.urls"),
         (["rollout.sglang.urls=[http://a:1]", "rollout.sglang.api_key_env=NO_KEY"], "rollout.sglang.api_key_env"),
         (["rollout.sglang.urls=[http://127.0.0.1:1,http://127.0.0.1:1]"], "rollout.sglang.urls"),
@@ -294,7 +305,9 @@ def test_replicas_inside_a_server_become_servers_only_where_there_are_gpus(failu
         ["rollout.sglang.extra_args=[--chunked-prefill-size,'4096']"],
         ["model.dtype=fp32", "rollout.dtype=bf16", "sync.dtype=bf16"],
         ["model.dtype=fp32", "sync.dtype=bf16", "sync.verify=off"],
-        ["sync.fp8=true", "rollout.sglang.urls=[http://127.0.0.1:1]"],
+        ["sync.fp8=true", *BLOCKS],
+        ["sync.fp8=true", *BLOCKS, "rollout.sglang.urls=[http://127.0.0.1:1]"],
+        ["rollout.sglang.speculative={algorithm: NGRAM, draft_tokens: 8}", "sync.transport=disk"],
         ["rollout.sglang.colocated=true"],  # only advice
         ["sync.address=10.0.0.1"],
         ["sync.pause=in_place", "rollout.sglang.extra_args=[--disable-radix-cache]"],

@@ -55,6 +55,17 @@ def test_an_answer_that_ends_completes_the_sample() -> None:
     assert done.versions == [[5, 2]]
 
 
+def test_drafts_of_all_answers_are_counted() -> None:
+    sample = ServedSample(0, [5], 1)
+    for ids, reason, proposed, taken in (([7, 8], "abort", 8, 3), ([7], "abort", 0, 0), ([9], "stop", 4, 4)):
+        body = answer(ids, reason)
+        body["meta_info"] |= (
+            {"spec_num_proposed_drafts": proposed, "spec_num_correct_drafts": taken} if proposed else {}
+        )
+        sample.add(body, SAMPLING, STOP, NOW)
+    assert sample.drafts == (12, 7)
+
+
 def test_an_interrupted_sample_goes_on_where_it_was_and_keeps_the_version_of_each_token() -> None:
     sample = ServedSample(0, [5], 1)
     sample.add(answer([7, 8], "abort", [("3@run", 0, 1), ("4@run", 1, 2)]), SAMPLING, STOP, "4@run")

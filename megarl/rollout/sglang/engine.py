@@ -88,6 +88,7 @@ class SglangEngine:
         self._run_name = run
         self._client = GenerationClient(config)
         self._untold: list[LostServer] = []
+        self._drafts = 0, 0
         self.weight_version = 0
 
     def generate(
@@ -138,6 +139,16 @@ class SglangEngine:
         """Return the requests to `servers` for the weights of now; see `Dispatch` for `done` and `failures`."""
         tag = version_tag(self.weight_version, self._run_name)
         return Dispatch(self._config, servers, sampling, stop_ids, tag, done, failures)
+
+    def count_drafts(self, samples: Iterable[ServedSample]) -> None:
+        """Count the drafts of speculative decoding in finished samples."""
+        for proposed, taken in (sample.drafts for sample in samples):
+            self._drafts = self._drafts[0] + proposed, self._drafts[1] + taken
+
+    def pop_drafts(self) -> tuple[int, int]:
+        """Return the tokens that drafts have proposed since the last call, and how many of them the model has taken."""
+        counted, self._drafts = self._drafts, (0, 0)
+        return counted
 
     def note(self, failures: Sequence[LostServer]) -> None:
         """Ask these servers no more until they are restarted. Other ranks learn it when they meet."""
@@ -242,6 +253,7 @@ class SglangEngine:
 
     def _share(self, requests: Sequence[Request], samples: list[ServedSample]) -> list[list[Completion]]:
         """Return the first rank's completions on all ranks of the replica, grouped by request."""
+        self.count_drafts(samples)
         done: list[dict[str, Any]] = [asdict(sample.completion()) for sample in samples]
         done = self.replica.group.broadcast_json(done)
         parts = iter(Completion(**fields) for fields in done)

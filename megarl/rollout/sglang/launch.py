@@ -49,6 +49,7 @@ def open_fleet(
     random_weights: bool = False,
     longest: int = 0,
     images: bool = False,
+    fp8: bool = False,
     key: str | None = None,
     host: str | None = None,
     world: WorkerGroup,
@@ -65,6 +66,7 @@ def open_fleet(
         random_weights: see ServerSpec; for a first synchronisation that brings every weight.
         longest: tokens of the longest sequence, which servers that run already must take; 0: any.
         images: prompts may have some.
+        fp8: `model` says that weights are block-wise FP8.
         key: that requests to started servers must carry; None: a random one.
         host: address of this machine, as all who speak to its servers reach it, where the recipe names none; None: the
             ranks of `world` do, and find one.
@@ -81,7 +83,7 @@ def open_fleet(
         # In memory only: no file and no command line has it.
         key = key or world.broadcast_json(secrets.token_urlsafe(32))
         host = config.host or host or address_for_others(f"machine {place.machine}", world)
-        fleet = _started(config, place, run_dir, model, dtype, host, key, cuda, random_weights, world)
+        fleet = _started(config, place, run_dir, model, dtype, host, key, cuda, random_weights, fp8, world)
     try:
         fleet.wait_started()
         if config.urls:
@@ -104,6 +106,34 @@ def _watches(place: WorkerPlace) -> bool:
     return place.is_first and place.machine == 0
 
 
+def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
+    """Refuse what SGLang does on GPUs only."""
+    if config.ep_size > 1:
+        raise ConfigError(
+            "SGLang's mixture of experts for a CPU keeps all experts on every rank",
+            where="rollout.sglang.ep_size",
+            found=config.ep_size,
+            allowed="1 on a CPU",
+            fix="set rollout.sglang.ep_size=1; tp_size splits every expert",
+        )
+    if config.speculative is not None:
+        raise ConfigError(
+            "SGLang has no kernels for it on a CPU, and checks drafts greedily there, whatever the temperature",
+            where="rollout.sglang.speculative",
+            found=config.speculative.algorithm,
+            allowed="null on a CPU",
+            fix="set rollout.sglang.speculative=null",
+        )
+    if fp8:
+        raise ConfigError(
+            "the servers that megarl starts take FP8 weights on GPUs only",
+            where="sync.fp8",
+            found=True,
+            allowed="false on a CPU",
+            fix="set sync.fp8=false",
+        )
+
+
 def _started(
     config: SGLangConfig,
     place: WorkerPlace,
@@ -114,16 +144,11 @@ def _started(
     key: str,
     cuda: bool,
     random_weights: bool,
+    fp8: bool,
     world: WorkerGroup,
 ) -> Fleet:
-    if config.ep_size > 1 and not cuda:
-        raise ConfigError(
-            "SGLang's mixture of experts for a CPU keeps all experts on every rank",
-            where="rollout.sglang.ep_size",
-            found=config.ep_size,
-            allowed="1 on a CPU",
-            fix="set rollout.sglang.ep_size=1; tp_size splits every expert",
-        )
+    if not cuda:
+        _check_cpu(config, fp8)
     workers = dict(world.all_gather_json([place.machine, place.workers]))
     here = deal(config.servers, config.ranks, [workers[machine] for machine in range(place.machines)])[place.machine]
     owned: dict[int, ServerProcess] = {}

@@ -33,6 +33,8 @@ _MOVES_NOTHING = frozenset(
     )
 )
 
+_MODEL_ONLY = {"selector": "target"}  # a draft of speculative decoding keeps its own weights
+
 
 class SglangReceiver:
     """One server, see `megarl.sync.receiver.Receiver`.
@@ -100,12 +102,12 @@ class SglangReceiver:
     def begin(self, step: UpdateStep) -> None:
         """Open a session; one that a dead trainer left open is closed."""
         try:
-            self._call("/begin_weight_update", {}, step)
+            self._call("/begin_weight_update", _MODEL_ONLY, step)
         except ServerError as error:
             if "already open" not in error.reason:
                 raise
             self._call("/end_weight_update", {}, step)
-            self._call("/begin_weight_update", {}, step)
+            self._call("/begin_weight_update", _MODEL_ONLY, step)
 
     def end(self, step: UpdateStep) -> None:
         """Close the session."""
@@ -188,7 +190,7 @@ class SglangReceiver:
             "load_format": WHOLE,
             "flush_cache": False,
         }
-        self._call("/update_weights_from_distributed", payload, step)
+        self._call("/update_weights_from_distributed", payload | _MODEL_ONLY, step)
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
         """Read the folder in one call."""
@@ -219,7 +221,7 @@ class SglangReceiver:
 
     def _load(self, payloads: list[str], load_format: str, step: UpdateStep) -> None:
         payload = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
-        self._call("/update_weights_from_tensor", payload, step)
+        self._call("/update_weights_from_tensor", payload | _MODEL_ONLY, step)
 
     def _call(
         self, path: str, payload: dict[str, Any] | None, step: UpdateStep, method: str = "POST"

@@ -36,6 +36,7 @@ class ServedSample:
         cached: tokens of the prompt that the server had in its prefix cache.
         room: tokens, at most; None: as the sampling settings say.
         images: of the prompt.
+        drafts: tokens that a draft has proposed (speculative decoding), and how many of them the model has taken.
     """
 
     prompt: int
@@ -50,6 +51,7 @@ class ServedSample:
     aborted: bool = False
     cached: int = 0
     images: ServedImages | None = None
+    drafts: tuple[int, int] = (0, 0)
 
     def _most(self, sampling: SamplingConfig) -> int:
         """Return the tokens of this sample, at most."""
@@ -104,6 +106,8 @@ class ServedSample:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise BadAnswerError(what) from error
+        proposed, taken = (int(meta.get(f"spec_num_{kind}_drafts") or 0) for kind in ("proposed", "correct"))
+        self.drafts = self.drafts[0] + proposed, self.drafts[1] + taken
         if not self.token_ids:
             self.cached = int(meta.get("cached_tokens") or 0)
         self.token_ids += ids

@@ -97,6 +97,15 @@ class ServerSpec:
             "--attention-backend": c.attention_backend or (None if self.cuda else "torch_native"),
             "--load-format": "dummy" if self.random_weights else None,
         }
+        if (draft := c.speculative) is not None:
+            values |= {
+                "--speculative-algorithm": draft.algorithm,
+                "--speculative-draft-model-path": draft.draft_path,
+                "--speculative-draft-load-format": None if draft.draft_path is None else "auto",  # never `dummy`
+                "--speculative-num-steps": draft.steps,
+                "--speculative-eagle-topk": draft.topk,
+                "--speculative-num-draft-tokens": draft.draft_tokens,
+            }
         listed = [str(part) for pair in values.items() if pair[1] is not None for part in pair]
         # Token ids in, token ids out: the server never sees text.
         switches = {

@@ -327,5 +327,6 @@ class ServerTurns:
         """Return the turns that are over, on all ranks of the replica."""
         over = {sequence: s for sequence, s in self._samples.items() if s.finish_reason is not None}
         self._samples = {sequence: s for sequence, s in self._samples.items() if sequence not in over}
+        self._engine.count_drafts(over.values())
         plain = [[sequence, asdict(sample.completion())] for sequence, sample in over.items()]
         return {sequence: Completion(**fields) for sequence, fields in self._replica.group.broadcast_json(plain)}

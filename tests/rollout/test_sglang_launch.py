@@ -1,0 +1,130 @@
+"""Servers are started with what the recipe says of them, and what needs a GPU is refused without one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.architectures import ARCHITECTURES
+from megarl.comm import WorkerGroup
+from megarl.compat.sglang import STAND_INS
+from megarl.config.model import ModelConfig
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ConfigError
+from megarl.models.hf import facts_of, load_hf_config
+from megarl.rollout.sglang.block_fp8 import quantization_config, unsplittable, write_block_fp8
+from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.rollout.sglang.server import ServerSpec
+from megarl.sync.plan import wire_tensors
+from tests.rollout.servers import need_interpreter
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "mlp_only_layers": []}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+#: Reads configurations as SGLang does, and prints which modules it quantises.
+READ = """
+import json, sys
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+found = []
+for settings, names in json.loads(sys.argv[1]):
+    config = Fp8Config.from_config(settings)
+    assert config.is_checkpoint_fp8_serialized and config.weight_block_size == [128, 128]
+    found.append({name: not is_layer_skipped(name, config.ignored_layers) for name in names})
+print(json.dumps(found))
+"""
+
+
+def facts(model_type: str, **more: Any):
+    return facts_of(
+        load_hf_config(ModelConfig(hf_config={"model_type": model_type, **SIZES, **more}, tokenizer="bytes"))
+    )
+
+
+def spec(cuda: bool = True, **settings: Any) -> ServerSpec:
+    return ServerSpec(0, SGLangConfig(**settings), Path("model"), "bfloat16", "127.0.0.1", "key", Path("logs"), cuda)
+
+
+def test_a_draft_is_named_to_the_server_and_read_from_its_files() -> None:
+    draft = {"algorithm": "EAGLE3", "draft_path": "some/draft", "steps": 3, "topk": 2, "draft_tokens": 6}
+    found = spec(speculative=draft).arguments(1234)
+    told = {name: value for name, value in itertools.pairwise(found) if name.startswith("--spec")}
+    assert told == {
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": "some/draft",
+        "--speculative-draft-load-format": "auto",
+        "--speculative-num-steps": "3",
+        "--speculative-eagle-topk": "2",
+        "--speculative-num-draft-tokens": "6",
+    }
+    plain = spec(speculative={"algorithm": "NGRAM"}).arguments(1234)
+    assert [one for one in plain if one.startswith("--spec")] == ["--speculative-algorithm"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fp8", "key"),
+    [
+        ({"speculative": {"algorithm": "NGRAM"}}, False, "rollout.sglang.speculative"),
+        ({}, True, "sync.fp8"),
+        ({"tp_size": 2, "ep_size": 2}, False, "rollout.sglang.ep_size"),
+    ],
+)
+def test_what_servers_do_on_gpus_only_is_refused_without_one(tmp_path, settings, fp8, key) -> None:
+    with pytest.raises(ConfigError) as raised:
+        open_fleet(
+            SGLangConfig(**settings), WorkerPlace(), tmp_path, tmp_path, "float32", cuda=False, fp8=fp8,
+            world=WorkerGroup.alone(),
+        )  # fmt: skip
+    assert raised.value.where == key
+
+
+def test_sglang_quantises_just_the_modules_whose_weights_are_sent_as_fp8() -> None:
+    kinds = {"qwen3": {}, "qwen3_moe": EXPERTS, "mixtral": MIXTRAL}
+    asked, sent = [], []
+    for model_type, more in kinds.items():
+        names = [
+            source.name.removesuffix(".weight").format(i=1, e=0)
+            for rule in ARCHITECTURES[model_type].tensors
+            for source in rule.sources
+            if len(source.shape) == 2 and "{i}" in source.name
+        ]
+        asked.append([quantization_config(facts(model_type, **more)), [*names, "lm_head"]])
+        on_wire = {name: wire_tensors(f"{name}.weight", (256, 256), "bfloat16", True) for name in names}
+        sent.append({name: len(parts) == 2 for name, parts in on_wire.items()} | {"lm_head": False})
+    whole = [[name for name, quantised in one.items() if not quantised] for one in sent]
+    routers = [[], ["model.layers.1.mlp.gate"], ["model.layers.1.block_sparse_moe.gate"]]
+    assert whole == [[*router, "lm_head"] for router in routers]
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(map(str, STAND_INS))}
+    command = [str(need_interpreter()), "-c", READ, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == sent
+
+
+def test_the_model_of_fp8_servers_says_how_its_weights_come(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    write_block_fp8(tmp_path, facts("qwen3"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "qwen3"
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+def test_widths_that_ranks_cannot_hold_in_whole_blocks_are_named() -> None:
+    assert unsplittable(facts("qwen3"), 1, 1) == unsplittable(facts("qwen3"), 2, 1) == []
+    assert unsplittable(facts("qwen3", intermediate_size=384), 2, 1) == ["feed-forward part 192"]
+    assert unsplittable(facts("qwen3_moe", **EXPERTS), 4, 1) == ["experts 64"]
+    assert unsplittable(facts("qwen3_moe", **EXPERTS), 4, 4) == []  # whole experts
