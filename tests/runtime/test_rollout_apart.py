@@ -100,7 +100,7 @@ def test_a_run_whose_rollout_worker_is_killed_goes_on_by_itself_from_its_newest_
 def test_servers_are_asked_by_one_team_and_filled_by_another(recipe, tmp_path):
     need_interpreter()
     settings = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", "sft.steps=0")
-    steps = harness.run(recipe, tmp_path, *settings, *STEPS, *TWO_TEAMS, program="local")
+    steps = harness.train(recipe, tmp_path, *settings, *STEPS, *TWO_TEAMS)
     for step in (1, 2, 3):
         numbers = steps[step]
         assert (numbers["sync/servers"], numbers["sync/failed"]) == (1, 0)
