@@ -41,7 +41,9 @@ class DataConfig(Section):
     image_dir: str | None = Field(None, description="folder that paths of images are relative to")
     min_pixels: PositiveInt | None = Field(None, description="smaller images are enlarged; null: the model's own limit")
     max_pixels: PositiveInt | None = Field(None, description="larger images are reduced; null: the model's own limit")
-    limit_images: PositiveInt | None = Field(None, description="images of a prompt, at most; null: any number")
+    limit_images: PositiveInt | None = Field(
+        None, description="images of a prompt, or of a whole episode, at most; null: any number"
+    )
     format_prompt: str | None = Field(
         None, description="Jinja template, or a file that holds one; sees `content` and the row"
     )

@@ -15,16 +15,6 @@ if TYPE_CHECKING:
 def image_problems(config: RunConfig, layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
     """Return what keeps a vision-language model from this recipe; `layouts`: of its teams."""
     found = []
-    if config.has_turns:
-        found.append(
-            ConfigError(
-                "episodes of an environment have no images",
-                where="env",
-                found=str(config.env["name"]),
-                allowed="no environment",
-                fix="remove the section env, or take a model of text",
-            )
-        )
     if any(layout.cp > 1 for layout in layouts):
         found.append(
             ConfigError(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Fields of samples with images.
 IMAGES = PATCHES, GRIDS, DIGESTS = "image_patches", "image_grids", "image_digests"
+#: The same of the data's prompt, of samples that have the images of a whole episode.
+DATA_IMAGES = tuple(f"data_{name}" for name in IMAGES)
 
 _TENSORS = ("int64", "float32", "bool", "uint8")
 
@@ -79,15 +81,23 @@ FIELDS: dict[str, Field] = {
     "answer": Field("any", "[B]", "loader", "the reference for the reward: column data.answer_key", '"132"'),
     "data_source": Field("str", "[B]", "loader", "which data the row is of", '"gsm8k"'),
     "row": Field("dict", "[B]", "loader", "the row's other columns", '{"level": 3}'),
-    "image_patches": Field("uint8", "[B, patches]", "loader", "pixels of all images, a patch each", "[[12, 40, ...]]"),
+    "image_patches": Field(
+        "uint8",
+        "[B, patches]",
+        "loader; rollout with an environment",
+        "pixels of all images, a patch each",
+        "[[12, 40, ...]]",
+    ),
     "image_grids": Field(
         "int64",
         "[B, images]",
-        "loader",
-        "of each image its place, rows and columns of features",
+        "loader; rollout with an environment",
+        "of each image its place in prompt and response, rows and columns of features",
         "[[1, 2, 3]]",
     ),
-    "image_digests": Field("int64", "[B, images]", "loader", "hash of each image's pixels", "[-8132]"),
+    "image_digests": Field(
+        "int64", "[B, images]", "loader; rollout with an environment", "hash of each image's pixels", "[-8132]"
+    ),
     "margin": Field("float32", "[B]", "loader of pairs", "how much larger a chosen score is to be", "0.5"),
     # -- what generation adds
     "response_ids": Field(
@@ -119,7 +129,7 @@ FIELDS: dict[str, Field] = {
     ),
     "turn_ends": Field("int64", "[B, turns]", "rollout", "where it ends", "[4, 9]"),
     "turn_rewards": Field("float32", "[B, turns]", "rollout", "the environment's rewards", "[0.0, 1.0]"),
-    "ended_by": Field("str", "[B]", "rollout", "done, turns, tokens, seconds or error", '"done"'),
+    "ended_by": Field("str", "[B]", "rollout", "done, turns, tokens, seconds, image_token or error", '"done"'),
     "env_info": Field("dict", "[B]", "rollout", "numbers of the environment, over all turns", '{"calls": 2}'),
     "env_error": Field("str", "[B]", "rollout", "how the environment failed; empty: it did not", '""'),
     "transcript": Field("str", "[B]", "rollout", "text of all turns and observations", '"<call>..."'),
@@ -127,6 +137,9 @@ FIELDS: dict[str, Field] = {
         "int64", "[B, prompt]", "rollout", "the data's prompt, before the first observation", "[5, 9]"
     ),
     "data_prompt_text": Field("str", "[B]", "rollout", "the same as text", '"47+85="'),
+    "data_image_patches": Field("uint8", "[B, patches]", "rollout", "its images, as image_patches", "[[12, 40, ...]]"),
+    "data_image_grids": Field("int64", "[B, images]", "rollout", "as image_grids", "[[1, 2, 3]]"),
+    "data_image_digests": Field("int64", "[B, images]", "rollout", "as image_digests", "[-8132]"),
     # -- what episodes of robots have
     "task": Field("str", "[B]", "rollout", "task of the simulator", '"reach"'),
     "trial": Field("int64", "[B]", "rollout", "its start state", "4"),

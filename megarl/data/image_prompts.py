@@ -7,9 +7,10 @@ Sizes are known when prompts are read, so that lengths are; pixels are read when
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError, count
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
 
@@ -43,6 +45,7 @@ class ImagePrompts:
         limit: `data.limit_images`.
         settings: sizes of patches and pixels.
         token: id of the token that stands for a feature.
+        token_text: its text.
         text: text of an image in a prompt, with one such token.
     """
 
@@ -52,6 +55,7 @@ class ImagePrompts:
     limit: int | None
     settings: ImageSettings
     token: int
+    token_text: str
     text: str
 
     @classmethod
@@ -72,7 +76,8 @@ class ImagePrompts:
         folder = image_folder(config)
         limits = settings.limited(config.min_pixels, config.max_pixels)
         tokens = list(encoder.image_tokens)
-        text = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
+        texts = [str(text) for text in tokenizer.convert_ids_to_tokens(tokens)]
+        text = "".join(texts)
         if tokenizer(text, add_special_tokens=False)["input_ids"] != tokens:
             raise ConfigError(
                 "the tokenizer does not know the tokens of images that the model's config.json names",
@@ -81,7 +86,8 @@ class ImagePrompts:
                 allowed=f"tokens {tokens}: the begin of an image, a feature, its end",
                 fix="take the model's own tokenizer",
             )
-        return cls(config.image_key, config.prompt_key, folder, config.limit_images, limits, encoder.image_token, text)
+        token, token_text = encoder.image_token, texts[tokens.index(encoder.image_token)]
+        return cls(config.image_key, config.prompt_key, folder, config.limit_images, limits, token, token_text, text)
 
     def values(self, row: Row) -> list[Any]:
         """Return the images of a row, not read yet; DataError as `row_images`."""
@@ -123,13 +129,41 @@ class ImagePrompts:
         unit = self.settings.patch * self.settings.merge
         return height // unit * (width // unit)
 
+    def read(self, value: Any, where: str) -> Patches:
+        """Read an image; DataError as `patches_of`, with `where`."""
+        return patches_of(value, self.settings, self.folder, where)
+
     def patches(self, row: Row) -> list[Patches]:
         """Read the images of a row.
 
         Raises:
             DataError: one cannot be read.
         """
-        return [patches_of(value, self.settings, self.folder, self._where(row)) for value in self.values(row)]
+        return [self.read(value, self._where(row)) for value in self.values(row)]
+
+    def placed(self, ids: Sequence[int], images: Sequence[Patches]) -> tuple[list[int], ImageSet | None]:
+        """Return tokens with as many image tokens as the images have features, and the images in their places.
+
+        Args:
+            ids: tokens with one image token for each image.
+
+        Raises:
+            DataError: other image tokens than those of the images.
+        """
+        if ids.count(self.token) != len(images):
+            raise DataError(
+                "the text holds the model's own token of images",
+                found=f"{ids.count(self.token)} tokens, {count(len(images), 'image')}",
+                allowed="images as parts, and no such token in text",
+            )
+        left, found, starts = iter(images), list[int](), list[int]()
+        for token in ids:
+            if token == self.token:
+                starts.append(len(found))
+                found += [token] * (len(next(left).values) // self.settings.merge**2)
+            else:
+                found.append(token)
+        return found, ImageSet.of(images, starts, self.settings.merge)
 
     def _where(self, row: Row) -> str:
         return f"{row.where}: column {self.key!r}"
@@ -167,6 +201,69 @@ class ImageSet:
     sizes: tuple[int, ...]
     digests: tuple[int, ...]
 
+    @classmethod
+    def of(cls, images: Sequence[Patches], starts: Sequence[int], merge: int) -> ImageSet | None:
+        """Return the images whose first features are at `starts`; None: there are none.
+
+        Args:
+            merge: patches along a side of a feature.
+        """
+        if not images:
+            return None
+        shapes = [(one.rows // merge, one.columns // merge) for one in images]
+        return cls(
+            torch.cat([torch.from_numpy(one.values) for one in images]),
+            tuple((start, rows, columns) for start, (rows, columns) in zip(starts, shapes, strict=True)),
+            tuple(len(one.values) for one in images),
+            tuple(one.digest for one in images),
+        )
+
+    def followed_by(self, other: ImageSet, shift: int) -> ImageSet:
+        """Return these images and, `shift` tokens further on, those of `other`."""
+        return ImageSet(
+            torch.cat([self.patches, other.patches]),
+            self.places + other.shifted(shift).places,
+            self.sizes + other.sizes,
+            self.digests + other.digests,
+        )
+
+    def shifted(self, tokens: int) -> ImageSet:
+        """Return the images `tokens` tokens further on."""
+        places = tuple((start + tokens, rows, columns) for start, rows, columns in self.places)
+        return replace(self, places=places)
+
+    def between(self, first: int, end: int) -> ImageSet | None:
+        """Return the images that begin at the tokens from `first` up to, not including, `end`, by their distance to
+        `first`."""
+        kept = [number for number, (start, *_) in enumerate(self.places) if first <= start < end]
+        if not kept:
+            return None
+        if len(kept) == len(self.places):
+            return self.shifted(-first)
+        parts = self.parts()
+        return ImageSet(
+            torch.cat([parts[number] for number in kept]),
+            tuple(self.places[number] for number in kept),
+            tuple(self.sizes[number] for number in kept),
+            tuple(self.digests[number] for number in kept),
+        ).shifted(-first)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return the patches of each image."""
+        return self.patches.split(self.sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data of it, with the patches in base64."""
+        encoded = base64.b64encode(self.patches.numpy().tobytes()).decode("ascii")
+        return {"patches": encoded, "places": self.places, "sizes": self.sizes, "digests": self.digests}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> ImageSet:
+        """Read what `to_json` gave."""
+        places = tuple((start, rows, columns) for start, rows, columns in told["places"])
+        patches = torch.frombuffer(bytearray(base64.b64decode(told["patches"])), dtype=torch.uint8)
+        return cls(patches.view(sum(told["sizes"]), -1), places, tuple(told["sizes"]), tuple(told["digests"]))
+
 
 def image_sets(samples: Batch) -> list[ImageSet | None]:
     """Return the images of each sample, which has the fields of images; None: it has none."""
@@ -202,22 +299,30 @@ def pixels_of(images: ImageSet) -> list[tuple[int, npt.NDArray[np.uint8]]]:
     return found
 
 
+def pil_images(images: ImageSet) -> list[Image]:
+    """Return the images, in the size that the model sees."""
+    from PIL import Image
+
+    return [Image.fromarray(pixels) for _, pixels in pixels_of(images)]
+
+
 def image_fields(
     images: Sequence[Sequence[Patches]], starts: Sequence[Sequence[int]], settings: ImageSettings
 ) -> dict[str, Jagged]:
     """Return the fields of samples with these images each, whose features begin at the places `starts`."""
-    merge, patch = settings.merge, settings.patch
-    values = [torch.from_numpy(image.values) for own in images for image in own]
-    counts = [sum(len(image.values) for image in own) for own in images]
-    places = [start for own in starts for start in own]
-    shapes = [[image.rows // merge, image.columns // merge] for own in images for image in own]
-    grids = [[start, *shape] for start, shape in zip(places, shapes, strict=True)]
-    numbers = torch.tensor([len(own) for own in images], dtype=torch.int64)
-    whole = torch.cat([torch.zeros(0, 3 * patch**2, dtype=torch.uint8), *values])
+    sets = [ImageSet.of(own, places, settings.merge) for own, places in zip(images, starts, strict=True)]
+    return fields_of_sets(sets, 3 * settings.patch**2)
+
+
+def fields_of_sets(sets: Sequence[ImageSet | None], patch_values: int) -> dict[str, Jagged]:
+    """Return the fields of samples with these images each; `patch_values`: numbers of a patch."""
+    given = [one for one in sets if one is not None]
+    numbers = [0 if one is None else len(one.places) for one in sets]
+    whole = torch.cat([torch.zeros(0, patch_values, dtype=torch.uint8), *(one.patches for one in given)])
+    grids = [place for one in given for place in one.places]
+    digests = [digest for one in given for digest in one.digests]
     return {
-        PATCHES: Jagged.from_lengths(whole, counts),
+        PATCHES: Jagged.from_lengths(whole, [0 if one is None else len(one.patches) for one in sets]),
         GRIDS: Jagged.from_lengths(torch.tensor(grids, dtype=torch.int64).view(-1, 3), numbers),
-        DIGESTS: Jagged.from_lengths(
-            torch.tensor([image.digest for own in images for image in own], dtype=torch.int64), numbers
-        ),
+        DIGESTS: Jagged.from_lengths(torch.tensor(digests, dtype=torch.int64), numbers),
     }

@@ -69,12 +69,13 @@ def _marks(value: Any) -> Iterator[Any]:
             content = message.get("content", message.get("value")) if isinstance(message, dict) else message
             for part in content if isinstance(content, list) else [content]:
                 if isinstance(part, dict) and is_image(part):
-                    yield _own_image(part)
+                    yield own_image(part)
                 else:
                     yield from _marks(part.get("text") if isinstance(part, dict) else part)
 
 
-def _own_image(part: Mapping[str, Any]) -> Any:
+def own_image(part: Mapping[str, Any]) -> Any:
+    """Return the image that a part of a message has itself; None: it stands for one of the column."""
     value = next((part[name] for name in _KINDS[part["type"]] if part.get(name) is not None), None)
     return value.get(_ADDRESS) if isinstance(value, Mapping) and _ADDRESS in value else value
 

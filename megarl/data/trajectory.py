@@ -11,7 +11,7 @@ Of a sample's tokens `prompt_ids` is the first observation and `response_ids` ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
+from megarl.data.fields import PATCHES
+from megarl.data.image_prompts import ImageSet, fields_of_sets
 from megarl.data.versions import VersionRuns, append_runs, set_versions
 
 PLAIN = "answer"
@@ -29,8 +31,8 @@ PLAIN = "answer"
 class Trajectory:
     """A sample: an episode of any number of turns. A plain answer is one of one turn.
 
-    It is partial until `ended_by` says how it ended; its fields are JSON values, and `Trajectory(**fields)` is equal to
-    it. A turn is sampled in segments: one, unless it is interrupted.
+    It is partial until `ended_by` says how it ended. Its fields are JSON values, but for `images`. A turn is sampled in
+    segments: one, unless it is interrupted.
 
     Attributes:
         token_ids, drawn, logprobs: one entry per token after the prompt: its id, whether the policy sampled it, and its
@@ -41,12 +43,13 @@ class Trajectory:
             while it is being sampled.
         turn_rewards: one per turn that the environment has answered.
         finish_reason: `stop`, `length` or `abort`, of the last turn that is over.
-        ended_by: done, turns, tokens, seconds or error, or `PLAIN`; empty while it goes on.
+        ended_by: done, turns, tokens, seconds, image_token or error, or `PLAIN`; empty while it goes on.
         error: the failure, when `ended_by` is error.
         info: numbers of the environment, added up over the turns; with servers also `cached`, the share of the tokens
             before the policy's turns that was in a prefix cache.
         segments: number of segments of all turns that sampled at least a token; the next one has this number.
         spent_s: seconds that its group was under way, where it was interrupted.
+        images: of the prompt and of what the environment said.
     """
 
     prompt_ids: list[int]
@@ -63,6 +66,7 @@ class Trajectory:
     info: dict[str, float] = field(default_factory=dict)
     segments: int = 0
     spent_s: float = field(default=0.0, compare=False)
+    images: ImageSet | None = field(default=None, compare=False)
 
     def add_segment(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionRuns) -> None:
         """Append a segment of a turn of the policy, which begins with its first one. One without tokens is ignored."""
@@ -78,8 +82,12 @@ class Trajectory:
         self.turn_ends.append(len(self.token_ids))
         self.finish_reason = finish_reason
 
-    def add_observation(self, token_ids: Sequence[int]) -> None:
-        """Append what the environment said after a turn."""
+    def add_observation(self, token_ids: Sequence[int], images: ImageSet | None = None) -> None:
+        """Append what the environment said after a turn, with `images` in it."""
+        if images is not None:
+            shift = len(self.prompt_ids) + len(self.token_ids)
+            own = self.images
+            self.images = images.shifted(shift) if own is None else own.followed_by(images, shift)
         versions = [[self.versions[-1][0], len(token_ids)]]
         self._append(token_ids, drawn=False, logprobs=[0.0] * len(token_ids), versions=versions)
 
@@ -108,6 +116,8 @@ class Trajectory:
             self.versions[-1][1] -= dropped  # they counted to the turn before
         for per_token in (self.token_ids, self.drawn, self.logprobs):
             del per_token[end:]
+        if self.images is not None:
+            self.images = self.images.between(0, len(self.prompt_ids) + end)
         self._need_token(end_token, version)
         self.end("seconds")
 
@@ -153,6 +163,31 @@ class Trajectory:
         begins = [*self.turn_starts[turn + 1 : turn + 2], len(self.token_ids)]
         return self.token_ids[self.turn_ends[turn] : begins[0]]
 
+    def images_of(self, turn: int) -> ImageSet | None:
+        """Return the images of the environment's answer to a turn, by their places in it; -1: those of the prompt."""
+        if self.images is None:
+            return None
+        if turn < 0:
+            return self.images.between(0, len(self.prompt_ids))
+        first = len(self.prompt_ids) + self.turn_ends[turn]
+        return self.images.between(first, first + len(self.observation(turn)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values, images without their patches."""
+        images = self.images
+        told = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
+        return {**vars(self), "images": told}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], patches: Mapping[int, Tensor]) -> Trajectory:
+        """Read what `to_json` gave; `patches`: of each image, by its digest."""
+        told, images = fields.get("images"), None
+        if told is not None:
+            places = tuple((start, rows, columns) for start, rows, columns in told["places"])
+            whole = torch.cat([patches[digest] for digest in told["digests"]])
+            images = ImageSet(whole, places, tuple(told["sizes"]), tuple(told["digests"]))
+        return cls(**{**fields, "images": images})
+
     def copy(self) -> Trajectory:
         """Return a copy that shares no list with this one."""
         own: dict[str, Any] = {
@@ -184,6 +219,10 @@ def add_fields(samples: Batch, trajectories: Sequence[Trajectory], *, by_turn: b
     if not by_turn:
         return
     samples.set("prompt_ids", jagged([t.prompt_ids for t in trajectories], torch.int64))
+    if PATCHES in samples:
+        width = samples[PATCHES].values.shape[1]
+        for name, values in fields_of_sets([t.images for t in trajectories], width).items():
+            samples.set(name, values)
     ends = jagged([t.turn_ends for t in trajectories], torch.int64)
     samples.set("turn_starts", ends.like(_flat([t.turn_starts for t in trajectories], torch.int64)))
     samples.set("turn_ends", ends)

@@ -5,6 +5,7 @@ Each replica writes its groups; whoever reads them shares them out by their prom
     flow_0.safetensors    finished ones: number of the group, uid, sample_id, fields as node/field; one row per sample
     flow_0.json           versions of all, by number; finished: what they hold, their metrics; drafts of the others;
                           prompts to be generated again; metrics of samples that came to nothing
+    flow_0_images.safetensors    patches of the images of drafts, each image once; only where they have some
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from megarl.disaggregated.buffer.channel import merge_handovers, split_handovers
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.dag.placement import Handover
     from megarl.data.batch import Batch
     from megarl.data.trajectory import Trajectory
@@ -88,7 +91,7 @@ def flow_files(
             }
             for one in ready
         ],
-        "drafts": {str(number): [vars(draft) for draft in some] for number, some in drafts.items()},
+        "drafts": {str(number): [draft.to_json() for draft in some] for number, some in drafts.items()},
         "again": list(again),
         "carried": carried.to_json(),
     }
@@ -97,7 +100,24 @@ def flow_files(
         from megarl.data.batch import Batch
 
         files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat([_batch(one) for one in ready]).to_bytes()
+    if patches := _patches_of(drafts):
+        from safetensors.torch import save
+
+        files[_images_file(layout.dp_rank)] = save({str(digest): one.contiguous() for digest, one in patches.items()})
     return files
+
+
+def _patches_of(drafts: Mapping[int, Sequence[Trajectory]]) -> dict[int, Tensor]:
+    """Return the patches of the images of drafts by their digests: samples of a group share theirs."""
+    found: dict[int, Tensor] = {}
+    for draft in (one for some in drafts.values() for one in some):
+        if draft.images is not None:
+            found.update(zip(draft.images.digests, draft.images.parts(), strict=True))
+    return found
+
+
+def _images_file(part: int) -> str:
+    return f"{_stem(part)}_images.safetensors"
 
 
 def _batch(ready: FinishedGroups) -> Batch:
@@ -172,9 +192,10 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
     for part in range(parts):
         told = json.loads((folder / f"{_stem(part)}.json").read_text())
         versions |= {int(number): version for number, version in told["versions"].items()}
+        patches = _read_patches(folder / _images_file(part))
         for number, some in told["drafts"].items():
             if all("segments" in draft for draft in some):
-                drafts[int(number)] = [Trajectory(**draft) for draft in some]
+                drafts[int(number)] = [Trajectory.from_json(draft, patches) for draft in some]
             else:
                 outdated += 1
         again += told["again"]
@@ -186,6 +207,13 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
             batches.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
     batch = Batch.concat(batches) if batches else None
     return BufferedGroups(versions, finished, drafts, outdated, again, carried, batch)
+
+
+def _read_patches(file: Path) -> dict[int, Tensor]:
+    """Return the patches of the images of drafts by their digests; none where no draft has images."""
+    from safetensors.torch import load
+
+    return {int(digest): one for digest, one in load(file.read_bytes()).items()} if file.is_file() else {}
 
 
 def _stem(part: int) -> str:

@@ -16,11 +16,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megarl.data.observations import are_parts, taken_apart
 from megarl.envs.protocol import Action, Environment, Step
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, UserError
 from megarl.tracing import beat
+
+if TYPE_CHECKING:
+    from megarl.data.image_prompts import ImagePrompts
+    from megarl.data.images import Patches
 
 _BEAT_EVERY_S = 1.0
 _THREADS = 16
@@ -41,6 +46,7 @@ class Reply:
 
     Attributes:
         observation: text, chat messages or token ids; None: the prompt of the data (after `reset`), or nothing more.
+        images: images of the observation; it has the model's text of an image in the place of each.
         error: why it could not answer.
         before: where turns were played again, what it said before this: its first observation and an answer to each of
             them but the last.
@@ -51,6 +57,7 @@ class Reply:
     done: bool = False
     info: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    images: list[Patches] = field(default_factory=list)
     before: list[Reply] = field(default_factory=list)
 
 
@@ -61,13 +68,20 @@ class Host:
         kind: the environment.
         settings: its validated keys.
         answer_s: seconds that one call of an environment may take; None: any.
+        images: the way to read images of observations; None: these are text.
 
     Raises:
         Exception: whatever `kind.open` raises.
     """
 
-    def __init__(self, kind: type[Environment], settings: Any, answer_s: float | None = None) -> None:
-        self._kind, self._settings, self._answer_s = kind, settings, answer_s
+    def __init__(
+        self,
+        kind: type[Environment],
+        settings: Any,
+        answer_s: float | None = None,
+        images: ImagePrompts | None = None,
+    ) -> None:
+        self._kind, self._settings, self._answer_s, self._images = kind, settings, answer_s, images
         self._shared = kind.open(settings)
         self._threads = ThreadPoolExecutor(_THREADS, "environment")
         self._free = asyncio.Semaphore(_THREADS)  # a call waits here, not in the pool, so its time starts when it runs
@@ -133,6 +147,17 @@ class Host:
                 self._threads = ThreadPoolExecutor(_THREADS, "environment")
                 raise
         return await self._in_time(_settled(result)) if inspect.isawaitable(result) else result
+
+    async def read_images(self, reply: Reply) -> Reply:
+        """Return the answer with its images read, in a thread where there may be some: it takes long."""
+        try:
+            if self._images is None:
+                reply.observation, _ = taken_apart(reply.observation, None)
+            else:
+                reply.observation, reply.images = await self.call(taken_apart, reply.observation, self._images)
+        except UserError as error:
+            raise _Refused(f"returned: {error}") from error
+        return reply
 
     async def _in_time(self, work: Awaitable[_Outcome]) -> Any:
         """Return the outcome of `work` within `answer_s`; after that it is abandoned, whether or not it obeys."""
@@ -214,7 +239,8 @@ class HostSession:
     async def _begin(self, number: int, row: dict[str, Any], seed: int, said: Sequence[Action]) -> Reply:
         async def call() -> Reply:
             self._episodes[number] = environment = await self._host.make()
-            return Reply(_plain_observation(await self._host.call(environment.reset, row, seed)))
+            first = _plain_observation(await self._host.call(environment.reset, row, seed))
+            return await self._host.read_images(Reply(first))
 
         replies = [await _guarded("reset", call)]
         for action in said:
@@ -226,7 +252,8 @@ class HostSession:
 
     async def _step(self, number: int, action: Action) -> Reply:
         async def call() -> Reply:
-            return _reply_of(await self._host.call(self._episodes[number].step, action))
+            reply = _reply_of(await self._host.call(self._episodes[number].step, action))
+            return await self._host.read_images(reply)
 
         return await _guarded(f"step (turn {action.turn})", call)
 
@@ -295,6 +322,8 @@ def _plain_observation(value: Any) -> Any:
     if isinstance(value, list | tuple):
         if all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value):
             return list(value)
-        if all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value):
+        if are_parts(value) or all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value):
             return list(value)
-    raise _Refused(f"returned the observation {value!r:.80}; allowed: text, chat messages, token ids")
+    raise _Refused(
+        f"returned the observation {value!r:.80}; allowed: text, chat messages, token ids, parts of text and images"
+    )

@@ -3,8 +3,9 @@
     reset(row, seed) -> first observation
     step(action)     -> observation, reward, done, info        after every turn of the policy
 
-An observation is text (tokenised as it is), chat messages (their delimiters come from the chat template) or token ids.
-Both methods may be coroutines: the episodes of a batch run side by side.
+An observation is text (tokenised as it is), chat messages (their delimiters come from the chat template), token ids, or
+parts of text and images; the content of a message may be such parts, too (`megarl.data.observations`). Both methods may
+be coroutines: the episodes of a batch run side by side.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megarl.config.base import Section
 
-#: Text, chat messages, or token ids.
+#: Text, chat messages or parts of text and images, or token ids.
 Observation = str | list[dict[str, Any]] | list[int]
 
 
@@ -112,7 +113,8 @@ class Environment:
         """Begin the episode.
 
         Args:
-            row: the columns of the data, with `prompt` (as text), `answer` and `data_source`.
+            row: the columns of the data, with `prompt` (as text), `answer` and `data_source`; where `data.image_key` is
+                set also `images`, those of the prompt as PIL in the size that the model sees.
             seed: equal for all samples of a prompt, so that a group starts from one state.
 
         Returns:

@@ -52,10 +52,11 @@ def picture_flops(vision: VisionShape) -> float:
 
 
 def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
-    """Return the most patches that a prompt can have: its tokens, or all of its images, are a limit."""
+    """Return the most patches that a prompt or an episode can have: its tokens, or all of its images, are a limit."""
     if config.data.image_key is None:
         return 0.0
-    most = float(config.data.max_prompt_tokens * encoder.merge**2)
+    shown = config.response_tokens(config.rollout.sampling) if config.has_turns else 0  # by the environment
+    most = float((config.data.max_prompt_tokens + shown) * encoder.merge**2)
     if config.data.limit_images is None or config.data.max_pixels is None:
         return most
     return min(most, config.data.limit_images * config.data.max_pixels / encoder.patch**2)

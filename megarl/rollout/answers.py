@@ -8,27 +8,46 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megarl.data.image_prompts import ImageSet
 from megarl.data.trajectory import Trajectory
 from megarl.data.turns import Turns
 from megarl.envs.host import Host, HostSession, Reply
 from megarl.envs.protocol import Action
-from megarl.errors import UserError
+from megarl.errors import UserError, count
 
-#: What ends an episode whose environment is not done, by how its last turn ended.
-_ENDED_BY = {"stop": "turns", "length": "tokens", "abort": "seconds"}
+if TYPE_CHECKING:
+    from megarl.data.image_prompts import ImagePrompts
+
+#: What ends an episode whose environment is not done, by how its last turn was cut.
+_ENDED_BY = {"length": "tokens", "abort": "seconds"}
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """The limits of an episode: turns, tokens of the first observation, tokens after it, seconds (None: any)."""
+    """The limits of an episode: turns, tokens of the first observation, tokens after it, seconds and images (None:
+    any).
+
+    `image_token` stands for a feature of an image, in a model that sees: a turn that holds it is the last one, because
+    a server would look for another image. None: the model sees none.
+    """
 
     turns: int
     prompt_tokens: int
     tokens: int
     seconds: float | None
+    images: int | None = None
+    image_token: int | None = None
+
+    def end_after(self, trajectory: Trajectory) -> str:
+        """Return what ends an episode after its last turn whatever its environment says; empty: nothing does."""
+        if trajectory.finish_reason != "stop":
+            return _ENDED_BY[trajectory.finish_reason]
+        if trajectory.turns >= self.turns:
+            return "turns"
+        return "image_token" if self.image_token in trajectory.last_turn else ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +62,7 @@ class EpisodeRules:
         limits: of every episode.
         on_error: `fail` ends the run when an environment fails, `mark` the episode.
         replayable: `Environment.replayable`.
+        images: the way to images; None: environments say text.
     """
 
     host: Host | None
@@ -52,6 +72,7 @@ class EpisodeRules:
     limits: EpisodeLimits
     on_error: str
     replayable: bool = False
+    images: ImagePrompts | None = None
 
 
 class Answer(NamedTuple):
@@ -60,11 +81,13 @@ class Answer(NamedTuple):
     Attributes:
         reply: without the observation.
         token_ids: of the observation; None: the prompt of the data, or nothing follows.
+        images: of the observation, by their places in it.
         differs: turns that were played again were answered otherwise than before, or not at all.
     """
 
     reply: Reply
     token_ids: list[int] | None
+    images: ImageSet | None = None
     differs: bool = False
 
 
@@ -114,11 +137,8 @@ class Answers:
         if self._session is not None:
             there = self._session.all_answers() if wait_s is None else self._session.answers(wait_s, to)
             told = {number: self._read(number, reply) for number, reply in there.items()}
-        plain = [
-            [number, asdict(Reply(None, reply.reward, reply.done, reply.info, reply.error)), ids, differs]
-            for number, (reply, ids, differs) in told.items()
-        ]
-        found = {number: Answer(Reply(**reply), *rest) for number, reply, *rest in self._rules.share(plain)}
+        plain = [[number, _plain(answer)] for number, answer in told.items()]
+        found = {number: _from_plain(answer) for number, answer in self._rules.share(plain)}
         for number in found:
             del self.awaited[number]
         self._begun -= found.keys()
@@ -151,49 +171,89 @@ class Answers:
         trajectory = self.awaited[number]
         if number in self._begun:
             first, *again = [*reply.before, reply]
-            ids = self._first(first)
+            said = self._first(first)
             if not trajectory.segments:
-                return Answer(reply, ids)
-            if first.error or not self._is_repeated(trajectory, ids, again):
+                return Answer(reply, *said)
+            if first.error or not self._is_repeated(trajectory, said, again):
                 return Answer(reply, None, differs=True)
-        return Answer(reply, self._following(trajectory, reply) if trajectory.is_unanswered else None)
+        return Answer(reply, *(self._following(trajectory, reply) if trajectory.is_unanswered else _NOTHING))
 
-    def _is_repeated(self, trajectory: Trajectory, first: list[int] | None, again: Sequence[Reply]) -> bool:
+    def _is_repeated(self, trajectory: Trajectory, first: _Said, again: Sequence[Reply]) -> bool:
         """Tell whether turns that were played again were answered as before, as far as they had been.
 
         An error is another answer; one in the turn that had not been answered is the answer to it.
         """
-        if (trajectory.prompt_ids if first is None else first) != trajectory.prompt_ids:
+        ids, images = first
+        if ids is not None and (ids, _digests(images)) != (trajectory.prompt_ids, _digests(trajectory.images_of(-1))):
             return False
         for turn, (reply, reward) in enumerate(zip(again, trajectory.turn_rewards, strict=False)):
-            ids = [] if reply.error or reply.done else self._ids(reply)
-            if reply.error or reply.done or reply.reward != reward or ids != trajectory.observation(turn):
+            ids, images = ([], None) if reply.error or reply.done else self._answer(reply)
+            before = trajectory.observation(turn), _digests(trajectory.images_of(turn))
+            if reply.error or reply.done or reply.reward != reward or (ids, _digests(images)) != before:
                 return False
         return True
 
-    def _first(self, reply: Reply) -> list[int] | None:
-        """Return the tokens of a first observation, None for the prompt of the data; notes an error in `reply`."""
+    def _first(self, reply: Reply) -> _Said:
+        """Return the tokens and images of a first observation, no tokens for the prompt of the data; notes an error in
+        `reply`."""
         if reply.error or reply.observation is None:
-            return None
-        ids, most = self._tokens(reply, self._rules.turns.first), self._rules.limits.prompt_tokens
+            return _NOTHING
+        (ids, images), most = self._tokens(reply, self._rules.turns.first), self._rules.limits.prompt_tokens
         if not reply.error and not 0 < len(ids) <= most:
             reply.error = f"reset returned {len(ids)} tokens; data.max_prompt_tokens is {most}"
-        return ids
+        self._check_images(reply, images, 0)
+        return ids, images
 
-    def _following(self, trajectory: Trajectory, reply: Reply) -> list[int] | None:
-        """Return the tokens of an answer, None when nothing follows; notes an error in `reply`."""
-        last = trajectory.turns >= self._rules.limits.turns
-        return None if reply.error or reply.done or trajectory.finish_reason != "stop" or last else self._ids(reply)
+    def _following(self, trajectory: Trajectory, reply: Reply) -> _Said:
+        """Return the tokens and images of an answer, no tokens when nothing follows; notes an error in `reply`."""
+        if reply.error or reply.done or self._rules.limits.end_after(trajectory):
+            return _NOTHING
+        ids, images = self._answer(reply)
+        self._check_images(reply, images, _number(trajectory.images))
+        return ids, images
 
-    def _ids(self, reply: Reply) -> list[int]:
+    def _answer(self, reply: Reply) -> tuple[list[int], ImageSet | None]:
         return self._tokens(reply, lambda said: self._rules.turns.following(said, ended=True))
 
-    def _tokens(self, reply: Reply, tokenise: Callable[[Any], list[int]]) -> list[int]:
+    def _tokens(self, reply: Reply, tokenise: Callable[[Any], list[int]]) -> tuple[list[int], ImageSet | None]:
         try:
-            return tokenise(reply.observation)
+            ids = tokenise(reply.observation)
+            return (ids, None) if self._rules.images is None else self._rules.images.placed(ids, reply.images)
         except UserError as error:
             reply.error = str(error)
-            return []
+            return [], None
+
+    def _check_images(self, reply: Reply, images: ImageSet | None, before: int) -> None:
+        """Note an error in `reply` where an episode with `before` images has too many with these."""
+        most, found = self._rules.limits.images, before + _number(images)
+        if not reply.error and most is not None and images is not None and found > most:
+            reply.error = f"the episode has {count(found, 'image')} now; data.limit_images is {most}"
+
+
+#: Tokens of an observation and its images, by their places in it; no tokens: nothing was said.
+_Said = tuple[list[int] | None, ImageSet | None]
+_NOTHING: _Said = None, None
+
+
+def _number(images: ImageSet | None) -> int:
+    return 0 if images is None else len(images.places)
+
+
+def _digests(images: ImageSet | None) -> tuple[int, ...]:
+    return () if images is None else images.digests
+
+
+def _plain(answer: Answer) -> dict[str, Any]:
+    """Return an answer as plain data, without the observation itself."""
+    reply, ids, images, differs = answer
+    numbers = {name: getattr(reply, name) for name in ("reward", "done", "info", "error")}
+    return {**numbers, "ids": ids, "images": None if images is None else images.to_json(), "differs": differs}
+
+
+def _from_plain(told: dict[str, Any]) -> Answer:
+    """Read what `_plain` gave."""
+    ids, images, differs = (told.pop(name) for name in ("ids", "images", "differs"))
+    return Answer(Reply(**told), ids, None if images is None else ImageSet.from_json(images), differs)
 
 
 def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, *, late: bool) -> None:
@@ -202,7 +262,7 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
     Args:
         late: the time of the episode is over.
     """
-    reply, ids = answer.reply, answer.token_ids
+    reply, ids, images, _ = answer
     if trajectory.is_unanswered:
         trajectory.turn_rewards.append(reply.reward)
         for name, value in reply.info.items():
@@ -210,12 +270,12 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
         if reply.done:
             trajectory.end("done")
         elif ids is None:
-            trajectory.end(_ENDED_BY[trajectory.finish_reason])
+            trajectory.end(limits.end_after(trajectory))
         elif len(trajectory.token_ids) + len(ids) >= limits.tokens:
             trajectory.end("tokens")
         elif late:
             trajectory.end("seconds")
         else:
-            trajectory.add_observation(ids)
+            trajectory.add_observation(ids, images)
     elif not trajectory.segments and ids is not None:
-        trajectory.prompt_ids = ids
+        trajectory.prompt_ids, trajectory.images = ids, images

@@ -399,7 +399,7 @@ class Groups:
         trajectory, group = sample.trajectory, sample.under_way.group
         tokens = [*trajectory.prompt_ids, *trajectory.token_ids]
         seed = group.seeds[sample.place](trajectory.segments)
-        self._generation.submit(slot, tokens, seed, self._room(trajectory), group.images)
+        self._generation.submit(slot, tokens, seed, self._room(trajectory), trajectory.images)
         self._submitted.add(slot)
         self._in_turn.add(slot)
 
@@ -464,8 +464,10 @@ class Groups:
     def _resume_partial(self, group: Group, partial: Trajectory | None) -> Trajectory:
         """Return the trajectory of a sample that is added: that of a usable partial one, or a new one."""
         if partial is None:
-            return Trajectory([*group.prompt_ids])
+            return Trajectory([*group.prompt_ids], images=group.images)
         trajectory = partial.copy()
+        if trajectory.images is None and trajectory.prompt_ids == group.prompt_ids:
+            trajectory.images = group.images  # a checkpoint of an older version has none
         if not trajectory.ended_by:
             self._end_if_full(trajectory)
             if self._rules is None and trajectory.turns:
@@ -534,7 +536,7 @@ class Groups:
         if self._rules.host is not None:
             said = f"its environment now answers its recorded turns otherwise{': ' * bool(error)}{error}"
             print(f"sample {group.uid}#{place} begins again: {said}")
-        sample.under_way.trajectories[place] = fresh = Trajectory([*group.prompt_ids])
+        sample.under_way.trajectories[place] = fresh = Trajectory([*group.prompt_ids], images=group.images)
         self._answers.begin(slot, group.row, group.env_seed, fresh)
 
     def _fail(self, sample: _Sample, answer: Answer) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config.run import RunConfig
+    from megarl.data.image_prompts import ImagePrompts
     from megarl.training.parallel import Layout
 
 
@@ -27,6 +28,7 @@ class Episodes:
         replayable: an episode may be played again from its recorded turns.
         tools: JSON schemas that prompts announce.
         host: plays the environments; only on the first rank of a replica.
+        images: the way to images; None: environments say text.
     """
 
     scores: bool
@@ -34,6 +36,7 @@ class Episodes:
     tools: list[dict[str, Any]]
     turns: Turns
     host: Host | None
+    images: ImagePrompts | None
 
     def close(self) -> None:
         """End what the environments use."""
@@ -42,12 +45,17 @@ class Episodes:
 
 
 def build_episodes(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int], layout: Layout
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_ids: list[int],
+    layout: Layout,
+    images: ImagePrompts | None,
 ) -> Episodes | None:
     """Make the environments that the section `env` asks for; None for one prompt and one response.
 
     Args:
         eos_ids: tokens that end a turn, in addition to `rollout.sampling.stop_token_ids`.
+        images: the way to images; None: environments say text.
 
     Raises:
         ConfigError: the environment cannot be found or loaded, or does not take its keys.
@@ -65,5 +73,5 @@ def build_episodes(
     if written is not None:
         render = lambda messages: written.observed(messages, Row({}, "messages of the environment", 0))  # noqa: E731
     turns = Turns(tokenizer, render, [*eos_ids, *config.rollout.sampling.stop_token_ids])
-    host = Host(kind, settings, answer_s) if layout.is_lead else None
-    return Episodes(kind.scores, kind.replayable, tools, turns, host)
+    host = Host(kind, settings, answer_s, images) if layout.is_lead else None
+    return Episodes(kind.scores, kind.replayable, tools, turns, host, images)

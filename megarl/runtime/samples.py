@@ -8,7 +8,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from megarl.config.rollout import env_section
-from megarl.data.image_prompts import image_sets
+from megarl.data.image_prompts import image_sets, pil_images
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, Groups
@@ -34,15 +34,23 @@ def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, 
     """Make the producer of this run's samples, up to `slots` at a time."""
     config, episodes, rules = c.config, rollout.episodes, None
     if episodes is not None:
-        limits, prompt_tokens = config.rollout.limits, config.data.max_prompt_tokens
+        limits, prompt_tokens, images = config.rollout.limits, config.data.max_prompt_tokens, episodes.images
         rules = EpisodeRules(
             episodes.host,
             episodes.turns,
             lambda ids: (rollout.decode(ids), rollout.tokenizer.batch_decode(ids)),
             c.layout.mp_group.broadcast_json,
-            EpisodeLimits(limits.turns, prompt_tokens, limits.response_tokens(sampling), limits.seconds),
+            EpisodeLimits(
+                limits.turns,
+                prompt_tokens,
+                limits.response_tokens(sampling),
+                limits.seconds,
+                None if images is None else images.limit,
+                None if images is None else images.token,
+            ),
             env_section(config.env)[1],
             episodes.replayable,
+            images,
         )
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
     return Groups(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules)
@@ -61,6 +69,8 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
             continue
         text, answer, source, row = about
         of_row = {**row, "prompt": text, "answer": answer, "data_source": source}
+        if c.config.data.image_key is not None:
+            of_row["images"] = [] if images is None else pil_images(images)
         yield Group(number, ids.tolist(), seeds, uid, of_row, c.seeds.env(uid), images)
 
 

@@ -235,7 +235,7 @@ class _Source:
             )
         check_loader_kwargs(config.data, config.sft.train_files or ())
         eos_ids = _end_tokens(config, tokenizer, layout)
-        episodes = build_episodes(config, tokenizer, eos_ids, layout)
+        episodes = build_episodes(config, tokenizer, eos_ids, layout, image_prompts(config, hf_config, tokenizer))
         tools = () if episodes is None else episodes.tools
         prompts = partial(_prompts, config, hf_config, tokenizer, tools)
         loader, val_data = None, None

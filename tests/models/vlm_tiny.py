@@ -69,7 +69,7 @@ def save(folder: Path, kind: str, **text: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with images and a response."""
+    """A prompt and a response, with images that begin at `starts`."""
 
     prompt: list[int]
     response: list[int]
@@ -112,8 +112,9 @@ def logits_of(reference: Any, sample: Sample, settings: ImageSettings) -> Tensor
     """Logits [R, V] of transformers for the places of the response, with the positions of its own function."""
     model, given = reference.model, dict[str, Any]()
     ids = torch.tensor([sample.prompt + sample.response])
-    kinds = (ids == IMAGE).int()
-    kinds[0, len(sample.prompt) :] = 0
+    kinds = torch.zeros_like(ids, dtype=torch.int32)
+    for start, image in zip(sample.starts, sample.images, strict=True):
+        kinds[0, start : start + len(image.values) // settings.merge**2] = 1
     grid = None
     if sample.images:
         colours = torch.from_numpy(np.concatenate([one.values for one in sample.images]))

@@ -12,7 +12,7 @@ from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 
-GUESS = Path(__file__).parents[1] / "envs" / "guess.py"
+GUESS, LOOK = (Path(__file__).parents[1] / "envs" / name for name in ("guess.py", "look.py"))
 SETTINGS = (
     f"env.name={GUESS}:Guess",
     "rollout.sampling={n: 4, max_new_tokens: 4, stop_token_ids: [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]}",
@@ -156,3 +156,26 @@ def test_a_misspelt_setting_is_refused_before_a_process_starts(recipe, tmp_path)
     assert "has no setting 'turn'" in output
     assert "allowed: name, on_error, highest, turns" in output
     assert not list(tmp_path.glob("logs*"))
+
+
+def test_an_environment_shows_images_that_are_trained_on_scored_and_reported(tmp_path):
+    """Of two steps with a tiny model that has learnt nothing: it looks because it knows no better."""
+    numbers = harness.run(
+        Path(__file__).parents[2] / "recipes" / "grpo_shapes_quickstart.yaml",
+        tmp_path,
+        f"env={{name: '{LOOK}:Look', looks: 3}}",
+        "rollout={limits: {turns: 4, tokens: 40}, sampling: {n: 4, max_new_tokens: 1, stop_token_ids: [19, 20]}}",
+        "data={batch_size: 8, loader_kwargs: {count: 16, held_out: 32}, limit_images: 4}",
+        "validation={every: 2, before_train: false, log_samples: 32, sampling: {max_new_tokens: 1, temperature: 1.0}}",
+        "sft.steps=0",
+        "algorithm.advantage.name=remax",
+        "trainer={steps: 2, save_every: 0}",
+        "cluster.nproc=1",
+    )
+    for step in numbers.values():
+        assert step["env/looks"] > 0
+        assert step["images/per_sample"] == pytest.approx(1 + step["env/looks"])
+        assert step["actor/grad_norm"] > 0
+        assert step["env/errors"] == step["env/greedy_errors"] == 0
+    shown = [json.loads(line)["images"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert max(map(len, shown)) > 1

@@ -63,7 +63,7 @@ def gather_images(lengths: Sequence[int], sets: Sequence[ImageSet | None], encod
     features, places, at, begin = list[Tensor](), list[Tensor](), 0, 0
     for length, own in zip(lengths, sets, strict=True):
         if own is not None:
-            images = zip(own.patches.split(own.sizes), own.digests, own.places, strict=True)
+            images = zip(own.parts(), own.digests, own.places, strict=True)
             for image, digest, (start, rows, columns) in images:
                 inside = torch.arange(rows * columns)
                 if digest not in known:

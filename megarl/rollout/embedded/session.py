@@ -228,7 +228,7 @@ class Session:
         tokens = torch.tensor([token for prompt, _ in prompts for token in prompt])
         images, positions = None, torch.cat([torch.arange(n) for n in lengths])
         if any(own is not None for _, own in prompts):
-            images, positions = _seen(prompts, self._stage)
+            images, positions = seen([(range(len(tokens)), own) for tokens, own in prompts], self._stage)
         self._stage.forward(
             tokens.to(device), positions.to(device), attend, want_logits=False, lockstep=lockstep, images=images
         )
@@ -318,16 +318,26 @@ class Session:
         ]
 
 
-def _seen(prompts: Sequence[tuple[list[int], ImageSet | None]], stage: DecoderStage) -> tuple[Images | None, Tensor]:
-    """Return the images of prompts that stand one after another, and the positions [3, n] of their tokens."""
+def seen(parts: Sequence[tuple[range, ImageSet | None]], stage: DecoderStage) -> tuple[Images | None, Tensor]:
+    """Return the images of parts of sequences that stand one after another, and the positions [3, n] of their tokens.
+
+    Args:
+        parts: of each the places in its sequence, and all images of the sequence.
+        stage: of a model that sees images.
+    """
     import numpy as np
 
     from megarl.models.vlm.model import gather_images
 
     encoder = stage.encoder
     assert encoder is not None, "the model sees images"
-    positions = [positions_of(len(own), () if images is None else images.places) for own, images in prompts]
-    images = gather_images([len(own) for own, _ in prompts], [own for _, own in prompts], encoder)
+    places = [() if own is None else own.places for _, own in parts]
+    positions = [
+        positions_of(part.stop, [place for place in own if place[0] < part.stop])[:, part.start :]
+        for (part, _), own in zip(parts, places, strict=True)
+    ]
+    sets = [None if own is None else own.between(part.start, part.stop) for part, own in parts]
+    images = gather_images([len(part) for part, _ in parts], sets, encoder)
     return None if images is None else images.to(stage.device), torch.from_numpy(np.concatenate(positions, 1))
 
 

@@ -18,12 +18,13 @@ from megarl.config.rollout import SamplingConfig
 from megarl.rollout.embedded.attention import ExtendAttention
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.rows import CacheRows, RowAssignment
-from megarl.rollout.embedded.session import Session, SessionLimits
+from megarl.rollout.embedded.session import Session, SessionLimits, seen
 from megarl.rollout.engine import FinishReason
 from megarl.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImageSet
+    from megarl.models.vlm.model import Images
 
 Drawn = tuple[list[int], list[float], FinishReason]
 _LOOK_EVERY = 8  # decode steps between two questions whether to go on: these may be collective
@@ -170,16 +171,17 @@ class TurnSession(Session):
             lengths = [len(new[row]) for row in rows]
             attend = ExtendAttention(self._cache, lengths, [starts[row] for row in rows], rows, self._scale)
             tokens = torch.tensor([token for row in rows for token in new[row]], device=device)
-            self._stage.forward(tokens, self._positions_from(starts, rows).to(device), attend, want_logits=False)
+            images, positions = self._seen_from(starts, rows)
+            self._stage.forward(tokens, positions.to(device), attend, want_logits=False, images=images)
 
-    def _positions_from(self, starts: Mapping[int, int], rows: Sequence[int]) -> Tensor:
-        """Return the positions of the text that came after the first `starts` places of these rows."""
-        found = []
-        for row in rows:
-            sequence = self._rows.holders[row]
-            shift = 0 if self._shifts is None else int(self._shifts[sequence])
-            found.append(torch.arange(starts[row], len(self._contexts[sequence]) - 1) + shift)
-        return torch.cat(found)
+    def _seen_from(self, starts: Mapping[int, int], rows: Sequence[int]) -> tuple[Images | None, Tensor]:
+        """Return images and positions of the tokens that came after the first `starts` places of these rows."""
+        sequences = [self._rows.holders[row] for row in rows]
+        first, ends = [starts[row] for row in rows], [len(self._contexts[sequence]) - 1 for sequence in sequences]
+        sets = [self._images[sequence] for sequence in sequences]
+        if all(one is None for one in sets):
+            return None, torch.cat([torch.arange(start, end) for start, end in zip(first, ends, strict=True)])
+        return seen([(range(start, end), own) for start, end, own in zip(first, ends, sets, strict=True)], self._stage)
 
     def _retire_turns(self, rows: int) -> dict[int, Drawn]:
         """Take the turns that are over out of the running rows; their rows are kept."""

@@ -6,7 +6,7 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.fields import GRIDS, IMAGES
+from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
 from megarl.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.data.versions import VERSION_FIELDS
 from megarl.errors import MegarlError
@@ -34,7 +34,7 @@ SAMPLE_FIELDS = (
 )
 #: What episodes of several turns have in addition, which begin with the environment's first observation.
 TURN_FIELDS = ("turn_starts", "turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
-#: The prompt of the data, beside the first observation that has taken its place.
+#: The prompt of the data, beside the first observation that has taken its place; it has DATA_IMAGES, too.
 DATA_PROMPT = ("data_prompt_ids", "data_prompt_text")
 #: What episodes of robots have, beside their pictures.
 EPISODE_FIELDS = (
@@ -58,18 +58,23 @@ def _of_episodes(config: RunConfig) -> list[str]:
     if config.robot is not None:
         pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in config.robot.cameras]
         return [*EPISODE_FIELDS, *pictures, *clip_fields(config)]
-    return [*TURN_FIELDS, *_data_prompt(config), "prompt_ids", "prompt_text"] if config.has_turns else []
+    if not config.has_turns:
+        return []
+    return [*TURN_FIELDS, *_data_prompt(config), "prompt_ids", "prompt_text", *call_fields(config)]
 
 
 def _data_prompt(config: RunConfig) -> list[str]:
     """List the fields that a greedy episode begins with, where one is played."""
-    return list(DATA_PROMPT) if config.has_turns and "greedy_score" in needed_fields(config) else []
+    if not config.has_turns or "greedy_score" not in needed_fields(config):
+        return []
+    return [*DATA_PROMPT, *(DATA_IMAGES if config.data.image_key is not None else ())]
 
 
 def _of_greedy(config: RunConfig) -> list[str]:
     """List the fields that greedy responses begin with, and the mask of samples that are compared with one."""
-    own = [*DATA_PROMPT, "response_mask"] if config.has_turns else ["prompt_ids", "prompt_text"]
-    return [*own, *call_fields(config)]
+    if config.has_turns:
+        return [*_data_prompt(config), "response_mask"]
+    return ["prompt_ids", "prompt_text", *call_fields(config)]
 
 
 def _masked(config: RunConfig) -> list[str]:
@@ -163,7 +168,7 @@ def _given_prompts(samples: Batch, prefix: str, images: Sequence[str]) -> Batch:
     from megarl.data.batch import Batch
 
     columns = {"prompt_text": samples[f"{prefix}prompt_text"], **{name: samples[name] for name in _OF_ROWS}}
-    fields = {"prompt_ids": samples[f"{prefix}prompt_ids"], **{name: samples[name] for name in images}}
+    fields = {name: samples[f"{prefix}{name}"] for name in ("prompt_ids", *images)}
     return Batch(fields, columns, size=len(samples))
 
 
