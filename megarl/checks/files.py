@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.needs import estimator_fields
+from megarl.algorithms.registry import Settings
 from megarl.architectures.known_keys import ignored_keys, unknown_keys
 from megarl.architectures.values import training_problems
 from megarl.artifacts.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, local_folder, model_facts
@@ -326,7 +327,7 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
         try:
             with located(label):
                 if included:
-                    reward_settings(name, reward.kwargs, REWARDS.spec(name))
+                    _check_deadline(reward_settings(name, reward.kwargs, REWARDS.spec(name)), reward)
                 else:
                     tree = check_reference(name, "reward.name")
                     if tree is not None:
@@ -348,6 +349,19 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
             fix=f"write {name}:function"
             if missing_function
             else method_fix(name, REWARDS.names()) or f"set {key} to one of these",
+        )
+
+
+def _check_deadline(settings: Settings, reward: RewardConfig) -> None:
+    """Refuse a batch of requests that may take longer than the whole batch of rewards, which nothing would stop."""
+    deadline = getattr(settings, "deadline_s", None)
+    if deadline is not None and deadline >= reward.timeout_s:
+        raise ConfigError(
+            "requests may take as long as the whole batch of rewards, so that none of them would be said to be late",
+            where="reward.kwargs.deadline_s",
+            found=f"{deadline:g}",
+            allowed=f"seconds below reward.timeout_s, which is {reward.timeout_s:g}",
+            fix=f"set reward.timeout_s={deadline + 60:g}",
         )
 
 

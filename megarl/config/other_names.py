@@ -353,7 +353,7 @@ _WANDB = "trackers are named in tracking.loggers (wandb, tensorboard, trackio, a
 _SHARDS = "there is no FSDP or DeepSpeed here: Megatron's layouts are (actor.parallel, actor.engine)"
 _PICTURES = "images of prompts are named by data.image_key, with data.image_dir, min_pixels, max_pixels, limit_images"
 _REFERENCE = "the reference is frozen here (reference.path)"
-_REWARD_MODEL = "there is no reward model in the run here; a reward function may ask a server for scores (reward.name)"
+_REWARD_MODEL = "a reward model is a reward here: reward.name=classifier, or reward.name=http where it is served"
 _ALWAYS = "this is always so here, and there is no key for it"
 _PREFERENCES = "of preference methods DPO, IPO, SLiC, robust DPO and reward models are here (section preference)"
 _PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"

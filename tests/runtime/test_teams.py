@@ -133,6 +133,17 @@ def test_a_run_that_ends_before_the_limit_of_its_job_ends_all_its_teams_and_goes
     assert of_training(harness.run(recipe, run_dir, *settings)) == ppo
 
 
+@pytest.mark.campaign("teams")
+def test_a_run_that_ends_early_ends_all_its_teams_and_is_finished(recipe):
+    teams = {"train": (["actor"], 1), "value": (["critic"], 1), "frozen": (["reference"], 1), "draw": (["rollout"], 1)}
+    stop = "trainer.early_stop={metric: critic/score/mean, patience: 1, min_delta: 5.0}"
+    run_dir = recipe.parent / "ppo-early"
+    for _ in range(2):
+        assert max(harness.run(recipe, run_dir, *PPO, *placed(teams), "cluster.timeout_s=240", stop)) == 2
+        assert json.loads((run_dir / "run.json").read_text())["status"] == "finished"
+        assert (run_dir / "hf").is_dir()
+
+
 # -- many layouts: a campaign -----------------------------------------------------------------------------------------
 
 #: Recipes, by what models they work with. The cold start of GRPO is trained before other teams have models.
