@@ -21,8 +21,6 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.imports import installed_version
 from megarl.processes import nvidia_devices
-from megarl.rollout.sglang.block_fp8 import unsplittable
-from megarl.sync.plan import FP8_BLOCK
 
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
 #: Server arguments that megarl sets itself; the last one counts, so another of these would undo a check.
@@ -314,9 +312,13 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
 
 
 def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
+    if not config.sync.fp8:
+        return
+    from megarl.rollout.sglang.block_fp8 import unsplittable  # imports torch
+    from megarl.sync.plan import FP8_BLOCK
+
     servers = config.rollout.sglang
-    wrong = unsplittable(facts, servers.tp_size, servers.ep_size)
-    if config.sync.fp8 and wrong:
+    if wrong := unsplittable(facts, servers.tp_size, servers.ep_size):
         checks.fail(
             _NAME,
             "sync.fp8",
