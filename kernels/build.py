@@ -88,6 +88,7 @@ def _build(source: Path, compiler: str) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
+    print(f"compiling {source.name} for this processor, once per version (kept in {folder})", flush=True)
     # Ranks may compile side by side: each in its own folder, and the last rename wins.
     with tempfile.TemporaryDirectory(dir=folder) as work:
         compile_to(target, source, compiler, FLAGS, Path(work))

@@ -426,6 +426,7 @@ def _signals_kept() -> Iterator[None]:
 
 def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float, *, spill: bool) -> None:
     """Connect to the cluster at `address`, or start one here for `nproc` workers with an object store of its own."""
+    print("starting Ray" if address is None else f"joining Ray at {address}", flush=True)
     if address is None:
         _keep_strangers_out()
     import ray

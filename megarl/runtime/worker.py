@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -31,7 +32,7 @@ from megarl.errors import UserError
 from megarl.imports import import_callable
 from megarl.processes import die_with_parents, own_worker_name, raise_descriptor_limit, worker_number
 from megarl.runtime.health import Heartbeat, report
-from megarl.tracing import beat, phase
+from megarl.tracing import beat, current, phase
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -51,6 +52,8 @@ def run(entry: str, config_path: Path) -> int:
                 until_the_end.callback(os.environ.pop, ATTEMPT)
             refuse_if_taken(run_dir)
             until_the_end.enter_context(_imports_beat())
+            if worker == 0:
+                until_the_end.enter_context(tell_waits())
             return _run(entry, config_path, run_dir, worker)
     except (FolderTaken, UserError) as error:
         print(f"megarl: {error}", file=sys.stderr)
@@ -81,6 +84,61 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
         return failure.exit_code
     heartbeat.finish()
     return 0
+
+
+#: Phases on the console, where their names do not say what is waited for.
+_WAITS = {
+    "idle": "importing PyTorch and Megatron",
+    "start": "importing the recipe's entry",
+    "join": "waiting for all workers",
+    "load_data": "reading tokenizer and data",
+    "load_model": "building the model and reading its weights",
+    "load_critic": "building the critic",
+    "load_reference": "reading the reference",
+    "load_teacher": "reading the teacher",
+    "resume": "reading the checkpoint",
+    "start_servers": "starting SGLang servers",
+    "await_servers": "waiting for SGLang servers",
+    "rollout": "generating",
+    "actor_train": "updating the actor",
+    "export": "writing the model",
+}
+_TRAINING = ("step", "sft")
+
+
+@contextlib.contextmanager
+def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
+    """Print what this process does while that takes long, until its first training step is over and between steps.
+
+    Args:
+        silent_s: seconds in one phase after which it is named.
+        every_s: seconds until it is named again; six times that after half a minute.
+    """
+    done = threading.Event()
+
+    def run() -> None:
+        path, since, told, trained = current(), time.monotonic(), 0.0, False
+        while not done.wait(min(silent_s, 1.0) / 4):
+            now, here = time.monotonic(), current()
+            if here != path:
+                trained |= path.startswith(_TRAINING) and not here.startswith(_TRAINING)
+                path, since, told = here, now, 0.0
+            seconds = now - since
+            again = now - told >= (every_s if seconds < 6 * every_s else 6 * every_s)
+            if seconds >= silent_s and again and not (trained and path.startswith(_TRAINING)):
+                told = now
+                print(f"... {_wait_text(path)}, {seconds:.0f} s", flush=True)
+
+    threading.Thread(target=run, name="tell-waits", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _wait_text(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return _WAITS.get(name, name.replace("_", " "))
 
 
 class _Beats(MetaPathFinder):
