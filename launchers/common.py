@@ -247,7 +247,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         raise ConfigError("unknown launcher", where="--launcher", found=launcher, allowed=LAUNCHERS)
     with contextlib.ExitStack() as open_files:
         lock = open_files.enter_context(_lock(launcher, config, run_dir))
-        log = open_files.enter_context(contextlib.closing(_open_log(run_dir, lock, placement)))
+        log = open_files.enter_context(contextlib.closing(_open_log(config, run_dir, lock, placement)))
         folder = open_files.enter_context(contextlib.closing(RunFolder(run_dir)))
         job = Job(entry, config, run_dir, log, placement, folder=folder, machine=lock.machine, lock=lock)
         attempts = Attempts(starts[launcher], job)
@@ -287,11 +287,11 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                     remove_leftovers()  # of workers that had to be killed
 
 
-def _open_log(run_dir: Path, lock: FolderLock, placement: Placement | None) -> OutputLog:
+def _open_log(config: RunConfig, run_dir: Path, lock: FolderLock, placement: Placement | None) -> OutputLog:
     """Open the log of a run, in a folder that is fit for resuming."""
     if lock.machine == 0:
         repair(run_dir)
-    log = OutputLog(run_dir / "log.txt", functools.partial(name_in, placement))
+    log = OutputLog(run_dir / "log.txt", functools.partial(name_in, placement), split=config.tracking.console == "json")
     for note in lock.notes:
         log.say(note)
     with contextlib.suppress(OSError):

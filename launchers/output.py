@@ -27,22 +27,25 @@ class OutputLog:
     Args:
         path: file of whole lines.
         name: returns a worker's name, which precedes its lines.
+        split: only JSON objects of rank 0 go to standard output, its other lines to the error output.
     """
 
-    def __init__(self, path: Path, name: Callable[[int], str] = "rank {}".format) -> None:
-        self._name = name
+    def __init__(self, path: Path, name: Callable[[int], str] = "rank {}".format, *, split: bool = False) -> None:
+        self._name, self._split = name, split
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._pending: dict[int, bytes] = {}
 
     def write(self, rank: int, data: bytes) -> None:
         """Add the next bytes that `rank` printed."""
-        if rank == 0:
-            _to_console(data)
+        if rank == 0 and not self._split:
+            _to_console(data, sys.stdout)
         with self._lock:
             *lines, rest = (self._pending.get(rank, b"") + data).split(b"\n")
             self._pending[rank] = rest[-_LONGEST_LINE:]
             self._keep(b"".join(self._as_line(rank, line) for line in lines))
+        for line in lines if rank == 0 and self._split else ():
+            _to_console(line + b"\n", sys.stdout if line.startswith(b'{"step"') else sys.stderr)
 
     def say(self, text: str) -> None:
         """Print a message of the launcher itself, to stderr and to the file."""
@@ -74,15 +77,15 @@ class OutputLog:
         return b"[%s] %s\n" % (self._name(rank).encode(), drawings[-1].rstrip() if drawings else b"")
 
 
-def _to_console(data: bytes) -> None:
-    """Write to standard output while it is read: a terminal that is gone or stopped does not block the run."""
+def _to_console(data: bytes, stream: TextIO) -> None:
+    """Write to a stream while it is read: a terminal that is gone or stopped does not block the run."""
     with contextlib.suppress(OSError, ValueError):
-        if not _takes(sys.stdout):
+        if not _takes(stream):
             return
-        sys.stdout.flush()
-        handle = sys.stdout.fileno()
+        stream.flush()
+        handle = stream.fileno()
         for start in range(0, len(data), _CHUNK):
-            if not _takes(sys.stdout):
+            if not _takes(stream):
                 return
             os.write(handle, data[start : start + _CHUNK])
 

@@ -47,6 +47,9 @@ def add_job(parser: argparse.ArgumentParser, job: str) -> None:
         "--dry-run", action="store_true", help="print configuration, graph, layout and checks; stop there"
     )
     parser.add_argument("--full", action="store_true", help="with --dry-run: keys with their default, too")
+    parser.add_argument(
+        "--console", choices=("auto", "plain", "quiet", "json"), help="what is printed (default: tracking.console)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -55,6 +58,8 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
     from megarl.components import COMPONENTS
     from megarl.config.load import find_recipe, hide_credentials, load_config
 
+    if getattr(arguments, "console", None) is not None:
+        arguments.overrides, arguments.console = [*arguments.overrides, f"tracking.console={arguments.console}"], None
     takes_runs = hasattr(arguments, "weights")
     of_run = takes_runs and Path(arguments.recipe).is_dir()
     if of_run:
@@ -124,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command != "sft":
         _warn_of_servers(config)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.command)
-    print(f"run folder: {run_dir}", flush=True)
+    print(f"run folder: {run_dir}", file=sys.stderr if config.tracking.console == "json" else None, flush=True)
     before = process_of(run_dir)
     code = run_workers(launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
     begun = process_of(run_dir) != before  # else the start was refused, and the folder's content is not its own

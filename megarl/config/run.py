@@ -124,6 +124,12 @@ class TrackingConfig(Section):
     """The destinations of metrics."""
 
     dir: str = Field("runs", description="folder of run folders")
+    console: Literal["auto", "plain", "quiet", "json"] = Field(
+        "auto",
+        description="auto: a line per step, and a progress bar on a terminal; plain: without the bar; quiet: only "
+        "validations and the table at the end; json: one JSON object per step on standard output, and all else on the "
+        "error output",
+    )
     mlflow: bool = Field(True, description="log to MLflow")
     mlflow_uri: str | None = Field(None, description="MLflow tracking URI; null: sqlite:///<dir>/mlflow.db")
     loggers: list[str] = Field(

@@ -65,7 +65,8 @@ def _show_end(run_dir: Path) -> None:
     run = read_run(run_dir)
     stage = run.get("stage", "train")
     lines = [line for line in read_jsonl(run_dir / "metrics.jsonl", needs=STEP) if line["stage"] == stage]
-    view, report = ConsoleView(None), run_dir / "report.html"
+    mode = run.get("config", {}).get("tracking", {}).get("console", "auto")
+    view, report = ConsoleView(None, mode=mode), run_dir / "report.html"
     view.final(end_text(run.get("name", run_dir.name), stage, "failed"), lines)
     if report.is_file():
         view.note(f"report: {report}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import json
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -16,9 +19,14 @@ from rich.text import Text
 from megarl.tracking.names import FINAL_TABLE, STEP_LINE, Shown, number
 from megarl.tracking.teams import BOTTLENECK, bounding_team
 
+Mode = Literal["auto", "plain", "quiet", "json"]
+
 _BAR = "training"
 _COLUMNS = ["first", "best", "last"]
-_ONLY = ["value"]  # seconds between records of one step
+_ONLY = ["value"]  # where all records are of one step
+_WIDTH = 80  # columns of a line
+_END_WIDTH = 20  # columns of a step's seconds and of the time left
+_SECONDS, _ACCURACY = "timing_s/step", "val/acc"
 _LOG_EVERY_S = 15.0  # seconds between progress lines where no bar can be shown
 
 
@@ -29,14 +37,19 @@ class ConsoleView:
         total_steps: steps of the run, for `12/160`; None: unknown.
         console: where to write; None: standard output.
         label: first word of a step line.
+        mode: as `tracking.console`.
     """
 
-    def __init__(self, total_steps: int | None, console: Console | None = None, label: str = "step") -> None:
+    def __init__(
+        self, total_steps: int | None, console: Console | None = None, label: str = "step", mode: Mode = "auto"
+    ) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self._total, self._label = total_steps, label
+        self._total, self._label, self._mode = total_steps, label, mode
         self._bars: Progress | None = None
         self._bar = TaskID(0)
-        if self.console.is_terminal:
+        self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # step, and when it was over
+        self._best: tuple[int, float] | None = None  # validation: step, accuracy
+        if self.console.is_terminal and mode == "auto":
             self._bars = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -49,21 +62,75 @@ class ConsoleView:
             self._bar = self._bars.add_task(_BAR, total=total_steps)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Print one line with the key metrics; absent metrics are left out."""
+        """Print one line with the key metrics, and one about a validation; absent metrics are left out."""
         if self._bars is not None:
             self._bars.update(self._bar, completed=step)
-        self.console.print(self.step_text(step, metrics))
+        self._ends.append((step, time.monotonic()))
+        if self._mode == "json":
+            line = json.dumps({"step": step, "stage": "train" if self._label == "step" else self._label, **metrics})
+            self.console.print(Text(line), soft_wrap=True)
+            return
+        if self._mode != "quiet":
+            self.console.print(self.step_text(step, metrics))
+        for line in self.validation_lines(step, metrics):
+            self.console.print(Text(line))
 
     def step_text(self, step: int, metrics: dict[str, float]) -> Text:
-        """Return the step line, with numbers aligned from line to line."""
-        width = len(str(self._total)) if self._total else 5
-        line = Text(f"{self._label} {step:>{width}}" + (f"/{self._total}" if self._total else ""), style="bold")
+        """Return the step line: step, percent, metrics as far as there is room, seconds, time left."""
+        total = self._total
+        width = len(str(total)) if total else 5
+        line = Text(f"{self._label} {step:>{width}}", style="bold")
+        if total:
+            line.append(f"/{total} {100 * step // total:>3}%")
+        end = Text()
+        if _SECONDS in metrics:
+            end.append(f" {number(metrics[_SECONDS], 3):>5} s", style="not bold")
+        if (left := self._left_s(step)) is not None:
+            end.append(f" {f'{_duration(left)} left':>11}", style="not bold dim")
+        room = _WIDTH - len(line) - _END_WIDTH
         for shown in STEP_LINE:
-            if shown.name in metrics:
-                line.append(f"  {shown.short}" if shown.short else " ", style="not bold dim")
-                style = "not bold green" if shown.better == "up" else "not bold"
-                line.append(f"{number(metrics[shown.name], 3):>9}{shown.unit and ' '}{shown.unit}", style=style)
-        return line
+            if shown.name not in metrics:
+                continue
+            part = Text(f"  {shown.short}" if shown.short else " ", style="not bold dim")
+            style = "not bold green" if shown.better == "up" else "not bold"
+            part.append(f"{number(metrics[shown.name], 3):>8}{shown.unit and ' '}{shown.unit}", style=style)
+            if len(part) > room:
+                break
+            room -= len(part)
+            line.append_text(part)
+        return line.append_text(end)
+
+    def _left_s(self, step: int) -> float | None:
+        """Return the seconds until the last step, by the pace of the latest ones; None: not known."""
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        if not self._total or last == first or step >= self._total:
+            return None
+        return (ended - began) / (last - first) * (self._total - step)
+
+    def validation_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """Return the text about a validation: accuracy, pass@k, maj@k, how many prompts, and the best so far."""
+        if _ACCURACY not in metrics:
+            return []
+        value = metrics[_ACCURACY]
+        said = f"validation: accuracy {_share(value)}"
+        many = [name for name in metrics if name.startswith(("val/pass@", "val/maj@"))]
+        said += "".join(f", {name.removeprefix('val/')} {_share(metrics[name])}" for name in many)
+        if "val/prompts" in metrics:
+            said += f" of {metrics['val/prompts']:,.0f} prompts"
+        if "val/samples" in metrics and metrics["val/samples"] != metrics.get("val/prompts"):
+            said += f" ({metrics['val/samples']:,.0f} samples)"
+        if self._best is not None and self._best[1] > value:
+            said += f"; best {_share(self._best[1])} at step {self._best[0]}"
+        elif self._best is not None:
+            said += "; the best so far"
+        self.recall(step, metrics)
+        return textwrap.wrap(said, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+    def recall(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take a validation into account, also one before a run was continued, for the best so far."""
+        value = metrics.get(_ACCURACY)
+        if isinstance(value, (int, float)) and (self._best is None or value >= self._best[1]):
+            self._best = (step, value)
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int | None) -> Iterator[Callable[[float], None]]:
@@ -82,7 +149,7 @@ class ConsoleView:
                 share = f"{done:g}/{total}" if total else f"{done:g}"
                 if self._bars is not None:
                     self._bars.update(self._bar, description=f"{_BAR}, {description} {share}")
-                elif time.monotonic() - last >= _LOG_EVERY_S:
+                elif time.monotonic() - last >= _LOG_EVERY_S and self._mode in ("auto", "plain"):
                     last = time.monotonic()
                     percent = f" ({100 * done / total:.0f}%)" if total else ""
                     self.console.print(f"{description}: {share}{percent}, {last - start:.0f} s")
@@ -95,6 +162,8 @@ class ConsoleView:
 
     def note(self, message: str) -> None:
         """Print one plain line."""
+        if self._mode == "json":
+            return
         self.console.print(Text(message))
 
     def final(self, title: str, records: list[dict[str, Any]]) -> None:
@@ -104,7 +173,7 @@ class ConsoleView:
         """
         self.close()
         rows = summary(records)
-        if not rows:
+        if not rows or self._mode == "json":
             return
         table = Table(title=title, title_justify="left", title_style="bold")
         table.add_column("metric")
@@ -156,6 +225,25 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]
             row["best_step"], row["best"] = pick(reversed(points), key=lambda point: point[1])
         rows.append((shown, row))
     return rows
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f}%" if 0 <= value <= 1 else number(value)
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in at most six characters.
+
+    >>> [_duration(x) for x in (7, 125, 5000, 200_000)]
+    ['7 s', '2 min', '1h23', '2d07h']
+    """
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}" if hours < 48 else f"{hours // 24}d{hours % 24:02}h"
 
 
 def _bottlenecks(records: list[dict[str, Any]]) -> dict[str, list[float | None]]:

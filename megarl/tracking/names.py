@@ -20,23 +20,21 @@ class Shown:
     better: Better = None
 
 
+#: Metrics of a step line, the most important first: those that fit into its width are shown.
 STEP_LINE = (
     Shown("sft/loss", "loss", better="down"),
     Shown("preference/loss", "loss", better="down"),
-    Shown("rewards/accuracies", "acc", better="up"),
-    Shown("rewards/margins", "margin", better="up"),
     Shown("critic/score/mean", "score", better="up"),
-    Shown("actor/pg_loss", "pg"),
+    Shown("rewards/accuracies", "acc", better="up"),
     Shown("actor/kl_loss", "kl"),
     Shown("critic/vf_loss", "vf", better="down"),
-    Shown("critic/vf_explained_var", "ev", better="up"),
+    Shown("response_length/mean", "", "tok"),
     Shown("actor/entropy", "ent"),
-    Shown("response_length/mean", "len"),
     Shown("actor/grad_norm", "grad"),
+    Shown("perf/throughput", "", "tok/s"),
+    Shown("rewards/margins", "margin", better="up"),
+    Shown("critic/vf_explained_var", "ev", better="up"),
     Shown("actor/lr", "lr"),
-    Shown("perf/throughput", "tok/s"),
-    Shown("timing_s/step", "", "s"),
-    Shown("val/acc", "val", better="up"),
 )
 
 FINAL_TABLE = (

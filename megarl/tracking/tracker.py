@@ -102,7 +102,9 @@ class Tracker:
         self._run |= {"process": identity()}
         self._run |= {"machine": machine_info(), "config": resolved}
         self._write_run()
-        self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage)
+        self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage, cfg.console)
+        for line in self._lines(self.run_dir / "metrics.jsonl"):  # of before it was continued
+            self.view.recall(line["step"], line)
         resumed = resume_step is not None
         about = describe_run(self.run_dir, cfg.project, name, stage, resolved, started=started, resumed=resumed)
         self._mlflow = self._open_mlflow(about) if cfg.mlflow else None

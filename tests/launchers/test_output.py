@@ -113,3 +113,15 @@ def test_a_signal_before_there_are_workers_ends_the_command_with_a_word(number, 
     assert (code, capsys.readouterr().err) == (128 + number, f"megarl: stopped by {number.name}\n")
     assert signal.getsignal(number) == before
     assert not (tmp_path / "run").exists()
+
+
+def test_json_lines_go_to_standard_output_and_all_else_to_the_error_output(tmp_path, capfd):
+    log = OutputLog(tmp_path / "log.txt", split=True)
+    log.write(0, b'train: 8 prompts\n{"step": 1, "stage"')
+    log.write(0, b': "train"}\nreport: here\n')
+    log.write(1, b'{"step": 1}\n')
+    log.close()
+    out, err = capfd.readouterr()
+    assert out == '{"step": 1, "stage": "train"}\n'
+    assert err == "train: 8 prompts\nreport: here\n"
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 4

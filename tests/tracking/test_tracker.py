@@ -51,7 +51,7 @@ def test_a_run_leaves_all_its_files(tmp_path, screen):
     assert info["status"] == "finished"
     assert info["machine"]["cores"] >= 1
     text = screen.file.getvalue()
-    assert "step 1/3  score" in text
+    assert "step 1/3  33%  score" in text
     assert "my run: train finished" in text
     assert "0.75 (step 3)" in text
 
@@ -184,7 +184,7 @@ def test_log_lines_have_no_escape_codes_and_are_not_wrapped(screen):
     line = screen.file.getvalue()
     assert line.count("\n") == 1
     assert "\x1b" not in line
-    assert line.split() == ["step", "7/1000", "score", "0.5", "tok/s", "12.3k", "2", "s"]
+    assert line.split() == ["step", "7/1000", "0%", "score", "0.5", "12.3k", "tok/s", "2", "s"]
 
 
 def test_progress_in_a_log_is_rare_lines(screen, monkeypatch):

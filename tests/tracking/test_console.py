@@ -1,0 +1,65 @@
+import io
+import itertools
+import json
+
+import pytest
+from rich.console import Console
+
+from megarl.tracking.console import ConsoleView
+from megarl.tracking.names import STEP_LINE
+
+EVERYTHING = {shown.name: -1.23e-5 for shown in STEP_LINE} | {"timing_s/step": 12.34}
+
+
+@pytest.fixture
+def view(monkeypatch):
+    """view(total) -> a view whose clock goes on by 30 s each time that it is read."""
+    clock = itertools.count(0, 30)
+    monkeypatch.setattr("megarl.tracking.console.time.monotonic", lambda: float(next(clock)))
+    return lambda total, **more: ConsoleView(total, Console(file=io.StringIO(), width=200, highlight=False), **more)
+
+
+@pytest.mark.parametrize("total", [3, 1000, 123_456, None])
+def test_lines_have_80_columns_at_most(view, total):
+    shown = view(total)
+    many = {f"val/{kind}@{k}": 0.5 for kind in ("pass", "maj") for k in (1, 2, 4, 8, 16)}
+    for step in (0, 1, 2):
+        shown.step(step, EVERYTHING | {"val/acc": 0.5, "val/prompts": 512.0, "val/samples": 4096.0} | many)
+    lines = shown.console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all("12.3 s" in line for line in lines if line.startswith("step"))
+
+
+def test_a_step_says_percent_units_and_time_left(view):
+    shown = view(1000)
+    for step in (9, 10):
+        shown.step(step, {"critic/score/mean": 0.25, "response_length/mean": 3.5, "timing_s/step": 1.5})
+    text = shown.console.file.getvalue().splitlines()[-1]
+    # 990 steps of 30 s by the clock; what a step itself says leaves out what is between steps.
+    assert text == "step   10/1000   1%  score    0.25      3.5 tok   1.5 s   8h15 left"
+
+
+def test_a_validation_says_counts_and_the_best_so_far(view):
+    shown = view(100)
+    shown.recall(10, {"val/acc": 0.25})  # before the run was continued
+    for step, accuracy in ((20, 0.125), (30, 0.5)):
+        shown.step(step, {"val/acc": accuracy, "val/prompts": 8.0, "val/samples": 16.0, "val/pass@2": 0.75})
+    said = " ".join(shown.console.file.getvalue().split())
+    counts = "75.0% of 8 prompts (16 samples)"
+    assert f"validation: accuracy 12.5%, pass@2 {counts}; best 25.0% at step 10" in said
+    assert f"validation: accuracy 50.0%, pass@2 {counts}; the best so far" in said
+
+
+def test_modes_of_the_console(view):
+    records = {"critic/score/mean": 0.25, "val/acc": 0.5, "timing_s/step": 1.5}
+    said = {}
+    for mode in ("plain", "quiet", "json"):
+        shown = view(4, mode=mode)
+        shown.step(1, records)
+        shown.note("a note")
+        shown.final("the end", [{"step": 1, **records}])
+        said[mode] = shown.console.file.getvalue()
+    assert "step 1/4" in said["plain"]
+    assert "step 1/4" not in said["quiet"]
+    assert all(word in said["quiet"] for word in ("validation: accuracy 50.0%", "a note", "the end"))
+    assert [json.loads(line) for line in said["json"].splitlines()] == [{"step": 1, "stage": "train", **records}]
