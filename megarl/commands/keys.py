@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def meaning(self) -> str:
-        """What it is for, on one line."""
+        """The description of the key, on one line."""
         return self.info.description or ""
 
     @property
