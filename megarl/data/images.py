@@ -142,6 +142,8 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
             source.seek(0)
             found = source.read(16)
             raise DataError("not an image", where=where, found=found, allowed=", ".join(_FORMATS)) from error
+        except Image.DecompressionBombError as error:
+            raise _too_large(str(error), where) from error
     _check_size(image, where)
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)  # a phone's JPEG has previews
     if frames > 1:
@@ -172,13 +174,7 @@ def _check_size(image: Image, where: str) -> None:
     width, height = image.size
     short, long = min(width, height), max(width, height)
     if width * height > MOST_PIXELS:
-        raise DataError(
-            "the image has too many pixels",
-            where=where,
-            found=f"{width} x {height}",
-            allowed=f"at most {MOST_PIXELS} pixels",
-            fix="make it smaller; more than data.max_pixels is thrown away anyway",
-        )
+        raise _too_large(f"{width} x {height}", where)
     if short < _LEAST_SIDE or long > _MOST_RATIO * short:
         raise DataError(
             "the image has a size that no vision encoder takes",
@@ -186,6 +182,16 @@ def _check_size(image: Image, where: str) -> None:
             found=f"{width} x {height}",
             allowed=f"sides of at least {_LEAST_SIDE} pixels, one at most {_MOST_RATIO} times the other",
         )
+
+
+def _too_large(found: str, where: str) -> DataError:
+    return DataError(
+        "the image has too many pixels",
+        where=where,
+        found=found,
+        allowed=f"at most {MOST_PIXELS} pixels",
+        fix="make it smaller; more than data.max_pixels is thrown away anyway",
+    )
 
 
 def _as_rgb(image: Image, where: str) -> Image:

@@ -4,6 +4,8 @@ import base64
 import io
 import json
 import random
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -84,6 +86,7 @@ def test_colours_of_every_kind_become_rgb():
     assert np.asarray(open_image(as_bytes(clear), None, "a row"))[0, 0].tolist() == [255] * 3
     assert open_image(as_bytes(picture(mode="CMYK"), "JPEG"), None, "a row").mode == "RGB"
     assert open_image(as_bytes(picture(mode="L")), None, "a row").mode == "RGB"
+    assert open_image(as_bytes(picture(mode="P"), "GIF"), None, "a row").mode == "RGB"
 
 
 def test_an_image_that_exif_turns_is_turned():
@@ -92,6 +95,13 @@ def test_an_image_that_exif_turns_is_turned():
     content = as_bytes(picture(60, 40), "JPEG", exif=exif)
     assert image_size(content, None, "a row") == (60, 40)
     assert open_image(content, None, "a row").size == (40, 60)
+
+
+def claimed(width: int, height: int) -> bytes:
+    """A PNG whose first bytes say that it has this size."""
+    content = as_bytes(Image.new("1", (4, 4)))
+    header = b"IHDR" + struct.pack(">II", width, height) + content[24:29]
+    return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
 
 
 def several_frames() -> bytes:
@@ -107,11 +117,12 @@ def several_frames() -> bytes:
         (17, "not an image"),
         (as_bytes(picture())[:-200], "cannot be read"),
         (as_bytes(Image.new("1", (12_000, 12_000))), "too many pixels"),
+        (claimed(40_000, 40_000), "too many pixels"),
         (as_bytes(picture(900, 2)), "a size that no vision encoder takes"),
         (several_frames(), "several frames"),
         ("data:image/png;base64,???", "not an image in a URL"),
     ],
-    ids=["missing", "text", "empty", "number", "cut", "huge", "thin", "frames", "url"],
+    ids=["missing", "text", "empty", "number", "cut", "huge", "bomb", "thin", "frames", "url"],
 )
 def test_a_bad_image_is_named(value, what, tmp_path):
     with pytest.raises(DataError, match=what) as raised:
@@ -225,15 +236,17 @@ def test_an_image_in_a_message_is_refused_where_nothing_sees_it():
         ({"prompt": "<image>?", "images": ["gone.png"]}, "No such file"),
         ({"prompt": "<image>?", "images": ["text.png"]}, "not an image"),
         ({"prompt": "<image>?", "images": ["wide.png"]}, "40000 x 3"),
+        ({"prompt": "<image>?", "images": ["huge.png"]}, "too many pixels"),
         ({"prompt": "<image>?", "images": ["film.gif"]}, "several frames"),
         ({"prompt": "<image>" * 3, "images": ["good.png"] * 3}, "more images than a prompt may have"),
     ],
-    ids=["zero", "missing", "broken", "wide", "gif", "many"],
+    ids=["zero", "missing", "broken", "wide", "huge", "gif", "many"],
 )
 def test_bad_rows_are_named_before_a_start(row, what, tmp_path):
     (tmp_path / "good.png").write_bytes(as_bytes(picture()))
     (tmp_path / "text.png").write_bytes(b"no image")
     (tmp_path / "wide.png").write_bytes(as_bytes(Image.new("1", (40_000, 3))))
+    (tmp_path / "huge.png").write_bytes(claimed(40_000, 40_000))
     (tmp_path / "film.gif").write_bytes(several_frames())
     good = {"prompt": "<image>?", "images": ["good.png"], "answer": "1"}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"answer": "1", **one}) + "\n" for one in (good, row)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.recipes.shapes import make_rows
+from tests import forked
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
@@ -57,10 +58,33 @@ def settings(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     write_rows(folder)
-    return harness.train("grpo_shapes_quickstart", folder / "run", *settings(folder))
+    harness.run(Path("grpo_shapes_quickstart"), folder / "run", *settings(folder))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(run: Path) -> dict[int, dict[str, float]]:
+    return harness.metrics(run)
+
+
+@pytest.mark.parametrize("export", [False, True], ids=["run folder", "export"])
+def test_eval_counts_as_the_run_did_and_shows_what_the_model_saw(run, whole, export, tmp_path):
+    given = [run]
+    if export:  # as any other model
+        given = [run / "config.yaml", f"model.path={run}/hf", "model.hf_config=null", "model.tokenizer=null"]
+    ended = forked.run(["eval", *given, "tracking.report=true", "--run-dir", tmp_path / "eval"], tmp_path)
+    assert ended.code == 0, ended.output[-3000:]
+    numbers = json.loads((tmp_path / "eval/metrics.jsonl").read_text())
+    for name in ("acc", "prompts", "samples", "counting/acc", "counting/prompts", "left/acc", "left/prompts"):
+        assert numbers[f"val/{name}"] == whole[STEPS][f"val/{name}"], name
+    rows = [json.loads(line) for line in (tmp_path / "eval/samples.jsonl").read_text().splitlines()]
+    shown = [name for row in rows for name in row.get("images", ())]
+    assert (len(rows), len(shown)) == (2, 1), "one of the two prompts has an image"
+    assert (tmp_path / "eval" / shown[0]).is_file()
+    assert "data:image/png;base64," in (tmp_path / "eval/report.html").read_text()
 
 
 def test_a_killed_run_goes_on_to_the_same_numbers(whole, tmp_path):
