@@ -48,8 +48,8 @@ lint: $(STAMP)
 # The documentation as a site with search, in build/site; a broken link is an error.
 docs: $(STAMP)
 	$(BIN)/python -c 'import material' 2> /dev/null || \
-	  $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --quiet
+	  $(BIN)/python -m pip install --quiet -c constraints.txt mkdocs-material
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(STAMP)
 	$(BIN)/megarl bench

@@ -81,8 +81,6 @@ setup(
         "mcp": ["mcp>=2.3,<3"],
         # Demonstrations of robots: LIBERO's files, videos of LeRobot's data sets.
         "embodied": ["av>=14", "h5py>=3.11"],
-        # The documentation as a site (`make docs`).
-        "docs": ["mkdocs-material>=9.7,<10"],
         "dev": [
             "av>=14",
             "build>=1.2",
