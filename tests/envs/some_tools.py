@@ -6,7 +6,7 @@ import os
 import runpy
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 def shift(text: str, by: int = 1, way: Literal["up", "down"] = "up") -> str:
@@ -60,3 +60,13 @@ def untyped(a) -> int:  # type: ignore[no-untyped-def]
 
 def silent(a: int) -> int:
     return a
+
+
+def half(number: int, images: list[Any]) -> list[Any]:
+    """Show the left half of an image.
+
+    Args:
+        number: of the image, from 0.
+    """
+    image = images[number]
+    return [image.crop((0, 0, image.width // 2, image.height)), "the left half"]

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from megarl.config.run import RunConfig
+from megarl.data.images import open_image
 from megarl.envs import Action
 from megarl.envs.host import Host
 from megarl.envs.preflight import check_environment
@@ -166,6 +168,29 @@ def test_results_come_back_in_the_order_of_the_calls(answer):
     assert info == {"tool_calls": 2.0, "tool_errors": 0.0}
 
 
+def test_a_function_is_given_the_images_of_the_episode_and_returns_one():
+    kind, settings = load_environment({"name": "tools", "tools": [f"{FILE}:half"]})
+    assert list(kind.tools(settings)[0]["function"]["parameters"]["properties"]) == ["number"]
+    shared = kind.open(settings)
+    try:
+        mine = kind(settings, shared)
+        mine.reset({"images": [Image.new("RGB", (64, 32), "red")]}, 0)
+        text = f"<tool_call>{json.dumps(call('half', number=0))}</tool_call>"
+        text += f"<tool_call>{json.dumps(call('half', number=3))}</tool_call>"
+        [message, failed] = mine.step(Action(text, text, [1], "stop", 0)).observation
+        image, words = message["content"]
+        assert open_image(image["image"], None, "here").size == (32, 32)
+        assert words == {"type": "text", "text": "the left half"}
+        assert failed["content"].startswith("error: IndexError")
+        again = text.replace('"number": 0', '"number": 1')
+        [message, _] = mine.step(Action(again, again, [1], "stop", 1)).observation
+        assert open_image(message["content"][0]["image"], None, "here").size == (16, 32), (
+            "of the image that it returned"
+        )
+    finally:
+        kind.close(shared)
+
+
 def test_a_turn_without_a_call_is_the_last_one(answer):
     assert answer("It is 42.") == (None, {})
 
@@ -204,7 +229,7 @@ def test_what_goes_wrong_is_told_to_the_model_and_the_next_call_works(answer, as
 
 
 def test_text_that_no_process_or_tokenizer_takes_is_answered():
-    shared = SimpleNamespace(names=["echo"], begin=lambda name, arguments, deadline: _done(arguments["text"]))
+    shared = SimpleNamespace(names=["echo"], begin=lambda name, arguments, deadline, images: _done(arguments["text"]))
     mine = Tools(ToolSettings(tools=["a.py:echo"]), shared)
     deep: Any = []
     for _ in range(100_000):

@@ -18,9 +18,10 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.envs.protocol import Action, Environment, EnvSettings, Step
-from megarl.envs.tools.functions import Functions, load_tools
+from megarl.envs.tools.functions import Functions, Said, load_tools
 from megarl.envs.tools.mcp_servers import McpServer, McpServers, check_servers
 from megarl.envs.tools.parsers import PARSERS, Call
+from megarl.envs.tools.schema import data_url
 from megarl.errors import ConfigError, count
 from megarl.simulators.plain import nested_deeper
 
@@ -59,6 +60,11 @@ class Tools(Environment):
 
     Settings = ToolSettings
     scores: ClassVar[bool] = False
+
+    def __init__(self, settings: ToolSettings, shared: Callers) -> None:
+        """Create the environment of one episode, without images."""
+        super().__init__(settings, shared)
+        self._images: list[str] = []
 
     @classmethod
     def check(cls, settings: ToolSettings) -> None:
@@ -106,6 +112,10 @@ class Tools(Environment):
         """End the processes and connections."""
         shared.close()
 
+    def reset(self, row: dict[str, Any], seed: int) -> None:
+        """Keep the prompt's images for the functions that ask for them."""
+        self._images = [_base64(image) for image in row.get("images", ())]
+
     def step(self, action: Action) -> Step:
         """Run the calls of a turn in order; a truncated turn is the last one, so its calls are not run."""
         if action.finish_reason != "stop":
@@ -116,15 +126,21 @@ class Tools(Environment):
         made, rest = calls[: self.settings.max_calls], len(calls) - self.settings.max_calls
         answers = self._run(made)
         if rest > 0:
-            answers.append((f"error: a turn has at most {count(len(made), 'call')}; {rest} more were not made", True))
-        messages = [{"role": "tool", "content": _encodable(text[: self.settings.max_chars])} for text, _ in answers]
+            most = f"error: a turn has at most {count(len(made), 'call')}; {rest} more were not made"
+            answers.append((most, True))
+        messages = [{"role": "tool", "content": _shown(said, self.settings.max_chars)} for said, _ in answers]
+        parts = [part for said, _ in answers if not isinstance(said, str) for part in said]
+        self._images += [part["image"].partition(",")[2] for part in parts if "image" in part]
         failed = sum(bad for _, bad in answers) + max(0, rest - 1)
         return Step(messages, info={"tool_calls": float(len(calls)), "tool_errors": float(failed)})
 
-    def _run(self, calls: Sequence[Call]) -> list[tuple[str, bool]]:
+    def _run(self, calls: Sequence[Call]) -> list[Said]:
         """Return the answers to concurrent calls, in the order of the calls."""
         deadline = time.monotonic() + self.settings.turn_timeout_s
-        work = [self._wrong_with(call) or self.shared.begin(call.name, call.arguments, deadline) for call in calls]
+        work = [
+            self._wrong_with(call) or self.shared.begin(call.name, call.arguments, deadline, self._images)
+            for call in calls
+        ]
         answers = []
         for one in work:
             if isinstance(one, Future):
@@ -149,19 +165,20 @@ class Tools(Environment):
 
 
 class Caller(Protocol):
-    """A runner of tools: `names` of them, `call(name, arguments, deadline) -> (text, failed)` from any thread."""
+    """A runner of tools: `names` of them, `call(name, arguments, deadline, images)` from any thread."""
 
     @property
     def names(self) -> list[str]:
         """Names of the tools."""
 
-    def call(self, name: str, arguments: dict[str, Any], deadline: float) -> tuple[str, bool]:
+    def call(self, name: str, arguments: dict[str, Any], deadline: float, images: Sequence[str]) -> Said:
         """Return the tool's answer, or its error as the model is told it, and whether it failed.
 
         Args:
             name: of the tool.
             arguments: plain JSON.
             deadline: on the monotonic clock, after which nobody waits for the answer.
+            images: of the episode so far, files in base64.
         """
 
     def close(self) -> None:
@@ -186,9 +203,9 @@ class Callers:
         self._all.append(caller)
         self._by_name |= dict.fromkeys(caller.names, caller)
 
-    def begin(self, name: str, arguments: dict[str, Any], deadline: float) -> Future[tuple[str, bool]]:
+    def begin(self, name: str, arguments: dict[str, Any], deadline: float, images: Sequence[str] = ()) -> Future[Said]:
         """Start `Caller.call` in a thread."""
-        return self._threads.submit(self._by_name[name].call, name, arguments, deadline)
+        return self._threads.submit(self._by_name[name].call, name, arguments, deadline, list(images))
 
     def close(self) -> None:
         """Close all callers, even if one of them raises."""
@@ -206,6 +223,18 @@ def _check_names(functions: Sequence[str], served: Sequence[str]) -> None:
             found=twice,
             fix="rename the function, or choose the server's tools with env.mcp.NAME.tools",
         )
+
+
+def _shown(said: str | list[dict[str, str]], most: int) -> str | list[dict[str, str]]:
+    """Return an answer as the content of a message."""
+    if isinstance(said, str):
+        return _encodable(said[:most])
+    return [{**part, "text": _encodable(part["text"])} if "text" in part else part for part in said]
+
+
+def _base64(image: Any) -> str:
+    """Return an image of PIL as a file in base64."""
+    return data_url(image).partition(",")[2]
 
 
 def _encodable(text: str) -> str:

@@ -13,9 +13,15 @@ from megarl.envs.tools.schema import Tool, tool_of
 from megarl.errors import ConfigError
 from megarl.rewards.pool import ScorerPool
 from megarl.rewards.scoring import Result, ScoringFailure
+from megarl.rewards.signatures import IMAGES
 from megarl.simulators.plain import Malformed, flag, short, text
 
 _KEY = "env.tools"
+_IMAGE_CHARS, _DATA_URL = 8 << 20, "data:image/png;base64,"
+
+
+#: An answer, text or parts of text and images, and whether the call failed.
+Said = tuple[str | list[dict[str, str]], bool]
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
@@ -42,17 +48,29 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
 
 
 def _read_answer(max_chars: int, value: Any) -> Result:
-    """Read a process's answer to a call: `text`, and whether it `failed`.
+    """Read a process's answer to a call: what it `said`, text or parts, and whether it `failed`.
 
     Raises:
         Malformed: the answer has another form.
     """
-    if not isinstance(value, dict) or value.keys() != {"text", "failed"}:
+    if not isinstance(value, dict) or value.keys() != {"said", "failed"}:
         raise Malformed(f"a result that is no tool's: {short(value)}")
-    return {
-        "text": text(value["text"], max_chars, "a result"),
-        "failed": flag(value["failed"], "the failure of a call"),
-    }
+    said = value["said"]
+    if isinstance(said, list):
+        said = [_read_part(part, max_chars) for part in said]
+    else:
+        said = text(said, max_chars, "a result")
+    return {"said": said, "failed": flag(value["failed"], "the failure of a call")}
+
+
+def _read_part(part: Any, max_chars: int) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "image") or part.keys() != {"type", kind}:
+        raise Malformed(f"a part of a result that is neither text nor an image: {short(part)}")
+    content = text(part[kind], max_chars if kind == "text" else _IMAGE_CHARS, f"a part of a result ({kind})")
+    if kind == "image" and not content.startswith(_DATA_URL):
+        raise Malformed(f"an image that is not in the result: {short(content)}")  # never a path of this machine
+    return {"type": kind, kind: content}
 
 
 class Functions:
@@ -73,8 +91,9 @@ class Functions:
     """
 
     def __init__(self, names: Sequence[str], *, workers: int, timeout_s: float, memory_mb: int, max_chars: int) -> None:
-        late = {"text": f"error: no result within {timeout_s:g} s", "failed": True}
-        self.names, self._timeout_s = [tool.name for tool in load_tools(names)], timeout_s
+        late = {"said": f"error: no result within {timeout_s:g} s", "failed": True}
+        tools = load_tools(names)
+        self.names, self._seeing = [tool.name for tool in tools], {tool.name for tool in tools if tool.asks_images}
         self._free: queue.SimpleQueue[ScorerPool] = queue.SimpleQueue()
         self._pools = [
             ScorerPool(
@@ -93,24 +112,24 @@ class Functions:
         for pool in self._pools:
             self._free.put(pool)
 
-    def call(self, name: str, arguments: dict[str, Any], deadline: float) -> tuple[str, bool]:
+    def call(self, name: str, arguments: dict[str, Any], deadline: float, images: Sequence[str]) -> Said:
         """Run a tool; see `megarl.envs.tools.environment.Caller`."""
         try:
             pool = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             return "error: no process was free to run the tool before the turn's deadline", True
         left = deadline - time.monotonic()
+        seen = {IMAGES: list(images)} if name in self._seeing else {}
         try:
             # The pool's own deadline is for a restarting process; a call is bounded by `timeout_s`.
-            outcome = pool.score([{"name": name, "arguments": arguments}], max(0.0, left), False)[0]
+            outcome = pool.score([{"name": name, "arguments": arguments, **seen}], max(0.0, left), False)[0]
         finally:
             self._free.put(pool)
         if isinstance(outcome, ScoringFailure):
             late = time.monotonic() >= deadline
-            return (
-                "error: no result before the turn's deadline" if late else f"error: the tool {outcome.reason}"
-            ), True
-        return outcome["text"], outcome["failed"]
+            why = "error: no result before the turn's deadline" if late else f"error: the tool {outcome.reason}"
+            return why, True
+        return outcome["said"], outcome["failed"]
 
     def close(self) -> None:
         """End the processes."""

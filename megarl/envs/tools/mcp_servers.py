@@ -14,7 +14,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -110,10 +110,12 @@ class McpServers:
         """Names of the tools."""
         return list(self._holder)
 
-    def call(self, name: str, arguments: dict[str, Any], deadline: float = math.inf) -> tuple[str, bool]:
+    def call(
+        self, name: str, arguments: dict[str, Any], deadline: float = math.inf, images: Sequence[str] = ()
+    ) -> tuple[str, bool]:
         """Run a tool; see `megarl.envs.tools.environment.Caller`.
 
-        A server whose connection has ended is started or connected again first.
+        A server whose connection has ended is started or connected again first. It is not sent `images`.
 
         Raises:
             ConfigError: the server is gone: `env.on_error` decides, since this is no answer of the tool.

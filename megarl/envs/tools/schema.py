@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
+import io
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
 
 from megarl.errors import ConfigError
+from megarl.rewards.signatures import IMAGES
 
 _SECTION = re.compile(r"^(\w[\w ]*):\s*$")
 _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
@@ -19,19 +22,27 @@ _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 @dataclass(frozen=True)
 class Tool:
-    """A function, the model of its arguments, and its schema as chat templates take it."""
+    """A function, the model of its arguments, and its schema as chat templates take it.
+
+    `asks_images`: it has a parameter `images`, which the schema leaves out: it is given those of the episode.
+    """
 
     function: Callable[..., Any]
     arguments: type[BaseModel]
     schema: dict[str, Any]
+    asks_images: bool = False
 
     @property
     def name(self) -> str:
         """The name by which a policy calls it."""
         return str(self.schema["function"]["name"])
 
-    def call(self, arguments: dict[str, Any]) -> str:
-        """Return the function's answer as text.
+    def call(self, arguments: dict[str, Any], images: Sequence[Any] = ()) -> Any:
+        """Return the function's answer: text, or parts of text and images where it has images.
+
+        Args:
+            arguments: plain JSON.
+            images: of the episode, as PIL, for a function that asks for them.
 
         Raises:
             ValueError: the arguments do not fit; the message is meant for the policy.
@@ -43,8 +54,11 @@ class Tool:
                 f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors(include_url=False)
             )
             raise ValueError(f"the arguments of {self.name} do not fit: {faults}") from None
-        result = self.function(**{name: getattr(given, name) for name in self.arguments.model_fields})
-        return result if isinstance(result, str) else _plain(result)
+        named = {name: getattr(given, name) for name in self.arguments.model_fields}
+        result = self.function(**named, **({IMAGES: list(images)} if self.asks_images else {}))
+        if isinstance(result, str):
+            return result
+        return parts_of(result) or _plain(result)
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
@@ -70,6 +84,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     hints = typing.get_type_hints(function)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == IMAGES:
+            continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(f"the tool {name!r} takes {parameter}, which no JSON object can give", where="env.tools")
         if parameter.name not in hints:
@@ -86,7 +102,34 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         raise ConfigError(
             f"the arguments of the tool {name!r} have no JSON schema: {error}", where="env.tools"
         ) from error
-    return Tool(function, arguments, as_schema(name, summary, parameters))
+    asks_images = IMAGES in inspect.signature(function).parameters
+    return Tool(function, arguments, as_schema(name, summary, parameters), asks_images)
+
+
+def parts_of(result: Any) -> list[dict[str, Any]] | None:
+    """Return a result that is or holds images of PIL as parts, with these as data URLs; None: it holds none."""
+    items = result if isinstance(result, list | tuple) else [result]
+    if not any(_is_image(item) for item in items):
+        return None
+    return [
+        {"type": "image", "image": data_url(item)}
+        if _is_image(item)
+        else {"type": "text", "text": item if isinstance(item, str) else _plain(item)}
+        for item in items
+    ]
+
+
+def _is_image(value: Any) -> bool:
+    from PIL.Image import Image
+
+    return isinstance(value, Image)
+
+
+def data_url(image: Any) -> str:
+    """Return an image of PIL as the URL of a PNG file."""
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
 
 def as_schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:

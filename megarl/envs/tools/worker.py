@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import io
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.envs.tools.functions import load_tools
+from megarl.rewards.images import with_images
 from megarl.rewards.pool_worker import Work, run
+from megarl.rewards.signatures import IMAGES
 
 
 def main() -> None:
@@ -28,18 +30,31 @@ def _tools(setup: dict[str, Any]) -> tuple[Work, bool]:
     most = setup["kwargs"]["max_chars"]
 
     def work(calls: list[dict[str, Any]], stop_at_failure: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-        for index, call in enumerate(calls):
-            text, failed = _answer(tools[call["name"]], call["arguments"])
-            yield index, {"text": text[:most], "failed": failed}
+        for index, call in enumerate(with_images(calls)):
+            said, failed = _answer(tools[call["name"]], call["arguments"], call.get(IMAGES, ()))
+            yield index, {"said": _cut(said, most), "failed": failed}
 
-    return work, False
+    return work, any(tool.asks_images for tool in tools.values())
 
 
-def _answer(tool: Any, arguments: dict[str, Any]) -> tuple[str, bool]:
+def _cut(said: Any, most: int) -> Any:
+    """Return an answer whose text, or texts together, have up to `most` characters."""
+    if isinstance(said, str):
+        return said[:most]
+    left, found = most, []
+    for part in said:
+        if "text" in part:
+            part = {**part, "text": part["text"][:left]}
+            left -= len(part["text"])
+        found.append(part)
+    return found
+
+
+def _answer(tool: Any, arguments: dict[str, Any], images: Sequence[Any]) -> tuple[Any, bool]:
     """Return the tool's answer, or its error as the model is told it, and whether it failed; its output is dropped."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return tool.call(arguments), False
+            return tool.call(arguments, images), False
     except BaseException as error:  # also SystemExit and KeyboardInterrupt, which only the tool raises here
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         return f"error: {text}".rstrip(": "), True
