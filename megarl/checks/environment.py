@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from pathlib import Path
 
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
@@ -51,6 +52,22 @@ def _check_logger(name: str, checks: Checklist) -> None:
         checks.fail("packages", key, "there is no such tracker", found=name, allowed=allowed, fix="correct the name")
     else:
         _require(name, key, name, "take it out of the list", checks)
+        if name == "wandb" and not _wandb_has_a_key():
+            text = "no API key of W&B is known here, without which the run ends after its first validation"
+            fix = "wandb login, or WANDB_MODE=offline for a copy in the run folder"
+            checks.warn("packages", key, text, found=name, fix=fix)
+
+
+def _wandb_has_a_key() -> bool:
+    """Whether W&B needs no key, or has one: a variable, its settings, or a password file that `wandb login` wrote."""
+    home = Path(os.path.expanduser("~"))
+    netrc = Path(os.environ.get("NETRC", home / ".netrc"))
+    settings = Path(os.environ.get("WANDB_CONFIG_DIR", home / ".config/wandb")) / "settings"
+    return (
+        os.environ.get("WANDB_MODE", "online") != "online"
+        or any(name in os.environ for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+        or any(path.is_file() for path in (netrc, netrc.with_name("_netrc"), settings))
+    )
 
 
 def _require(package: str, key: str, found: object, instead: str, checks: Checklist) -> None:

@@ -505,3 +505,18 @@ def test_random_weights_are_not_scored(config_of, tmp_path, job):
     (tmp_path / "step_1" / "meta.json").write_text("{}")
     config = config_of(files, f"trainer.resume={tmp_path / 'step_1'}")
     assert [c for c in check_config(config, job=job).items if c.status == "fail"] == []
+
+
+def test_a_key_of_wandb_that_nobody_knows_is_a_warning(warned, monkeypatch, tmp_path):
+    def said() -> list[str]:
+        return [check.message for check in warned("tracking.loggers=[wandb]") if check.key == "tracking.loggers"]
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("NETRC", "WANDB_API_KEY", "WANDB_CONFIG_DIR", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ["no API key of W&B is known here" in text for text in said()] == [True]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert said() == []
+    monkeypatch.delenv("WANDB_MODE")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n")
+    assert said() == []
