@@ -137,6 +137,13 @@ class TrackingConfig(Section):
     )
     project: str = Field("megarl", min_length=1, description="project of W&B and trackio, experiment of MLflow")
     report: bool = Field(True, description="write report.html at the end")
+    training_groups: int = Field(
+        2,
+        ge=0,
+        le=1000,
+        description="groups of training samples kept for the report at the first step, each `validation.every`-th, "
+        "and the last",
+    )
     peak_tflops: PositiveFloat | None = Field(
         None,
         le=1_000_000_000,

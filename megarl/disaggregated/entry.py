@@ -142,7 +142,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: 
                     prompts = next(c.loader)
             if weights is not None:
                 weights.before_step(step)
-            executor.run(c.context, prompts, more=c.loader)
+            recorder.groups(step, executor.run(c.context, prompts, more=c.loader))
             if weights is not None:
                 weights.after_step(step, saves=checkpoints.may_save(step))
             if validates(config, step):

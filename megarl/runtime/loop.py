@@ -98,7 +98,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
         with phase("step"):
             with phase("load"):
                 prompts = next(c.loader)
-            executor.run(c.context, prompts, more=c.loader)
+            recorder.groups(step, executor.run(c.context, prompts, more=c.loader))
             publish(c, step)
             if validates(config, step):
                 accuracy = evaluate(c, recorder, step, films=True)

@@ -22,10 +22,12 @@ from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
 from megarl.runtime.malloc_trim import make_malloc_trim, resident_bytes
+from megarl.runtime.training_samples import group_rows, shows_groups
 from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
 if TYPE_CHECKING:
+    from megarl.data.batch import Batch
     from megarl.runtime.rank_state import RankState
     from megarl.tracing import PhaseEvent
     from megarl.tracking.tracker import Part, Status, Tracker
@@ -173,6 +175,11 @@ class Recorder:
         """Keep generations for the report."""
         if self._tracker is not None:
             self._tracker.samples(step, rows)
+
+    def groups(self, step: int, samples: Batch) -> None:
+        """Keep some groups of a training step for the report."""
+        if self._tracker is not None and shows_groups(self._c.config, step):
+            self._tracker.groups(step, group_rows(self._c, samples))
 
     def _perf(self, numbers: dict[str, float]) -> dict[str, float]:
         if self._peak is None:

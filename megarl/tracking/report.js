@@ -48,6 +48,15 @@ function fold(id, title, note, ...children) {
   return node;
 }
 
+function differences() {
+  if (!DATA.differences.length) return;
+  const head = el("tr", {}, el("th", { text: "key" }), ...DATA.runs.map((r) => el("th", { text: r.name })));
+  const body = DATA.differences.map(([name, values]) => el("tr", {}, el("td", { "data-name": "key", text: name }),
+    ...values.map((value, i) => el("td", { "data-name": DATA.runs[i].name, class: "text", text: value }))));
+  section("differences", "What differs in the configuration", "Differences", `${DATA.differences.length} keys`,
+    el("div", { class: "table rows" }, el("table", {}, el("thead", {}, head), el("tbody", {}, ...body))));
+}
+
 function details() {
   if (DATA.graph) section("graph", "Task graph", "Graph", "", el("div", { class: "graph" }, el("img", { src: DATA.graph, alt: "task graph" })));
   const pre = el("pre");
@@ -85,8 +94,10 @@ function build() {
   state.plots = [];
   header();
   tools();
+  differences();
   charts();
   samples();
+  training();
   details();
   follow();
 }

@@ -20,7 +20,7 @@ from megarl.tracking import teams
 from megarl.tracking.names import number
 from megarl.tracking.report_charts import groups, shown
 from megarl.tracking.report_runs import Points, Run, distinct_labels, load_run
-from megarl.tracking.report_samples import held_out_samples, sample_columns
+from megarl.tracking.report_samples import held_out_samples, sample_columns, training_groups
 from megarl.tracking.restarts import read_restarts
 
 
@@ -56,7 +56,7 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
         run.label = label
     run = runs[0]
     stage = run.main_stage()
-    samples, pictures, note = held_out_samples(run.folder, stage)
+    samples, pictures, note = _all_samples(runs, stage)
     return {
         "runs": [{"name": r.label, "status": r.info.get("status", "unknown")} for r in runs],
         "facts": _facts(run, stage),
@@ -66,10 +66,40 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
         "samplesNote": note,
         "pictures": pictures,
         "sampleColumns": sample_columns(samples),
+        "training": [{"run": r.label, "rows": rows} for r in runs if (rows := training_groups(r.folder))],
+        "differences": _differences(runs),
         "graph": _graph(run.folder),
         "config": _config(run),
         "machine": _machine(run),
     }
+
+
+def _all_samples(runs: list[Run], stage: str) -> tuple[list[dict[str, Any]], dict[str, str], str]:
+    """Return held-out samples of all runs, with the name of the run where there are several, pictures, and a note."""
+    rows, pictures, notes = [], {}, []
+    for run in runs:
+        of_run, images, note = held_out_samples(run.folder, stage)
+        rows += of_run if len(runs) == 1 else [row | {"run": run.label} for row in of_run]
+        pictures |= images
+        notes += [note if len(runs) == 1 else f"{run.label}: {note}"] if note else []
+    return rows, pictures, "; ".join(notes)
+
+
+def _differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
+    """Return the keys of the configuration that differ, each with its value in every run; a dash where it has none."""
+    plain = [_flat(run.info.get("config", {})) for run in runs]
+    rows = [
+        (name, [one.get(name, "–") for one in plain]) for name in dict.fromkeys(key for one in plain for key in one)
+    ]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def _flat(value: Any, name: str = "") -> dict[str, str]:
+    """Return the leaves of a configuration as text, by dotted keys."""
+    if isinstance(value, dict) and value:
+        return {key: text for part, inner in value.items() for key, text in _flat(inner, f"{name}.{part}").items()}
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return {name.removeprefix("."): text}
 
 
 def _tiles(runs: list[Run], stage: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Generations in report.html: tables of held-out samples with pictures and films."""
+"""Generations in report.html: tables of held-out samples with pictures and films, and groups of training samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megarl.tracking.sample_images import embedded
 MAX_SAMPLE_STEPS = 12
 MAX_SAMPLES_PER_STEP = 40
 MAX_TEXT = 4000
-_FILM_BYTES = 8 << 20  # total size of films in a report; others stay in the run folder
+MAX_GROUP_STEPS = 8
+_MAX_GROUP_ROWS = 64  # of a step
+_OF_TOKENS = ("pieces", "advantages", "ratios", "ages")
+_FILM_BYTES = 8 << 20  # total size of films of a run in a report; others stay in the run folder
 
 
 def held_out_samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], dict[str, str], str]:
@@ -22,12 +25,8 @@ def held_out_samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], di
     rows = [
         row for row in read_jsonl(folder / "samples.jsonl", needs={"step": int}) if row.get("stage", stage) == stage
     ]
-    steps = sorted({row["step"] for row in rows})
-    kept = steps
-    if len(steps) > MAX_SAMPLE_STEPS:
-        kept = [steps[round(i * (len(steps) - 1) / (MAX_SAMPLE_STEPS - 1))] for i in range(MAX_SAMPLE_STEPS)]
     shown = []
-    for step in kept:
+    for step in _some_steps(rows, MAX_SAMPLE_STEPS):
         shown += [row for row in rows if row["step"] == step][:MAX_SAMPLES_PER_STEP]
     notes = [f"{len(shown)} of {len(rows)}; all are in samples.jsonl"] if len(shown) < len(rows) else []
     if without := _embed_films(folder, shown):
@@ -38,6 +37,26 @@ def held_out_samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], di
     own = ("film", "images")
     found = [{key: value if key in own else _cell(value) for key, value in row.items()} for row in shown]
     return found, pictures, "; ".join(notes)
+
+
+def training_groups(folder: Path) -> list[dict[str, Any]]:
+    """Return the groups of training samples that the run has kept, of evenly spaced steps, as
+    `megarl.runtime.training_samples` describes them."""
+    rows = read_jsonl(folder / "training_samples.jsonl", needs={"step": int, "pieces": list})
+    found = []
+    for step in _some_steps(rows, MAX_GROUP_STEPS):
+        for row in [row for row in rows if row["step"] == step][:_MAX_GROUP_ROWS]:
+            own = {name: row[name] for name in _OF_TOKENS if isinstance(row.get(name), list)}
+            found.append({key: own.get(key) or _cell(value) for key, value in row.items()})
+    return found
+
+
+def _some_steps(rows: list[dict[str, Any]], most: int) -> list[int]:
+    """Return the steps of rows, or `most` of them: the first, the last, and evenly spaced ones between."""
+    steps = sorted({row["step"] for row in rows})
+    if len(steps) <= most:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
 def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
@@ -77,5 +96,5 @@ def sample_columns(rows: list[dict[str, Any]]) -> list[str]:
     first = ["film", "images", "prompt", "response", "answer", "score"]
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [n for n in first if n in names] + [
-        n for n in names if n not in (*first, "step", "stage", "uid", "sample_id")
+        n for n in names if n not in (*first, "step", "stage", "run", "uid", "sample_id")
     ]

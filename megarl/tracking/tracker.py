@@ -1,7 +1,8 @@
 """Recording of a run's numbers to all destinations.
 
 RUN_DIR/metrics.jsonl   one line per `log` call, on disk when it returns
-RUN_DIR/samples.jsonl   generations
+RUN_DIR/samples.jsonl   generations of held-out prompts
+RUN_DIR/training_samples.jsonl   groups of training samples, of some steps
 RUN_DIR/run.json        name, status, machine, resolved configuration
 RUN_DIR/trace/          phases per rank; trace.json at the end
 RUN_DIR/report.html     at the end
@@ -42,7 +43,16 @@ Status = Literal["finished", "failed", "stopped", "killed"]
 Part = Literal["whole", "first", "second"]
 _SHOW_LIMIT_S = 1800.0  # for files that show a finished run
 _COLUMNS = frozenset({"step", "stage", "time"})  # columns of metrics.jsonl other than metrics
-_ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
+_ARTIFACTS = (
+    "report.html",
+    "trace.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "training_samples.jsonl",
+    "config.yaml",
+    "run.json",
+    "graph.svg",
+)
 log = logging.getLogger(__name__)
 
 
@@ -93,10 +103,11 @@ class Tracker:
         self._restarts = restarts
         refuse_if_taken(self.run_dir)
         accept_config(self.run_dir)
-        for file in ("metrics.jsonl", "samples.jsonl"):
+        for file in ("metrics.jsonl", "samples.jsonl", "training_samples.jsonl"):
             self._prepare(self.run_dir / file, resume_step)
         self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl")
         self._samples = JsonlWriter(self.run_dir / "samples.jsonl", durable=False)
+        self._groups = JsonlWriter(self.run_dir / "training_samples.jsonl", durable=False)
         started = self._started() if part == "second" or resume_step is not None else time.time()
         self._run = {"name": name, "stage": stage, "status": "running", "started": started}
         self._run |= {"process": identity()}
@@ -143,6 +154,12 @@ class Tracker:
         for logger in self._loggers:
             logger.samples(step, kept)
 
+    def groups(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        """Record training samples for the report, as `megarl.runtime.training_samples` makes them."""
+        refuse_if_taken(self.run_dir)
+        for row in rows:
+            self._groups.write({"step": step, "stage": self._stage, **row})
+
     def progress(self, description: str, total: int | None = None) -> AbstractContextManager[Callable[[float], None]]:
         """Show long work: `with tracker.progress("validate", 64) as advance: ... advance(1)`."""
         return self.view.progress(description, total)
@@ -155,6 +172,7 @@ class Tracker:
         """
         self._metrics.close()
         self._samples.close()
+        self._groups.close()
         refuse_if_taken(self.run_dir)
         lines = self._lines(self.run_dir / "metrics.jsonl")
         if self._part == "first" and status == "finished":

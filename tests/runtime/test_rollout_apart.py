@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.trained import steps_in
 from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
@@ -47,6 +48,10 @@ def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):
     for numbers in apart.values():
         assert "val/acc" in numbers
         assert (numbers["sync/servers"], numbers["sync/failed"]) == (1, 0)
+    groups = [read_jsonl(tmp_path / name / "training_samples.jsonl") for name in ("one", "two")]
+    assert {row["step"] for row in groups[0]} == {1, 2, 3}
+    for row, other in zip(*groups, strict=True):
+        assert {name: row[name] for name in other} == other
 
 
 def test_two_replicas_draw_turns_of_an_environment_as_one_process_does(recipe, tmp_path):

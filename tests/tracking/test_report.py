@@ -211,6 +211,33 @@ def test_many_samples_are_limited_and_said_to_be(tmp_path):
     assert len(data["samples"][0]["prompt"]) < 5000
 
 
+def test_groups_of_training_samples_are_in_the_page(tmp_path):
+    make_run(tmp_path)
+    table = JsonlWriter(tmp_path / "training_samples.jsonl", durable=False)
+    for step in range(1, 21):
+        table.write(
+            {"step": step, "stage": "train", "group": "a", "prompt": EVIL, "pieces": ["<b>"], "advantages": [1.0]}
+        )
+    (training,) = page_data(write_report(tmp_path).read_text())["training"]
+    assert [row["step"] for row in training["rows"]] == [1, 4, 6, 9, 12, 15, 17, 20]
+    assert (training["rows"][0]["pieces"], training["rows"][0]["advantages"]) == (["<b>"], [1.0])
+
+
+def test_a_comparison_has_the_samples_of_all_runs_and_says_what_differs(tmp_path):
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        make_run(folder, name=name, samples=[{"step": 1, "prompt": name, "score": 1.0}])
+        config = {"actor": {"optim": {"lr": 1e-3 if name == "a" else 2e-3}}, "seed": 1} | (
+            {"only": []} if name == "b" else {}
+        )
+        (folder / "run.json").write_text(json.dumps({"name": name, "config": config}))
+    data = page_data(write_report(tmp_path / "a", [tmp_path / "b"]).read_text())
+    assert [(row["run"], row["prompt"]) for row in data["samples"]] == [("a", "a"), ("b", "b")]
+    assert "run" not in data["sampleColumns"]
+    assert data["differences"] == [["actor.optim.lr", ["0.001", "0.002"]], ["only", ["–", "[]"]]]
+
+
 def test_runs_side_by_side(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

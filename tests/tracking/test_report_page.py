@@ -50,6 +50,18 @@ def make_run(folder, name="run", steps=40):
         samples.write(
             {"step": step, "stage": "train", "prompt": "p " * 200, "response": "r", "answer": "a", "score": 1.0}
         )
+    groups = JsonlWriter(folder / "training_samples.jsonl", durable=False)
+    for score in (1.0, 0.0):
+        row = {
+            "group": "a",
+            "prompt": "p",
+            "score": score,
+            "advantage": 3 * score - 1.5,
+            "tokens": 2,
+            "pieces": ["x", "y"],
+        }
+        row |= {"advantages": [row["advantage"], None], "ages": [3, None]}
+        groups.write({"step": 1, "stage": "train", **row})
     (folder / "run.json").write_text(json.dumps({"name": name, "status": "finished"}))
     (folder / "config.yaml").write_text("name: run")
     drawing = '<svg xmlns="http://www.w3.org/2000/svg" width="900" height="80"><text x="9" y="40">rollout</text></svg>'
@@ -126,6 +138,18 @@ def test_a_narrow_window_shows_the_score_of_a_sample_and_the_graph_at_its_size(p
     assert 0 < box[0] < box[1] < 420
     page.until("document.querySelector('.graph img').complete")
     assert page.value("document.querySelector('.graph img').clientWidth") == 900
+
+
+def test_tokens_have_the_colours_of_what_is_chosen(page, address):
+    page.show(address, 1400)
+    tokens = "[...document.querySelectorAll('.tokens span')].map((token) => getComputedStyle(token).backgroundColor)"
+    by_advantage = page.value(tokens)
+    assert len(set(by_advantage)) == 3  # of a positive, a negative, and none
+    assert page.value("[...document.querySelectorAll('.group .score')].map((score) => score.textContent)") == ["1", "0"]
+    page.value("[...document.querySelectorAll('#groups button')].find((one) => one.textContent === 'age').click()")
+    assert len(set(page.value(tokens))) == 2
+    assert page.value("document.querySelector('.tokens span').title") == "advantage 1.5, age 3"
+    assert page.errors == []
 
 
 def test_legends_show_the_dashes_of_their_lines(page, tmp_path):
