@@ -94,11 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     size = "size of one file in GB (default: 4)"
     convert.add_argument("--max-shard-gb", metavar="GB", type=float, default=4.0, help=size)
     convert.set_defaults(run=_convert)
-    report = commands.add_parser("report", help="write report.html of a run again")
-    report.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run folder, RUNS/<name>/<stamp>")
-    other = "another run to draw beside it; may be repeated"
-    report.add_argument("--compare", metavar="RUN_DIR", type=Path, action="append", default=[], help=other)
-    report.set_defaults(run=_report)
+    _add_report(commands)
     bench = commands.add_parser(
         "bench",
         help="measure throughput on two fixed cases, the algorithms, weight synchronisation, checkpoints, simulators",
@@ -117,6 +113,23 @@ def build_parser() -> argparse.ArgumentParser:
     _add_formulas(commands)
     _add_doctor(commands)
     return parser
+
+
+def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add `megarl report`."""
+    report = commands.add_parser("report", help="write report.html of a run again")
+    report.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run folder, RUNS/<name>/<stamp>")
+    other = "another run to draw beside it; may be repeated"
+    report.add_argument("--compare", metavar="RUN_DIR", type=Path, action="append", default=[], help=other)
+    report.add_argument(
+        "--serve",
+        metavar="PORT",
+        type=_port,
+        nargs="?",
+        const=8470,
+        help="serve it to browsers of this machine instead, and follow a run that is under way (default port: 8470)",
+    )
+    report.set_defaults(run=_report)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -218,6 +231,13 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _port(text: str) -> int:
+    """Return the number of a port; argparse shows what is wrong with it."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"a port is 0 (a free one) to 65535, not {text!r}")
+    return int(text)
+
+
 def _report(arguments: argparse.Namespace) -> int:
     from megarl.artifacts.trained import run_folder_fix
     from megarl.tracking.close import close_if_killed
@@ -228,6 +248,11 @@ def _report(arguments: argparse.Namespace) -> int:
             fix = run_folder_fix(folder)
             raise UserError("no such run folder", where="megarl report", found=str(folder), fix=fix)
         close_if_killed(folder)
+    if arguments.serve is not None:
+        from megarl.tracking.report_server import serve
+
+        serve([arguments.run_dir.resolve(), *arguments.compare], arguments.serve)
+        return 0
     print(write_report(arguments.run_dir.resolve(), arguments.compare))
     return 0
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _MOST_SAMPLES = 16  # of a group
 _MOST_TOKENS = 512  # of a response
+_NEEDED = ("uid", "prompt_ids", "response_ids", "response_mask", "advantages")
 
 
 def shows_groups(config: RunConfig, step: int) -> bool:
@@ -33,7 +34,7 @@ def group_rows(c: RankState, samples: Batch) -> list[dict[str, Any]]:
     Args:
         samples: of this replica, after the walk.
     """
-    if "advantages" not in samples or c.config.robot is not None:
+    if c.config.robot is not None or not all(name in samples for name in _NEEDED):
         return []
     groups = group_places(samples["uid"])[: c.config.tracking.training_groups]
     places = [place for group in groups for place in group[:_MOST_SAMPLES]]

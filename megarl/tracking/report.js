@@ -12,7 +12,8 @@ function header() {
     return el("div", { class: "tile" }, name, value, el("div", { class: "note", text: t.runs[0].note }), sparkline(t.y));
   }));
   const top = document.getElementById("top");
-  top.append(el("div", { class: "eyebrow", text: compare ? `comparison of ${DATA.runs.length} runs` : "megarl run" }),
+  const kind = compare ? `comparison of ${DATA.runs.length} runs` : "megarl run";
+  top.append(el("div", { class: "eyebrow", id: "kind", text: DATA.live ? `${kind} · live, as of ${DATA.live.at}` : kind }),
     el("div", { class: "titleline" }, el("h1", { text: run.name }), el("span", { class: `pill ${run.status}`, text: run.status })), facts);
   if (compare) top.append(el("div", { class: "legend" }, ...DATA.runs.map((r, i) => key(r.name, color(i)))));
   top.append(tiles);
@@ -101,4 +102,22 @@ function build() {
   details();
   follow();
 }
+// A served page looks for news of its runs, and draws itself again where it stands.
+async function look() {
+  const place = document.getElementById("kind");
+  try {
+    const answer = await fetch(`data?tag=${encodeURIComponent(DATA.live.tag)}`);
+    if (!answer.ok) throw new Error(await answer.text());
+    if (answer.status === 200 && !document.querySelector("input:active, .area")) {
+      const at = scrollY;
+      DATA = await answer.json();
+      build();
+      scrollTo({ top: at, behavior: "instant" });
+    }
+  } catch (error) {
+    place.textContent = `no news since ${DATA.live.at}: ${error.message}`;
+  }
+  setTimeout(look, 1000 * DATA.live.period_s);
+}
 build();
+if (DATA.live) setTimeout(look, 1000 * DATA.live.period_s);

@@ -76,7 +76,9 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
 
 def _all_samples(runs: list[Run], stage: str) -> tuple[list[dict[str, Any]], dict[str, str], str]:
     """Return held-out samples of all runs, with the name of the run where there are several, pictures, and a note."""
-    rows, pictures, notes = [], {}, []
+    rows: list[dict[str, Any]] = []
+    pictures: dict[str, str] = {}
+    notes: list[str] = []
     for run in runs:
         of_run, images, note = held_out_samples(run.folder, stage)
         rows += of_run if len(runs) == 1 else [row | {"run": run.label} for row in of_run]

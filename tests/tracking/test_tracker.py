@@ -78,11 +78,13 @@ def test_resume_cuts_later_lines_of_this_stage_only(tmp_path, screen):
         for step in range(1, last + 1):
             t.log(step, {"x": step})
             t.samples(step, [{"prompt": ""}])
+            t.groups(step, [{"group": "a"}])
     with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 6, "sta')
     tracker(tmp_path, screen, resume_step=3).log(4, {"x": 4})
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert steps(tmp_path, "samples.jsonl") == [1, 2, 3]
+    assert steps(tmp_path, "training_samples.jsonl") == [1, 2, 3]
     assert steps(tmp_path, stage="sft") == list(range(1, 10))
 
 

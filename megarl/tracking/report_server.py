@@ -1,0 +1,119 @@
+"""`megarl report --serve`: the report over HTTP for browsers of this machine; it follows runs that are under way."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from megarl.errors import ConfigError, MegarlError
+from megarl.tracking.close import close_if_killed
+from megarl.tracking.report import render, report_data
+from megarl.tracking.report_runs import load_run
+
+HOST = "127.0.0.1"
+_PERIOD_S = 5.0  # between two looks of a page at the run
+_FILES = ("metrics.jsonl", "samples.jsonl", "training_samples.jsonl", "run.json", "restarts.jsonl", "graph.svg")
+
+
+class ReportServer(ThreadingHTTPServer):
+    """A server of one report: `/` is the page, `/data?tag=TAG` its data as JSON, or 204 when it is as TAG was.
+
+    Only this machine reaches it, and only under a name of this machine: a page of another site that a browser is led to
+    under a name of its own (DNS rebinding) gets nothing.
+
+    Args:
+        folders: run folders, the first one is the subject.
+        port: 0 for a free one.
+        period_s: between two looks of a page.
+
+    Raises:
+        ConfigError: the port is taken.
+        DataError: a folder has no metrics.jsonl.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], port: int, period_s: float = _PERIOD_S) -> None:
+        self.folders, self._period_s = list(folders), period_s
+        self.data()  # refuses folders that hold no run
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            fix = "name another one, 0 for a free one: --serve PORT"
+            raise ConfigError("the port is taken", where="--serve", found=str(port), fix=fix) from error
+
+    @property
+    def address(self) -> str:
+        """The page's address."""
+        return f"http://{HOST}:{self.server_address[1]}/"
+
+    def tag(self) -> str:
+        """Return a text that changes with the files of the runs."""
+        for folder in self.folders:
+            close_if_killed(folder)
+        found = [path.stat() for folder in self.folders for name in _FILES if (path := folder / name).is_file()]
+        return "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in found)
+
+    def data(self) -> dict[str, Any]:
+        """Return the page's data, with what it takes to follow the runs."""
+        tag = self.tag()  # before the files are read: what comes in between is noticed at the next look
+        now = f"{datetime.datetime.now():%H:%M:%S}"
+        data = report_data([load_run(folder) for folder in self.folders])
+        return data | {"live": {"tag": tag, "at": now, "period_s": self._period_s}}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+
+    def do_GET(self) -> None:
+        """Answer with the page, or its data."""
+        if (urlsplit(f"//{self.headers.get('Host', '')}").hostname or "") not in (HOST, "localhost"):
+            self._answer(403, "text/plain", "this server is for this machine only")
+            return
+        where = urlsplit(self.path)
+        try:
+            if where.path == "/":
+                data = self.server.data()
+                self._answer(200, "text/html", render(data["runs"][0]["name"], data))
+            elif where.path != "/data":
+                self._answer(404, "text/plain", "/ is the report")
+            elif parse_qs(where.query).get("tag") == [self.server.tag()]:
+                self._answer(204, "application/json", "")
+            else:
+                self._answer(200, "application/json", json.dumps(self.server.data(), allow_nan=False))
+        except (MegarlError, OSError) as error:
+            self._answer(500, "text/plain", str(error))
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        body = text.encode("utf-8", "backslashreplace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of single requests."""
+
+
+def serve(folders: Sequence[Path], port: int) -> None:
+    """Serve the report of run folders until Ctrl-C."""
+    with ReportServer(folders, port) as server:
+        number = server.server_address[1]
+        print(
+            f"{server.address} (Ctrl-C ends it; from elsewhere: ssh -L {number}:{HOST}:{number} THIS_MACHINE)",
+            flush=True,
+        )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
