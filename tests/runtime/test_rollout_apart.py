@@ -48,10 +48,7 @@ def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):
     for numbers in apart.values():
         assert "val/acc" in numbers
         assert (numbers["sync/servers"], numbers["sync/failed"]) == (1, 0)
-    groups = [read_jsonl(tmp_path / name / "training_samples.jsonl") for name in ("one", "two")]
-    assert {row["step"] for row in groups[0]} == {1, 2, 3}
-    for row, other in zip(*groups, strict=True):
-        assert {name: row[name] for name in other} == other
+    assert {row["step"] for row in read_jsonl(tmp_path / "one" / "training_samples.jsonl")} == {1, 2, 3}
 
 
 def test_two_replicas_draw_turns_of_an_environment_as_one_process_does(recipe, tmp_path):
