@@ -81,9 +81,11 @@ def _steps_text(config: RunConfig) -> str:
     """Describe the steps of the run, in passes over the rows where files that can be read here have them."""
     steps, size = config.trainer.steps, config.data.batch_size
     unit = "prompt" if config.preference is None else "pair"
-    if config.robot is None and config.data.train_files and all(map(is_readable_here, config.data.train_files)):
+    data = config.data
+    whole = config.robot is None and data.train_files and data.val_split is None
+    if whole and all(map(is_readable_here, data.train_files)):
         with contextlib.suppress(UserError):  # told by the check of the rows
-            rows = sum(len(load_rows(source)) for source in config.data.train_files)
+            rows = sum(len(load_rows(source)) for source in data.train_files)
             return steps_text(steps, size, rows, unit)
     return f"{steps:,} steps of {count(size, unit)}; the data is counted when the run starts"
 

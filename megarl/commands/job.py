@@ -75,10 +75,24 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
         print(f"megarl: warning: not used by megarl {arguments.command}: {error}", file=sys.stderr)
     config = hide_credentials(config)
     if getattr(arguments, "prompt", None):
-        from megarl.data.sources import as_prompts
-
-        config = config.model_copy(update={"data": as_prompts(config.data, arguments.prompt)})
+        config = _with_prompts(config, arguments.prompt)
     return config
+
+
+def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
+    """Return the recipe with these texts as its prompts, after the system message of the training data."""
+    from megarl.data.sources import as_prompts, system_messages
+
+    data = config.data
+    if data.system_prompt is None:
+        found = system_messages(data)
+        if len(found) == 1 and "" not in found:
+            data = data.model_copy(update={"system_prompt": found.pop()})
+        elif found - {""}:
+            print("system message: none; the training data has several, set data.system_prompt to one of them")
+    if data.system_prompt is not None:
+        print(f"system message of the training data: {data.system_prompt}", flush=True)
+    return config.model_copy(update={"data": as_prompts(data, texts)})
 
 
 def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:

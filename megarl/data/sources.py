@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import csv
 import inspect
 import json
@@ -28,6 +29,7 @@ FORMS = (
     "org/name:config@split, pkg.mod:fn, or text:<the prompt itself>"
 )
 TEXT = "text:"
+_ROWS_ASKED = 200  # of the training data, about their system message
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>.+))?")
 _SPLIT_IN_NAME = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?:[^a-z]|$)")
@@ -71,6 +73,26 @@ def as_prompts(data: DataConfig, texts: Sequence[str]) -> DataConfig:
     changes = {"val_files": [TEXT + text for text in texts], "prompt_key": "prompt", "answer_key": None}
     changes["val_split"] = None
     return data.model_copy(update={**changes, "max_val_samples": None})
+
+
+def system_messages(data: DataConfig) -> set[str]:
+    """Return the system messages in the first training rows, "" for a row without one.
+
+    None of rows from the hub, or that cannot be read: nothing is downloaded to find out.
+    """
+    for source in data.train_files[:1]:
+        with contextlib.suppress(UserError):
+            if is_function(source) or Path(source).expanduser().exists():
+                rows = load_rows(source, {**data.loader_kwargs, "split": "train"})[:_ROWS_ASKED]
+                return {_system_message(row.column(data.prompt_key, "data.prompt_key")) for row in rows}
+    return set()
+
+
+def _system_message(prompt: Any) -> str:
+    """Return the text of the system message at the beginning of a prompt; an empty one if there is none."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    is_system = isinstance(first, dict) and first.get("role") in ("system", "developer")
+    return str(first.get("content", "")) if isinstance(first, dict) and is_system else ""
 
 
 def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.data import DataConfig
 from megarl.data.rows import make_row, refuse_media
-from megarl.data.sources import as_prompts, check_loader_kwargs, load_rows
+from megarl.data.sources import as_prompts, check_loader_kwargs, load_rows, system_messages
 from megarl.errors import ConfigError, DataError
 
 ROWS = [
@@ -371,3 +371,22 @@ def test_a_prompt_can_stand_in_the_recipe():
     assert [row.column(data.prompt_key, "") for row in rows] == ["1+1=", "a:b"]
     assert (data.answer_key, data.max_val_samples) == (None, None)
     assert rows[1].where == "the prompt 'a:b'"
+
+
+def test_system_messages_of_the_training_rows(tmp_path):
+    def rows(*systems):
+        messages = [
+            [{"role": "system", "content": s}] * bool(s) + [{"role": "user", "content": "1+1?"}] for s in systems
+        ]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in messages))
+        return system_messages(DataConfig(train_files=[str(tmp_path / "rows.jsonl")], prompt_key="messages"))
+
+    assert rows("Be brief.", "Be brief.") == {"Be brief."}
+    assert rows("Be brief.", "") == {"Be brief.", ""}
+    words = DataConfig(
+        train_files=["megarl.recipes.word_problems:make_rows"],
+        prompt_key="messages",
+        loader_kwargs={"system": "Count."},
+    )
+    assert system_messages(words) == {"Count."}
+    assert system_messages(DataConfig(train_files=["org/name@train"])) == set()
