@@ -127,7 +127,8 @@ def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
             again = now - told >= (every_s if seconds < 6 * every_s else 6 * every_s)
             if seconds >= silent_s and again and not (trained and path.startswith(_TRAINING)):
                 told = now
-                print(f"... {_wait_text(path)}, {seconds:.0f} s", flush=True)
+                text = "finishing" if trained and path == "idle" else _wait_text(path)
+                print(f"... {text}, {seconds:.0f} s", flush=True)
 
     threading.Thread(target=run, name="tell-waits", daemon=True).start()
     try:
