@@ -284,11 +284,12 @@ class LoggerThread:
         """Raise ConfigError where the tracker could not be started."""
         if self._start_error is not None:
             error = self._start_error
+            offline = ", set WANDB_MODE=offline" if self._name == "wandb" else ""
             raise ConfigError(
                 f"{self._name} could not be started: {mask(f'{type(error).__name__}: {error}')}",
                 where=_KEY,
                 found=self._name,
-                fix="correct what it says, or take it out of the list",
+                fix=f"correct what it says{offline}, or take it out of the list",
             ) from error
 
     def _serve(self) -> None:
