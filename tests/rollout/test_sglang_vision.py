@@ -18,6 +18,7 @@ from megarl.data.image_prompts import image_sets
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.engine import Completion, Request
+from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.images import write_processor
 from megarl.rollout.sglang.layout import ServerLayout
@@ -25,7 +26,7 @@ from megarl.rollout.sglang.receiver import SglangReceivers
 from megarl.sync.updater import WeightSync
 from tests.dist import layout_for, single_process
 from tests.models.tiny import build_tiny
-from tests.models.vlm_tiny import KINDS, batch_of, draw, save
+from tests.models.vlm_tiny import IMAGE, KINDS, batch_of, draw, save
 from tests.rollout.forked import forked_servers
 from tests.rollout.servers import engine, need_interpreter, start
 
@@ -51,6 +52,30 @@ def assert_equal(found: list[list[Completion]], expected: list[list[Completion]]
             assert one.token_ids == other.token_ids
             # float32 on both sides, other kernels in encoder and decoder
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)
+
+
+def two_turns(made: EmbeddedEngine | SglangEngine, asked: list[Request]) -> list[list[Completion]]:
+    """Two turns of each request; the environment shows the images of the next one in between."""
+    generation, told = made.open(SAMPLING, [], len(asked), 200), list[list[Completion]]()
+    tokens, images = [list(one.prompt_ids) for one in asked], [one.images for one in asked]
+    for turn in range(2):
+        for number in range(len(asked)):
+            generation.submit(number, list(tokens[number]), turn, 6, images[number])
+        done: dict[int, Completion] = {}
+        while len(done) < len(asked):
+            assert generation.any_busy(True)
+            done |= generation.wait()
+        told.append([done[number] for number in range(len(asked))])
+        for number, own in enumerate(tokens):
+            following = asked[(number + 1) % len(asked)]
+            # What the model says may be the token of an image, with which an episode would end.
+            own += [token if token != IMAGE else 7 for token in done[number].token_ids]
+            if following.images is not None:
+                shown, known = following.images.shifted(len(own)), images[number]
+                images[number] = shown if known is None else known.followed_by(shown, 0)
+            own += following.prompt_ids
+    generation.close()
+    return told
 
 
 def push(fleet: Fleet, sync: WeightSync, version: int) -> None:
@@ -95,6 +120,7 @@ def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(
         served = engine(fleet, run=sync.run)
         before = expected()
         assert_equal(served.generate(asked, SAMPLING, []), before)
+        assert_equal(two_turns(served, asked), two_turns(embedded, asked))
         with torch.no_grad():
             for name, parameter in chunks[0].named_parameters():
                 if "visual" in name:
