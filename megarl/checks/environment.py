@@ -59,7 +59,7 @@ def _check_logger(name: str, checks: Checklist) -> None:
 
 
 def _wandb_has_a_key() -> bool:
-    """Whether W&B needs no key, or has one: a variable, its settings, or a password file that `wandb login` wrote."""
+    """Tell whether W&B needs no key, or has one: a variable, its settings, a password file that `wandb login` wrote."""
     home = Path(os.path.expanduser("~"))
     netrc = Path(os.environ.get("NETRC", home / ".netrc"))
     settings = Path(os.environ.get("WANDB_CONFIG_DIR", home / ".config/wandb")) / "settings"

@@ -321,7 +321,7 @@ def rewrite(module: str, source: str, *, cuda: bool) -> str:
 
 @functools.cache
 def _compiled_tag(*, cuda: bool) -> str:
-    """The suffix of bytecode compiled with these entries: other ones, or Python itself, leave it alone."""
+    """Return the suffix of bytecode that is compiled with these entries: other ones, and Python itself, have others."""
     return f".megarl-{hashlib.sha256(repr((REWRITES, cuda)).encode()).hexdigest()[:8]}.pyc"
 
 
