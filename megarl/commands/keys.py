@@ -25,7 +25,7 @@ _WIDEST = 100  # columns
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyEntry:
     """One key for display.
 
     Attributes:
@@ -84,20 +84,20 @@ class Entry:
         return [first, *(f"    {line}" for line in wrapped)]
 
 
-def all_entries() -> list[Entry]:
+def all_entries() -> list[KeyEntry]:
     """Return every key of a recipe in the order of its sections, with the own keys of the package's components."""
-    found: list[Entry] = []
+    found: list[KeyEntry] = []
     flat, named = default_values(), _component_names()
     for key in iter_keys():
         names = named.get(key.path, ())
-        found.append(Entry(key.path, key.info, flat[key.path], key.section is not None, components=names))
+        found.append(KeyEntry(key.path, key.info, flat[key.path], key.section is not None, components=names))
         if key.section is not None and (issubclass(key.section, ComponentSection) or key.path == "reward"):
             found += _own_entries(key.path)
         elif key.path == "env":
             models = {name: environment_class(name).Settings for name in ENVIRONMENTS}
             found += _merged("env", ((name, field, info) for name in models for field, info in _fields(models[name])))
         elif (entries := entries_of(key.info)) is not None:
-            found += [Entry(f"{key.path}.NAME.{name}", info, _default(info)) for name, info in _fields(entries)]
+            found += [KeyEntry(f"{key.path}.NAME.{name}", info, _default(info)) for name, info in _fields(entries)]
     return found
 
 
@@ -111,19 +111,19 @@ def _component_names() -> dict[str, tuple[str, ...]]:
     return named
 
 
-def _own_entries(path: str) -> list[Entry]:
+def _own_entries(path: str) -> list[KeyEntry]:
     models = {name: COMPONENTS.settings_of(path, name) for name in REGISTRIES[path].names()}
     own = ((name, field, info) for name, model in models.items() if model for field, info in _fields(model))
     return _merged("reward.kwargs" if path == "reward" else path, own)
 
 
-def _merged(place: str, own: Iterable[tuple[str, str, FieldInfo]]) -> list[Entry]:
+def _merged(place: str, own: Iterable[tuple[str, str, FieldInfo]]) -> list[KeyEntry]:
     """Return one entry for each key of (component, key, field), with all the components that read it alike."""
-    merged: dict[tuple[str, str], Entry] = {}
+    merged: dict[tuple[str, str], KeyEntry] = {}
     for name, field, info in own:
         which = (field, repr(info))
         before = merged[which].readers if which in merged else ()
-        merged[which] = Entry(f"{place}.{field}", info, _default(info), readers=(*before, name))
+        merged[which] = KeyEntry(f"{place}.{field}", info, _default(info), readers=(*before, name))
     return list(merged.values())
 
 
@@ -135,7 +135,7 @@ def _default(info: FieldInfo) -> Any:
     return info.get_default(call_default_factory=True)
 
 
-def find_entries(pattern: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
+def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEntry], str]:
     """Return the keys that `pattern` means, and a note about it, mostly empty.
 
     These are the key or section of that name with all below it, else the keys whose name ends with it or has it, else

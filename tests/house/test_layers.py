@@ -50,6 +50,7 @@ NAMES = {
     "launchers/torchrun.py": "starts a program",
     "megarl/certificate/harness.py": "starts a program",
     "megarl/cli.py": "whose warnings are shown",
+    "megarl/commands/init.py": "the written recipe names included data",
     "megarl/commands/job.py": "workers get an entry function",
     "megarl/config/load.py": "the folder of the included recipes",
     "megarl/dag/ahead.py": "which stage a node has; it imports neither",
