@@ -84,16 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     completion.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads it")
     completion.set_defaults(run=_completion)
-    convert = commands.add_parser("convert", help="write a model or a checkpoint of a run as a Hugging Face folder")
-    convert.add_argument(
-        "source", metavar="SOURCE", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run"
-    )
-    target = "folder to write; must not exist, or be empty"
-    convert.add_argument("target", metavar="TARGET", type=Path, help=target)
-    convert.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the tensors (default: as they are)")
-    size = "size of one file in GB (default: 4)"
-    convert.add_argument("--max-shard-gb", metavar="GB", type=float, default=4.0, help=size)
-    convert.set_defaults(run=_convert)
+    _add_convert(commands)
     _add_report(commands)
     bench = commands.add_parser(
         "bench",
@@ -113,6 +104,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_formulas(commands)
     _add_doctor(commands)
     return parser
+
+
+def _add_convert(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add `megarl convert`."""
+    convert = commands.add_parser("convert", help="write a model or a checkpoint of a run as a Hugging Face folder")
+    convert.add_argument(
+        "source", metavar="SOURCE", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run"
+    )
+    target = "folder to write; must not exist, or be empty"
+    convert.add_argument("target", metavar="TARGET", type=Path, help=target)
+    convert.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the tensors (default: as they are)")
+    size = "size of one file in GB (default: 4)"
+    convert.add_argument("--max-shard-gb", metavar="GB", type=float, default=4.0, help=size)
+    convert.set_defaults(run=_convert)
 
 
 def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:

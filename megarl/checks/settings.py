@@ -258,6 +258,11 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
             found=training.min_new_tokens,
             fix="set rollout.sampling.min_new_tokens=0",
         )
+    _check_held_out(config, checks)
+
+
+def _check_held_out(config: RunConfig, checks: Checklist) -> None:
+    """Check the number of samples of a held-out prompt."""
     held_out = config.validation_sampling
     if config.validation.select_by is not None and held_out.n == 1:
         checks.fail(
