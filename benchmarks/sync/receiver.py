@@ -114,7 +114,7 @@ class Receiver:
         """Go on."""
         self.paused = False
 
-    def do_begin_weight_update(self) -> None:
+    def do_begin_weight_update(self, selector: str) -> None:
         """Open a session."""
         if self.open:
             raise Refused("a weight-update session is already open; call end_weight_update() first")
@@ -141,7 +141,7 @@ class Receiver:
         """Do nothing: there is no cache."""
 
     def do_update_weights_from_tensor(
-        self, serialized_named_tensors: list[str], load_format: str, flush_cache: bool
+        self, serialized_named_tensors: list[str], load_format: str, flush_cache: bool, selector: str
     ) -> None:
         """Take a bucket in shared memory."""
         self._need_session()
@@ -182,6 +182,7 @@ class Receiver:
         group_name: str,
         load_format: str,
         flush_cache: bool,
+        selector: str,
     ) -> None:
         """Take a bucket by broadcast."""
         self._need_session()

@@ -344,6 +344,27 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
             allowed="null with NGRAM; with the others a folder or hub name that servers can read",
             fix="leave it out" if own else "name the draft",
         )
+    shape = {"steps": draft.steps, "topk": draft.topk, "draft_tokens": draft.draft_tokens}
+    given = [name for name, value in shape.items() if value is not None]
+    if (set(given) - {"draft_tokens"}) if own else 0 < len(given) < len(shape):
+        what = "the tree of NGRAM has a number of tokens only" if own else "SGLang chooses all three numbers, or none"
+        checks.fail(
+            _NAME,
+            "rollout.sglang.speculative",
+            what,
+            found=", ".join(given),
+            allowed="draft_tokens with NGRAM; with a draft model steps, topk and draft_tokens, or none of them",
+            fix="leave out the others" if own else "give all three, for example steps: 3, topk: 1, draft_tokens: 4",
+        )
+    elif draft.topk == 1 and draft.draft_tokens != (draft.steps or 0) + 1:
+        checks.fail(
+            _NAME,
+            "rollout.sglang.speculative.draft_tokens",
+            f"a chain (topk: 1) of {draft.steps} steps is checked with the token before it",
+            found=draft.draft_tokens,
+            allowed=(draft.steps or 0) + 1,
+            fix=f"set draft_tokens to {(draft.steps or 0) + 1}",
+        )
     if not own and config.sync.transport == "disk":
         checks.fail(
             _NAME,

@@ -40,8 +40,8 @@ class SpeculativeConfig(Section):
     draft_path: str | None = Field(
         None, description="Hugging Face folder or hub name of the draft; it stays as it is while the model learns"
     )
-    steps: PositiveInt | None = Field(None, description="passes of the draft per check; null: SGLang's choice")
-    topk: PositiveInt | None = Field(None, description="branches of the draft's tree; null: SGLang's choice")
+    steps: PositiveInt | None = Field(None, description="passes of a draft model per check; null: SGLang's choice")
+    topk: PositiveInt | None = Field(None, description="branches of a draft model's tree; null: SGLang's choice")
     draft_tokens: PositiveInt | None = Field(
         None, description="tokens that are checked in one pass; null: SGLang's choice, 12 with NGRAM"
     )

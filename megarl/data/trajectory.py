@@ -219,7 +219,7 @@ def add_fields(samples: Batch, trajectories: Sequence[Trajectory], *, by_turn: b
     if not by_turn:
         return
     samples.set("prompt_ids", jagged([t.prompt_ids for t in trajectories], torch.int64))
-    if PATCHES in samples:
+    if PATCHES in samples.names():
         width = samples[PATCHES].values.shape[1]
         for name, values in fields_of_sets([t.images for t in trajectories], width).items():
             samples.set(name, values)

@@ -258,6 +258,12 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
             ["rollout.sglang.speculative={algorithm: STANDALONE, draft_path: a/b}", "sync.transport=disk"],
             "sync.transport",
         ),
+        (["rollout.sglang.speculative={algorithm: NGRAM, topk: 2}"], "rollout.sglang.speculative"),
+        (["rollout.sglang.speculative={algorithm: EAGLE, draft_path: a/b, steps: 3}"], "rollout.sglang.speculative"),
+        (
+            ["rollout.sglang.speculative={algorithm: EAGLE, draft_path: a/b, steps: 3, topk: 1, draft_tokens: 8}"],
+            "rollout.sglang.speculative.draft_tokens",
+        ),
         (["rollout.sglang.extra_args=[--speculative-algorithm,NGRAM]"], "rollout.sglang.extra_args"),
         (["rollout.sglang.urls=[127.0.0.1:1]"], "rollout.sglang.urls"),
         (["rollout.sglang.urls=[http://a:1]", "rollout.sglang.api_key_env=NO_KEY"], "rollout.sglang.api_key_env"),
@@ -308,6 +314,7 @@ def test_replicas_inside_a_server_become_servers_only_where_there_are_gpus(failu
         ["sync.fp8=true", *BLOCKS],
         ["sync.fp8=true", *BLOCKS, "rollout.sglang.urls=[http://127.0.0.1:1]"],
         ["rollout.sglang.speculative={algorithm: NGRAM, draft_tokens: 8}", "sync.transport=disk"],
+        ["rollout.sglang.speculative={algorithm: EAGLE, draft_path: a/b, steps: 3, topk: 1, draft_tokens: 4}"],
         ["rollout.sglang.colocated=true"],  # only advice
         ["sync.address=10.0.0.1"],
         ["sync.pause=in_place", "rollout.sglang.extra_args=[--disable-radix-cache]"],

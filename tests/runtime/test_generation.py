@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from megarl.metrics import Metrics
 from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang import launch, probe
+from megarl.rollout.sglang.engine import SglangEngine
 from megarl.runtime import generation
 from megarl.runtime.context import Seeds, no_progress
 from megarl.runtime.roles import RolloutRole
@@ -42,6 +44,8 @@ def controller(tmp_path) -> Any:
     actor.hold, offload = hold, OffloadSchedule()
     offload.add("actor", actor, offloads=True)
     fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[], replaced=0)
+    engine = Mock(SglangEngine, weight_version=0)
+    engine.pop_drafts.return_value = 0, 0
     c = SimpleNamespace(
         calls=calls,
         team=SimpleNamespace(holds=lambda role: True),
@@ -55,7 +59,7 @@ def controller(tmp_path) -> Any:
         sync=SimpleNamespace(
             push=lambda version: calls.append("push") or SimpleNamespace(updated=[], failed={}, to_probe=[])
         ),
-        rollout=RolloutRole(SimpleNamespace(weight_version=0), SimpleNamespace(batch_decode=decode), [2]),
+        rollout=RolloutRole(engine, SimpleNamespace(batch_decode=decode), [2]),
         seeds=Seeds(0),
         progress=no_progress,
         metrics=Metrics(),
