@@ -184,6 +184,19 @@ def test_logprobs_of_later_turns_equal_transformers_in_generation_and_training(m
 
 
 @ONE_KIND
+def test_one_image_behind_different_texts_is_read_in_its_own_place(made):
+    with producer(made, Looking, turns=1) as (groups, first):
+        for shift in (0, 3):
+            prompt = [*made.prompts[0].prompt[:1]] * shift + [*made.prompts[0].prompt]
+            groups.add(replace(first, number=shift, prompt_ids=prompt, images=first.images.shifted(shift)))
+        found = [trajectory for group in groups.finish() for trajectory in group]
+    assert [one.images.places[0][0] for one in found] == [made.prompts[0].starts[0] + shift for shift in (0, 3)]
+    with torch.no_grad():
+        want = torch.cat([of_transformers(made.reference, one, made.settings) for one in found])
+    torch.testing.assert_close(torch.tensor([logp for one in found for logp in one.logprobs]), want, atol=1e-5, rtol=0)
+
+
+@ONE_KIND
 def test_a_broken_image_and_one_too_many_are_errors_of_their_episode(made):
     with pytest.raises(
         EpisodeError, match=r"sample p\d#\d failed at turn 1: step \(turn 1\) returned: image 1 of the[\s\S]*nowhere"

@@ -146,18 +146,18 @@ class TurnSession(Session):
     def _read_fresh(self, admission: RowAssignment) -> None:
         """Read sequences from the start, equal ones once."""
         groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        sets: dict[tuple[int, ...], ImageSet | None] = {}
+        sets: dict[tuple[tuple[int, ...], tuple[int, ...]], ImageSet | None] = {}
         for sequence, row in admission.fresh:
             images = self._images[sequence]
-            digests = () if images is None else images.digests
-            groups.setdefault((tuple(self._contexts[sequence][:-1]), digests), []).append(row)
-            sets[digests] = images
+            key = tuple(self._contexts[sequence][:-1]), () if images is None else images.digests
+            groups.setdefault(key, []).append(row)
+            sets[key] = images  # with its places, which equal images behind another text do not have
         if blank := groups.pop(((), ()), None):
             self._cache.clear(torch.tensor(blank, device=self._stage.device))
         ordered = sorted(groups, key=lambda group: len(group[0]))
         for part in _passes([len(tokens) for tokens, _ in ordered], self._budget):
             batch = ordered[part]
-            prompts = [(list(tokens), sets[digests]) for tokens, digests in batch]
+            prompts = [(list(one[0]), sets[one]) for one in batch]
             self._read(prompts, [groups[one] for one in batch], lockstep=0)
 
     def _read_new(self, admission: RowAssignment) -> None:
