@@ -20,7 +20,7 @@ from megarl.runtime.health import Watch, read_beat
 _POLL_S = 0.1
 #: Phases of the loop of each command that saves; others (loading, a cold start, the export) lead to no checkpoint.
 _LOOPS = {"train": "step", "sft": "sft"}
-_BETWEEN_STEPS = ("checkpoint", "idle", "await_metrics")
+_BETWEEN_STEPS = ("checkpoint", "idle", "await_metrics", "reduce_metrics")
 #: Signals whose sender waits for the end, and sends SIGKILL after a while.
 _LIMITED = (signal.SIGTERM, signal.SIGHUP)
 

@@ -43,6 +43,7 @@ from megarl.staleness import StalenessSettings
 if TYPE_CHECKING:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    from megarl.config.run import RunConfig
     from megarl.dag.placement import TeamPlan
 
 _AUTH_MODE = "RAY_AUTH_MODE"
@@ -151,9 +152,7 @@ class RayWorkers:
             check_reachable(self._address, min(_PROBE_S, self._seconds_left()))
         self._entered = True
         with _signals_kept():
-            _connect(
-                self._address, job.config.cluster.nproc, size, self._seconds_left(), spill=job.config.placement.spill
-            )
+            _connect(self._address, job.config, size, self._seconds_left())
         import ray  # not before: see `_keep_strangers_out`
 
         self._ray = OwnRay() if self._address is None else ClusterRay(ray.get_runtime_context().gcs_address)
@@ -424,9 +423,10 @@ def _signals_kept() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float, *, spill: bool) -> None:
-    """Connect to the cluster at `address`, or start one here for `nproc` workers with an object store of its own."""
-    print("starting Ray" if address is None else f"joining Ray at {address}", flush=True)
+def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: float) -> None:
+    """Connect to the cluster at `address`, or start one here for the run, with an object store of its own."""
+    text = "starting Ray" if address is None else f"joining Ray at {address}"
+    print(text, file=config.tracking.messages, flush=True)
     if address is None:
         _keep_strangers_out()
     import ray
@@ -440,10 +440,12 @@ def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float, 
     with in_own_sessions():
         ray.init(  # from the main thread: processes that Ray starts here end with the thread that started them
             address="local",
-            num_cpus=max(nproc, available_cores()),  # a small machine may hold more CPU workers than cores
+            num_cpus=max(
+                config.cluster.nproc, available_cores()
+            ),  # a small machine may hold more CPU workers than cores
             include_dashboard=False,
             object_store_memory=store_bytes,
-            _system_config=None if spill else NO_SPILLING,
+            _system_config=None if config.placement.spill else NO_SPILLING,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(ray_folder()),
             **quiet,

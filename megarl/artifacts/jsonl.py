@@ -41,7 +41,7 @@ class JsonlWriter:
         if not self._path.exists():
             self._file.close()
             self._file = open(self._path, "ab")  # noqa: SIM115
-        self._file.write(_line(_finite(record)))
+        self._file.write(_line(finite(record)))
         self._file.flush()
         if self._durable:
             os.fsync(self._file.fileno())
@@ -96,6 +96,17 @@ def rewrite_jsonl(path: Path, keep: Callable[[Record], bool], *, needs: Needs | 
     os.replace(temporary, path)
 
 
+def finite(value: Any) -> Any:
+    """Return a value with null for the numbers that JSON cannot hold (NaN, infinity), and text for all keys."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def _parsed(data: bytes, needs: Needs) -> tuple[list[Record], dict[int, tuple[bytes, str]]]:
     """Return the records of whole lines, and the damaged lines by number with their error."""
     records, damaged = [], {}
@@ -131,13 +142,3 @@ def _complete_bytes(path: Path) -> int:
                 return start + newline + 1
             end = start
     return 0
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

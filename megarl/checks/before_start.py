@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -42,7 +41,7 @@ def with_steps(config: RunConfig) -> RunConfig:
     print(
         f"trainer.epochs={epochs:g} of {count(prompts, unit)} in batches of {config.data.batch_size}: "
         f"trainer.steps={steps}{f' (not {trainer.steps}, which trainer.epochs=null would use)' if named else ''}",
-        file=sys.stderr if config.tracking.console == "json" else None,
+        file=config.tracking.messages,
         flush=True,
     )
     return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})

@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from megarl.machine import Machine, this_machine
 
 if TYPE_CHECKING:
     from megarl.checks.checklist import Check
+    from megarl.config.run import RunConfig
 
 _NODE = 8  # GPUs of a machine
 _GPU_GB = 80.0
@@ -133,11 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the recipe, and raise the problems that a dry run of it would have; return the exit code."""
     from megarl.artifacts.facts import model_facts
-    from megarl.checks.recipe import check_config
     from megarl.checks.rows import check_rows
-    from megarl.components import COMPONENTS
     from megarl.config.base import raise_problems
-    from megarl.config.load import load_config
     from megarl.config.model import ModelConfig
 
     file = arguments.file if arguments.file.suffix in (".yaml", ".yml") else Path(f"{arguments.file}.yaml")
@@ -147,9 +145,38 @@ def run(arguments: argparse.Namespace) -> int:
     gpus = int(machine.has_gpu) if arguments.gpus is None else max(0, arguments.gpus)
     facts = model_facts(ModelConfig(path=arguments.model))
     settings = _settings(arguments, gpus)
+    layouts = _layouts(gpus, arguments.engine, machine, experts=facts is not None and facts.is_moe)
+    if not layouts:
+        raise _uneven(gpus)
     file.parent.mkdir(parents=True, exist_ok=True)
-    kept: tuple[str, list[Check]] | None = None  # the roomiest layout that is wrong in nothing but memory
-    for layout in _layouts(gpus, arguments.engine, machine, experts=facts is not None and facts.is_moe):
+    try:
+        config, problems = _write_first_fit(file, arguments, settings, layouts, machine)
+        if any(check.name != "memory" for check in problems):
+            raise_problems([check.problem() for check in problems])
+    except BaseException:  # such as an unknown reward: the command with another one is not to find the file
+        file.unlink(missing_ok=True)
+        raise
+    print(f"{file} is written: {arguments.algorithm} of {arguments.model} on {_devices(gpus)}")
+    raise_problems([check.problem() for check in problems])
+    check_rows(config, "train")
+    print(f"  megarl train {file} --dry-run    every check; starts nothing\n  megarl train {file}")
+    return 0
+
+
+def _write_first_fit(
+    file: Path, arguments: argparse.Namespace, settings: _Settings, layouts: Sequence[_Settings], machine: Machine
+) -> tuple[RunConfig, list[Check]]:
+    """Write the recipe with the first layout that passes the checks, or else the last one that fails only in memory.
+
+    Returns:
+        The recipe with the layout that was tried last, and the failed checks of the written one.
+    """
+    from megarl.checks.recipe import check_config
+    from megarl.components import COMPONENTS
+    from megarl.config.load import load_config
+
+    kept: tuple[str, list[Check]] | None = None
+    for layout in layouts:
         text = _recipe_text(file, arguments, settings | layout)
         file.write_text(text, encoding="utf-8")
         config = load_config(file, components=COMPONENTS)
@@ -159,14 +186,23 @@ def run(arguments: argparse.Namespace) -> int:
             kept = text, problems
         if not problems and not any(check.status == "warn" and check.name == "memory" for check in checks):
             break
-    assert kept is not None, "there is a layout for any number of devices"
+    assert kept is not None, "there are layouts"
     text, problems = kept
     file.write_text(text, encoding="utf-8")
-    print(f"{file} is written: {arguments.algorithm} of {arguments.model} on {_devices(gpus)}")
-    raise_problems([check.problem() for check in problems])
-    check_rows(config, "train")
-    print(f"  megarl train {file} --dry-run    every check; starts nothing\n  megarl train {file}")
-    return 0
+    return config, problems
+
+
+def _uneven(gpus: int) -> UserError:
+    """Return the error for a number of GPUs that machines cannot have equally many of."""
+    even = [number for number in range(gpus - _NODE, gpus + _NODE) if not number % math.ceil(number / _NODE)]
+    fewer, more = max(number for number in even if number < gpus), min(number for number in even if number > gpus)
+    return UserError(
+        f"the {math.ceil(gpus / _NODE)} machines of {_NODE} GPUs that this takes would not have equally many",
+        where="--gpus",
+        found=gpus,
+        allowed=f"up to {_NODE}, or the same number on every machine",
+        fix=f"--gpus {fewer} or --gpus {more}",
+    )
 
 
 def _devices(gpus: int) -> str:

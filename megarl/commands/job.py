@@ -62,8 +62,7 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
         arguments.overrides, arguments.console = [*arguments.overrides, f"tracking.console={arguments.console}"], None
     takes_runs = hasattr(arguments, "weights")
     of_run = takes_runs and Path(arguments.recipe).is_dir()
-    if of_run:
-        _use_run(arguments)
+    of_model = _use_run(arguments) if of_run else None
     find_recipe(arguments.recipe, takes_runs=takes_runs)
     try:
         config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS)
@@ -74,6 +73,8 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
         config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS, check_own=False)
         print(f"megarl: warning: not used by megarl {arguments.command}: {error}", file=sys.stderr)
     config = hide_credentials(config)
+    if of_model is not None:
+        print(f"model: {of_model}", file=config.tracking.messages, flush=True)
     if getattr(arguments, "prompt", None):
         config = _with_prompts(config, arguments.prompt)
     return config
@@ -89,9 +90,11 @@ def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
         if len(found) == 1 and "" not in found:
             data = data.model_copy(update={"system_prompt": found.pop()})
         elif found - {""}:
-            print("system message: none; the training data has several, set data.system_prompt to one of them")
+            text = "system message: none; the training data has several, set data.system_prompt to one of them"
+            print(text, file=config.tracking.messages)
     if data.system_prompt is not None:
-        print(f"system message of the training data: {data.system_prompt}", flush=True)
+        text = f"system message of the training data: {data.system_prompt}"
+        print(text, file=config.tracking.messages, flush=True)
     return config.model_copy(update={"data": as_prompts(data, texts)})
 
 
@@ -143,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command != "sft":
         _warn_of_servers(config)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.command)
-    print(f"run folder: {run_dir}", file=sys.stderr if config.tracking.console == "json" else None, flush=True)
+    print(f"run folder: {run_dir}", file=config.tracking.messages, flush=True)
     before = process_of(run_dir)
     code = run_workers(launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
     begun = process_of(run_dir) != before  # else the start was refused, and the folder's content is not its own
@@ -210,8 +213,12 @@ def _warn_of_servers(config: RunConfig) -> None:
         warnings.warn(silent, ConfigWarning, stacklevel=2)
 
 
-def _use_run(arguments: argparse.Namespace) -> None:
-    """Let the command use configuration and model of the run folder that is named in place of a recipe."""
+def _use_run(arguments: argparse.Namespace) -> str:
+    """Let the command use configuration and model of the run folder that is named in place of a recipe.
+
+    Returns:
+        A description of the model.
+    """
     from megarl.artifacts.trained import overrides_for_model, untrained_best_note
     from megarl.tracking.close import close_if_killed
 
@@ -219,10 +226,10 @@ def _use_run(arguments: argparse.Namespace) -> None:
     close_if_killed(run_dir)
     overrides, what = overrides_for_model(run_dir, arguments.weights)
     arguments.recipe, arguments.overrides = str(run_dir / "config.yaml"), [*overrides, *arguments.overrides]
-    print(f"model: {what}", flush=True)
     better = untrained_best_note(run_dir) if arguments.weights == "best" else None
     if better is not None:
         print(f"megarl: warning: {better}", file=sys.stderr)
+    return what
 
 
 def refuse_trained(run_dir: Path, command: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+import sys
+from typing import Any, Literal, TextIO
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -149,6 +150,11 @@ class TrackingConfig(Section):
         le=1_000_000_000,
         description="peak TFLOP/s per device for MFU; null: the device's known value, measured on a CPU",
     )
+
+    @property
+    def messages(self) -> TextIO | None:
+        """The `file` to print what is not the record of a step to; None: standard output."""
+        return sys.stderr if self.console == "json" else None
 
 
 class RunConfig(Section):

@@ -13,6 +13,7 @@ from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.run_folder import LAUNCH_FOLDER, SAVE_REQUEST
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
+from megarl.metrics import Metrics
 from megarl.processes import JOB_BEGAN
 from megarl.runtime.early_stop import EarlyStop
 from megarl.runtime.frozen_models import put_aside, take_up_reference
@@ -400,6 +401,16 @@ class Checkpoints:
         validated = bool(trainer.save_every or trainer.early_stop) and validates(config, step)
         early = self._early_stop.may_end(validated=validated)
         return asked or due_now or early or step == trainer.steps or (bool(trainer.save_every) and validated)
+
+    def ends_early(self, step: int) -> bool:
+        """Say whether `after_step` will end the run by a metric of training, as far as `step` has measured it by now.
+
+        So the last step has its validation although nothing else tells before its end that it is the last.
+        """
+        if not self._early_stop.may_end(validated=False):
+            return False
+        local = self._c.context.metrics if self._c.layout.is_lead else Metrics()
+        return self._early_stop.would_end(step, self._world.reduce_metrics(local).result())
 
     @property
     def over(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,12 @@ class EarlyStop:
             self._best, self._best_step, self._without = value, step, 0
         else:
             self._without += 1
+
+    def would_end(self, step: int, numbers: Mapping[str, float]) -> bool:
+        """Say whether no further step would be needed once `look` has taken up `numbers`."""
+        after = copy.copy(self)
+        after.look(step, numbers)
+        return after.reason() is not None
 
     def reason(self) -> str | None:
         """Say why no further step is needed; None: one is."""

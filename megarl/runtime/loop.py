@@ -98,9 +98,12 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
         with phase("step"):
             with phase("load"):
                 prompts = next(c.loader)
-            recorder.groups(step, executor.run(c.context, prompts, more=c.loader))
+            samples = executor.run(c.context, prompts, more=c.loader)
+            early = checkpoints.ends_early(step)
+            recorder.groups(step, samples, early=early)
+            del samples  # the next step needs the memory
             publish(c, step)
-            if validates(config, step):
+            if validates(config, step, early=early):
                 accuracy = evaluate(c, recorder, step, films=True)
         numbers = recorder.end_step(step)
         checkpoints.after_step(step, numbers, accuracy, last=step == config.trainer.steps)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.runtime.roles import ActorRole, ModelRole, ReferenceRole, RolloutRole, ScorerRole
+from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -166,7 +167,7 @@ class RankState:
 
     def close(self) -> None:
         """End the processes and threads this rank started."""
-        with contextlib.ExitStack() as stack:  # the last one first, and every one of them
+        with phase("finish"), contextlib.ExitStack() as stack:  # the last one first, and every one of them
             self._close_generation(stack)
             if self.fleet is not None:
                 stack.callback(self.fleet.close)

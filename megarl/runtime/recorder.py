@@ -85,7 +85,8 @@ class Recorder:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._c.context.progress = no_progress
         if error is None:
-            self._finish(self.status)
+            with tracing.phase("record"):
+                self._finish(self.status)
             return
         report(self._c.run_dir, error, worker_number())  # before anything that takes time or may fail
         status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -140,7 +141,8 @@ class Recorder:
         local.sum("perf/total_memory_gb", peak)
         local.max("perf/resident_gb", resident_bytes() / 1e9)
         self._measure_team(local, events)
-        reduced = c.layout.world.reduce_metrics(local)
+        with tracing.phase("reduce_metrics"):
+            reduced = c.layout.world.reduce_metrics(local)
         for metrics in told:
             reduced.merge(metrics)
         self._tell_others(step, reduced)
@@ -176,9 +178,9 @@ class Recorder:
         if self._tracker is not None:
             self._tracker.samples(step, rows)
 
-    def groups(self, step: int, samples: Batch) -> None:
-        """Keep some groups of a training step for the report."""
-        if self._tracker is not None and shows_groups(self._c.config, step):
+    def groups(self, step: int, samples: Batch, *, early: bool = False) -> None:
+        """Keep some groups of a training step for the report; `early`: `trainer.early_stop` ends the run after it."""
+        if self._tracker is not None and shows_groups(self._c.config, step, early=early):
             self._tracker.groups(step, group_rows(self._c, samples))
 
     def _perf(self, numbers: dict[str, float]) -> dict[str, float]:

@@ -121,7 +121,8 @@ def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: 
                 batch = next(loader)
             with phase("train"):
                 sft_step(c, batch)
-            if last or due(step, settings.eval_every):
+            early = checkpoints is not None and checkpoints.ends_early(step)
+            if last or early or due(step, settings.eval_every):
                 accuracy = evaluate(c, recorder, step)
         if accuracy is not None and goal is not None and accuracy >= goal:
             last = True

@@ -16,10 +16,13 @@ _MOST_TOKENS = 512  # of a response
 _NEEDED = ("uid", "prompt_ids", "response_ids", "response_mask", "advantages")
 
 
-def shows_groups(config: RunConfig, step: int) -> bool:
-    """Tell whether groups of a training step are kept: of the first one, each `validation.every`-th, and the last."""
+def shows_groups(config: RunConfig, step: int, *, early: bool = False) -> bool:
+    """Tell whether groups of a training step are kept: of the first one, each `validation.every`-th, and the last.
+
+    `early`: `trainer.early_stop` makes it the last one.
+    """
     every = config.validation.every
-    due = step in (1, config.trainer.steps) or (every > 0 and step % every == 0)
+    due = early or step in (1, config.trainer.steps) or (every > 0 and step % every == 0)
     return due and config.tracking.training_groups > 0
 
 

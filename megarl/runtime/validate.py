@@ -144,10 +144,13 @@ def _take_up(c: RankState, result: Validation) -> float:
     return numbers["val/acc"]
 
 
-def validates(config: RunConfig, step: int) -> bool:
-    """Held-out responses are drawn after `step` (1 or more): the last one, and every `validation.every`-th."""
-    every = config.validation.every
-    return bool(config.data.held_out) and (step == config.trainer.steps or due(step, every))
+def validates(config: RunConfig, step: int, *, early: bool = False) -> bool:
+    """Held-out responses are drawn after `step` (1 or more): the last one, and every `validation.every`-th.
+
+    `early`: `trainer.early_stop` makes it the last one.
+    """
+    last = early or step == config.trainer.steps
+    return bool(config.data.held_out) and (last or due(step, config.validation.every))
 
 
 def due(step: int, every: int) -> bool:

@@ -52,8 +52,6 @@ def run(entry: str, config_path: Path) -> int:
                 until_the_end.callback(os.environ.pop, ATTEMPT)
             refuse_if_taken(run_dir)
             until_the_end.enter_context(_imports_beat())
-            if worker == 0:
-                until_the_end.enter_context(tell_waits())
             return _run(entry, config_path, run_dir, worker)
     except (FolderTaken, UserError) as error:
         print(f"megarl: {error}", file=sys.stderr)
@@ -63,6 +61,7 @@ def run(entry: str, config_path: Path) -> int:
 def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
     heartbeat = Heartbeat(run_dir, worker)
     raise_descriptor_limit()  # gloo holds a socket per rank and group
+    telling = contextlib.ExitStack()
     try:
         with phase("start"):
             from megarl.config.load import hide_credentials, load_config
@@ -71,6 +70,8 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
                 discard_config(run_dir)  # of a launcher that was killed: the record of this start is not to take it up
             path = next_config(run_dir) if WATCHED in os.environ else config_path
             config = hide_credentials(load_config(path))
+            if worker == 0 and config.tracking.console != "quiet":
+                telling.enter_context(tell_waits())
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
             function = import_callable(entry, where="--entry")
@@ -82,6 +83,8 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
         if WATCHED not in os.environ:
             print(failure.message if failure.user_error else failure.traceback, file=sys.stderr)
         return failure.exit_code
+    finally:
+        telling.close()
     heartbeat.finish()
     return 0
 
@@ -101,14 +104,17 @@ _WAITS = {
     "await_servers": "waiting for SGLang servers",
     "rollout": "generating",
     "actor_train": "updating the actor",
+    "reduce_metrics": "waiting for the metrics of all workers",
     "export": "writing the model",
+    "record": "completing the record and the report",
+    "finish": "finishing",
 }
 _TRAINING = ("step", "sft")
 
 
 @contextlib.contextmanager
 def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
-    """Print what this process does while that takes long, until its first training step is over and between steps.
+    """Print what this process does while that takes long, except in training steps after the first one.
 
     Args:
         silent_s: seconds in one phase after which it is named.
@@ -125,10 +131,9 @@ def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
                 path, since, told = here, now, 0.0
             seconds = now - since
             again = now - told >= (every_s if seconds < 6 * every_s else 6 * every_s)
-            if seconds >= silent_s and again and not (trained and path.startswith(_TRAINING)):
+            if seconds >= silent_s and again and not (trained and path.startswith((*_TRAINING, "idle"))):
                 told = now
-                text = "finishing" if trained and path == "idle" else _wait_text(path)
-                print(f"... {text}, {seconds:.0f} s", flush=True)
+                print(f"... {_wait_text(path)}, {seconds:.0f} s", flush=True)
 
     threading.Thread(target=run, name="tell-waits", daemon=True).start()
     try:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from megarl.artifacts.jsonl import finite
 from megarl.tracking.names import FINAL_TABLE, STEP_LINE, Shown, number
 from megarl.tracking.teams import BOTTLENECK, bounding_team
 
@@ -67,7 +68,8 @@ class ConsoleView:
             self._bars.update(self._bar, completed=step)
         self._ends.append((step, time.monotonic()))
         if self._mode == "json":
-            line = json.dumps({"step": step, "stage": "train" if self._label == "step" else self._label, **metrics})
+            stage = "train" if self._label == "step" else self._label
+            line = json.dumps(finite({"step": step, "stage": stage, **metrics}), allow_nan=False)
             self.console.print(Text(line), soft_wrap=True)
             return
         if self._mode != "quiet":

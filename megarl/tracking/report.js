@@ -1,6 +1,10 @@
 // The page. Everything on it comes from one JSON object.
 let DATA = JSON.parse(document.getElementById("data").textContent);
 
+function kind() {
+  const text = DATA.runs.length > 1 ? `comparison of ${DATA.runs.length} runs` : "megarl run";
+  return DATA.live ? `${text} · live, as of ${DATA.live.at}` : text;
+}
 function header() {
   const run = DATA.runs[0], compare = DATA.runs.length > 1;
   const facts = el("p", { class: "facts" });
@@ -12,8 +16,7 @@ function header() {
     return el("div", { class: "tile" }, name, value, el("div", { class: "note", text: t.runs[0].note }), sparkline(t.y));
   }));
   const top = document.getElementById("top");
-  const kind = compare ? `comparison of ${DATA.runs.length} runs` : "megarl run";
-  top.append(el("div", { class: "eyebrow", id: "kind", text: DATA.live ? `${kind} · live, as of ${DATA.live.at}` : kind }),
+  top.append(el("div", { class: "eyebrow", id: "kind", text: kind() }),
     el("div", { class: "titleline" }, el("h1", { text: run.name }), el("span", { class: `pill ${run.status}`, text: run.status })), facts);
   if (compare) top.append(el("div", { class: "legend" }, ...DATA.runs.map((r, i) => key(r.name, color(i)))));
   top.append(tiles);
@@ -108,6 +111,7 @@ async function look() {
   try {
     const answer = await fetch(`data?tag=${encodeURIComponent(DATA.live.tag)}`);
     if (!answer.ok) throw new Error(await answer.text());
+    place.textContent = kind();
     if (answer.status === 200 && !document.querySelector("input:active, .area")) {
       const at = scrollY;
       DATA = await answer.json();

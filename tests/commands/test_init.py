@@ -85,6 +85,21 @@ def test_a_file_that_exists_stays(init, tmp_path, capsys):
     assert (tmp_path / "mine.yaml").read_text() == "name: kept\n"
 
 
+@pytest.mark.parametrize("gpus", [9, 11])
+def test_gpus_that_machines_cannot_share_evenly_are_refused_with_numbers_that_do(init, tmp_path, capsys, gpus):
+    assert main(["init", "mine", "--gpus", str(gpus)]) == 2
+    assert f"--gpus {8 if gpus == 9 else 10} or --gpus {gpus + 1}" in capsys.readouterr().err
+    assert not (tmp_path / "mine.yaml").exists()
+    assert init("--gpus", str(gpus + 1)).cluster.nproc == gpus + 1
+
+
+def test_a_refused_reward_leaves_no_file(init, tmp_path, capsys):
+    assert main(["init", "mine", "--reward", "nosuch"]) == 2
+    assert "nosuch" in capsys.readouterr().err
+    assert not (tmp_path / "mine.yaml").exists()
+    assert init("--reward", "numeric").reward.name == "numeric"
+
+
 def test_comments_are_about_keys_that_exist():
     for path in _COMMENTS:
         assert find_key(tuple(path.split("."))) is not None, path

@@ -113,8 +113,9 @@ def test_where_nothing_would_be_saved_the_run_ends_at_once(interrupted, entry: s
     assert interrupted(entry, phase, step) == ""
 
 
-def test_steps_that_wait_to_be_recorded_are_saved(interrupted, tmp_path: Path) -> None:
-    assert "learnt in 3 steps is lost" in interrupted("train", "await_metrics", 5, lambda: {0: 1})
+@pytest.mark.parametrize("phase", ["await_metrics", "reduce_metrics"])
+def test_steps_that_wait_to_be_recorded_are_saved(interrupted, phase: str) -> None:
+    assert "learnt in 3 steps is lost" in interrupted("train", phase, 5, lambda: {0: 1})
 
 
 def test_fine_tuning_saves_too(interrupted, tmp_path: Path) -> None:

@@ -166,8 +166,10 @@ def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
 
 def test_a_full_store_of_a_ray_of_our_own_takes_files_only_if_it_may() -> None:
     program = """
+from megarl.config.run import RunConfig
 from megarl.launchers.ray import _connect
-_connect(None, 1, 100 << 20, 60, spill={spill})
+settings = {{"placement": {{"spill": {spill}}}, "tracking": {{"console": "json"}}}}
+_connect(None, RunConfig.model_validate({{"name": "x", **settings}}), 100 << 20, 60)
 import numpy as np, ray
 error, held = None, []
 try:
@@ -186,7 +188,8 @@ print("ended with", error)
     }
     for error, process in running.items():
         said, errors = process.communicate(timeout=100)
-        assert f"ended with {error}" in said, errors
+        assert said == f"ended with {error}\n", errors  # nothing else: steps are read from there
+        assert "starting Ray" in errors
 
 
 def test_processes_that_ray_starts_too_late_are_told_of_in_one_line(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.run import EarlyStopConfig
 from megarl.errors import ConfigError
 from megarl.runtime.early_stop import EarlyStop
@@ -46,6 +47,16 @@ def test_the_reason_names_the_best_measurement():
     assert reason == ("m was 0.75 at best, at step 2, and 1 measurements in a row did not improve it by more than 0.01")
 
 
+def test_the_end_is_known_before_the_step_is_over():
+    stop = EarlyStop(EarlyStopConfig(metric="m", patience=2))
+    for step, (value, end) in enumerate([(0.5, False), (0.4, False), (0.6, False), (0.6, False), (0.6, True)], 1):
+        assert stop.would_end(step, {"m": value}) == end
+        assert not stop.would_end(step, {})
+        assert stop.reason() is None
+        stop.look(step, {"m": value})
+    assert stop.reason() is not None
+
+
 def test_what_another_metric_left_says_nothing_of_this_one():
     old = EarlyStop(EarlyStopConfig(metric="m", patience=1))
     for step in (1, 2):
@@ -70,15 +81,20 @@ def test_a_metric_that_is_not_there_where_it_should_be_is_refused():
 def test_a_run_that_ended_early_is_finished_until_its_settings_say_otherwise(tmp_path: Path) -> None:
     recipe = harness.write_recipe(tmp_path)
     settings = ("sft.steps=0", "cluster.nproc=1", "trainer.steps=5", "trainer.save_every=0", "validation.every=0")
-    settings += ("data.val_files=[]", "algorithm.kl.use=none", "trainer.best_metric=null", "actor.optim.lr=1.0e-9")
+    settings += ("algorithm.kl.use=none", "trainer.best_metric=null", "actor.optim.lr=1.0e-9")
     run_dir = tmp_path / "run"
 
     def last_step(patience: int) -> int:
         watched = f"trainer.early_stop={{metric: actor/entropy, patience: {patience}, min_delta: 5.0}}"
-        return max(harness.train(recipe, run_dir, *settings, watched))
+        steps = harness.train(recipe, run_dir, *settings, watched)
+        validated.append([step for step, numbers in steps.items() if "val/acc" in numbers])
+        return max(steps)
 
+    validated: list[list[int]] = []
     assert last_step(patience=1) == 2
+    assert read_jsonl(run_dir / "training_samples.jsonl")[-1]["step"] == 2
     assert (run_dir / "hf").is_dir()
     assert '"status": "finished"' in (run_dir / "run.json").read_text()
     assert last_step(patience=1) == 2
     assert last_step(patience=2) == 3
+    assert validated == [[0, 2], [0, 2], [0, 2, 3]]

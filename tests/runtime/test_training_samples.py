@@ -85,4 +85,6 @@ def test_what_a_team_does_not_know_is_left_out():
 
 @pytest.mark.parametrize(("settings", "steps"), [({}, [1, 5, 10, 12]), ({"every": 0}, [1, 12]), ({"groups": 0}, [])])
 def test_the_steps_whose_groups_are_kept(settings, steps):
-    assert [step for step in range(1, 13) if shows_groups(rank(**settings).config, step)] == steps
+    config = rank(**settings).config
+    assert [step for step in range(1, 13) if shows_groups(config, step)] == steps
+    assert shows_groups(config, 3, early=True) == bool(steps)

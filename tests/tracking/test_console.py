@@ -1,6 +1,7 @@
 import io
 import itertools
 import json
+import math
 
 import pytest
 from rich.console import Console
@@ -63,3 +64,10 @@ def test_modes_of_the_console(view):
     assert "step 1/4" not in said["quiet"]
     assert all(word in said["quiet"] for word in ("validation: accuracy 50.0%", "a note", "the end"))
     assert [json.loads(line) for line in said["json"].splitlines()] == [{"step": 1, "stage": "train", **records}]
+
+
+def test_what_json_cannot_hold_is_null(view):
+    shown = view(4, mode="json")
+    shown.step(1, {"a": math.nan, "b": -math.inf, "c": 0.5})
+    line = json.loads(shown.console.file.getvalue(), parse_constant=pytest.fail)
+    assert line == {"step": 1, "stage": "train", "a": None, "b": None, "c": 0.5}

@@ -84,5 +84,10 @@ def test_a_page_follows_the_run_and_keeps_its_zoom(served):
         log_step(served.folders[0], 6)
         page.until("DATA.groups[0].charts[0].range[1] === 6")
         assert page.value("state.zoom.train") == [2, 4]
-        assert "live, as of" in page.value("document.getElementById('kind').textContent")
+        kind = "document.getElementById('kind').textContent"
+        assert "live, as of" in page.value(kind)
         assert page.errors == []
+        gone = served.folders[0].rename(served.folders[0].with_name("gone"))
+        page.until(f"{kind}.startsWith('no news since')")
+        gone.rename(served.folders[0])
+        page.until(f"{kind}.includes('live, as of')")
