@@ -1,9 +1,12 @@
 """What worker 0 prints of long waits."""
 
+import contextlib
 import time
+from unittest import mock
 
 import pytest
 
+from megarl.runtime import worker
 from megarl.runtime.worker import tell_waits
 from megarl.tracing import phase
 
@@ -38,3 +41,16 @@ def test_long_waits_are_told_except_in_steps_after_the_first(await_line):
             printed = await_line("... finishing, 0 s\n")
         assert "generating" not in printed
         assert "importing" not in printed
+
+
+@pytest.mark.parametrize(("console", "told"), [("quiet", False), ("plain", True)])
+def test_a_quiet_console_is_told_no_waits(console, told, monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(worker, "tell_waits", lambda: contextlib.nullcontext(calls.append(console)))
+    monkeypatch.setattr(worker, "import_callable", lambda entry, where: lambda config, run_dir: None)
+    monkeypatch.setattr(worker, "Heartbeat", lambda run_dir, rank: mock.Mock())
+    monkeypatch.setattr(worker, "raise_descriptor_limit", lambda: None)
+    monkeypatch.delenv(worker.WATCHED, raising=False)
+    (tmp_path / "config.yaml").write_text(f"name: x\ntracking: {{console: {console}}}\n")
+    assert worker.run("any:entry", tmp_path / "config.yaml") == 0
+    assert calls == [console] * told
