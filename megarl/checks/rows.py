@@ -31,14 +31,14 @@ from megarl.data.messages import Message, response_of
 from megarl.data.pairs import as_pairs
 from megarl.data.render import Chat, Split, given_prompts, render_prompts, tokenize, uses_chat, within_limit
 from megarl.data.row_images import check_marks, row_images
-from megarl.data.rows import TRUTH, Row, hidden_columns, reference_of
+from megarl.data.rows import SAMPLE_KEYS, TRUTH, Row, hidden_columns, reference_of
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
 from megarl.data.templates import no_chat_template, prompt_formatter
 from megarl.errors import ConfigError, DataError, UserError, close_matches
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
-from megarl.rewards.registry import KWARGS
+from megarl.rewards.registry import KWARGS, reward_settings
 from megarl.rewards.signatures import OWN, columns_of, form_of, requires_images
 
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
@@ -132,6 +132,8 @@ class _Rows:
                         self._check_answers(rows, needless)
                     with self._recorded():
                         self._check_parameters(rows)
+                    with self._recorded():
+                        self._check_names(rows)
         if scored:
             self._warn_of_names(known)
         if len(self.problems) == before:
@@ -260,6 +262,25 @@ class _Rows:
                 for column in wanted:
                     if column not in row and column not in ("answer", "data_source"):
                         raise _no_parameter(row, column, reward.name, self.config.data.answer_key)
+
+    def _check_names(self, rows: Sequence[Row]) -> None:
+        """Check that samples will have the names that an included reward is told to read."""
+        for label, reward in self.config.reward.functions.items() if uses_reward(self.config) else ():
+            spec = REWARDS.spec(reward.name) if reward.name in REWARDS.names() else None
+            if spec is None or spec.names is None:
+                continue
+            with located(label):
+                names = spec.names(reward_settings(reward.name, reward.kwargs, spec))
+            own = SAMPLE_KEYS | {TRUTH, "data_source"}
+            for row, name in ((row, name) for row in rows for name in sorted(names) if name not in own | row.keys()):
+                near = close_matches(name, [*own, *row])
+                raise DataError(
+                    f"samples have no {name!r}, which the reward {reward.name} is told to read",
+                    where=row.where,
+                    found=f"{f'reward.parts.{label}.kwargs' if label else KWARGS}: {name}",
+                    allowed=f"columns here: {', '.join(row)}; of every sample: {', '.join(sorted(own))}",
+                    fix=f"did you mean {near[0]!r}?" if near else None,
+                )
 
     def _warn_of_names(self, rows: Sequence[Row]) -> None:
         """Warn of columns hidden from a user's reward by the sample's own values, and of settings meant as columns."""

@@ -139,7 +139,7 @@ def _check_transport_key(
 def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> None:
     servers = config.rollout.sglang
     if servers.urls:
-        wrong = [f"{url}: {why}" for url in servers.urls if (why := url_problem(url))]
+        wrong = [f"{url}: {why}" for url in servers.urls if (why := url_problem(url, "rollout.sglang.api_key_env"))]
         if wrong or len({url.rstrip("/") for url in servers.urls}) < len(servers.urls):
             checks.fail(
                 _NAME,

@@ -12,8 +12,8 @@ from megarl.config.base import Seconds, Section
 from megarl.errors import ConfigError
 
 
-def url_problem(url: str) -> str | None:
-    """Explain why `url` cannot be the address of a server; None when it can."""
+def url_problem(url: str, key: str) -> str | None:
+    """Explain why `url` cannot be the address of a server; None when it can. `key` names the variable with its key."""
     try:
         place = urlsplit(url)
         port_ok = place.port != 0
@@ -22,7 +22,7 @@ def url_problem(url: str) -> str | None:
     if place.scheme not in ("http", "https") or not place.hostname or not port_ok:
         return "it does not begin with http://host:port or https://host:port"
     if place.username is not None or place.password is not None:
-        return "it holds a user name or password; a key belongs into the variable of rollout.sglang.api_key_env"
+        return f"it holds a user name or password; a key belongs into the variable of {key}"
     return "it goes on after the path" if place.query or place.fragment else None
 
 

@@ -85,7 +85,7 @@ def _raw_config(model: ModelConfig, key: str) -> tuple[dict[str, Any], str]:
 
     if model.path is None:
         return model.hf_config or {}, "model.hf_config"
-    _check_folder(model.path, key)
+    check_folder(model.path, key)
     where = f"{key}: config.json"
     try:
         return PretrainedConfig.get_config_dict(model.path)[0], where
@@ -168,7 +168,7 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
     """
     from transformers import AutoConfig
 
-    _check_folder(path, where)
+    check_folder(path, where)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except _refusals() as error:
@@ -222,7 +222,8 @@ def _keys(hf: PretrainedConfig) -> dict[str, Any]:
     return values.read_keys({"model_type": hf.model_type, **_attributes(hf)})
 
 
-def _check_folder(path: str, where: str) -> None:
+def check_folder(path: str, where: str) -> None:
+    """Raise a ConfigError if `path`, set at `where`, is or looks like a folder, and no model is there."""
     folder = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if folder.is_dir() and not (folder / "config.json").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -31,6 +32,16 @@ class ClassifierSettings(Settings):
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the weights")
     device: str = Field("cpu", description="cpu, or a GPU of the worker such as cuda:0, with memory to spare")
 
+    def problems(self, path: str) -> list[ConfigError]:
+        """Return the problem of a folder without a model."""
+        from megarl.models.hf import check_folder
+
+        try:
+            check_folder(self.path, f"{path}.path")
+        except ConfigError as error:
+            return [error]
+        return []
+
 
 @REWARDS.register("classifier", settings=ClassifierSettings, batch=True, process=True)
 def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
@@ -46,7 +57,7 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
     import torch
 
     options = ClassifierSettings(**settings)
-    model, tokenizer = _load(options.path, options.dtype, options.device)
+    model, tokenizer = _load(os.path.expanduser(options.path), options.dtype, options.device)
     if options.label >= model.config.num_labels:
         raise ConfigError(
             "the classifier has no such label",

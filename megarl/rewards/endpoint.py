@@ -11,15 +11,17 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megarl.algorithms.registry import Settings
 from megarl.config.base import Seconds
+from megarl.config.sglang import url_problem
 from megarl.credentials import mask
 from megarl.errors import ConfigError
+from megarl.rewards.registry import KWARGS
 from megarl.rewards.scoring import ScoringFailure
 
 T = TypeVar("T")
@@ -48,17 +50,26 @@ class EndpointSettings(Settings):
 
     def problems(self, path: str) -> list[ConfigError]:
         """Return the problem of an address that is none."""
-        parts = urlsplit(self.url)
-        if parts.scheme in ("http", "https") and parts.hostname:
+        why = url_problem(self.url.partition("?")[0] if self.posts_to_url() else self.url, f"{path}.api_key_env")
+        if why is None:
             return []
         return [
             ConfigError(
-                "not an address of a server",
+                f"not an address of a server: {why}",
                 where=f"{path}.url",
                 found=mask(self.url),
                 allowed="http://HOST:PORT/... or https://...",
             )
         ]
+
+    def posts_to_url(self) -> bool:
+        """Return whether `url` is the whole address, which may have a query; else a path is added to it."""
+        return False
+
+    def require_key(self) -> None:
+        """Raise a ConfigError if the variable with the key is not set here."""
+        if self.api_key_env is not None:
+            _key(self.api_key_env)
 
 
 class NoAnswer(Exception):
@@ -100,7 +111,7 @@ class ScoreServer:
             try:
                 return read(json.loads(self._post(data, min(self.timeout_s, left))))
             except urllib.error.HTTPError as error:
-                last = f"status {error.code}: {_start(error.read(2000))}"
+                last = f"status {error.code}: {_said(error)}"
                 if error.code not in _AGAIN:
                     break
             except (OSError, http.client.HTTPException) as error:
@@ -116,10 +127,10 @@ class ScoreServer:
         """Return the answer, all of which comes in time."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.api_key_env is not None:
-            headers["Authorization"] = f"Bearer {self._key(self.api_key_env)}"
+            headers["Authorization"] = f"Bearer {_key(self.api_key_env)}"
         end, parts, size = time.monotonic() + timeout_s, list[bytes](), 0
         request = urllib.request.Request(self.url, data, headers)
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with _opener().open(request, timeout=timeout_s) as answer:
             while part := answer.read1(1 << 16):
                 parts.append(part)
                 size += len(part)
@@ -129,17 +140,29 @@ class ScoreServer:
                     raise ValueError(f"more than {_LARGEST >> 20} MB")
         return b"".join(parts)
 
-    @staticmethod
-    def _key(variable: str) -> str:
-        value = os.environ.get(variable)
-        if not value:
-            raise ConfigError(
-                "the environment of this worker has no such variable",
-                where="reward.kwargs.api_key_env",
-                found=variable,
-                fix=f"export {variable} where workers start, or set another one",
-            )
-        return value
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Redirects are answers without a score: the key belongs to one server, and what is posted would be lost."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        """Follow none."""
+
+
+@cache
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_NoRedirect)
+
+
+def _key(variable: str) -> str:
+    value = os.environ.get(variable)
+    if not value:
+        raise ConfigError(
+            "the environment of this worker has no such variable",
+            where=f"{KWARGS}.api_key_env",
+            found=variable,
+            fix=f"export {variable} where workers start, or set another one",
+        )
+    return value
 
 
 def ask_all(
@@ -164,6 +187,12 @@ def ask_all(
         return [result for results in pool.map(one, requests) for result in results]
 
 
-def _start(body: bytes, limit: int = 300) -> str:
-    text = " ".join(body.decode(errors="replace").split())
+def _said(error: urllib.error.HTTPError, limit: int = 300) -> str:
+    """Return where a redirect leads, or the start of an error's text as far as it comes."""
+    if 300 <= error.code < 400:
+        return f"it redirects to {mask(str(error.headers.get('Location')))}, and redirects are not followed"
+    try:
+        text = " ".join(error.read(2000).decode(errors="replace").split())
+    except (OSError, http.client.HTTPException) as broken:
+        return f"its text did not arrive ({type(broken).__name__})"
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -27,8 +27,22 @@ class HttpSettings(EndpointSettings):
     end: str = Field("", description="text that sglang gets after prompt and response, such as the model's end token")
     batch_size: PositiveInt = Field(32, le=65536, description="samples of one request")
 
+    def posts_to_url(self) -> bool:
+        """Return whether `url` is the whole address; SGLang's goes on with /classify."""
+        return self.protocol == "json"
 
-@REWARDS.register("http", settings=HttpSettings, batch=True)
+    def sample_names(self) -> list[str]:
+        """Return the names that samples must have."""
+        return self.fields if self.protocol == "json" else []
+
+
+@REWARDS.register(
+    "http",
+    settings=HttpSettings,
+    batch=True,
+    prepare=HttpSettings.require_key,
+    names=HttpSettings.sample_names,
+)
 def http(samples: list[Sample], **settings: Any) -> list[Any]:
     """Return the server's score of each sample, or why it has none.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from megarl.processes import write_atomically
 from megarl.rewards.endpoint import EndpointSettings, NoAnswer, ScoreServer, ask_all
 from megarl.rewards.registry import REWARDS
 from megarl.rewards.scoring import Sample
+
+log = logging.getLogger(__name__)
 
 _PROMPT = """Judge the last answer of a conversation.
 
@@ -75,8 +78,28 @@ class JudgeSettings(EndpointSettings):
             found.append(ConfigError(f"broken template: {error}", where=f"{path}.prompt"))
         return found
 
+    def sample_names(self) -> set[str]:
+        """Return the names that the prompt reads in every sample; what it tests for (`is defined`) may be missing."""
+        import jinja2
+        from jinja2 import meta, nodes
 
-@REWARDS.register("judge", settings=JudgeSettings, batch=True)
+        environment = jinja2.Environment()
+        tree = environment.parse(self.prompt or _PROMPT)
+        tests: list[nodes.Expr | None] = [
+            one.node for one in tree.find_all(nodes.Test) if one.name in ("defined", "undefined")
+        ]
+        tests += [one.node for one in tree.find_all(nodes.Filter) if one.name in ("default", "d")]
+        tested = {one.name for one in tests if isinstance(one, nodes.Name)}
+        return meta.find_undeclared_variables(tree) - tested - {"conversation", "low", "high", *environment.globals}
+
+
+@REWARDS.register(
+    "judge",
+    settings=JudgeSettings,
+    batch=True,
+    prepare=JudgeSettings.require_key,
+    names=JudgeSettings.sample_names,
+)
 def judge(samples: list[Sample], **settings: Any) -> list[Any]:
     """Return the judge's score of each sample, from 0 to 1, or why it has none.
 
@@ -93,57 +116,82 @@ def judge(samples: list[Sample], **settings: Any) -> list[Any]:
     )
     render, deadline = _template(options.prompt or _PROMPT), time.monotonic() + options.deadline_s
     bodies = [_body(options, _rendered(render, sample, options)) for sample in samples]
+    keys = [_key(server.url, options, body) for body in bodies]
     scores = ask_all(
-        list({_key(body): body for body in bodies}.items()),
+        list(dict(zip(keys, bodies, strict=True)).items()),
         lambda item: [_verdict(item, server, options, deadline)],
         lambda item: 1,
         options.concurrency,
     )
-    of = dict(zip(dict.fromkeys(map(_key, bodies)), scores, strict=True))
-    return [of[_key(body)] for body in bodies]
+    of = dict(zip(dict.fromkeys(keys), scores, strict=True))
+    return [of[key] for key in keys]
 
 
 def _verdict(item: tuple[str, dict[str, Any]], server: ScoreServer, options: JudgeSettings, deadline: float) -> float:
     """Return the reward of one request, from the cache where it is known."""
     key, body = item
     kept = None if options.cache is None else Path(options.cache).expanduser() / key[:2] / f"{key}.json"
-    score = None if kept is None else _read(kept)
+    score = None if kept is None else _read(kept, options)
     if score is None:
         read = partial(_score, low=options.low, high=options.high)
         score = server.ask(body, read, deadline, partial(_count_call, options))
         if kept is not None:
-            write_atomically(kept, json.dumps({"score": score}))
+            try:
+                write_atomically(kept, json.dumps({"score": score}))
+            except OSError as error:
+                _warn_not_kept(str(options.cache), error.strerror or str(error))
     return (score - options.low) / (options.high - options.low)
 
 
+@cache
+def _warn_not_kept(folder: str, why: str) -> None:
+    """Warn, once per cause, of verdicts that will be asked for again."""
+    log.warning("reward.kwargs.cache: verdicts of the judge are not kept in %s: %s", folder, why)
+
+
 def _count_call(options: JudgeSettings) -> None:
-    """Take one call off the budget, if there is one. Appending is atomic, so that ranks and runs count together.
+    """Take one call off the budget, if there is one.
 
     Raises:
-        NoAnswer: nothing is left.
+        NoAnswer: nothing is left, or calls cannot be counted.
     """
     if options.budget is None or options.cache is None:
         return
-    cache, budget = Path(options.cache).expanduser(), options.budget
-    cache.mkdir(parents=True, exist_ok=True)
-    file = os.open(cache / _CALLS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    calls = Path(options.cache).expanduser() / _CALLS
+    try:
+        left = _append(calls, options.budget)
+    except OSError as error:
+        raise NoAnswer(f"got no score: {calls} cannot count the judge's calls: {error.strerror or error}") from error
+    if not left:
+        raise NoAnswer(
+            f"got no score: the judge's budget of {options.budget} calls is spent ({calls} counts them); raise "
+            "reward.kwargs.budget"
+        )
+
+
+def _append(calls: Path, budget: int) -> bool:
+    """Count one call, and return whether it is within the budget.
+
+    Several ranks may find the same size. Appending is atomic, so that the places of their bytes decide who may call.
+    """
+    calls.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         if os.fstat(file).st_size >= budget:
-            raise NoAnswer(
-                f"got no score: the judge's budget of {budget} calls is spent ({cache / _CALLS} counts them); raise "
-                "reward.kwargs.budget"
-            )
+            return False
         os.write(file, b".")
+        return os.lseek(file, 0, os.SEEK_CUR) <= budget
     finally:
         os.close(file)
 
 
-def _read(kept: Path) -> float | None:
-    """Return a score of the cache; None where there is none that can be read."""
+def _read(kept: Path, options: JudgeSettings) -> float | None:
+    """Return a score of the cache; None where there is none that can be read, or it is not on the scale."""
     try:
-        return float(json.loads(kept.read_text())["score"])
+        score = float(json.loads(kept.read_text())["score"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return score if options.low <= score <= options.high else None
 
 
 def _score(answer: Any, low: float, high: float) -> float:
@@ -185,10 +233,10 @@ def _body(options: JudgeSettings, question: str) -> dict[str, Any]:
     return body
 
 
-def _key(body: dict[str, Any]) -> str:
-    return hashlib.blake2b(
-        json.dumps(body, sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=16
-    ).hexdigest()
+def _key(url: str, options: JudgeSettings, body: dict[str, Any]) -> str:
+    """Return the name of a verdict in the cache: a hash of who is asked what, on which scale."""
+    asked = json.dumps([url, options.low, options.high, body], sort_keys=True)
+    return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _template(text: str) -> Any:

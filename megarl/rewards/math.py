@@ -41,7 +41,7 @@ class MathSettings(Settings):
     answers: Answers = ANSWERS
 
 
-def _import() -> None:
+def _import(_: MathSettings) -> None:
     context()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from megarl.errors import ConfigError, RewardError
 from megarl.processes import how_it_ended
 from megarl.rewards.pool_process import PoolProcess
-from megarl.rewards.registry import Mode
+from megarl.rewards.registry import REWARDS, Mode
 from megarl.rewards.scoring import Outcome, Reading, Result, Sample, ScoringFailure, outcome_of, read_reward
 from megarl.simulators.plain import Malformed, cut, flag, short, whole
 
@@ -72,7 +72,11 @@ class ScorerPool:
             raise
 
     def score(self, samples: list[Sample], timeout_s: float, stop_at_failure: bool) -> dict[int, Outcome]:
-        """Return the outcome by position; all positions have one, unless `stop_at_failure` stopped after a failure."""
+        """Return the outcome by position; all positions have one, unless `stop_at_failure` stopped after a failure.
+
+        Raises:
+            ConfigError: an included reward cannot score as it is configured.
+        """
         deadline = time.monotonic() + timeout_s
         pending, outcomes = deque(self._chunks(samples)), dict[int, Outcome]()
         self._start_missing()
@@ -142,7 +146,7 @@ class ScorerPool:
         """Handle a message of a process.
 
         Raises:
-            ConfigError: it could not load the function.
+            ConfigError: it could not load the function, or an included reward cannot score as it is configured.
             Malformed: the message is invalid in this state.
         """
         kind = message.get("kind")
@@ -162,7 +166,7 @@ class ScorerPool:
         elif kind == "ready" and not worker.ready:
             self.asks_images = flag(message.get("images"), "the wish for images")
             worker.ready = True
-        elif kind == "refused" and not worker.ready:
+        elif kind == "refused" and (not worker.ready or self._setup["name"] in REWARDS.names()):
             raise ConfigError(cut(str(message.get("text")), _REFUSAL))
         else:
             raise Malformed(f"a message {short(kind)} where none is due")

@@ -4,7 +4,7 @@ It loads the reward function itself, so a user's file never runs in a training p
 
     parent    setup, then chunks: samples, stop_at_failure
     process   ready (whether it asks for images), or refused (text); then per sample: scored (index, result or failure),
-              and idle after a chunk
+              and idle after a chunk; or refused, where an included reward cannot score as it is configured
 """
 
 from __future__ import annotations
@@ -57,14 +57,13 @@ def serve(parent: socket.socket, load: Callable[[dict[str, Any]], tuple[Work, bo
     sys.path[:] = setup["sys_path"]
     try:
         work, asks_images = load(setup)
+        parent.sendall(pack({"kind": "ready", "images": asks_images}))
+        for message in messages:
+            for index, outcome in work(unpacked(message), message["stop_at_failure"]):
+                parent.sendall(pack({"kind": "scored", "index": index, **plain_outcome(outcome)}))
+            parent.sendall(pack({"kind": "idle"}))
     except UserError as error:
         parent.sendall(pack({"kind": "refused", "text": str(error)}))
-        return
-    parent.sendall(pack({"kind": "ready", "images": asks_images}))
-    for message in messages:
-        for index, outcome in work(unpacked(message), message["stop_at_failure"]):
-            parent.sendall(pack({"kind": "scored", "index": index, **plain_outcome(outcome)}))
-        parent.sendall(pack({"kind": "idle"}))
 
 
 def _messages(parent: socket.socket) -> Iterator[dict[str, Any]]:

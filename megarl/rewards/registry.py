@@ -13,7 +13,7 @@ arguments of a function without the decorator.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,7 +33,8 @@ class RewardSpec(Spec):
 
     Attributes:
         package: required distribution that megarl does not install; None: none.
-        prepare: called once in the process that scores, before the first sample.
+        prepare: called with the settings, once in the process that scores, before the first sample.
+        names: settings -> the names that every sample must have; None: those that all samples have.
         limit: name of the setting with its CPU seconds per sample, enforced by an alarm. An alarm needs the main thread
             of a process, so such a reward gets its own process. Only for included rewards, since the process that
             starts others does not load a user's file.
@@ -44,7 +45,8 @@ class RewardSpec(Spec):
     """
 
     package: str | None = None
-    prepare: Callable[[], object] | None = None
+    prepare: Callable[[Any], object] | None = None
+    names: Callable[[Any], Collection[str]] | None = None
     limit: str | None = None
     reference: Callable[[str], object] | None = None
     batch: bool = False
@@ -126,7 +128,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
         settings = reward_settings(name, kwargs, spec)
         kwargs = {key: getattr(settings, key) for key in spec.settings.model_fields}
         if spec.prepare is not None:
-            spec.prepare()
+            spec.prepare(settings)
     asks = False
     if name not in REWARDS.names():
         signature = _signature(function)

@@ -4,7 +4,8 @@
     ...                                  # compute log-probs
     results = runner.result(handle)      # waits, raises RewardError that names the sample
 
-A failing sample stops the run, or scores `reward.on_error` if that is set; it is never silently zero.
+A failing sample stops the run, or scores `reward.on_error` if that is set; it is never silently zero. An included
+reward that cannot score as it is configured (a key that is not set, for example) stops the run in any case.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class RewardRunner:
         Raises:
             RewardError: a sample failed and `reward.on_error` is `raise`, or the deadline passed in this process, where
                 nothing can stop a call.
-            ConfigError: the function returns a part under a reserved name.
+            ConfigError: the function returns a part under a reserved name, or an included one cannot score as it is
+                configured, whatever `reward.on_error` is.
         """
         while True:
             try:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megarl.errors import ConfigError
 from megarl.imports import location
-from megarl.rewards.registry import Scorer
+from megarl.rewards.registry import REWARDS, Scorer
 from megarl.simulators.plain import Malformed, cut, flag, number, short, text
 
 Sample = dict[str, Any]
@@ -39,6 +40,9 @@ def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Itera
         scorer: the function and how it is called.
         samples: the function's input.
         stop_at_failure: stop after the first failure (the run will stop anyway).
+
+    Raises:
+        ConfigError: an included reward cannot score at all as it is configured; no sample is to blame.
     """
     if scorer.mode == "batch":
         yield from _score_batch(scorer, list(range(len(samples))), samples, stop_at_failure)
@@ -115,6 +119,8 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
     except _Refused as error:
         return ScoringFailure(str(error))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: no signal raises them where functions run
+        if isinstance(error, ConfigError) and scorer.name in REWARDS.names():
+            raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         reason = f"raised {type(error).__name__}: {error}".rstrip(": ")
         return ScoringFailure(f"{reason}{notes}", location(error, scorer.file))

@@ -257,6 +257,8 @@ data.val_split=2.5 & data.train_files=[good.jsonl]
 data.val_split=1.0e-99999
 reward.name=judge -> reward.kwargs.url
 reward.name=classifier -> reward.kwargs.path
+reward.name=classifier & reward.kwargs.path=./missing -> reward.kwargs.path
+reward.name=http & reward.kwargs.url=http://me:secret@h -> reward.kwargs.url
 reward.name=http & reward.kwargs.url=http://h & reward.timeout_s=60 -> reward.kwargs.deadline_s
 data.system_prompt=be_brief & data.train_files=[good.jsonl]
 sft.train_files=[missing.json] & sft.steps=1

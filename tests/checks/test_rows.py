@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import subprocess
@@ -136,6 +137,31 @@ def test_columns_that_a_reward_reads_are_looked_for(check, tmp_path):
     check([{"prompt": "1+1="}], "reward.name=rewards.py:own")  # which reads no answer
     with pytest.warns(ConfigWarning, match=r"rewards.py:own: samples have values of their own (?s:.*)uid, response"):
         check([{**GOOD, "uid": "x7", "response": "3"}], "reward.name=rewards.py:own")
+
+
+@pytest.mark.parametrize(
+    ("reward", "missing"),
+    [
+        (
+            "{name: http, kwargs: {url: 'http://h', fields: [respnse, level]}}",
+            "'respnse'(?s:.*)did you mean 'response'",
+        ),
+        ("{parts: {a: {name: http, kwargs: {url: 'http://h', fields: [x]}}}}", r"(?s)'x'.*reward\.parts\.a\.kwargs: x"),
+        ("{name: http, kwargs: {url: 'http://h', fields: [response, row, level]}}", None),
+        ("{name: http, kwargs: {url: 'http://h', fields: [x], protocol: sglang}}", None),
+        ("{name: judge, kwargs: {url: 'http://h', model: m, prompt: '{{ respnse }}'}}", "'respnse'"),
+        ("{name: judge, kwargs: {url: 'http://h', model: m}}", None),
+        (
+            "{name: judge, kwargs: {url: 'http://h', model: m, prompt: '{% for i in range(2) %}{{ level }}{{ low }}"
+            '{% endfor %}{% if hint is defined %}{{ hint }}{% endif %}{{ note | default("") }}\'}}',
+            None,
+        ),
+    ],
+)
+def test_names_that_an_included_reward_is_told_to_read_are_looked_for(check, reward, missing):
+    expected = contextlib.nullcontext() if missing is None else pytest.raises(DataError, match=missing)
+    with expected:
+        check([{**GOOD, "level": 1}], f"reward=!replace {reward}")
 
 
 def test_an_answer_in_an_object_is_named_for_functions_of_users(check, tmp_path):

@@ -85,12 +85,11 @@ def test_a_sample_that_is_too_long_has_failed_and_the_others_have_not(folder):
 def test_what_is_no_classifier_is_refused(folder, tmp_path):
     Qwen3ForCausalLM(config()).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    for path, words in ((tmp_path, "a language model has no score"), (tmp_path / "no", "cannot be loaded")):
-        (found,) = scores(samples(("1", "2")), path=path)
-        assert words in found.reason
-        assert "reward.kwargs.path" in found.reason
-    (found,) = scores(samples(("1", "2")), path=folder, label=2)
-    assert "0 to 1" in found.reason
+    for path, words in ((tmp_path, "a language model has no score"), (tmp_path / "no", "no config.json here")):
+        with pytest.raises(ConfigError, match=rf"reward\.kwargs\.path: .*{words}"):
+            scores(samples(("1", "2")), path=path)
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\.label(?s:.*)0 to 1"):
+        scores(samples(("1", "2")), path=folder, label=2)
 
 
 def test_it_scores_in_a_process_of_its_own():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,13 +15,14 @@ import pytest
 
 from megarl.config.data import RewardConfig
 from megarl.errors import ConfigError, RewardError
+from megarl.rewards.judge import _append
 from megarl.rewards.runner import RewardRunner
 
 Answer = Callable[[Any], Any]
 
 
 class Served:
-    """A server on loopback. `answer` makes of a request's JSON the answer, or (status, text); requests are kept."""
+    """A server on loopback that keeps requests. `answer`: request's JSON -> the answer, or (status, text, headers)."""
 
     def __init__(self) -> None:
         self.answer: Answer = lambda request: {}
@@ -35,10 +38,18 @@ class Served:
                 served.paths.append(self.path)
                 served.keys.append(self.headers["Authorization"])
                 made = served.answer(request)
-                status, text = made if isinstance(made, tuple) else (200, json.dumps(made))
+                status, text, headers = made if isinstance(made, tuple) else (200, json.dumps(made), {})
                 self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(text.encode())
+
+            def do_GET(self) -> None:
+                served.keys.append(self.headers["Authorization"])
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"[1.0]")
 
             def log_message(self, *arguments: Any) -> None:
                 pass
@@ -103,7 +114,7 @@ def test_a_reward_model_of_sglang_gets_prompt_response_and_end(served):
 
 def test_a_server_that_is_busy_for_a_while_is_asked_again_with_the_key(served, monkeypatch):
     monkeypatch.setenv("MY_KEY", "k1")
-    busy = iter([(503, "loading"), (429, "slow down"), (200, "half an answ")])
+    busy = iter([(503, "loading", {}), (429, "slow down", {}), (200, "half an answ", {})])
     served.answer = lambda request: next(busy, [1.5])
     kwargs = {"url": served.url, "api_key_env": "MY_KEY"}
     assert scores("http", kwargs, samples("2")) == [{"overall": 1.5}]
@@ -113,20 +124,27 @@ def test_a_server_that_is_busy_for_a_while_is_asked_again_with_the_key(served, m
 @pytest.mark.parametrize(
     ("answer", "attempts", "words"),
     [
-        ((404, "no such route"), 1, "after 1 attempt: status 404: no such route"),
-        ((500, "out of memory"), 2, "after 2 attempts: status 500: out of memory"),
+        ((404, "no such route", {}), 1, "after 1 attempt: status 404: no such route"),
+        ((500, "out of memory", {}), 2, "after 2 attempts: status 500: out of memory"),
+        (
+            (500, "no chunk", {"Transfer-Encoding": "chunked"}),
+            2,
+            "status 500: its text did not arrive (IncompleteRead)",
+        ),
+        ((302, "", {"Location": "/b"}), 1, "status 302: it redirects to /b, and redirects are not followed"),
         ({"scores": [1.0, 2.0]}, 2, "ValueError: 2 scores for 1 samples"),
         ({"score": 1.0}, 2, "for 1 samples"),
     ],
 )
-def test_a_server_without_a_usable_answer_is_named_with_the_sample(served, answer, attempts, words):
+def test_a_server_without_a_usable_answer_is_named_with_the_sample(served, monkeypatch, answer, attempts, words):
+    monkeypatch.setenv("MY_KEY", "k1")
     served.answer = lambda request: answer
     with pytest.raises(RewardError) as error:
-        scores("http", {"url": served.url, "retries": 1}, samples("2"))
+        scores("http", {"url": served.url, "retries": 1, "api_key_env": "MY_KEY"}, samples("2"))
     assert f"reward 'http': sample 0 of 1 got no score from {served.url} " in str(error.value)
     assert words in str(error.value)
     assert "response: '2'" in str(error.value)
-    assert len(served.requests) == attempts
+    assert len(served.requests) == len(served.keys) == attempts
 
 
 def test_a_score_that_is_no_number_names_its_sample(served):
@@ -136,7 +154,7 @@ def test_a_score_that_is_no_number_names_its_sample(served):
 
 
 def test_samples_without_a_score_get_that_of_on_error_and_the_others_their_own(served):
-    served.answer = lambda request: (500, "no") if request["samples"][0]["response"] == "bad" else [1.0]
+    served.answer = lambda request: (500, "no", {}) if request["samples"][0]["response"] == "bad" else [1.0]
     kwargs = {"url": served.url, "batch_size": 1, "retries": 0}
     found = scores("http", kwargs, samples("2", "bad", "3"), on_error=-1.0)
     assert [one["overall"] for one in found] == [1.0, -1.0, 1.0]
@@ -145,12 +163,11 @@ def test_samples_without_a_score_get_that_of_on_error_and_the_others_their_own(s
 def test_the_deadline_of_a_batch_ends_all_attempts(served):
     over = threading.Event()
     served.answer = lambda request: over.wait(20) and None
-    began = time.monotonic()
     kwargs = {"url": served.url, "batch_size": 1, "concurrency": 1, "deadline_s": 0.3, "retries": 9}
     with pytest.raises(RewardError, match=r"got no score from .* after 1 attempt: (TimeoutError|timeout)"):
         scores("http", kwargs, samples("2", "3", "4"))
     over.set()
-    assert time.monotonic() - began < 15
+    assert len(served.requests) == 1
 
 
 def test_a_server_that_is_not_there_is_named():
@@ -164,6 +181,9 @@ def test_a_server_that_is_not_there_is_named():
         ({"url": "localhost:8000"}, "reward.kwargs.url"),
         ({}, "reward.kwargs.url"),
         ({"url": "http://h", "protocoll": "json"}, "protocol"),
+        ({"url": "http://[::1"}, "reward.kwargs.url"),
+        ({"url": "http://me:s3cret@h"}, r"(?s)reward\.kwargs\.url(?!.*s3cret).*of reward\.kwargs\.api_key_env"),
+        ({"url": "http://h?a=b", "protocol": "sglang"}, "goes on after the path"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_asked(kwargs, words):
@@ -171,11 +191,23 @@ def test_wrong_settings_are_refused_before_anything_is_asked(kwargs, words):
         scores("http", kwargs, samples("2"))
 
 
-def test_a_field_or_a_key_that_is_not_there_is_named(served):
-    with pytest.raises(RewardError, match=r"reward\.kwargs\.fields: samples have no 'answr'"):
-        scores("http", {"url": served.url, "fields": ["answr"]}, samples("2"))
-    with pytest.raises(RewardError, match=r"reward\.kwargs\.api_key_env"):
-        scores("http", {"url": served.url, "api_key_env": "MEGARL_NO_SUCH_KEY"}, samples("2"))
+@pytest.mark.parametrize("workers", [1, 2])  # in a thread, and in processes
+def test_a_field_that_is_not_there_ends_the_run_whatever_on_error_says(served, workers):
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\.fields: samples have no 'answr'"):
+        scores("http", {"url": served.url, "fields": ["answr"]}, samples("2"), on_error=0.0, workers=workers)
+    assert served.requests == []
+
+
+def test_a_key_that_is_not_there_is_missed_before_the_first_sample(served):
+    kwargs = {"url": served.url, "api_key_env": "MEGARL_NO_SUCH_KEY"}
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\.api_key_env"):
+        RewardRunner(RewardConfig(name="http", kwargs=kwargs, on_error=0.0))
+
+
+def test_an_address_may_have_a_query(served):
+    served.answer = lambda request: [1.0]
+    scores("http", {"url": f"{served.url}/score?version=2"}, samples("2"))
+    assert served.paths == ["/score?version=2"]
 
 
 # -- judge ---------------------------------------------------------------------------------------------------------
@@ -228,8 +260,40 @@ def test_what_was_judged_before_is_not_asked_again(served, tmp_path):
     assert len(served.requests) == 2
     assert scores("judge", kwargs, samples("3", "2")) == [{"overall": 0.5}] * 2
     assert len(served.requests) == 2
-    scores("judge", {**kwargs, "model": "another"}, samples("2"))
-    assert len(served.requests) == 3
+    for asked, other in enumerate([{"model": "another"}, {"high": 20}, {"low": -5}, {"url": f"{served.url}/v1"}], 3):
+        scores("judge", {**kwargs, "structured": False, **other}, samples("2"))
+        assert len(served.requests) == asked
+    for kept in tmp_path.rglob("*.json"):
+        kept.write_text('{"score": 11}')
+    assert scores("judge", kwargs, samples("2")) == [{"overall": 0.5}]
+
+
+def test_verdicts_that_cannot_be_kept_count_and_the_log_says_so_once(served, tmp_path, caplog):
+    served.answer = lambda request: judged(5)
+    (tmp_path / "cache").touch()
+    kwargs = {"url": served.url, "model": "m", "cache": str(tmp_path / "cache")}
+    assert scores("judge", kwargs, samples("2", "3")) == [{"overall": 0.5}] * 2
+    assert len(served.requests) == 2
+    assert [one.getMessage() for one in caplog.records] == [
+        f"reward.kwargs.cache: verdicts of the judge are not kept in {tmp_path}/cache: Not a directory"
+    ]
+    with pytest.raises(RewardError, match=r"got no score: .*cache/calls cannot count the judge's calls"):
+        scores("judge", {**kwargs, "budget": 9}, samples("2"))
+    assert len(served.requests) == 2
+
+
+def test_calls_that_are_counted_at_the_same_time_stay_within_the_budget(tmp_path, monkeypatch):
+    counted, fstat = threading.Barrier(8), os.fstat
+    with ThreadPoolExecutor(8, "counts") as pool:
+
+        def together(file: int) -> os.stat_result:
+            found = fstat(file)
+            if threading.current_thread().name.startswith("counts"):
+                counted.wait(20)
+            return found
+
+        monkeypatch.setattr("os.fstat", together)
+        assert sum(pool.map(lambda _: _append(tmp_path / "calls", 3), range(8))) == 3
 
 
 def test_a_spent_budget_is_said_and_holds_for_further_runs(served, tmp_path):
@@ -249,6 +313,7 @@ def test_a_spent_budget_is_said_and_holds_for_further_runs(served, tmp_path):
         ({"budget": 3}, "set reward.kwargs.cache"),
         ({"low": 5.0, "high": 5.0}, "reward.kwargs.high"),
         ({"prompt": "{{ response"}, "reward.kwargs.prompt"),
+        ({"url": "http://h/v1?a=b"}, "goes on after the path"),
     ],
 )
 def test_settings_of_a_judge_that_do_not_fit_are_refused(more, words):
@@ -256,7 +321,7 @@ def test_settings_of_a_judge_that_do_not_fit_are_refused(more, words):
         scores("judge", {"url": "http://h", "model": "m", **more}, samples("2"))
 
 
-def test_a_prompt_that_reads_what_samples_do_not_have_is_named(served):
+def test_a_prompt_that_reads_what_samples_do_not_have_ends_the_run(served):
     kwargs = {"url": served.url, "model": "m", "prompt": "{{ questoin }}"}
-    with pytest.raises(RewardError, match=r"reward\.kwargs\.prompt: (?s:.*)'questoin' is undefined"):
-        scores("judge", kwargs, samples("2"))
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\.prompt: (?s:.*)'questoin' is undefined"):
+        scores("judge", kwargs, samples("2"), on_error=0.0)

@@ -147,5 +147,5 @@ def test_a_start_does_not_wait_for_a_certificate_to_become_right(
     ],
 )
 def test_an_address_that_cannot_be_used_is_found_before_a_start(url: str, why: str | None) -> None:
-    found = url_problem(url)
+    found = url_problem(url, "rollout.sglang.api_key_env")
     assert found is None if why is None else why in (found or "")
