@@ -33,6 +33,7 @@ from megarl.data.render import Chat, Split, given_prompts, render_prompts, token
 from megarl.data.row_images import check_marks, row_images
 from megarl.data.rows import SAMPLE_KEYS, TRUTH, Row, hidden_columns, reference_of
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
+from megarl.data.split import split_rows
 from megarl.data.templates import no_chat_template, prompt_formatter
 from megarl.errors import ConfigError, DataError, UserError, close_matches
 from megarl.rewards import REWARDS
@@ -74,9 +75,8 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     deadline = clock() + _TOKENIZE_S
     rows = _Rows(config, tokenizer, chat, lambda: clock() < deadline)
     if config.preference is not None and job == "train":
-        read = rows.check_pairs(data.held_out, config.preference) | rows.check_pairs(
-            data.train_files, config.preference
-        )
+        read = rows.check_pairs("val", data.held_out, config.preference)
+        read |= rows.check_pairs("train", data.train_files, config.preference)
         if config.sft.steps:
             read |= rows.check("train", config.sft.train_files or data.train_files, config.sft.response_key)
         rows.raise_all()
@@ -137,24 +137,28 @@ class _Rows:
         if scored:
             self._warn_of_names(known)
         if len(self.problems) == before:
+            self._check_split(split, sources, known)
             with self._recorded():
                 self._check_texts(split, sources, known, response)
         self.problems[:] = self.problems[before:] + self.problems[:before]  # the rows that are trained on come first
         return bool(known)
 
-    def check_pairs(self, sources: list[str], settings: PreferenceConfig) -> bool:
+    def check_pairs(self, split: Split, sources: list[str], settings: PreferenceConfig) -> bool:
         """Record the problems of rows that are preference pairs; return whether any row was read."""
-        data, read = self.config.data, False
+        data, known = self.config.data, list[Row]()
+        before = len(self.problems)
         for source in filter(is_readable_here, sources):
             with self._recorded():
                 rows = load_rows(source)
-                read = True
+                known += rows
                 pairs = as_pairs(rows, data, settings)
                 given_prompts(data, pairs, chat=self.chat is not None)
                 for row in pairs:
                     for key in (settings.chosen_key, settings.rejected_key):
                         self._response(row, key)
-        return read
+        if len(self.problems) == before:
+            self._check_split(split, sources, known)
+        return bool(known)
 
     def raise_all(self) -> None:
         """Raise the recorded problems, if there are any."""
@@ -169,6 +173,12 @@ class _Rows:
             yield
         except UserError as error:
             self.problems.append(error)
+
+    def _check_split(self, split: Split, sources: list[str], known: list[Row]) -> None:
+        """Record that `data.val_split` leaves a split without rows, where all of its files are known."""
+        if self.config.data.val_split is not None and known and all(map(is_readable_here, sources)):
+            with self._recorded():
+                split_rows(known, self.config.data, split)
 
     def _check_texts(self, split: Split, sources: list[str], known: list[Row], response: str | None) -> None:
         """Render and tokenise rows while there is time."""

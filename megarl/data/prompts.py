@@ -17,7 +17,7 @@ from megarl.data.render import Split, chat_of, given_prompts, tokenize, within_l
 from megarl.data.row_images import without_images
 from megarl.data.rows import Row, hidden_columns, reference_of
 from megarl.data.sources import load_rows
-from megarl.data.split import held_out_rows
+from megarl.data.split import split_rows
 from megarl.errors import ConfigError, count
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def read_split(config: DataConfig, split: Split) -> list[Row]:
     """Return the rows of a split.
 
     Raises:
-        DataError: an unreadable file.
+        DataError: an unreadable file; `data.val_split` leaves the split without rows.
         ConfigError: no files for the split.
     """
     sources = config.train_files if split == "train" else config.held_out
@@ -149,10 +149,7 @@ def read_split(config: DataConfig, split: Split) -> list[Row]:
     files = split if config.val_split is None else "train"
     kwargs = {"split": files, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
     rows = [row for source in sources for row in load_rows(source, kwargs)]
-    if config.val_split is None:
-        return rows
-    chosen = held_out_rows(rows, config)
-    return [row for row, held in zip(rows, chosen, strict=True) if held == (split == "val")]
+    return rows if config.val_split is None else split_rows(rows, config, split)
 
 
 def _data_source(row: Row) -> str:

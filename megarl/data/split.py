@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config.data import DataConfig
+from megarl.data.render import Split
 from megarl.data.rows import Row
 from megarl.errors import DataError
 
@@ -15,18 +16,18 @@ _KEY = "data.val_split"
 _BITS = 64
 
 
-def held_out_rows(rows: Sequence[Row], config: DataConfig) -> list[bool]:
-    """Tell for each row whether it is held out.
+def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Row]:
+    """Return the rows that are held out ("val"), or those that are not ("train").
 
     Rows with the same prompt (and images) are on the same side. Which prompts are held out follows from a hash of their
     content: of a share, those whose hash is in it, so that further rows move none; of a count, those with the smallest.
 
     Args:
-        rows: of all training files.
+        rows: of all files.
         config: with `val_split`.
 
     Raises:
-        DataError: no prompt is held out, or none is left to train on.
+        DataError: there are none: no prompt is held out, or none is left to train on.
     """
     assert config.val_split is not None, "asked where rows are held out"
     numbers = [_number(_content(row, config)) for row in rows]
@@ -36,11 +37,11 @@ def held_out_rows(rows: Sequence[Row], config: DataConfig) -> list[bool]:
     else:
         count = int(config.val_split)
         limit = different[count] if count < len(different) else 2**_BITS
-    held = [number < limit for number in numbers]
-    if any(held) and not all(held):
-        return held
+    chosen = [row for row, number in zip(rows, numbers, strict=True) if (number < limit) == (split == "val")]
+    if chosen:
+        return chosen
     raise DataError(
-        "no prompt is held out" if not any(held) else "every prompt is held out, and none is left to train on",
+        "no prompt is held out" if split == "val" else "every prompt is held out, and none is left to train on",
         where=_KEY,
         found=f"{config.val_split:g} of {len(different)} different prompts",
         allowed="a share between 0 and 1, or a number of prompts that leaves some to train on",
@@ -59,5 +60,14 @@ def _content(row: Row, config: DataConfig) -> Any:
 
 def _number(content: Any) -> int:
     """Return an integer from 0 to 2^64 - 1 that follows from plain values only."""
-    text = json.dumps(content, sort_keys=True, default=lambda value: hashlib.blake2b(value).hexdigest())
+    text = json.dumps(content, sort_keys=True, default=_plain)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BITS // 8).digest())
+
+
+def _plain(value: Any) -> Any:
+    """Return what stands for an image in bytes, or one of PIL."""
+    from PIL import Image
+
+    if isinstance(value, Image.Image):
+        return [value.mode, value.size, _plain(value.tobytes())]
+    return hashlib.blake2b(value).hexdigest()

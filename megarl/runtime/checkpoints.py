@@ -379,7 +379,7 @@ class Checkpoints:
                 request.unlink(missing_ok=True)
         if accuracy is not None:
             self.check_metric(numbers)
-        if self._early_stop.may_end(validated=accuracy is not None) and step > self._c.context.resting:
+        if self._early_stop.measures(validated=accuracy is not None) and step > self._c.context.resting:
             self._complete_then(lambda: self._early_stop.refuse_unknown(numbers))
         if early is not None and self._world.rank == 0:
             print(f"trainer.early_stop ends the run after step {step}: {early}", flush=True)

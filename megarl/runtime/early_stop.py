@@ -29,9 +29,17 @@ class EarlyStop:
         self._best_step = 0
         self._without = 0  # measurements in a row that were no improvement
 
-    def may_end(self, *, validated: bool) -> bool:
-        """Say whether a step may be the last one; `validated`: held-out prompts are evaluated after it."""
+    def measures(self, *, validated: bool) -> bool:
+        """Say whether a step is to bring the metric; `validated`: held-out prompts are evaluated after it."""
         return self._settings is not None and (validated or not self._settings.metric.startswith("val/"))
+
+    def may_end(self, *, validated: bool) -> bool:
+        """Say, before `look`, whether the next step can be the last one, whatever its metric is; see `measures`."""
+        settings = self._settings
+        if settings is None or not self.measures(validated=validated):
+            return False
+        tired = settings.patience is not None and self._without + 1 >= settings.patience
+        return settings.target is not None or tired
 
     def look(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take up the metric of `step`; a step without it is no measurement."""

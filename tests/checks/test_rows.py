@@ -50,6 +50,15 @@ def chat(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
+def test_a_split_without_rows_is_refused_and_examples_of_their_own_need_no_held_out_ones(check, tmp_path):
+    rows = [{"prompt": f"{i}+{j}", "answer": "2"} for i in range(5) for j in range(5)]
+    for job, words, split in (("train", "none is left to train on", 25), ("eval", "no prompt is held out", 1e-9)):
+        with pytest.raises(DataError, match=rf"data\.val_split: .*{words}(?s:.*) of 25 different prompts"):
+            check(rows, f"data.val_split={split}", job=job)
+    (tmp_path / "own.jsonl").write_text(json.dumps(GOOD) + "\n")  # it is not in the share
+    check(rows, "data.val_split=0.2", "sft.train_files=own.jsonl", "sft.steps=1")
+
+
 def test_what_needs_no_rows_is_checked_without_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(RECIPE)

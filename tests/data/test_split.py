@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from megarl.config.data import DataConfig
 from megarl.data.prompts import read_split
 from megarl.data.rows import Row
+from megarl.data.split import split_rows
 from megarl.errors import DataError
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
@@ -52,6 +54,24 @@ def test_rows_with_one_prompt_are_on_one_side(tmp_path, val_split):
 def test_the_same_question_about_another_image_is_another_prompt(tmp_path):
     rows = [{"prompt": "<image>?", "image": f"{i}.png", "answer": "1"} for i in range(30)]
     assert len(splits(tmp_path, rows, val_split=10, image_key="image")[1]) == 10
+
+
+def test_images_that_are_of_pil_are_told_apart_by_their_pixels():
+    settings = DataConfig(val_split=10, image_key="image")
+    colors = [(i, j, 0) for i in range(6) for j in range(5)]
+
+    def rows() -> list[Row]:
+        made = [Image.new("RGB", (2, 3), color) for color in colors]
+        return [Row({"prompt": "<image>?", "image": image}, "images", n) for n, image in enumerate(made)]
+
+    held, again = (split_rows(rows(), settings, "val") for _ in range(2))
+    assert len(held) == 10
+    assert [row.number for row in held] == [row.number for row in again]
+
+
+def test_files_without_held_out_prompts_are_trained_on_whole():
+    rows = [Row(row, "examples", number) for number, row in enumerate(ROWS)]
+    assert split_rows(rows, DataConfig(val_split=1e-9), "train") == rows
 
 
 def test_pairs_without_a_column_for_the_prompt_are_held_out_as_a_whole(tmp_path):

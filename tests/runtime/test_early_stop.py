@@ -76,6 +76,30 @@ def test_a_metric_that_is_not_there_where_it_should_be_is_refused():
     stop.refuse_unknown({"actor/lr": 1.0})  # it was there before
 
 
+@pytest.mark.parametrize(
+    ("settings", "values", "expected"),
+    [
+        ({"patience": 3}, [0.1, 0.1, 0.2, 0.1, 0.1, 0.1], [False, False, False, False, False, True]),
+        ({"patience": 1}, [0.2, 0.1], [True, True]),
+        ({"patience": 3, "target": 0.5}, [0.1, 0.5], [True, True]),
+    ],
+)
+def test_only_a_step_that_can_be_the_last_one_may_end_the_run(settings, values, expected):
+    stop = EarlyStop(EarlyStopConfig(metric="m", **settings))
+    found = []
+    for step, value in enumerate(values, 1):
+        found.append(stop.may_end(validated=False))
+        stop.look(step, {"m": value})
+        assert found[-1] or stop.reason() is None
+    assert found == expected
+    assert stop.reason() is not None
+
+
+def test_a_metric_of_validation_ends_no_run_between_validations():
+    stop = EarlyStop(EarlyStopConfig(metric="val/acc", target=0.5))
+    assert (stop.may_end(validated=False), stop.may_end(validated=True)) == (False, True)
+
+
 @pytest.mark.procs
 @pytest.mark.timeout(600)
 def test_a_run_that_ended_early_is_finished_until_its_settings_say_otherwise(tmp_path: Path) -> None:
