@@ -193,7 +193,7 @@ class Decoder:
             each, bytes_ = self.step(running, prompt + middle)
             seconds += (end - begin) * each
             read += (end - begin) * bytes_
-        filled = self.prefill(prompts, prompt) + self._see(prompts, work.patches)
+        filled = self.prefill(prompts, prompt) + self._see(work.seen / engines, work.patches)
         return [
             Cost("G1", f"prefill of {math.ceil(prompts)} prompts", filled),
             Cost("G3", f"decoding of {math.ceil(number)} samples, {math.floor(side)} side by side", seconds, read),

@@ -394,7 +394,7 @@ class StepFormulas:
         }
         found = decoding + work.number * sum(times * each[head] for head, times in passes.items())
         if self.policy.encoder is not None and work.patches:
-            found += work.groups * seen * image_flops(self.policy.encoder, [work.patches])
+            found += work.seen * seen * image_flops(self.policy.encoder, [work.patches])
         return found
 
     def sft(self) -> list[Cost]:

@@ -22,7 +22,7 @@ class Share:
         response: mean tokens of their responses.
         variance: variance of the tokens of a response, for costs that are quadratic in them.
         patches: of the images of a prompt.
-        group: samples of a prompt.
+        group: samples that have the same images.
     """
 
     samples: float
@@ -53,7 +53,8 @@ class Workload:
         prompt: tokens of a prompt.
         lengths: lengths of responses.
         even: replicas get equal tokens (`placement.share=tokens`).
-        patches: of the images of a prompt.
+        patches: of the images of a prompt, or of an episode.
+        apart: samples of a group see images of their own, which an environment shows.
     """
 
     groups: int
@@ -62,6 +63,7 @@ class Workload:
     lengths: Lengths
     even: bool = False
     patches: float = 0.0
+    apart: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, given: PlanAssumptions, encoder: VisionEncoder | None = None) -> Workload:
@@ -87,7 +89,12 @@ class Workload:
             most = image_patches(config, encoder)
             patches = min(given.prompt_patches or most / 2, most)
         even = config.placement.share == "tokens"
-        return cls(config.data.batch_size, sampling.n, prompt, lengths, even, patches)
+        return cls(config.data.batch_size, sampling.n, prompt, lengths, even, patches, config.has_turns)
+
+    @property
+    def seen(self) -> int:
+        """Times that the images of a prompt or an episode are seen in one pass over all samples."""
+        return self.number if self.apart else self.groups
 
     @property
     def number(self) -> int:
@@ -110,4 +117,6 @@ class Workload:
         if not self.even and replicas > 1:
             mean *= 1 + self.lengths.variation * math.sqrt(2 * math.log(replicas) / max(number, 1))
         longest = min(mean, self.lengths.longest)
-        return Share(number, self.prompt, longest, self.lengths.variance, self.patches, self.samples)
+        return Share(
+            number, self.prompt, longest, self.lengths.variance, self.patches, 1 if self.apart else self.samples
+        )

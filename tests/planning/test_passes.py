@@ -12,10 +12,11 @@ from megarl.config.training import EngineConfig
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import KINDS
+from megarl.planning.lengths import Lengths
 from megarl.planning.passes import ModelPass, total
 from megarl.planning.shards import owned_parameters, stage_parameters
 from megarl.planning.vision import image_flops, patch_tokens
-from megarl.planning.workload import Share
+from megarl.planning.workload import Share, Workload
 from tests.models.vlm_tiny import config_of
 from tests.planning.planned import H100, IDEAL, TWO_CORES, seconds_by
 
@@ -289,6 +290,14 @@ def test_the_vision_encoder_sees_each_image_once_in_a_pass_on_every_rank(setting
     assert seconds_by(one.forward(SEEN))["T12"] == pytest.approx(4 * image)
     assert seconds_by(one.update(SEEN, 1, 1))["T12"] == pytest.approx(times * 4 * image)
     assert "T12" not in seconds_by(one.forward(replace(SEEN, patches=0.0)))
+
+
+def test_each_sample_of_an_environment_sees_images_of_its_own():
+    shared = Workload(4, 4, 100.0, Lengths(20.0, 0.0, 20), patches=80.0)
+    apart, one = replace(shared, apart=True), model(replace(SEEING, frozen=()), 2)
+    found = [seconds_by(one.forward(work.share(1)))["T12"] for work in (shared, apart)]
+    assert found[1] == pytest.approx(4 * found[0])
+    assert (shared.seen, apart.seen) == (4, 16)
 
 
 def test_of_stages_the_first_has_the_encoder_and_the_last_the_head():
