@@ -129,7 +129,7 @@ FIELDS: dict[str, Field] = {
     ),
     "turn_ends": Field("int64", "[B, turns]", "rollout", "where it ends", "[4, 9]"),
     "turn_rewards": Field("float32", "[B, turns]", "rollout", "the environment's rewards", "[0.0, 1.0]"),
-    "ended_by": Field("str", "[B]", "rollout", "done, turns, tokens, seconds, image_token or error", '"done"'),
+    "ended_by": Field("str", "[B]", "rollout", "done, turns, tokens, images, seconds, image_token or error", '"done"'),
     "env_info": Field("dict", "[B]", "rollout", "numbers of the environment, over all turns", '{"calls": 2}'),
     "env_error": Field("str", "[B]", "rollout", "how the environment failed; empty: it did not", '""'),
     "transcript": Field("str", "[B]", "rollout", "text of all turns and observations", '"<call>..."'),

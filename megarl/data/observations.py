@@ -31,7 +31,8 @@ def are_parts(value: Sequence[Any]) -> bool:
 def taken_apart(said: Any, images: ImagePrompts | None) -> tuple[Any, list[Patches]]:
     """Return an observation with the text of an image in the place of each, and the images.
 
-    An image token in a text, which may quote the policy, is taken out: it would stand for an image.
+    An image token in a text of a message or part, which may quote the policy, is taken out: it would stand for an
+    image. What is left does not hold it either, nor do neighbouring texts together.
 
     Args:
         said: text, parts, or chat messages; anything else stays as it is.
@@ -43,35 +44,55 @@ def taken_apart(said: Any, images: ImagePrompts | None) -> tuple[Any, list[Patch
     found: list[Patches] = []
 
     def plain(text: str) -> str:
-        return text if images is None else text.replace(images.token_text, "")
+        while images is not None and images.token_text in text:
+            text = text.replace(images.token_text, "")
+        return text
 
-    def shown(part: Any) -> str:
-        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            return plain(part["text"])
-        if not isinstance(part, dict) or not is_image(part):
-            raise DataError("a part that is neither text nor an image", found=f"{part!r:.80}", allowed=_PARTS)
-        if images is None:
-            raise DataError(
-                "an image, and nothing in the recipe reads images",
-                where="data.image_key",
-                found=None,
-                fix="take a vision-language model, and set data.image_key; rows need not have that column",
-            )
-        found.append(images.read(own_image(part), f"image {len(found) + 1} of the observation"))
-        return images.text
+    def shown(parts: list[Any]) -> str:
+        texts = [""]  # between the images
+        for part in parts:
+            if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+                texts[-1] += part["text"]
+            else:
+                found.append(_read(part, images, len(found) + 1))
+                texts.append("")
+        return ("" if images is None else images.text).join(map(plain, texts))
 
     if isinstance(said, str):
         return plain(said), found
     if not isinstance(said, list) or not said or not isinstance(said[0], dict):
         return said, found
     if are_parts(said):
-        return "".join(map(shown, said)), found
+        return shown(said), found
     return [_message(one, plain, shown) for one in said], found
 
 
-def _message(message: dict[str, Any], plain: Callable[[str], str], shown: Callable[[Any], str]) -> dict[str, Any]:
-    """Return a message whose content is text."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return {**message, "content": "".join(map(shown, content))}
-    return {**message, "content": plain(content)} if isinstance(content, str) else message
+def _read(part: Any, images: ImagePrompts | None, number: int) -> Patches:
+    """Read a part that is an image, the `number`-th of an observation."""
+    if not isinstance(part, dict) or not is_image(part):
+        raise DataError("a part that is neither text nor an image", found=f"{part!r:.80}", allowed=_PARTS)
+    if images is None:
+        raise DataError(
+            "an image, and nothing in the recipe reads images",
+            where="data.image_key",
+            found=None,
+            fix="take a vision-language model, and set data.image_key; rows need not have that column",
+        )
+    return images.read(own_image(part), f"image {number} of the observation")
+
+
+def _message(message: dict[str, Any], plain: Callable[[str], str], shown: Callable[[list[Any]], str]) -> dict[str, Any]:
+    """Return a message whose content is text, and whose texts, also those of calls, are plain."""
+    return {
+        name: shown(value) if name == "content" and isinstance(value, list) else _cleaned(value, plain)
+        for name, value in message.items()
+    }
+
+
+def _cleaned(value: Any, plain: Callable[[str], str]) -> Any:
+    """Return JSON's values with plain texts."""
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, list):
+        return [_cleaned(one, plain) for one in value]
+    return {plain(name): _cleaned(one, plain) for name, one in value.items()} if isinstance(value, dict) else value

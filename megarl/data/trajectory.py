@@ -43,7 +43,7 @@ class Trajectory:
             while it is being sampled.
         turn_rewards: one per turn that the environment has answered.
         finish_reason: `stop`, `length` or `abort`, of the last turn that is over.
-        ended_by: done, turns, tokens, seconds, image_token or error, or `PLAIN`; empty while it goes on.
+        ended_by: done, turns, tokens, images, seconds, image_token or error, or `PLAIN`; empty while it goes on.
         error: the failure, when `ended_by` is error.
         info: numbers of the environment, added up over the turns; with servers also `cached`, the share of the tokens
             before the policy's turns that was in a prefix cache.

@@ -49,6 +49,10 @@ class EpisodeLimits:
             return "turns"
         return "image_token" if self.image_token in trajectory.last_turn else ""
 
+    def too_many(self, before: int, images: ImageSet | None) -> bool:
+        """Tell whether an episode with `before` images has no room for these."""
+        return self.images is not None and images is not None and before + _number(images) > self.images
+
 
 @dataclass(frozen=True)
 class EpisodeRules:
@@ -201,16 +205,16 @@ class Answers:
         (ids, images), most = self._tokens(reply, self._rules.turns.first), self._rules.limits.prompt_tokens
         if not reply.error and not 0 < len(ids) <= most:
             reply.error = f"reset returned {len(ids)} tokens; data.max_prompt_tokens is {most}"
-        self._check_images(reply, images, 0)
+        if not reply.error and self._rules.limits.too_many(0, images):
+            most, found = self._rules.limits.images, count(_number(images), "image")
+            reply.error = f"reset returned {found}; data.limit_images is {most}"
         return ids, images
 
     def _following(self, trajectory: Trajectory, reply: Reply) -> _Said:
         """Return the tokens and images of an answer, no tokens when nothing follows; notes an error in `reply`."""
         if reply.error or reply.done or self._rules.limits.end_after(trajectory):
             return _NOTHING
-        ids, images = self._answer(reply)
-        self._check_images(reply, images, _number(trajectory.images))
-        return ids, images
+        return self._answer(reply)
 
     def _answer(self, reply: Reply) -> tuple[list[int], ImageSet | None]:
         return self._tokens(reply, lambda said: self._rules.turns.following(said, ended=True))
@@ -222,12 +226,6 @@ class Answers:
         except UserError as error:
             reply.error = str(error)
             return [], None
-
-    def _check_images(self, reply: Reply, images: ImageSet | None, before: int) -> None:
-        """Note an error in `reply` where an episode with `before` images has too many with these."""
-        most, found = self._rules.limits.images, before + _number(images)
-        if not reply.error and most is not None and images is not None and found > most:
-            reply.error = f"the episode has {count(found, 'image')} now; data.limit_images is {most}"
 
 
 #: Tokens of an observation and its images, by their places in it; no tokens: nothing was said.
@@ -273,6 +271,8 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
             trajectory.end(limits.end_after(trajectory))
         elif len(trajectory.token_ids) + len(ids) >= limits.tokens:
             trajectory.end("tokens")
+        elif limits.too_many(_number(trajectory.images), images):
+            trajectory.end("images")
         elif late:
             trajectory.end("seconds")
         else:

@@ -22,6 +22,7 @@ from megarl.envs.tools import Tools, ToolSettings
 from megarl.envs.tools.functions import load_tools
 from megarl.envs.tools.parsers import PARSERS, Call
 from megarl.envs.tools.schema import tool_of
+from megarl.envs.tools.worker import _answer
 from megarl.errors import ConfigError
 from tests.envs import some_tools
 
@@ -189,6 +190,20 @@ def test_a_function_is_given_the_images_of_the_episode_and_returns_one():
         )
     finally:
         kind.close(shared)
+
+
+def test_an_image_that_no_encoder_takes_is_told_to_the_model():
+    tool = load_tools([f"{FILE}:half"])[0]
+    assert not _answer(tool, {"number": 0}, [Image.new("RGB", (28, 28))])[1]
+    said, failed = _answer(tool, {"number": 0}, [Image.new("RGB", (2, 28))])
+    assert failed
+    assert said.startswith("error: result 0: the image has a size that no vision encoder takes")
+    assert "1 x 28" in said
+
+
+def test_a_column_images_is_kept_only_for_functions_that_ask_for_it():
+    for row, asks in (({"images": None}, True), ({"images": ["no image"]}, False), ({}, True)):
+        Tools(ToolSettings(tools=["a.py:echo"]), SimpleNamespace(asks_images=asks)).reset(row, 0)
 
 
 def test_a_turn_without_a_call_is_the_last_one(answer):

@@ -197,7 +197,7 @@ def test_one_image_behind_different_texts_is_read_in_its_own_place(made):
 
 
 @ONE_KIND
-def test_a_broken_image_and_one_too_many_are_errors_of_their_episode(made):
+def test_a_broken_image_is_an_error_of_its_episode(made):
     with pytest.raises(
         EpisodeError, match=r"sample p\d#\d failed at turn 1: step \(turn 1\) returned: image 1 of the[\s\S]*nowhere"
     ):
@@ -206,10 +206,30 @@ def test_a_broken_image_and_one_too_many_are_errors_of_their_episode(made):
     assert {one.ended_by for one in marked} >= {"error"}
     for one in marked:
         assert one.ended_by != "error" or (not any(one.drawn) and "image 1 of the observation" in one.error)
-    limited = play(made, Looking, "mark", images=3)
-    errors = [one.error for one in limited if one.error]
-    assert errors
-    assert set(errors) <= {f"the episode has {n} images now; data.limit_images is 3" for n in (4, 5)}
+
+
+@ONE_KIND
+def test_an_episode_ends_where_its_environment_shows_one_image_too_many(made):
+    whole, limited = play(made, Looking), play(made, Looking, images=3)
+    assert "images" in {one.ended_by for one in limited}
+    for one, other in zip(limited, whole, strict=True):
+        assert len(one.images.places) <= 3
+        assert (one.ended_by == "images") == (len(other.images.places) > 3)
+        assert one.token_ids == other.token_ids[: len(one.token_ids)]
+        assert one.turn_rewards == other.turn_rewards[: one.turns]
+
+
+class Many(Looking):
+    """Begins with more images than an episode may have."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> Any:
+        return [{"type": "image", "image": row["images"][0]}] * 2
+
+
+@ONE_KIND
+def test_a_first_observation_of_too_many_images_is_an_error(made):
+    marked = play(made, Many, "mark", images=1)
+    assert {one.error for one in marked} == {"reset returned 2 images; data.limit_images is 1"}
 
 
 @ONE_KIND

@@ -91,15 +91,15 @@ class Tools(Environment):
         callers = Callers()
         try:
             if settings.tools:
-                callers.add(
-                    Functions(
-                        settings.tools,
-                        workers=settings.workers,
-                        timeout_s=settings.timeout_s,
-                        memory_mb=settings.memory_mb,
-                        max_chars=settings.max_chars,
-                    )
+                functions = Functions(
+                    settings.tools,
+                    workers=settings.workers,
+                    timeout_s=settings.timeout_s,
+                    memory_mb=settings.memory_mb,
+                    max_chars=settings.max_chars,
                 )
+                callers.add(functions)
+                callers.asks_images = bool(functions.seeing)
             if settings.mcp:
                 callers.add(McpServers(settings.mcp, settings.timeout_s))
         except BaseException:
@@ -113,8 +113,9 @@ class Tools(Environment):
         shared.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Keep the prompt's images for the functions that ask for them."""
-        self._images = [_base64(image) for image in row.get("images", ())]
+        """Keep the prompt's images, where a function asks for them."""
+        given = (row.get("images") or ()) if self.shared.asks_images else ()
+        self._images = [_base64(image) for image in given]
 
     def step(self, action: Action) -> Step:
         """Run the calls of a turn in order; a truncated turn is the last one, so its calls are not run."""
@@ -186,11 +187,17 @@ class Caller(Protocol):
 
 
 class Callers:
-    """All tools that the episodes of a replica call. `names`: of the tools."""
+    """All tools that the episodes of a replica call.
+
+    Attributes:
+        names: of the tools.
+        asks_images: one of them asks for the images of its episode.
+    """
 
     def __init__(self) -> None:
         self._all: list[Caller] = []
         self._by_name: dict[str, Caller] = {}
+        self.asks_images = False
         self._threads = ThreadPoolExecutor(_THREADS, "tools")
 
     @property

@@ -85,6 +85,7 @@ class Functions:
 
     Attributes:
         names: of the tools.
+        seeing: names of those that ask for images.
 
     Raises:
         ConfigError: a process could not load a tool.
@@ -93,7 +94,7 @@ class Functions:
     def __init__(self, names: Sequence[str], *, workers: int, timeout_s: float, memory_mb: int, max_chars: int) -> None:
         late = {"said": f"error: no result within {timeout_s:g} s", "failed": True}
         tools = load_tools(names)
-        self.names, self._seeing = [tool.name for tool in tools], {tool.name for tool in tools if tool.asks_images}
+        self.names, self.seeing = [tool.name for tool in tools], {tool.name for tool in tools if tool.asks_images}
         self._free: queue.SimpleQueue[ScorerPool] = queue.SimpleQueue()
         self._pools = [
             ScorerPool(
@@ -119,7 +120,7 @@ class Functions:
         except queue.Empty:
             return "error: no process was free to run the tool before the turn's deadline", True
         left = deadline - time.monotonic()
-        seen = {IMAGES: list(images)} if name in self._seeing else {}
+        seen = {IMAGES: list(images)} if name in self.seeing else {}
         try:
             # The pool's own deadline is for a restarting process; a call is bounded by `timeout_s`.
             outcome = pool.score([{"name": name, "arguments": arguments, **seen}], max(0.0, left), False)[0]

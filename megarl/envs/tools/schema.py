@@ -46,6 +46,7 @@ class Tool:
 
         Raises:
             ValueError: the arguments do not fit; the message is meant for the policy.
+            DataError: an image that no vision encoder takes; so is its message.
         """
         try:
             given = self.arguments.model_validate(arguments)
@@ -107,15 +108,21 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def parts_of(result: Any) -> list[dict[str, Any]] | None:
-    """Return a result that is or holds images of PIL as parts, with these as data URLs; None: it holds none."""
+    """Return a result that is or holds images of PIL as parts, with these as data URLs; None: it holds none.
+
+    Raises:
+        DataError: an image that no vision encoder takes.
+    """
     items = result if isinstance(result, list | tuple) else [result]
     if not any(_is_image(item) for item in items):
         return None
+    from megarl.data.images import open_image  # only here: most processes of tools never see an image
+
     return [
-        {"type": "image", "image": data_url(item)}
+        {"type": "image", "image": data_url(open_image(item, None, f"result {number}"))}
         if _is_image(item)
         else {"type": "text", "text": item if isinstance(item, str) else _plain(item)}
-        for item in items
+        for number, item in enumerate(items)
     ]
 
 

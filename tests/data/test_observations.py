@@ -1,0 +1,34 @@
+"""Texts of environments, which may quote the policy, never stand for an image."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.data.observations import taken_apart
+
+PAD = "<|image_pad|>"
+READER = SimpleNamespace(token_text=PAD, text=f"[{PAD}]", read=lambda value, where: value)
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+@pytest.mark.parametrize(
+    ("said", "plain"),
+    [
+        ("<|image_<|image_pad|>pad|>a", "a"),
+        ([text("<|image_"), text("pad|>a")], "a"),
+        ([text("<|image_"), {"type": "image", "image": "x.png"}, text("pad|>a")], f"<|image_[{PAD}]pad|>a"),
+        (
+            [{"role": "tool", "name": PAD, "tool_calls": [{PAD: f"a{PAD}", "n": 1}], "content": [text(PAD)]}],
+            [{"role": "tool", "name": "", "tool_calls": [{"": "a", "n": 1}], "content": ""}],
+        ),
+    ],
+    ids=["nested", "parts", "around an image", "other keys"],
+)
+def test_an_image_token_is_taken_out_of_all_text(said, plain):
+    assert taken_apart(said, READER)[0] == plain
