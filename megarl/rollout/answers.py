@@ -206,8 +206,8 @@ class Answers:
         if not reply.error and not 0 < len(ids) <= most:
             reply.error = f"reset returned {len(ids)} tokens; data.max_prompt_tokens is {most}"
         if not reply.error and self._rules.limits.too_many(0, images):
-            most, found = self._rules.limits.images, count(_number(images), "image")
-            reply.error = f"reset returned {found}; data.limit_images is {most}"
+            found = count(_number(images), "image")
+            reply.error = f"reset returned {found}; data.limit_images is {self._rules.limits.images}"
         return ids, images
 
     def _following(self, trajectory: Trajectory, reply: Reply) -> _Said:

@@ -184,7 +184,7 @@ def test_logprobs_of_later_turns_equal_transformers_in_generation_and_training(m
 
 
 @ONE_KIND
-def test_one_image_behind_different_texts_is_read_in_its_own_place(made):
+def test_one_image_after_different_texts_is_read_in_its_own_place(made):
     with producer(made, Looking, turns=1) as (groups, first):
         for shift in (0, 3):
             prompt = [*made.prompts[0].prompt[:1]] * shift + [*made.prompts[0].prompt]

@@ -151,7 +151,7 @@ class TurnSession(Session):
             images = self._images[sequence]
             key = tuple(self._contexts[sequence][:-1]), () if images is None else images.digests
             groups.setdefault(key, []).append(row)
-            sets[key] = images  # with its places, which equal images behind another text do not have
+            sets[key] = images  # with its places, which equal images after another text do not have
         if blank := groups.pop(((), ()), None):
             self._cache.clear(torch.tensor(blank, device=self._stage.device))
         ordered = sorted(groups, key=lambda group: len(group[0]))
