@@ -14,8 +14,16 @@ from tests.runtime import harness
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
 
 REWARD = '''
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
 def first_letter(samples, images):
-    """A score that differs between samples, and that has seen the pictures."""
+    """A score that differs between samples, and that has seen the pictures; after step 1 it waits to be killed."""
+    while (HERE / "hold").exists() and (HERE / "run/checkpoints/step_1/meta.json").exists():
+        time.sleep(0.05)
     return [
         {"overall": (sum(map(ord, s["response"])) % 7 + float(own[0].getpixel((3, 3))[0] > 128 if own else 0)) / 8}
         for s, own in zip(samples, images, strict=True)
@@ -89,10 +97,12 @@ def test_eval_counts_as_the_run_did_and_shows_what_the_model_saw(run, whole, exp
 
 def test_a_killed_run_goes_on_to_the_same_numbers(whole, tmp_path):
     write_rows(tmp_path)
+    (tmp_path / "hold").touch()
     process = harness.start(Path("grpo_shapes_quickstart"), tmp_path / "run", *settings(tmp_path))
     harness.wait_for(lambda: (tmp_path / "run/checkpoints/step_1/meta.json").is_file(), process)
     harness.kill(harness.workers(tmp_path / "run")[0])
     assert "SIGKILL" in harness.finish(process)
+    (tmp_path / "hold").unlink()
     assert harness.train("grpo_shapes_quickstart", tmp_path / "run", *settings(tmp_path)) == whole
 
 
