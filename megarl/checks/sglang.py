@@ -356,14 +356,14 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
             allowed="draft_tokens with NGRAM; with a draft model steps, topk and draft_tokens, or none of them",
             fix="leave out the others" if own else "give all three, for example steps: 3, topk: 1, draft_tokens: 4",
         )
-    elif draft.topk == 1 and draft.draft_tokens != (draft.steps or 0) + 1:
+    elif draft.topk == 1 and draft.draft_tokens != (chain := (draft.steps or 0) + 1):
         checks.fail(
             _NAME,
             "rollout.sglang.speculative.draft_tokens",
             f"a chain (topk: 1) of {draft.steps} steps is checked with the token before it",
             found=draft.draft_tokens,
-            allowed=(draft.steps or 0) + 1,
-            fix=f"set draft_tokens to {(draft.steps or 0) + 1}",
+            allowed=chain,
+            fix=f"set draft_tokens to {chain}",
         )
     if not own and config.sync.transport == "disk":
         checks.fail(

@@ -66,6 +66,10 @@ class EndpointSettings(Settings):
         """Return whether `url` is the whole address, which may have a query; else a path is added to it."""
         return False
 
+    def server(self, url: str) -> ScoreServer:
+        """Return the server at `url`, asked as these settings say."""
+        return ScoreServer(url, self.api_key_env, self.request_timeout_s, self.retries)
+
     def require_key(self) -> None:
         """Raise a ConfigError if the variable with the key is not set here."""
         if self.api_key_env is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 
 from megarl.errors import ConfigError
-from megarl.rewards.endpoint import EndpointSettings, ScoreServer, ask_all
+from megarl.rewards.endpoint import EndpointSettings, ask_all
 from megarl.rewards.registry import KWARGS, REWARDS
 from megarl.rewards.scoring import Sample
 
@@ -57,8 +57,7 @@ def http(samples: list[Sample], **settings: Any) -> list[Any]:
     url = options.url.rstrip("/")
     if options.protocol == "sglang" and not url.endswith("/classify"):
         url += "/classify"
-    server = ScoreServer(url, options.api_key_env, options.request_timeout_s, options.retries)
-    deadline = time.monotonic() + options.deadline_s
+    server, deadline = options.server(url), time.monotonic() + options.deadline_s
     size = options.batch_size
     parts = [samples[start : start + size] for start in range(0, len(samples), size)]
 

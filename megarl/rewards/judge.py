@@ -111,9 +111,7 @@ def judge(samples: list[Sample], **settings: Any) -> list[Any]:
         ConfigError: the prompt reads what a sample does not have, or the variable with the key is not set.
     """
     options = JudgeSettings(**settings)
-    server = ScoreServer(
-        f"{options.url.rstrip('/')}/chat/completions", options.api_key_env, options.request_timeout_s, options.retries
-    )
+    server = options.server(f"{options.url.rstrip('/')}/chat/completions")
     render, deadline = _template(options.prompt or _PROMPT), time.monotonic() + options.deadline_s
     bodies = [_body(options, _rendered(render, sample, options)) for sample in samples]
     keys = [_key(server.url, options, body) for body in bodies]

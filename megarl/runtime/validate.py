@@ -145,7 +145,7 @@ def _take_up(c: RankState, result: Validation) -> float:
 
 
 def validates(config: RunConfig, step: int, *, early: bool = False) -> bool:
-    """Held-out responses are drawn after `step` (1 or more): the last one, and every `validation.every`-th.
+    """Held-out responses are generated after `step` (1 or more): the last one, and every `validation.every`-th.
 
     `early`: `trainer.early_stop` makes it the last one.
     """
