@@ -43,7 +43,7 @@ def write_files(section: str, folder: Path) -> None:
 
 
 def commands(section: str) -> list[tuple[str, str]]:
-    """The commands of a section, with the comments behind them."""
+    """The commands of a section, each with its comment."""
     lines = [line for language, text in FENCE.findall(SECTIONS[section]) if not language for line in text.splitlines()]
     return [(command.strip(), said) for command, _, said in (line.partition(" #") for line in lines)]
 
