@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megarl.algorithms.kl import KL, chosen_estimator, kl_tokens
+from megarl.algorithms.divergences import chosen_divergence, divergence
+from megarl.algorithms.kl import chosen_estimator, kl_tokens
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.topk import teacher_terms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megarl.config.algorithm import DistillationConfig
     from megarl.metrics import Metrics
 
-#: Log-probs of a teacher; or its most likely tokens, with the policy's cross entropy and mass on them.
+#: Log-probs of a teacher; or its most likely tokens, and the policy's log-probs of the same.
 Teacher: TypeAlias = "Tensor | Sequence[Tensor | None] | None"
 
 
@@ -35,7 +35,8 @@ def teacher_term(
     Args:
         settings: `algorithm.distillation`.
         logp: float [N] or [B, T], differentiable.
-        teacher: its log-probs, same shape; or [N, K, 2], with cross entropy and mass [N] (`megarl.algorithms.topk`).
+        teacher: its log-probs, same shape; or its tokens [N, K + 1, 2] and the policy's log-probs of them [N, K + 1]
+            (`MegatronEngine.top_tokens`).
         mask: bool, in the shape of `logp`.
         policy_loss: advantages to token losses.
         metrics: receives the extremes of the estimate, before the clamp, and both models' mass on the top k.
@@ -58,16 +59,17 @@ def teacher_term(
 
 
 def _estimate(settings: DistillationConfig, logp: Tensor, teacher: Any, mask: Tensor, metrics: Metrics) -> Tensor:
-    chosen = KL.choose(settings, "algorithm.distillation")
     if teacher is None:
         raise ValueError("a distillation term needs the log-probs of its model")
-    if not chosen.spec.distributions:
+    chosen = chosen_divergence(settings)
+    if chosen is None:
         return kl_tokens(chosen_estimator(settings), logp, teacher, mask)
-    top, cross, mass = teacher
-    own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
+    top, policy = teacher
+    theirs = top[:, :, 1]
     count = float(mask.sum())
     if count:
-        given = teacher_terms(top, None)[1].sum(1)
-        metrics.mean("actor/distillation_teacher_mass", float(given[mask].double().sum()), count)
-        metrics.mean("actor/distillation_student_mass", float(mass[mask].double().sum()), count)
-    return torch.where(mask, chosen.function(top, torch.where(mask, cross, 0), **own), 0)
+        for name, given in (("teacher", theirs), ("student", policy.detach())):
+            mass = given[mask, :-1].double().exp().sum()
+            metrics.mean(f"actor/distillation_{name}_mass", float(mass), count)
+    hidden = ~mask[:, None]
+    return torch.where(mask, divergence(chosen, theirs.masked_fill(hidden, 0), policy.masked_fill(hidden, 0)), 0)

@@ -22,8 +22,9 @@ class KLSpec(Spec):
     """The declaration of an estimator.
 
     Attributes:
-        distributions: it compares the teacher's most likely tokens, not the sampled one: fn(teacher, cross,
-            **settings), see `megarl.algorithms.topk`. Only for distillation; its settings are `TopKSettings` or more.
+        distributions: it compares distributions, not the sampled token: fn(teacher, policy, **settings) gives a term
+            per token, see `megarl.algorithms.divergences`. Only for distillation; its settings are
+            `DivergenceSettings` or more.
     """
 
     distributions: bool = False
@@ -172,5 +173,5 @@ class KLController:
             self.coef = float(state.get("coef", self.coef))
 
 
-# Last: it registers its estimator, which compares the most likely tokens, in the registry above.
-import megarl.algorithms.topk  # noqa: E402, F401
+# Last: it registers its estimators, which compare distributions, in the registry above.
+import megarl.algorithms.divergences  # noqa: E402, F401

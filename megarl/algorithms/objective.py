@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from megarl.algorithms.correction import Correction
     from megarl.algorithms.distillation import Teacher
     from megarl.algorithms.stats import AllSum
-    from megarl.algorithms.topk import TopKSettings
     from megarl.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig, PolicyLossConfig
     from megarl.config.correction import ResolvedCorrection
 
@@ -52,7 +51,7 @@ class TokenInputs:
         old_logp: of the denominator policy of the ratio. None: one update uses every sample once.
         drawn_logp: the same for samples that waited since an earlier step, NaN for others.
         rollout_logp, ref_logp, teacher_logp: of the engine that generated the tokens, the reference, the teacher.
-        teacher_topk: float32 [N, K, 2], the teacher's most likely tokens, see `megarl.algorithms.topk`.
+        teacher_topk: float32 [N, K + 1, 2], the teacher's most likely tokens, see `MegatronEngine.top_tokens`.
         is_weights: importance weights of rollout correction.
         copies: int64 [B], how often each sample counts; None: once.
         own: further inputs of the policy loss, and the results of its preparation, by name.
@@ -157,12 +156,13 @@ class Objective:
         known = (inputs.old_logp, inputs.advantages, inputs.loss_mask)
         return chosen.spec.prepare(*known, chosen.settings, keys=keys, all_sum=all_sum)
 
-    def taught(self) -> TopKSettings | None:
-        """Return the distillation settings if it compares the teacher's top tokens: `loss` then needs `cross`."""
-        from megarl.algorithms.topk import topk_settings
+    @property
+    def compares(self) -> bool:
+        """Whether distillation compares distributions: `loss` then needs `policy`."""
+        from megarl.algorithms.divergences import chosen_divergence
 
         section = self.algorithm.distillation
-        return topk_settings(section) if section.coef else None
+        return bool(section.coef) and chosen_divergence(section) is not None
 
     def loss(
         self,
@@ -170,8 +170,7 @@ class Objective:
         entropy: Tensor,
         inputs: TokenInputs,
         tokens: float,
-        cross: Tensor | None = None,
-        mass: Tensor | None = None,
+        policy: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
         """Return the share of one micro-batch in the loss of its mini-batch, and metrics.
 
@@ -179,8 +178,8 @@ class Objective:
             logp, entropy: [N], of the policy that is trained; differentiable.
             inputs: the tokens of this micro-batch.
             tokens: valid tokens of the mini-batch, from `weigh`.
-            cross: [N], sum over the teacher's most likely tokens of p log q, differentiable; where `taught`.
-            mass: [N], the policy's total probability of these tokens.
+            policy: [N, K + 1], the policy's log-probs of the teacher's most likely tokens, and of all others together,
+                differentiable; where it `compares`.
         """
         mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, self._old_logp(logp, inputs)
         correction = self._correct(logp, inputs) if self.measures(inputs) else None
@@ -203,7 +202,7 @@ class Objective:
             entropy=entropy,
             ref_logp=inputs.ref_logp,
             kl=algorithm.kl if algorithm.kl.use == "loss" else None,
-            teacher=inputs.teacher_logp if cross is None else (inputs.teacher_topk, cross, mass),
+            teacher=inputs.teacher_logp if policy is None else (inputs.teacher_topk, policy),
             distillation=algorithm.distillation if algorithm.distillation.coef else None,
             fields=inputs.own,
             is_weights=is_weights,
@@ -305,7 +304,7 @@ def actor_loss(
         offsets: int64 [B + 1] for the packed form.
         entropy: differentiable if it is a bonus; None: none.
         kl, distillation: estimator, coefficient and form of these terms; None: none.
-        teacher: log-probs of the teacher, same shape; or the inputs that `Objective.taught` asks for.
+        teacher: log-probs of the teacher, same shape; or its most likely tokens and the policy's log-probs of them.
         fields: this part of the loss's further inputs, and of the results of its `prepare`.
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.advantages.base import GroupSettings
+from megarl.algorithms.divergences import DivergenceSettings
 from megarl.algorithms.group_filter import FILTERS, OFFERED
 from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.needs import estimator_fields
 from megarl.algorithms.resampling import RESAMPLING
-from megarl.algorithms.topk import TopKSettings
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
 from megarl.config.algorithm import DistillationConfig, KLConfig
@@ -105,7 +105,7 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 
 def check_distributions(path: str, section: KLConfig | DistillationConfig, checks: Checklist) -> None:
-    """Check an estimator that compares the most likely tokens of a teacher."""
+    """Check an estimator that compares the distributions of a teacher and the policy."""
     name = section.estimator
     if isinstance(section, KLConfig):
         checks.fail(
@@ -116,14 +116,14 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, check
             allowed=[other for other in KL.names() if not KL.spec(other).distributions],
             fix=f"set {path}.estimator=low_var_kl, or use it as algorithm.distillation.estimator",
         )
-    elif not issubclass(KL.spec(name).settings, TopKSettings):
+    elif not issubclass(KL.spec(name).settings, DivergenceSettings):
         checks.fail(
             "distillation",
             f"{path}.estimator",
             f"{name} compares distributions, and does not say how many tokens of them",
             found=KL.spec(name).settings.__name__,
-            allowed="settings that are a subclass of megarl.algorithms.topk.TopKSettings",
-            fix="derive its settings from TopKSettings",
+            allowed="settings that are a subclass of megarl.algorithms.divergences.DivergenceSettings",
+            fix="derive its settings from DivergenceSettings",
         )
     elif section.through == "policy":
         checks.warn(

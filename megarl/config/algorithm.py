@@ -129,8 +129,9 @@ class DistillationConfig(ComponentSection):
     coef: NonNegativeFloat = Field(0.0, le=1000, description="weight of the term; 0: no term")
     estimator: str = Field(
         "low_var_kl+",
-        description="of KL(policy || teacher) as algorithm.kl.estimator, or forward_kl_topk: of KL(teacher || policy) "
-        "over the teacher's likeliest tokens",
+        description="of KL(policy || teacher) from the sampled token, as algorithm.kl.estimator; or a divergence of "
+        "both distributions over the teacher's likeliest tokens: forward_kl KL(teacher || policy), reverse_kl "
+        "KL(policy || teacher), jsd between them, forward_kl_topk with verl's defaults",
     )
     through: Literal["loss", "policy"] = Field(
         "loss",

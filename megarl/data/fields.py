@@ -200,10 +200,10 @@ FIELDS: dict[str, Field] = {
     "teacher_logp": Field("float32", "[B, response]", "teacher_logp", "log-probs of the teacher", "[-0.1, -0.2, 0.0]"),
     "teacher_topk": Field(
         "float32",
-        "[B, response, k, 2]",
+        "[B, response, k + 1, 2]",
         "teacher_topk",
-        "ids and log-probs of the teacher's k likeliest tokens in the place of each token",
-        "[[[21, -0.1]], ...]",
+        "ids and log-probs of the teacher's k likeliest tokens in the place of each token, then of all others together",
+        "[[[21, -0.1], [-1, -2.4]], ...]",
     ),
     "values": Field("float32", "[B, response]", "value", "the critic's returns before the update", "[0.4, 0.5, 0.9]"),
     # -- what the update is made of

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
     from megarl.runtime.episodes import Episodes
     from megarl.runtime.robots import Robots
-    from megarl.training.engine import Divisor, LossFn, MegatronEngine, Taught
+    from megarl.training.engine import Divisor, LossFn, MegatronEngine
 
 
 class ModelRole:
@@ -80,7 +80,7 @@ class ActorRole(ModelRole):
         mini: Batch,
         loss: LossFn,
         divisor: Divisor | None = None,
-        taught: Taught | None = None,
+        taught: str | None = None,
         unit: int = 1,
     ) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""

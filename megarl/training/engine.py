@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -52,13 +52,6 @@ if TYPE_CHECKING:
 
 #: fn(*what the head gives [N], samples of the micro-batch) -> (scalar, Metrics)
 LossFn = Callable[..., tuple[Tensor, Metrics]]
-
-
-class Taught(NamedTuple):
-    """The batch field with a teacher's likeliest tokens, and the least log-prob that is told apart (None: all are)."""
-
-    field: str
-    floor: float | None
 
 
 #: fn(metrics of all micro-batches and ranks) -> what the gradient is divided by
@@ -170,13 +163,13 @@ class MegatronEngine:
         """Return the k likeliest tokens below id `limit` at the place of every response token, likeliest first.
 
         Returns:
-            float32 [tokens, K, 2] over response tokens, ids and log-probs, on every rank of the replica; K is the
-            smaller one of `k` and `limit`.
+            float32 [tokens, K + 1, 2] over response tokens, ids and log-probs, on every rank of the replica; K is the
+            smaller one of `k` and `limit`. The last one of each, with id -1, is all other tokens together.
         """
         k = min(k, limit)
         found = self._of_samples(batch, TopTokens(k, limit, self._log_probs(temperature, entropy=False)))
         columns = torch.stack([row.values for row in found], 1)
-        return found[0].like(torch.stack([columns[:, :k], columns[:, k:]], 2))
+        return found[0].like(torch.stack(columns.tensor_split(2, dim=1), 2))
 
     def sample(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
         """Sample all tokens of rows whose sequence layout predicts them in one pass.
@@ -260,7 +253,7 @@ class MegatronEngine:
         loss_fn: LossFn,
         temperature: float = 1.0,
         divisor: Divisor | None = None,
-        taught: Taught | None = None,
+        taught: str | None = None,
         unit: int = 1,
     ) -> Metrics:
         """Make one optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
@@ -268,8 +261,9 @@ class MegatronEngine:
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of one micro-batch in order and the samples
         they belong to, and returns a scalar that is already a sum with global weights, and metrics. Where a count is
         known only after the last forward pass, `divisor` takes it from the merged metrics: the gradient of all
-        micro-batches and ranks is divided by it. With `taught` it is `loss_fn(logp, entropy, cross, mass, micro)`, see
-        `SoftTargets`. Every `unit` samples, one after the other, go to `loss_fn` together.
+        micro-batches and ranks is divided by it. `taught` names the field with a teacher's tokens: then it is
+        `loss_fn(logp, entropy, policy [N, K + 1], micro)`, see `SoftTargets`. Every `unit` samples, one after the
+        other, go to `loss_fn` together.
 
         Returns:
             The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal everywhere.
@@ -302,7 +296,7 @@ class MegatronEngine:
         loss_fn: LossFn,
         head: Head,
         divisor: Divisor | None = None,
-        taught: Taught | None = None,
+        taught: str | None = None,
         unit: int = 1,
     ) -> Metrics:
         if self.optimizer is None:
@@ -311,7 +305,7 @@ class MegatronEngine:
         batch = self.sequences.rows(batch)
         if taught is not None:
             assert isinstance(head, LogProbs), "a policy is taught"
-            head = SoftTargets(head, batch[taught.field], taught.floor)
+            head = SoftTargets(head, batch[taught])
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -483,7 +477,7 @@ class _AllTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, tokens: int, group: WorkerGroup) -> Tensor:
         ctx.save_for_backward(order)
-        return group.all_reduce(values.new_zeros(tokens).index_copy_(0, order, values))
+        return group.all_reduce(values.new_zeros(tokens, *values.shape[1:]).index_copy_(0, order, values))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.advantages import estimate
 from megarl.algorithms.aggregation import aggregation_weights, local_counts
-from megarl.algorithms.kl import kl_tokens
+from megarl.algorithms.divergences import divergence
+from megarl.algorithms.kl import KL, kl_tokens
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.objective import actor_loss
 from megarl.config.algorithm import DistillationConfig, PolicyLossConfig
@@ -40,46 +41,91 @@ def loss_of(case, distillation, teacher, *, logp=None, name="ppo", is_weights=No
 
 
 def packed(case):
-    """All valid tokens in a row, the teacher's three likeliest tokens at each, and the policy's log-probs of them."""
+    """Log-probs of teacher and policy at every valid token: of three tokens, and of the rest."""
     tokens, g = int(case.mask.sum()), torch.Generator().manual_seed(1)
-    teacher = torch.log_softmax(2 * torch.randn(tokens, 4, generator=g, dtype=torch.float64), 1)[:, :3]
-    policy = torch.log_softmax(2 * torch.randn(tokens, 4, generator=g, dtype=torch.float64), 1)[:, :3]
-    return torch.stack([torch.zeros_like(teacher), teacher], 2), policy
+    return [torch.log_softmax(2 * torch.randn(tokens, 4, generator=g, dtype=torch.float64), 1) for _ in range(2)]
 
 
-@given(cases, st.sampled_from([None, -1.5]), st.sampled_from([None, 0.3]))
-@settings(max_examples=40, deadline=None)
-def test_forward_kl_over_the_top_k(case, floor, clamp):
-    top, policy = packed(case)
-    floored = policy if floor is None else policy.clamp(min=floor)
-    expected, corners = [], []
-    for p, q in zip(top[:, :, 1].tolist(), policy.tolist(), strict=True):
-        least = -math.inf if floor is None else floor
-        pairs = [(max(a, least), max(b, least)) for a, b in zip(p, q, strict=True)]
-        exact = sum(math.exp(a) * (a - b) for a, b in pairs)
-        corners.append(abs(exact) < 1e-12)  # both models at the floor: a token that `cross` gives no gradient to
-        value = max(exact, 0.0)
-        expected.append(value if clamp is None else min(value, clamp))
-    p = top[:, :, 1] if floor is None else top[:, :, 1].clamp(min=floor)
-    cross = (p.exp() * floored).sum(1).requires_grad_()
-    section = DistillationConfig(
-        coef=2.0, estimator="forward_kl_topk", topk=3, log_prob_min_clamp=floor, loss_max_clamp=clamp, task_loss=False
-    )
-    ones = torch.ones(len(cross), dtype=torch.bool)
-    logp, weights = torch.zeros(len(cross)), torch.full((len(cross),), 1 / len(cross), dtype=torch.float64)
+def written_out(name: str, p: list[float], q: list[float], tail: str, floor: float | None, beta: float) -> float:
+    """The divergence of one position from log-probs, with loops over its formula."""
+    if tail != "bucket":
+        p, q = p[:-1], q[:-1]
+    if tail == "renormalise":
+        p, q = ([x - math.log(sum(map(math.exp, row))) for x in row] for row in (p, q))
+    if floor is not None:
+        p, q = ([max(x, floor) for x in row] for row in (p, q))
+    beta = {"forward_kl": 0.0, "forward_kl_topk": 0.0, "reverse_kl": 1.0}.get(name, beta)
+    total = 0.0
+    for a, b in zip(p, q, strict=True):
+        x, y = math.exp(a), math.exp(b)
+        if beta in (0.0, 1.0):
+            total += x * (a - b) if beta == 0 else y * (b - a)
+        else:
+            m = math.log(beta * x + (1 - beta) * y)
+            total += beta * x * (a - m) + (1 - beta) * y * (b - m)
+    return max(total, 0.0) if tail == "ignore" else total
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalise", "ignore"])
+@pytest.mark.parametrize("name", ["forward_kl", "forward_kl_topk", "reverse_kl", "jsd"])
+@given(cases, st.sampled_from([None, -1.5]), st.sampled_from([None, 0.3]), st.sampled_from([0.0, 0.3, 1.0]))
+@settings(max_examples=4, deadline=None)
+def test_divergences_over_the_likeliest_tokens(name, tail, case, floor, clamp, beta):
+    teacher, policy = packed(case)
+    own = {"tail": tail, "log_prob_min_clamp": floor} | ({"beta": beta} if name == "jsd" else {})
+    exact = [written_out(name, p, q, tail, floor, beta) for p, q in zip(teacher.tolist(), policy.tolist(), strict=True)]
+    section = DistillationConfig(coef=2.0, estimator=name, topk=3, loss_max_clamp=clamp, task_loss=False, **own)
+    count = len(policy)
+    logp, weights = torch.zeros(count), torch.full((count,), 1 / count, dtype=torch.float64)
     loss, metrics = actor_loss(
-        logp, logp, logp, ones, weights, PolicyLossConfig(), tokens=float(len(cross)),
-        offsets=torch.tensor([0, len(cross)]), teacher=(top, cross, policy.exp().sum(1)), distillation=section,
+        logp, logp, logp, torch.ones(count, dtype=torch.bool), weights, PolicyLossConfig(), tokens=float(count),
+        offsets=torch.tensor([0, count]), teacher=(torch.stack([teacher, teacher], 2), policy), distillation=section,
     )  # fmt: skip
-    close(loss.detach(), torch.tensor(2.0 * sum(expected) / len(expected), dtype=torch.float64), 1e-9)
-    loss.backward()
-    moves = [value > 0 and (clamp is None or value < clamp) for value in expected]
-    slopes = torch.tensor([-2.0 / len(cross) if move else 0.0 for move in moves], dtype=torch.float64)
-    inside = ~torch.tensor(corners)
-    close(cross.grad[inside], slopes[inside], 1e-12)
+    bounded = [value if clamp is None else max(min(value, clamp), -clamp) for value in exact]
+    assert float(loss) == pytest.approx(2.0 * sum(bounded) / count, rel=1e-9, abs=1e-12)
     numbers = metrics.result()
-    assert numbers["actor/distillation_loss"] == pytest.approx(sum(expected) / len(expected))
-    assert numbers["actor/distillation_student_mass"] == pytest.approx(float(policy.exp().sum(1).mean()))
+    assert numbers["actor/distillation_loss_max"] == pytest.approx(max(exact), rel=1e-9, abs=1e-12)
+    assert numbers["actor/distillation_student_mass"] == pytest.approx(float(policy[:, :-1].exp().sum(1).mean()))
+    assert numbers["actor/distillation_teacher_mass"] == pytest.approx(float(teacher[:, :-1].exp().sum(1).mean()))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.25, 0.5, 1.0])
+def test_the_jsd_of_whole_distributions_and_its_gradient_are_those_of_trl(beta):
+    """The formula of TRL 1.16's GKDTrainer: kl_div of log-probs, with a mixture by logsumexp."""
+    teacher, start = packed(make_case(2))
+    losses = []
+    for ours in (True, False):
+        policy = start.clone().requires_grad_()
+        logq = policy.log_softmax(1)
+        if ours:
+            section = DistillationConfig(estimator="jsd", beta=beta)
+            found = divergence(KL.choose(section, "algorithm.distillation"), teacher, logq)
+        elif beta in (0, 1):
+            pair = (logq, teacher) if beta == 0 else (teacher, logq)
+            found = torch.nn.functional.kl_div(*pair, reduction="none", log_target=True).sum(1)
+        else:
+            b = torch.tensor(beta, dtype=torch.float64)
+            mixture = torch.logsumexp(torch.stack([logq + torch.log1p(-b), teacher + b.log()]), 0)
+            kl = [
+                torch.nn.functional.kl_div(mixture, x, reduction="none", log_target=True).sum(1)
+                for x in (teacher, logq)
+            ]
+            found = b * kl[0] + (1 - b) * kl[1]
+        (grad,) = torch.autograd.grad((found * torch.linspace(1, 2, len(found)).double()).sum(), policy)
+        losses.append((found.detach(), grad))
+    for a, b in zip(*losses, strict=True):
+        close(a, b, 1e-12)
+
+
+def test_only_a_bucket_sees_the_policys_mass_elsewhere():
+    teacher, policy = (torch.tensor([[0.6, 0.3, 0.1]]).log(), torch.tensor([[0.2, 0.1, 0.7]]).log())
+    found = {
+        tail: float(divergence(KL.choose(DistillationConfig(estimator="reverse_kl", tail=tail)), teacher, policy))
+        for tail in ("bucket", "renormalise", "ignore")
+    }
+    assert found["bucket"] > 0.9
+    assert found["renormalise"] == pytest.approx(0, abs=1e-6)
+    assert found["ignore"] == 0
 
 
 @pytest.mark.parametrize("name", WITHOUT_PREPARATION)

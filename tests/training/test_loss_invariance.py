@@ -198,6 +198,7 @@ FURTHER = {
 TOP = {"coef": 0.5, "estimator": "forward_kl_topk", "topk": 4}
 FURTHER |= {
     "taught": ({}, {"distillation": TOP}, False),
+    "taught between both": ({}, {"distillation": {"coef": 0.5, "estimator": "jsd", "topk": 4, "beta": 0.7}}, False),
     "taught, with bounds": ({}, {"distillation": TOP | {"log_prob_min_clamp": -4.5, "loss_max_clamp": 0.4}}, False),
     "taught, without rewards": (
         {"entropy_coef": 0.0},
@@ -217,9 +218,10 @@ def _taught(batch: Batch):
     """A teacher's four likeliest tokens at every place, with most of its probability."""
     g, responses = torch.Generator().manual_seed(7), batch["response_ids"]
     n = len(responses.values)
-    ids = torch.rand(n, cases.VOCAB, generator=g).argsort(1)[:, :4]
-    logp = torch.log_softmax(2 * torch.randn(n, 5, generator=g), 1)[:, :4]
-    return responses.like(torch.stack([ids.float(), logp], 2))
+    ids = torch.rand(n, cases.VOCAB, generator=g).argsort(1)[:, :5].float()
+    ids[:, 4] = -1
+    logp = torch.log_softmax(2 * torch.randn(n, 5, generator=g), 1)
+    return responses.like(torch.stack([ids, logp], 2))
 
 
 def _further_steps() -> dict[str, list[dict]]:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from megarl.algorithms.topk import forward_kl_topk
+from megarl.algorithms.divergences import EMPTY, divergence
+from megarl.algorithms.kl import KL
+from megarl.config.algorithm import DistillationConfig
 from megarl.training.heads import LogProbs
-from megarl.training.topk import TopTokens, soft_logprob
+from megarl.training.topk import TopTokens, token_logprobs
 from tests.dist import run_distributed, world
 from tests.training import cases
 
@@ -17,82 +19,79 @@ def _inputs(dtype=torch.float64):
     hidden = torch.randn(N, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(V, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
     ids = torch.rand(N, V, generator=rng).argsort(1)[:, :K]
-    shares = torch.softmax(torch.randn(N, K + 1, generator=rng, dtype=torch.float64), 1)[:, :K]
-    return hidden, weight, ids, shares
+    return hidden, weight, ids
 
 
-def _oracle(hidden, weight, ids, shares, temperature, floor):
-    logq = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, -1).gather(1, ids)
-    cross = (shares * (logq if floor is None else logq.clamp(min=floor))).sum(1)
-    return cross, logq.exp().sum(1)
+def _oracle(hidden, weight, ids, temperature):
+    """Log-probs of the tokens, and of all others together."""
+    logq = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, -1)
+    others = torch.ones_like(logq, dtype=torch.bool).scatter(1, ids, False)
+    rest = logq.masked_fill(~others, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([logq.gather(1, ids), rest], 1)
 
 
-def _loss(cross):
-    return (cross * torch.linspace(-1, 1, len(cross), dtype=cross.dtype)).sum()
+def _loss(logq):
+    return (logq * torch.linspace(-1, 1, logq.numel(), dtype=logq.dtype).view_as(logq).sin()).sum()
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 1000])
-@pytest.mark.parametrize(("temperature", "floor"), [(1.0, None), (0.7, -6.0)])
-def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, temperature, floor):
-    hidden, weight, ids, shares = _inputs()
-    expected = _oracle(hidden, weight, ids, shares, temperature, floor)
-    _loss(expected[0]).backward()
+def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk):
+    hidden, weight, ids = _inputs()
+    expected = _oracle(hidden, weight, ids, 0.7)
+    _loss(expected).backward()
     grads = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
-    found = soft_logprob(hidden, weight, ids, shares, temperature=temperature, chunk_tokens=chunk, floor=floor)
-    assert not found[1].requires_grad
-    _loss(found[0]).backward()
-    for a, b in zip((*found, hidden.grad, weight.grad), (*expected, *grads), strict=True):
+    found = token_logprobs(hidden, weight, ids, temperature=0.7, chunk_tokens=chunk)
+    _loss(found).backward()
+    for a, b in zip((found, hidden.grad, weight.grad), (expected, *grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-    if floor is not None:
-        assert (torch.log_softmax(hidden @ weight.t() / temperature, 1).gather(1, ids) < floor).any()
 
 
-def test_gradcheck():
-    hidden, weight, ids, shares = _inputs()
-    few = hidden.detach()[:4].requires_grad_()
-    torch.autograd.gradcheck(
-        lambda h, w: soft_logprob(h, w, ids[:4], shares[:4], temperature=1.3, chunk_tokens=3)[0], (few, weight)
-    )
+def test_all_tokens_leave_an_empty_rest_without_gradient():
+    hidden, weight, _ = _inputs()
+    every = torch.arange(V).expand(N, V)
+    found = token_logprobs(hidden, weight, every, chunk_tokens=8)
+    assert (found[:, -1] == EMPTY).all()
+    found[:, -1].sum().backward()
+    assert (weight.grad == 0).all()
 
 
 def test_no_token_gives_no_gradient():
     weight = torch.randn(V, H, requires_grad=True)
     hidden = torch.zeros(0, H, requires_grad=True)
-    cross, mass = soft_logprob(hidden, weight, torch.zeros(0, K, dtype=torch.int64), torch.zeros(0, K))
-    cross.sum().backward()
-    assert len(mass) == 0
+    found = token_logprobs(hidden, weight, torch.zeros(0, K, dtype=torch.int64))
+    found.sum().backward()
+    assert found.shape == (0, K + 1)
     assert (weight.grad == 0).all()
 
 
 def _sharded() -> dict[str, float]:
     group, errors = world(), {}
     for rows in (-(-V // group.size), V):  # with V the last rank holds no row at all
-        hidden, whole, ids, shares = _inputs()
+        hidden, whole, ids = _inputs()
         own = slice(min(group.rank * rows, V), min((group.rank + 1) * rows, V))
         mine = whole.detach()[own].clone().requires_grad_()
-        found = soft_logprob(
-            hidden, mine, ids, shares, temperature=0.9, vocab_start=own.start, chunk_tokens=8, floor=-6.0, group=group
-        )
-        _loss(found[0]).backward()
+        found = token_logprobs(hidden, mine, ids, temperature=0.9, vocab_start=own.start, chunk_tokens=8, group=group)
+        _loss(found).backward()
         grad = group.all_reduce(hidden.grad.clone())
         hidden.grad = None
-        expected = _oracle(hidden, whole, ids, shares, 0.9, -6.0)
-        _loss(expected[0]).backward()
+        expected = _oracle(hidden, whole, ids, 0.9)
+        _loss(expected).backward()
         top = TopTokens(K, V - 4, LogProbs(0.9, 8, group, entropy=False))
         best = top._of(hidden.detach().float(), mine.detach().float(), own.start)
         logp = torch.log_softmax(hidden.detach() @ whole.detach().t() / 0.9, 1)
-        values, order = logp[:, : V - 4].topk(K, dim=1)
+        order = logp[:, : V - 4].topk(K, dim=1).indices
         errors[str(rows)] = max(
             float((a - b).abs().max())
             for a, b in (
-                *zip(found, expected, strict=True),
+                (found, expected),
                 (grad, hidden.grad),
                 *(((mine.grad, whole.grad[own]),) if len(mine) else ()),
             )
         )
         assert torch.equal(best[:, :K].long(), order)
-        assert (best[:, K:] - values).abs().max() < 1e-5
+        assert (best[:, K] == -1).all()
+        assert (best[:, K + 1 :] - _oracle(hidden, whole, order, 0.9)).abs().max() < 1e-5
     return errors
 
 
@@ -104,13 +103,13 @@ def _of_an_engine() -> torch.Tensor:
 @pytest.mark.procs
 def test_more_tokens_than_the_policy_has_are_all_of_them():
     (found,) = run_distributed(_of_an_engine, 1, 120)
-    assert found.shape[1] == cases.VOCAB - 2
-    assert torch.equal(found[:, :, 0].sort(1).values, torch.arange(cases.VOCAB - 2.0).expand(len(found), -1))
-    logp = found[:, :, 1].double()
-    assert (logp.diff(dim=1) <= 0).all()
-    assert logp.exp().sum(1).max() < 1
-    same = forward_kl_topk(found, (logp.exp() * logp).sum(1), topk=9, log_prob_min_clamp=None)
-    assert same.max() < 1e-6
+    assert found.shape[1] == cases.VOCAB - 2 + 1
+    ids, logp = found[:, :-1, 0], found[:, :, 1].double()
+    assert torch.equal(ids.sort(1).values, torch.arange(cases.VOCAB - 2.0).expand(len(found), -1))
+    assert (logp[:, :-1].diff(dim=1) <= 0).all()
+    torch.testing.assert_close(logp.exp().sum(1), torch.ones(len(found)).double(), rtol=1e-6, atol=0)
+    for name in ("forward_kl", "reverse_kl", "jsd"):
+        assert divergence(KL.choose(DistillationConfig(estimator=name)), logp, logp).abs().max() == 0
 
 
 @pytest.mark.procs

@@ -117,11 +117,11 @@ def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Bat
 def teacher_topk(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
     """Compute the tokens that the frozen teacher finds likeliest in the place of every response token.
 
-    float32 [tokens, k, 2]: ids and log-probs.
+    float32 [tokens, k + 1, 2]: ids and log-probs, the last ones of all other tokens together.
     """
-    from megarl.algorithms.topk import topk_settings
+    from megarl.algorithms.divergences import chosen_divergence
 
-    settings = topk_settings(c.config.algorithm.distillation)
-    assert settings is not None, "the node is in the graph only for such an estimator"
-    samples.set("teacher_topk", teacher.top_tokens(samples, settings.topk))
+    chosen = chosen_divergence(c.config.algorithm.distillation)
+    assert chosen is not None, "the node is in the graph only for such an estimator"
+    samples.set("teacher_topk", teacher.top_tokens(samples, chosen.settings.topk))
     return samples

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megarl.algorithms.objective import Objective, TokenInputs
+    from megarl.algorithms.objective import TokenInputs
     from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import ActorRole
-    from megarl.training.engine import Taught
 
 
 @stage(
@@ -144,23 +143,16 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
             mini.set(own[name], mask.like(values))
 
     def loss(logp: Tensor, entropy: Tensor, *more: Any) -> tuple[Tensor, Metrics]:
-        *taught, micro = more
-        return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens, *taught)
+        *policy, micro = more
+        return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens, *policy)
 
     divisor = objective.divisor if objective.divides_late(inputs) else None
-    metrics = actor.train_step(mini, loss, divisor, _taught(objective))
+    metrics = actor.train_step(mini, loss, divisor, "teacher_topk" if objective.compares else None)
     objective.settle(metrics, inputs)
     if objective.measures(inputs):
         metrics.merge(c.layout.dp_group.reduce_metrics(ages(c, mini)))
         finish(metrics)
     return metrics
-
-
-def _taught(objective: Objective) -> Taught | None:
-    from megarl.training.engine import Taught
-
-    settings = objective.taught()
-    return None if settings is None else Taught("teacher_topk", settings.log_prob_min_clamp)
 
 
 def trained_mask(samples: Batch) -> Jagged:

@@ -1,0 +1,139 @@
+"""Divergences between the distributions of a teacher and the policy, from the teacher's k likeliest tokens.
+
+A divergence is a sum over tokens, and the registered function gives its terms. The k tokens leave a tail of other ones,
+for which `tail` says how it counts: as one more token, not at all after both models are renormalised, or ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, PositiveInt
+
+from megarl.algorithms.kl import KL
+from megarl.algorithms.lazy import torch
+from megarl.algorithms.registry import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.algorithms.registry import Chosen
+    from megarl.config.base import ComponentSection
+
+#: Log-prob of a tail without tokens: its exponential is 0 in every dtype, and products with it are finite.
+EMPTY = -1e4
+
+
+class DivergenceSettings(Settings):
+    """The part of both distributions that is compared."""
+
+    topk: PositiveInt = Field(64, description="likeliest tokens of the teacher that are compared at every position")
+    tail: Literal["bucket", "renormalise", "ignore"] = Field(
+        "bucket",
+        description="of all other tokens: bucket counts them as one, renormalise divides both models' probabilities of "
+        "the likeliest by their sum, ignore leaves them out (the sum is then at least 0 by a bound)",
+    )
+    log_prob_min_clamp: float | None = Field(
+        None, lt=0, description="log-probs below this count as this, of both models, -10 for instance; null: no bound"
+    )
+
+
+class JSDSettings(DivergenceSettings):
+    """Generalised Jensen-Shannon divergence."""
+
+    beta: float = Field(
+        0.5, ge=0, le=1, description="share of the teacher in the mixture; 0: forward_kl, 1: reverse_kl, as in TRL"
+    )
+
+
+class ForwardTopKSettings(DivergenceSettings):
+    """verl's defaults."""
+
+    topk: PositiveInt = Field(32, description="likeliest tokens of the teacher that are compared at every position")
+    tail: Literal["bucket", "renormalise", "ignore"] = Field(
+        "ignore", description="of all other tokens, as for forward_kl"
+    )
+
+
+def chosen_divergence(section: ComponentSection) -> Chosen | None:
+    """Return the section's estimator if it compares distributions, else None.
+
+    Raises:
+        UserError: the estimator is unknown, or a key is not its own.
+    """
+    chosen = KL.choose(section, "algorithm.distillation")
+    if not chosen.spec.distributions:
+        return None
+    assert isinstance(chosen.settings, DivergenceSettings), "the checks ask for it"
+    return chosen
+
+
+@KL.register("forward_kl", settings=DivergenceSettings, distributions=True)
+def forward_kl(teacher: Tensor, policy: Tensor) -> Tensor:
+    """Return the terms p (log p - log q) of KL(teacher || policy).
+
+    Args:
+        teacher: float [..., K], log p of each token.
+        policy: same shape, log q, differentiable.
+
+    >>> import torch
+    >>> p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
+    >>> round(float(forward_kl(p, q).sum()), 4), round(float(reverse_kl(p, q).sum()), 4)
+    (0.1438, 0.1308)
+    """
+    return teacher.exp() * (teacher - policy)
+
+
+@KL.register("forward_kl_topk", settings=ForwardTopKSettings, distributions=True)
+def forward_kl_topk(teacher: Tensor, policy: Tensor) -> Tensor:
+    """Return `forward_kl`, with the defaults of verl's estimator of this name."""
+    return forward_kl(teacher, policy)
+
+
+@KL.register("reverse_kl", settings=DivergenceSettings, distributions=True)
+def reverse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
+    """Return the terms q (log q - log p) of KL(policy || teacher); arguments as of `forward_kl`."""
+    return policy.exp() * (policy - teacher)
+
+
+@KL.register("jsd", settings=JSDSettings, distributions=True)
+def jsd(teacher: Tensor, policy: Tensor, *, beta: float) -> Tensor:
+    """Return the terms beta p log(p / m) + (1 - beta) q log(q / m), with m = beta p + (1 - beta) q.
+
+    At beta 0 and 1, where this is zero, they are those of the forward and of the reverse KL, as in TRL's GKD.
+
+    Source: GKD (arXiv 2306.13649). Other arguments as of `forward_kl`.
+    """
+    if beta == 0:
+        return forward_kl(teacher, policy)
+    if beta == 1:
+        return reverse_kl(teacher, policy)
+    mixture = torch.logaddexp(teacher + math.log(beta), policy + math.log1p(-beta))
+    return beta * forward_kl(teacher, mixture) + (1 - beta) * forward_kl(policy, mixture)
+
+
+def divergence(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
+    """Sum the terms of a divergence over the teacher's likeliest tokens and what `tail` makes of the others, [N].
+
+    Args:
+        chosen: from `chosen_divergence`.
+        teacher: float [N, K + 1], log-probs of the K tokens, and of all others together.
+        policy: same shape and tokens, differentiable.
+    """
+    settings: DivergenceSettings = chosen.settings
+    if settings.tail != "bucket":
+        teacher, policy = teacher[:, :-1], policy[:, :-1]
+    if settings.tail == "renormalise":
+        teacher, policy = teacher.log_softmax(1), policy.log_softmax(1)
+    total = terms(chosen, teacher, policy).sum(1)
+    return total.clamp(min=0) if settings.tail == "ignore" else total
+
+
+def terms(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
+    """Return the estimator's terms of log-probs [N, K] of the same tokens, bounded as the settings say."""
+    own = chosen.settings.model_dump(exclude=set(DivergenceSettings.model_fields))
+    floor = chosen.settings.log_prob_min_clamp
+    if floor is not None:
+        teacher, policy = teacher.clamp(min=floor), policy.clamp(min=floor)
+    return chosen.function(teacher, policy, **own)
