@@ -526,15 +526,27 @@ def finish(run: Run, undisturbed: Numbers) -> None:
 
 
 def table(told: dict[str, dict[str, str]]) -> str:
-    """Of the chains that came to their end."""
-    moments = list(MOMENTS)
-    lines = [f"| what | launcher | {' | '.join(moments)} |", "|---" * (len(moments) + 2) + "|"]
+    """Of the chains that came to their end: a line per kind, where its exit code does not depend on the moment."""
+    lines = ["| what | launchers | exit code |", "|---|---|---|"]
     for kind in KINDS:
+        by_codes: dict[str, list[str]] = {}
         for launcher in LAUNCHERS:
             codes = told.get(f"{launcher}: {kind}", {})
             if "end" in codes:
-                lines.append(f"| {kind} | {launcher} | {' | '.join(codes[moment] for moment in moments)} |")
+                by_codes.setdefault(summary({moment: codes[moment] for moment in MOMENTS}), []).append(launcher)
+        lines += [f"| {kind} | {', '.join(launchers)} | {codes} |" for codes, launchers in by_codes.items()]
     return "\n".join(lines)
+
+
+def summary(codes: dict[str, str]) -> str:
+    """The exit codes at all moments that had something of the kind; with more than one, the moments of each."""
+    found: dict[str, list[str]] = {}
+    for moment, code in codes.items():
+        if code != "-":
+            found.setdefault(code, []).append(moment)
+    return (
+        next(iter(found)) if len(found) == 1 else "; ".join(f"{code} in {', '.join(at)}" for code, at in found.items())
+    )
 
 
 if __name__ == "__main__":

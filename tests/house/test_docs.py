@@ -189,17 +189,6 @@ def test_example_pipeline_builds_the_graph_that_the_page_shows() -> None:
     assert f"  {' -> '.join(graph.order())}\n" in shown
 
 
-def test_the_page_shows_how_a_role_that_does_not_exist_is_refused() -> None:
-    from megarl.config.run import RunConfig
-    from megarl.errors import UserError
-
-    source, module = code_with("def surprise", "architecture.md"), types.ModuleType("my_pipeline")
-    exec(compile(source.replace("actor: ActorRole", "aktor: ActorRole"), "my_pipeline.py", "exec"), module.__dict__)
-    with pytest.raises(UserError) as caught:
-        module.build_graph(RunConfig(name="example"))
-    assert f"megarl: {caught.value}\n" in (ROOT / "docs/architecture.md").read_text()
-
-
 def test_example_stage_takes_the_price_off_every_token() -> None:
     from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
