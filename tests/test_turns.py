@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from xdist.workermanage import Producer
 
 from tests.turns import OneTakesTheWide, Turns, kinds_of, longest_first
@@ -86,7 +88,25 @@ class Node:
         self.shutting_down = True
 
 
-def test_one_process_takes_the_wide_files_and_others_begin_with_those_that_start_nothing(tmp_path: Path) -> None:
+def test_tests_that_start_nothing_have_a_lower_priority(tmp_path: Path) -> None:
+    own, turns = os.getpriority(os.PRIO_PROCESS, 0), Turns(tmp_path / "run")
+    for kind, added in {"": 5, "procs": 0}.items():
+        if added or os.geteuid() == 0:  # others may not go back up
+            turns.enter(kind)
+            assert os.getpriority(os.PRIO_PROCESS, 0) == min(own + added, 19)
+            turns.leave()
+
+
+@pytest.mark.parametrize(
+    ("slow", "expected"),
+    [
+        (0, [["a", "w1", "w2"], ["x", "y", "z", "p", "s"]]),
+        (1, [["a", "w1", "w2", "s", "p"], ["x", "y", "z"]]),
+    ],
+)
+def test_one_process_takes_the_wide_files_and_others_begin_with_those_that_start_nothing(
+    tmp_path: Path, slow: int, expected: list[list[str]]
+) -> None:
     kinds = {"a": "alone", "w1": "wide", "w2": "wide", "s": "servers", "p": "procs", "x": "", "y": "", "z": ""}
     (tmp_path / "kinds").write_text(json.dumps(kinds))
     tests = [f"{file}::t{number}" for file in kinds for number in range(3)]
@@ -98,10 +118,10 @@ def test_one_process_takes_the_wide_files_and_others_begin_with_those_that_start
         scheduler.add_node(node)
         scheduler.add_node_collection(node, tests)
     scheduler.schedule()
-    for turn in range(200):  # the first process takes twice as long for each
-        for node in nodes if turn % 2 else nodes[1:]:
+    for turn in range(200):  # one of them takes twice as long for each
+        for node in nodes if turn % 2 else [nodes[1 - slow]]:
             done = sum(map(sum, (found.values() for found in scheduler.assigned_work[node].values())))
             if done < len(node.sent):
                 scheduler.mark_test_complete(node, node.sent[done])
     order = [list(dict.fromkeys(tests[index][:-4] for index in node.sent)) for node in nodes]
-    assert order == [["a", "w1", "w2"], ["x", "y", "z", "p", "s"]]
+    assert order == expected

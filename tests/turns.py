@@ -5,6 +5,7 @@ A file is of the first of `KINDS` that one of its tests is marked with; others w
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 KINDS = ("alone", "wide", "servers", "procs")
 #: One process takes all files of these, one after the other.
 SINGLY = ("alone", "wide")
+#: How much lower the priority of tests that start no processes is: they run on what the others leave of the cores.
+_NICE = 5
 
 
 def kinds_of(items: list[pytest.Item]) -> dict[Path, str]:
@@ -74,15 +77,22 @@ class Turns:
     def __init__(self, stem: Path) -> None:
         self._machine, self._cores = (FairLock(stem.with_name(f"{stem.name}.{name}")) for name in ("machine", "cores"))
         self._held = ""
+        self._priority = os.getpriority(os.PRIO_PROCESS, 0)
 
     def enter(self, kind: str) -> None:
         """Wait for the turn of a test of this kind. Nothing to wait for while one's own file holds it."""
         if self._held:
             return
+        self._set_nice(self._priority + (0 if kind else _NICE))
         self._machine.enter(alone=kind == "alone")
         if kind and kind != "alone":
             self._cores.enter(alone=kind == "wide")
         self._held = kind if kind in SINGLY else ""
+
+    def _set_nice(self, value: int) -> None:
+        """Change the priority of this thread and what it starts; without the right to go back up it stays as it is."""
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, value)
 
     def leave(self) -> None:
         """Let others in."""
@@ -104,7 +114,10 @@ def write_kinds(file: Path, items: list[pytest.Item], kinds: dict[Path, str]) ->
 
 
 class OneTakesTheWide(LoadFileScheduling):
-    """The first process takes the files that run singly, and meanwhile the others those that start no processes."""
+    """The first process begins with the files that run singly, the others with those that start no processes.
+
+    So there is something to compute whenever a test with several processes waits for one of them.
+    """
 
     def __init__(self, config: pytest.Config, log: Any, kinds: Path) -> None:
         super().__init__(config, log)
@@ -123,11 +136,10 @@ class OneTakesTheWide(LoadFileScheduling):
 
     def _next(self, *, first: bool) -> str:
         """The file that a process takes."""
+        if first:
+            return next(iter(self.workqueue))
         under_way = [scope for scope, tests in self.assigned_work[self.nodes[0]].items() if not all(tests.values())]
-        singly = [scope for scope in (*self.workqueue, *under_way) if self._kinds[scope] in SINGLY]
-        if not first and singly:
-            for wanted in ("", "procs", "servers"):
-                for scope in self.workqueue:
-                    if self._kinds[scope] == wanted:
-                        return scope
-        return next(iter(self.workqueue))
+        singly = any(self._kinds[scope] in SINGLY for scope in (*self.workqueue, *under_way))
+        # Beside files that run singly a test at a time has its turn between two of them: better a short one.
+        order = ("", "procs", "servers") if singly else ("", *KINDS)
+        return min(self.workqueue, key=lambda scope: [*order, *KINDS].index(self._kinds[scope]))
