@@ -132,7 +132,7 @@ def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator
 
 def _of_parts(facts: ModelFacts, parts: tuple[str, ...], layer: int = 0) -> Shapes:
     rules = [rule for rule in ARCHITECTURES[facts.model_type].tensors if rule.part in parts]
-    sizes = _sizes(facts)
+    sizes = facts.dimensions
     return {name: shape for rule in rules for name, shape in _shapes(rule, layer, facts.experts, sizes)}
 
 
@@ -162,20 +162,6 @@ def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stor
                 found=f"layers {', '.join(map(str, layers))}",
                 fix="correct mlp_only_layers and decoder_sparse_step, or take the config.json of these files",
             )
-
-
-def _sizes(facts: ModelFacts) -> dict[str, int]:
-    """Return the sizes that the shapes of tensors consist of, by the names in `megarl.architectures.tensors`."""
-    return {
-        "hidden": facts.hidden,
-        "vocab": facts.vocab,
-        "head": facts.head_dim,
-        "query": facts.heads * facts.head_dim,
-        "kv": facts.kv_heads * facts.head_dim,
-        "ffn": facts.dense_ffn if facts.is_moe else facts.ffn,
-        "experts": facts.experts,
-        "expert_ffn": facts.ffn,
-    }
 
 
 def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
