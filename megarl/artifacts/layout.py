@@ -6,7 +6,7 @@ import math
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 
 
 def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:
@@ -136,6 +136,47 @@ def expert_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> li
             )
         ]
     return []
+
+
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+"""The sizes of groups that DeepEP has settings for, in its versions from 1.2.1 on (`Buffer.get_dispatch_config`)."""
+_DEEPEP_MACHINE, _DEEPEP_CHOICES = 8, 32  # processes of a machine in groups of more; experts of a token
+
+
+def dispatch_problem(
+    key: str, parallel: ParallelConfig, facts: ModelFacts, dtype: str, here: int
+) -> ConfigError | None:
+    """Return the problem of bringing tokens to experts with DeepEP; None if there is none.
+
+    Args:
+        dtype: of the model, as `model.dtype` has it.
+        here: processes of each machine, numbered one after another.
+    """
+    ranks, choices = parallel.expert_tp * parallel.ep, parallel.expert_tp * facts.experts_per_token
+    group = f"{count(ranks, 'process')} to share the experts (etp {parallel.expert_tp} * ep {parallel.ep})"
+    inside = here % ranks == 0 if ranks <= _DEEPEP_MACHINE else here == _DEEPEP_MACHINE
+    found: tuple[str, object, object] | None = None
+    if dtype != "bf16":
+        found = "its kernels add up bf16 only", dtype, "model.dtype=bf16"
+    elif ranks not in DEEPEP_RANKS:
+        found = group, ranks, DEEPEP_RANKS
+    elif not inside:
+        whole = f"a multiple of {ranks}" if ranks <= _DEEPEP_MACHINE else _DEEPEP_MACHINE
+        found = f"{group}, on machines of {here}", here, f"{whole} processes on each machine"
+    elif facts.hidden % 8:
+        found = "it moves blocks of 8 numbers", f"hidden size {facts.hidden}", "a multiple of 8"
+    elif choices > _DEEPEP_CHOICES:
+        found = "a token has too many experts", f"{choices} (experts of a token * etp)", f"at most {_DEEPEP_CHOICES}"
+    if found is None:
+        return None
+    what, value, allowed = found
+    return ConfigError(
+        f"DeepEP cannot bring tokens to these experts: {what}",
+        where=f"{key}.dispatch",
+        found=value,
+        allowed=allowed,
+        fix=f"set {key}.dispatch=alltoall",
+    )
 
 
 def divisors(number: int) -> list[int]:

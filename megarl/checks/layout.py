@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import (
+    dispatch_problem,
     divisors,
     expert_problems,
     interleaving_problem,
@@ -128,6 +129,7 @@ def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks:
             if facts not in checked:  # models of equal sizes share their problems
                 checked.append(facts)
                 _check_model(layout_key(config, role), role.value, team.parallel, facts, checks)
+                _check_dispatch(config, team, layout_key(config, role), facts, checks)
 
 
 def _check_devices(
@@ -160,6 +162,16 @@ def _check_devices(
             checks.ok(f"{name} data parallel", f"{workers} = {split} * dp {team.replicas}")
     _check_rules(layout, name, parallel, checks)
     _check_experts_layout(team.devices, layout, name, parallel, checks)
+
+
+def _check_dispatch(config: RunConfig, team: TeamPlan, key: str, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Check that DeepEP can bring tokens to experts, as far as the recipe tells."""
+    if facts is None or team.parallel.dispatch != "deepep":
+        return
+    here = min(team.devices, max(1, config.cluster.nproc // config.cluster.nnodes))
+    problem = dispatch_problem(key, team.parallel, facts, config.model.dtype, here)
+    if problem is not None:
+        checks.from_error("dispatch", problem)
 
 
 def _tensor_sizes(team: TeamPlan, facts: ModelFacts | None) -> list[int]:

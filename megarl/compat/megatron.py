@@ -131,6 +131,14 @@ REWRITES: tuple[Rewrite, ...] = (
         cpu_only=False,
     ),
     Rewrite(
+        "deep-ep",
+        ("megatron.core.transformer.moe.fused_a2a",),
+        r"^(try:\n\s+)from deep_ep import \w+$",
+        r"\1raise ImportError",
+        "models.deepep imports it where it is used; the import may end with an AssertionError (no CUDA, another NCCL)",
+        cpu_only=False,
+    ),
+    Rewrite(
         "trackers",
         ("megatron.core.timers", "megatron.core.inference.*"),
         r"^(try:\n\s+)(?:import wandb|from torch\.utils\.tensorboard import SummaryWriter)\b[^\n]*",

@@ -106,6 +106,11 @@ class ParallelConfig(Section):
     cp: PositiveInt = Field(1, description="context parallel size")
     ep: PositiveInt = Field(1, description="expert parallel size (mixture of experts only)")
     etp: PositiveInt | None = Field(None, description="tensor parallel size inside experts; null: tp, or 1 when ep > 1")
+    dispatch: Literal["auto", "alltoall", "deepep"] = Field(
+        "auto",
+        description="what brings tokens to experts on other processes: all-to-alls, or DeepEP's kernels (package "
+        "deep_ep); auto: deepep where experts are over several machines of GPUs that have it, and the model is bf16",
+    )
     sp: bool = Field(
         False, description="sequence parallel: split norms and residuals over tp; mixtures of experts always do"
     )

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.device import device
 from megarl.models.attention import PackedAttention
 from megarl.models.config import PolicyConfig
+from megarl.models.deepep import DeepEPDispatcher
 from megarl.models.experts import GroupedExperts, TokenDispatcher, expert_groups
 from megarl.models.hf import encoder_of, moe_layers, vision_of
 from megarl.models.lora import attach
@@ -92,7 +93,8 @@ def _dispatch(chunk: PolicyModel) -> None:
     """Give the layers with experts this package's dispatcher; Megatron knows its own by name only."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
-            module.token_dispatcher = TokenDispatcher(module.num_local_experts, chunk.config, expert_groups())
+            kind = DeepEPDispatcher if chunk.config.dispatch == "deepep" else TokenDispatcher
+            module.token_dispatcher = kind(module.num_local_experts, chunk.config, expert_groups())
 
 
 def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

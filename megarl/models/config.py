@@ -13,10 +13,12 @@ from megarl import device
 from megarl.architectures import ARCHITECTURES
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
+from megarl.models.deepep import Dispatch, dispatch_of
 from megarl.models.hf import (
     check_layout,
     encoder_of,
     expert_ffn,
+    facts_of,
     head_dim,
     layer_windows,
     load_hf_config,
@@ -42,6 +44,9 @@ class PolicyConfig(TransformerConfig):
     itself included; None sees all."""
     layers: Form = "local"
     """The modules of the transformer layers, see `megarl.models.layer_forms`."""
+
+    dispatch: Dispatch = "alltoall"
+    """What brings tokens to their experts, see `megarl.models.deepep`."""
 
     lora: LoraConfig | None = None
     """Low-rank adapters that the model has."""
@@ -78,6 +83,7 @@ def transformer_config(
     # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
     fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
     config = PolicyConfig(**fields)
+    config.dispatch = dispatch_of(facts_of(hf), parallel, dtype)
     if num_experts(hf) is not None:
         # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks: of one expert the
         # renormalised probability is 1 and the router gets no gradient, as in transformers, and Megatron refuses that.

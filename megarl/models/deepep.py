@@ -1,0 +1,218 @@
+"""Tokens to experts on other processes by DeepEP (github.com/deepseek-ai/DeepEP), over NVLink and RDMA.
+
+    tokens -> [dispatch: a row for each process that has experts of a token] -> a row for each expert -> experts
+           -> added up for each process -> [combine: added up for each token]
+
+An all-to-all sends a token once for each of its experts; DeepEP once to each process, and once to each machine over
+the network. Only `Buffer` of the package is used, whose functions are those of versions 1.2.1 and 2.1.0.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl import device
+from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.layout import dispatch_problem
+from megarl.config.model import ParallelConfig
+from megarl.errors import ConfigError
+
+Dispatch = Literal["alltoall", "deepep"]
+
+
+def dispatch_of(facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype) -> Dispatch:
+    """Return what brings tokens to the experts of a model in `dtype`: `auto` is `deepep` where its group spans machines
+    and nothing is in the way.
+
+    Raises:
+        ConfigError: `deepep` is asked for, and cannot be.
+    """
+    ranks, here = parallel.ep * parallel.expert_tp, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    asked = parallel.dispatch == "deepep"
+    if not asked and (parallel.dispatch == "alltoall" or ranks <= here or not facts.is_moe or not has_deepep()):
+        return "alltoall"
+    name = next((name for name, kind in device.DTYPES.items() if kind == dtype), str(dtype))
+    problem = dispatch_problem("parallel", parallel, facts, name, here) or _package_problem()
+    if problem is None:
+        return "deepep"
+    if asked:
+        raise problem
+    warnings.warn(f"{problem.what}: all-to-alls bring tokens to experts", stacklevel=2)
+    return "alltoall"
+
+
+def has_deepep() -> bool:
+    """Tell whether the package `deep_ep` is there. Does not import it."""
+    return importlib.util.find_spec("deep_ep") is not None
+
+
+def _package_problem() -> ConfigError | None:
+    """Return why DeepEP cannot be used in this interpreter; None where it can."""
+    reason = None
+    if not has_deepep():
+        reason = "the package deep_ep is not installed in this interpreter"
+    elif not device.has_cuda():
+        reason = "it moves tokens between CUDA devices only, and this process has none"
+    else:
+        try:
+            import_deepep()
+        except (ImportError, OSError, AssertionError) as error:  # other NCCL, built for another torch, no toolkit
+            reason = f"deep_ep does not import: {error}"
+    if reason is None:
+        return None
+    return ConfigError(
+        f"DeepEP cannot bring tokens to experts: {reason}",
+        where="parallel.dispatch",
+        found="deepep",
+        allowed="deep_ep of github.com/deepseek-ai/DeepEP from version 1.2.1 on, built for this torch",
+        fix="install it as its README says, or set parallel.dispatch=alltoall",
+    )
+
+
+def import_deepep() -> Any:
+    """Return the package."""
+    import deep_ep
+
+    return deep_ep
+
+
+_buffer: Any = None  # memory that all processes of a group have opened for each other: one for all layers and models
+
+
+def buffer_of(group: dist.ProcessGroup, hidden: int) -> Any:
+    """Return the buffer of a group for rows of so many numbers in bf16. Collective where it has to be made."""
+    global _buffer  # the library behind it is initialised once in a process
+    kind, size, row = import_deepep().Buffer, group.size(), 2 * hidden
+    configs = (kind.get_dispatch_config(size), kind.get_combine_config(size))
+    fast = max(config.get_nvl_buffer_size_hint(row, size) for config in configs)
+    far = max(config.get_rdma_buffer_size_hint(row, size) for config in configs)
+    if _buffer is None or _buffer.group is not group or _buffer.num_nvl_bytes < fast or _buffer.num_rdma_bytes < far:
+        _buffer = None  # what it held is free before there is another one
+        _buffer = kind(group, fast, far)
+    return _buffer
+
+
+class _Dispatch(torch.autograd.Function):
+    """Sends tokens to the processes that have their experts; the gradients of all copies are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, probs: Tensor, experts: Tensor, every: int, buffer: Any) -> tuple[Any, ...]:
+        """Return rows [m, h] that came in, the probabilities float32 [m, k] and numbers int64 [m, k] of this process's
+        experts among each one's k (-1: of another process), rows of each expert, and the handle for the way back.
+
+        Args:
+            tokens: [n, h].
+            probs: float32 [n, k].
+            experts: int64 [n, k], numbers below `every`.
+        """
+        to_rank, to_machine, to_expert, is_sent, _ = buffer.get_dispatch_layout(experts, every)
+        rows, mine, shares, counts, handle, _ = buffer.dispatch(
+            tokens,
+            topk_idx=experts,
+            topk_weights=probs,
+            num_tokens_per_rank=to_rank,
+            num_tokens_per_rdma_rank=to_machine,
+            is_token_in_rank=is_sent,
+            num_tokens_per_expert=to_expert,
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.mark_non_differentiable(mine)
+        return rows, shares, mine, counts, handle
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor, shares: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `tokens` and `probs`."""
+        tokens, probs, _event = ctx.buffer.combine(rows.contiguous(), ctx.handle, topk_weights=shares.contiguous())
+        return tokens, probs, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Adds up for each token what its copies have become; each copy gets the token's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, handle: Any, buffer: Any) -> Tensor:
+        """Return [n, h] of the rows [m, h] that a dispatch with this handle brought in."""
+        ctx.buffer, ctx.handle = buffer, handle
+        return buffer.combine(rows.contiguous(), handle)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of `rows`."""
+        return ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0], None, None
+
+
+class DeepEPDispatcher(MoETokenDispatcher):
+    """Brings tokens to their experts and adds up what comes back; Megatron's MoELayer calls the methods in order.
+
+    Expert tensor parallel ranks hold slices of the same experts: each gets the token and returns its part of the sum.
+
+    Args:
+        experts: number of experts of this process.
+    """
+
+    def __init__(self, experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._experts, self._every = experts, experts * self.tp_ep_group.size()
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens [n, h] and the probabilities of their experts [n, k * etp], whose numbers are noted.
+
+        Args:
+            tokens: [s, b, h] of n tokens.
+            routing_map: bool [n, experts], k in each row.
+            probs: float32 [n, experts].
+        """
+        self._shape = tokens.shape
+        tokens = tokens.view(-1, tokens.shape[-1])
+        chosen = torch.nonzero_static(routing_map, size=len(tokens) * self.config.moe_router_topk)[:, 1]
+        chosen = chosen.view(len(tokens), -1)
+        # Ranks of the group in the order of its members: expert tensor parallelism changes fastest.
+        owners, numbers = chosen // self._experts, chosen % self._experts
+        slices = torch.arange(self.tp_size, device=tokens.device)
+        ranks = owners[..., None] * self.tp_size + slices
+        self._chosen = (ranks * self._experts + numbers[..., None]).flatten(1)
+        return tokens, probs.gather(1, chosen).repeat_interleave(self.tp_size, 1)
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Send tokens to the processes of their experts. The host waits for the number of rows that come in."""
+        self._buffer = buffer_of(self.tp_ep_group, tokens.shape[1])
+        rows, shares, self._mine, self._counts, self._handle = _Dispatch.apply(
+            tokens.contiguous(), probs.contiguous(), self._chosen, self._every, self._buffer
+        )
+        return rows, shares
+
+    def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows of this process's experts by expert, how many each has, and their probabilities."""
+        self._arrived = len(rows)
+        experts = self._mine.flatten()
+        order = experts.where(experts >= 0, self._experts).argsort(stable=True)[: sum(self._counts)]
+        self._rows = order // self._mine.shape[1]
+        counts = torch.tensor(self._counts, device=rows.device)
+        return rows.index_select(0, self._rows), counts, probs.flatten().index_select(0, order)
+
+    def combine_preprocess(self, rows: Tensor) -> Tensor:
+        """Return for each row that came in the sum of what this process's experts made of it."""
+        # Not index_add_, whose backward pass would keep the rows.
+        total = rows.new_zeros(self._arrived, rows.shape[1])
+        return total.scatter_add_(0, self._rows[:, None].expand_as(rows), rows)
+
+    def token_combine(self, rows: Tensor) -> Tensor:
+        """Send rows home, where those of a token are added up."""
+        return _Combine.apply(rows, self._handle, self._buffer)
+
+    def combine_postprocess(self, tokens: Tensor) -> Tensor:
+        """Return the tokens as [s, b, h]."""
+        return tokens.view(self._shape)
