@@ -192,6 +192,7 @@ KEYS: dict[str, str] = {
     "ulysses_size": "actor.parallel.cp",
     "expert_model_parallel_size": "actor.parallel.ep",
     "expert_tensor_parallel_size": "actor.parallel.etp",
+    "moe_token_dispatcher_type": "actor.parallel.dispatch",
     # The loop.
     "max_steps": "trainer.steps",
     "total_training_steps": "trainer.steps",

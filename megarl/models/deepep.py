@@ -92,7 +92,7 @@ _buffer: Any = None  # memory that all processes of a group have opened for each
 
 def buffer_of(group: dist.ProcessGroup, hidden: int) -> Any:
     """Return the buffer of a group for rows of so many numbers in bf16. Collective where it has to be made."""
-    global _buffer  # the library behind it is initialised once in a process
+    global _buffer  # NVSHMEM is initialised once in a process
     kind, size, row = import_deepep().Buffer, group.size(), 2 * hidden
     configs = (kind.get_dispatch_config(size), kind.get_combine_config(size))
     fast = max(config.get_nvl_buffer_size_hint(row, size) for config in configs)

@@ -338,6 +338,11 @@ def test_evaluation_needs_held_out_prompts_only(config_of):
         (["cluster.nproc=4", "actor.parallel.ep=4", "actor.parallel.etp=2"], ["actor.parallel.ep"]),
         (["cluster.nproc=5", "actor.parallel.etp=5", "data.batch_size=5"], ["actor.parallel.etp"]),
         (["cluster.nproc=4", "actor.parallel.pp=2", "actor.parallel.ep=2"], []),
+        (["cluster.nproc=4", "actor.parallel.ep=4", "actor.parallel.dispatch=deepep", "model.dtype=bf16"], []),
+        (
+            ["cluster.nproc=4", "actor.parallel.ep=4", "actor.parallel.dispatch=deepep", "model.dtype=fp32"],
+            ["actor.parallel.dispatch"],
+        ),
         (["cluster.nproc=4", "actor.parallel.pp=2", "actor.parallel.ep=4"], ["actor.parallel.ep"]),
     ],
 )

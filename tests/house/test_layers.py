@@ -30,6 +30,7 @@ BY_NAME = {
     "megarl/dag/node.py": "a function of the user",
     "megarl/data/sources.py": "a function of the user",
     "megarl/envs/registry.py": "an environment of the user, or an included one, of the same folder",
+    "megarl/models/deepep.py": "is an optional package installed?",
     "megarl/imports.py": "what the others call",
     "megarl/simulators/registry.py": "a simulator of the user, or an included one, of the same folder",
     "megarl/simulators/start.py": "runs in the interpreter of a simulator, without this package",
