@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
@@ -155,13 +156,13 @@ def dispatch_problem(
     ranks, choices = parallel.expert_tp * parallel.ep, parallel.expert_tp * facts.experts_per_token
     group = f"{count(ranks, 'process')} to share the experts (etp {parallel.expert_tp} * ep {parallel.ep})"
     inside = here % ranks == 0 if ranks <= _DEEPEP_MACHINE else here == _DEEPEP_MACHINE
-    found: tuple[str, object, object] | None = None
+    found: tuple[str, object, str | Iterable[object]] | None = None
     if dtype != "bf16":
         found = "its kernels add up bf16 only", dtype, "model.dtype=bf16"
     elif ranks not in DEEPEP_RANKS:
         found = group, ranks, DEEPEP_RANKS
     elif not inside:
-        whole = f"a multiple of {ranks}" if ranks <= _DEEPEP_MACHINE else _DEEPEP_MACHINE
+        whole = f"a multiple of {ranks}" if ranks <= _DEEPEP_MACHINE else f"{_DEEPEP_MACHINE}"
         found = f"{group}, on machines of {here}", here, f"{whole} processes on each machine"
     elif facts.hidden % 8:
         found = "it moves blocks of 8 numbers", f"hidden size {facts.hidden}", "a multiple of 8"
