@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.advantages.base import GroupSettings
 from megarl.algorithms.divergences import DivergenceSettings
@@ -14,6 +16,7 @@ from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
 from megarl.config.algorithm import DistillationConfig, KLConfig
 from megarl.config.run import RunConfig
+from megarl.config.training import TeacherConfig
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, UserError
 
@@ -84,24 +87,49 @@ def _check_parts(config: RunConfig, checks: Checklist) -> None:
 def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     if roles is None:
         return
-    needed, path = Role.TEACHER in roles, config.teacher.path
-    if needed and path is None:
+    needed, path, several = Role.TEACHER in roles, config.teacher.path, config.teacher.models
+    if several:
+        _check_teachers(config.teacher, checks)
+    if needed and path is None and not several:
         checks.fail(
             "teacher",
             "teacher.path",
             "distillation needs a teacher",
             found=None,
-            allowed="a Hugging Face folder or hub name",
+            allowed="a Hugging Face folder or hub name, or several in teacher.models",
             fix="set teacher.path",
         )
-    if path is not None and not needed:
+    if config.teacher.paths and not needed:
         checks.warn(
             "teacher",
             "teacher.path",
             "a teacher is named, and nothing uses it",
-            found=path,
+            found=list(config.teacher.paths.values()),
             fix="set algorithm.advantage.name=reverse_kl or algorithm.distillation.coef, or remove teacher.path",
         )
+
+
+def _check_teachers(settings: TeacherConfig, checks: Checklist) -> None:
+    """Check several teachers beside each other; their files are checked with those of other models."""
+    if settings.path is not None:
+        checks.fail(
+            "teacher",
+            "teacher.path",
+            "several teachers are named, and this one beside them",
+            found=settings.path,
+            allowed="null beside teacher.models",
+            fix="name it in teacher.models, too, or remove it",
+        )
+    for name in settings.models:
+        if not re.fullmatch(r"[\w-]+", name):
+            checks.fail(
+                "teacher",
+                f"teacher.models.{name}",
+                "names of teachers are part of those of metrics",
+                found=name,
+                allowed="letters, digits, _ and -",
+                fix="give it such a name",
+            )
 
 
 def check_distributions(path: str, section: KLConfig | DistillationConfig, checks: Checklist) -> None:

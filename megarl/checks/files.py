@@ -410,22 +410,23 @@ def check_other_models(
     """Check reference, critic and teacher, as far as they are on this machine. `facts` are the policy's.
 
     Returns:
-        Their sizes; None: unknown here.
+        Their sizes, of several teachers that of the largest; None: unknown here.
     """
     sizes: dict[Role, ModelFacts | None] = {}
-    for work, path in (
-        (Role.REFERENCE, config.reference.path),
-        (Role.CRITIC, config.critic.path),
-        (Role.TEACHER, config.teacher.path),
+    for work, key, path in (
+        (Role.REFERENCE, "reference.path", config.reference.path),
+        (Role.CRITIC, "critic.path", config.critic.path),
+        *((Role.TEACHER, key, path) for key, path in (config.teacher.paths or {"teacher.path": None}).items()),
     ):
-        sizes[work] = facts if path is None else None
+        largest = sizes.get(work)
+        sizes[work] = facts if path is None else largest
         if path is None or (roles is not None and work not in roles):
             continue
         role = work.value
         try:
             found = model_facts(ModelConfig(path=path, freeze=config.model.freeze))
         except ConfigError as error:
-            where = error.where if error.where != "model.path" else f"{role}.path"
+            where = error.where if error.where != "model.path" else key
             checks.from_error(
                 role, ConfigError(error.what, where=where, found=error.found, allowed=error.allowed, fix=error.fix)
             )
@@ -433,16 +434,16 @@ def check_other_models(
         if found is None:
             checks.skip(role, f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
             continue
-        sizes[work] = found
+        sizes[work] = max(filter(None, (largest, found)), key=lambda one: one.parameters)
         if role == "critic":
             check_only_in_training(found, checks)
-        if _fits_the_policy(role, found, facts, checks):
+        if _fits_the_policy(role, key, found, facts, checks):
             checks.ok(role, f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
             check_local_weights(role, path, found, checks)
     return sizes
 
 
-def _fits_the_policy(role: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
+def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
     """Return whether the policy's tokens fit this model; a critic has one value for each."""
     if role == "critic" and found.labels not in (None, 1):
         checks.fail(
@@ -459,7 +460,7 @@ def _fits_the_policy(role: str, found: ModelFacts, policy: ModelFacts | None, ch
     why = "distillation compares token by token" if role == "teacher" else "both read the same tokens"
     checks.fail(
         role,
-        f"{role}.path",
+        key,
         f"{role} and policy have different vocabularies, and {why}",
         found=f"{found.vocab} tokens",
         allowed=f"{policy.vocab} tokens, and up to {_PADDING} more that pad the {role}'s embedding",

@@ -21,7 +21,7 @@ def sources(config: RunConfig, job: str) -> list[HubSource]:
     if job in ("train", "sft"):
         data |= {"data.train_files": config.data.train_files, "sft.train_files": config.sft.train_files or []}
     if job == "train":
-        models |= {"reference.path": config.reference.path, "teacher.path": config.teacher.path}
+        models |= {"reference.path": config.reference.path, **config.teacher.paths}
         models["critic.path"] = config.critic.path
     found = [
         HubSource(key, "models", name)

@@ -34,6 +34,7 @@ from megarl.data.row_images import check_marks, row_images
 from megarl.data.rows import SAMPLE_KEYS, TRUTH, Row, hidden_columns, reference_of
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
 from megarl.data.split import split_rows
+from megarl.data.teachers import check_teachers
 from megarl.data.templates import no_chat_template, prompt_formatter
 from megarl.errors import ConfigError, DataError, UserError, close_matches
 from megarl.rewards import REWARDS
@@ -127,6 +128,9 @@ class _Rows:
                 with self._recorded():
                     for row in rows:
                         row.column(self.config.data.prompt_key, "data.prompt_key")
+                if split == "train":
+                    with self._recorded():
+                        check_teachers(self.config.teacher, rows)
                 if scored:
                     with self._recorded():
                         self._check_answers(rows, needless)

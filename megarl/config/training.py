@@ -125,11 +125,36 @@ class ReferenceConfig(Section):
     parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
 
 
+class TeacherModelConfig(Section):
+    """One of several teachers."""
+
+    path: str = Field(description="Hugging Face folder or hub name; its tokenizer is the policy's")
+    weight: NonNegativeFloat = Field(
+        1.0, description="share of the prompts whose row names no teacher, in proportion to the other weights"
+    )
+
+
 class TeacherConfig(Section):
-    """The frozen teacher of on-policy distillation. It exists only when it is needed."""
+    """The frozen teacher of on-policy distillation, or several. They exist only when they are needed."""
 
     path: str | None = Field(None, description="Hugging Face folder or hub name; its tokenizer is the policy's")
+    models: dict[str, TeacherModelConfig] = Field(
+        default_factory=dict,
+        description="several teachers in place of `path`, by names of your own; each prompt has one of them",
+    )
+    key: str = Field(
+        "teacher",
+        description="column of the data that names the teacher of a row, of `models`; a row without it gets one drawn "
+        "by the weights",
+    )
     parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Where each teacher is, by the key of the recipe that names it."""
+        if self.models:
+            return {f"teacher.models.{name}.path": model.path for name, model in self.models.items()}
+        return {} if self.path is None else {"teacher.path": self.path}
 
 
 class PreferenceConfig(Section):

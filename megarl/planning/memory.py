@@ -365,7 +365,12 @@ class _Models:
                 continue  # the actor's own parameters
             elif role in (Role.REFERENCE, Role.TEACHER):
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
-                self.state[name] = {PARAMETERS: term(what, parameter_bytes(facts, team.parallel, dtype), layout)}
+                size = parameter_bytes(facts, team.parallel, dtype)
+                if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
+                    one = config.actor.engine.offload  # at a time
+                    what += f" (the largest of {several})" if one else f" ({several}, all as large as the largest)"
+                    size *= 1 if one else several
+                self.state[name] = {PARAMETERS: term(what, size, layout)}
             elif Role.ACTOR not in team.roles and config.rollout.engine == "embedded":
                 size = parameter_bytes(facts, team.parallel, dtype)
                 self._always.append(term("rollout parameters", size, layout))

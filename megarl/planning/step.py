@@ -54,7 +54,9 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
     for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER):
         if role in graph.roles:
             path = getattr(config, role.value).path
-            sizes[role] = facts if path is None else model_facts(ModelConfig(path=path, freeze=config.model.freeze))
+            paths = list(config.teacher.paths.values()) if role is Role.TEACHER else [path] if path else []
+            known = [model_facts(ModelConfig(path=path, freeze=config.model.freeze)) for path in paths]
+            sizes[role] = max(filter(None, known or [facts]), key=lambda one: one.parameters, default=None)
     return sizes
 
 

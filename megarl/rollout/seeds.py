@@ -22,6 +22,11 @@ def env_seed(run_seed: int, uid: str) -> int:
     return _seed("env", run_seed, uid)
 
 
+def teacher_seed(run_seed: int, uid: str) -> int:
+    """Seed in [0, 2**63) of which teacher prompt `uid` has; its samples share it."""
+    return _seed("teacher", run_seed, uid)
+
+
 def token_seed(run_seed: int, update: int, sample_id: str) -> int:
     """Seed in [0, 2**63) of what a loss draws for the tokens of a sample in optimizer step `update`."""
     return _seed("tokens", run_seed, update, sample_id)

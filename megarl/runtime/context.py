@@ -52,6 +52,10 @@ class Seeds:
         """Seed of the environment of prompt `uid`."""
         return seeds.env_seed(self.run, uid)
 
+    def teacher(self, uid: str) -> int:
+        """Seed of which teacher prompt `uid` has."""
+        return seeds.teacher_seed(self.run, uid)
+
     def tokens(self, update: int, sample_id: str) -> int:
         """Seed of what a loss draws for the tokens of a sample in optimizer step `update`."""
         return seeds.token_seed(self.run, update, sample_id)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from megarl.config.model import ModelConfig
     from megarl.config.run import RunConfig
     from megarl.runtime.rank_state import RankState
+    from megarl.training.engine import MegatronEngine
 
 
 FOLDER = "reference"
@@ -511,32 +512,41 @@ def _other_files(where: str, folder: Path, lines: list[str]) -> ConfigError:
 
 
 def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
-    """Make the teacher of this run. Collective over its team.
+    """Make the teachers of this run. Collective over their team.
 
     Raises:
         ConfigError: token ids of the policy mean other things to the teacher, or nothing; or as `record_frozen`.
     """
+    settings, offloads = c.config.teacher, c.config.actor.engine.offload
+    engines = {}
+    for name, (key, path) in zip(settings.models or [""], settings.paths.items(), strict=True):
+        record_frozen(c, f"teacher_{name}" if name else "teacher", key, path, start.source)
+        with phase("load_teacher"), c.offload.phase("load"):
+            engines[name] = _load_teacher(c, key, path)
+            if offloads and len(engines) < len(settings.paths):
+                engines[name].hold()  # the next one takes its place
+    return TeacherRole(engines, c.context, offloads=offloads)
+
+
+def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
     from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
 
-    path = c.config.teacher.path
-    assert path is not None, "the checks ask for it"
-    record_frozen(c, "teacher", "teacher.path", path, start.source)
-    with phase("load_teacher"), c.offload.phase("load"):
-        hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
-        check_same_tokens(c.tokenizer, _tokenizer(c.config.model, path), path)
-        check_embeddings(hf_config, c.hf_config, "teacher.path")
-        engine = build_engine(
-            c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
-        )
-        return TeacherRole(engine, c.context, offloads=c.config.actor.engine.offload)
+    hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), key)
+    check_same_tokens(c.tokenizer, _tokenizer(c.config.model, key, path), path, key)
+    check_embeddings(hf_config, c.hf_config, key)
+    return build_engine(
+        c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
+    )
 
 
-def check_same_tokens(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:
+def check_same_tokens(
+    policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str, key: str = "teacher.path"
+) -> None:
     """Refuse a teacher to which an id of the policy's tokenizer is another token; it may know more tokens.
 
     Raises:
-        ConfigError: names the first tokens that differ. `path` is where the teacher came from.
+        ConfigError: names the first tokens that differ. `path` is where the teacher came from, which `key` names.
     """
     theirs = teacher.get_vocab()
     other = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
@@ -545,17 +555,17 @@ def check_same_tokens(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
         raise ConfigError(
             "teacher and policy have different vocabularies, and distillation compares token by token: "
             f"{len(other)} tokens have other ids (policy and teacher: {few})",
-            where="teacher.path",
+            where=key,
             found=path,
             allowed="a model whose tokenizer gives every token of the policy's the same id",
             fix="choose a teacher of the policy's family",
         )
 
 
-def _tokenizer(model: ModelConfig, path: str) -> PreTrainedTokenizerBase:
+def _tokenizer(model: ModelConfig, key: str, path: str) -> PreTrainedTokenizerBase:
     from megarl.data.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(model.model_copy(update={"path": path, "tokenizer": None}))
     except ConfigError as error:
-        raise ConfigError(error.what, where="teacher.path", found=path, fix=error.fix) from error
+        raise ConfigError(error.what, where=key, found=path, fix=error.fix) from error

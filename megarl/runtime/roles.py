@@ -14,7 +14,7 @@ follows from the nodes of the graph. All methods of models are collective over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -154,18 +154,81 @@ class BaseReferenceRole(ReferenceRole):
 
 
 class TeacherRole(ModelRole):
-    """The frozen model that a policy is distilled from. It has a shape of its own: its work is not in `perf/flops`."""
+    """The frozen models that a policy is distilled from. They have shapes of their own: their work is not in
+    `perf/flops`."""
 
     name = offload_schedule.TEACHER
 
+    def __init__(self, engines: Mapping[str, MegatronEngine], c: StepContext, *, offloads: bool) -> None:
+        """`engines`: by the names of `teacher.models`; of one teacher, whose name is empty, or several."""
+        self._c, self._turns = c, _InTurn(engines)
+        c.offload.add(self.name, self._turns, offloads=offloads)
+
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """As `ActorRole.log_probs`."""
-        return self.score(samples, temperature)
+        """As `ActorRole.log_probs`, of each prompt's teacher."""
+        wanted = self._c.temperature if temperature is None else temperature
+        return self._of_each(samples, lambda engine, some: engine.logprobs(some, wanted, entropy=False)[0])
 
     def top_tokens(self, samples: Batch, k: int) -> Jagged:
-        """Its k likeliest tokens among the policy's at every response token; see `MegatronEngine.top_tokens`."""
-        with self._c.offload.phase("score", self.name):
-            return self.engine.top_tokens(samples, k, self._c.hf_config.vocab_size, self._c.temperature)
+        """The k tokens among the policy's that each prompt's teacher finds likeliest at every response token; see
+        `MegatronEngine.top_tokens`."""
+        limit, temperature = self._c.hf_config.vocab_size, self._c.temperature
+        return self._of_each(samples, lambda engine, some: engine.top_tokens(some, k, limit, temperature))
+
+    def _of_each(self, samples: Batch, compute: Callable[[MegatronEngine, Batch], Jagged]) -> Jagged:
+        """Compute numbers of all samples, with one teacher after the other on the device."""
+        import torch
+
+        from megarl.data.jagged import Jagged
+
+        engines = self._turns.engines
+        if len(engines) == 1:
+            with self._c.offload.phase("score", self.name):
+                return compute(engines[self._turns.on], samples)
+        names, found, order = self._names(samples), [], list[int]()
+        mine = torch.tensor([names.count(name) for name in engines], dtype=torch.float64)
+        asked = self._c.all_sum(mine)
+        if not asked.any():  # no replica has a sample
+            asked[0] = 1
+        for name, anywhere in zip(engines, asked.tolist(), strict=True):
+            places = [place for place, other in enumerate(names) if other == name]
+            self._c.metrics.mean(f"teacher/{name}", len(places), len(samples))
+            if anywhere:
+                self._turns.on = name
+                with self._c.offload.phase("score", self.name):
+                    found.append(compute(engines[name], samples.select(places)))
+                order += places
+        return Jagged.concat(found).select(torch.tensor(order, dtype=torch.int64).argsort())
+
+    def _names(self, samples: Batch) -> list[str]:
+        from megarl.data.teachers import choose_teacher
+
+        settings, seeds = self._c.config.teacher, self._c.seeds
+        return [
+            choose_teacher(settings, {"data_source": source, **row}, seeds.teacher(uid))
+            for uid, row, source in zip(samples["uid"], samples["row"], samples["data_source"], strict=True)
+        ]
+
+
+class _InTurn:
+    """Engines of which at most one is on the device: the one that is `on`."""
+
+    def __init__(self, engines: Mapping[str, MegatronEngine]) -> None:
+        self.engines, self.on = engines, list(engines)[-1]  # the last one loaded is on the device
+
+    @property
+    def parts(self) -> frozenset[str]:
+        return self.engines[self.on].parts
+
+    @property
+    def held(self) -> frozenset[str]:
+        return self.engines[self.on].held
+
+    def hold(self, *parts: str) -> None:
+        for name, engine in self.engines.items():
+            if name != self.on:
+                engine.hold()
+        self.engines[self.on].hold(*parts)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from megarl.data.messages import PromptColumn
 from megarl.data.preferences import PairDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
+from megarl.data.teachers import check_teachers
 from megarl.data.tokenizer import load_tokenizer
 from megarl.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.errors import ConfigError
@@ -433,6 +434,8 @@ def _prompts(
     whole = config.whole_conversations
     images = image_prompts(config, hf_config, tokenizer)
     data = PromptDataset(config.data, tokenizer, split, tools, whole=whole, answered=answered, images=images)
+    if split == "train":
+        check_teachers(config.teacher, data.rows)
     if answered and uses_reward(config):
         check_answers(config.reward, config.data.answer_key, zip(data.rows, data.answers, strict=True))
     return data

@@ -269,11 +269,15 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
 
 @pytest.mark.procs
 def test_the_teachers_likeliest_tokens_may_come_from_a_team_of_its_own(folder, teacher, tmp_path):
+    """There two teachers share out the prompts, which say what the one teacher here says."""
     settings = RECIPES["distillation from the likeliest tokens, without rewards"]
     (first, second) = train(folder, tmp_path / "together", *settings)
     teams = {"train": (["actor", "rollout"], 1), "school": (["teacher"], 1)}
-    given = settings_of(folder, *settings, *placed(teams))
+    two = ["teacher.path=null", "teacher.models={one: {path: TEACHER, weight: 1}, two: {path: TEACHER, weight: 2}}"]
+    given = settings_of(folder, *settings, *two, *placed(teams))
     apart = of_training(harness.train(folder / "tiny.yaml", tmp_path / "apart", *given))
+    for step in apart.values():
+        assert step.pop("teacher/one") + step.pop("teacher/two") == pytest.approx(1)
     together = {step: {name: line[name] for name in apart[step]} for step, line in enumerate((first, second), 1)}
     assert "actor/distillation_loss" in together[1]
     assert_near(together, apart)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.runtime.stages.needs import call_fields
+from megarl.runtime.stages.needs import call_fields, teacher_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,14 +106,14 @@ def ref_logp(c: StepContext, samples: Batch, *, reference: ReferenceRole) -> Bat
     return samples
 
 
-@_scores(writes=["teacher_logp"], role=Role.TEACHER)
+@_scores(needs=teacher_fields, writes=["teacher_logp"], role=Role.TEACHER)
 def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
     """Score the responses with the frozen teacher."""
     samples.set("teacher_logp", teacher.log_probs(samples))
     return samples
 
 
-@_scores(writes=["teacher_topk"], role=Role.TEACHER)
+@_scores(needs=teacher_fields, writes=["teacher_topk"], role=Role.TEACHER)
 def teacher_topk(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
     """Compute the tokens that the frozen teacher finds likeliest in the place of every response token.
 

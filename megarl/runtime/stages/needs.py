@@ -69,3 +69,8 @@ def needs_old_logp(config: RunConfig) -> bool:
     several = steps or config.actor.ppo_epochs > 1
     of_trainer = {"old_logp", "sum_pi_squared"} & needs.component_fields(algorithm)
     return several or algorithm.kl.use == "reward" or bool(of_trainer)
+
+
+def teacher_fields(config: RunConfig) -> list[str]:
+    """List what a teacher reads of samples beside their tokens; several ones, also whose each prompt is."""
+    return call_fields(config) + (["uid", "row", "data_source"] if config.teacher.models else [])
