@@ -6,12 +6,16 @@ import torch
 from megarl.algorithms.divergences import EMPTY, divergence
 from megarl.algorithms.kl import KL
 from megarl.config.algorithm import DistillationConfig
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig
+from megarl.metrics import Metrics
 from megarl.training.heads import LogProbs
 from megarl.training.topk import TopTokens, token_logprobs
-from tests.dist import run_distributed, world
+from tests.dist import fresh_layout, run_distributed, world
 from tests.training import cases
 
 N, H, V, K = 23, 16, 53, 5
+LAYOUTS = ({"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {})
 
 
 def _inputs(dtype=torch.float64):
@@ -96,24 +100,69 @@ def _sharded() -> dict[str, float]:
 
 
 def _of_an_engine() -> torch.Tensor:
-    batch, engine = cases.make_batch(3, longest=9), cases.make_engine(frozen=True)
+    """All tokens of a small engine, which are fewer than it is asked for."""
+    batch, engine = cases.make_batch(3, longest=9), cases.make_engine(frozen=True, layers=1)
     return engine.top_tokens(batch, cases.VOCAB + 7, cases.VOCAB - 2).values
 
 
+def _taught_step(parallel: ParallelConfig, budget: int) -> dict[str, float]:
+    """Metrics of one optimizer step towards a teacher, both under this layout."""
+    layout, engine = fresh_layout(parallel), EngineConfig(micro_batch_tokens=budget, logits_chunk_tokens=16)
+    teacher = cases.make_engine("dense", parallel, layout=layout, engine=engine, layers=2, seed=5, frozen=True)
+    policy = cases.make_engine("dense", parallel, layout=layout, engine=engine, layers=2)
+    batch = cases.split_over(cases.make_batch(7), layout.dp_rank, layout.dp_size)
+    batch.set("teacher_topk", teacher.top_tokens(batch, 6, cases.VOCAB, 0.8))
+    chosen = KL.choose(DistillationConfig(estimator="jsd"))
+
+    def loss(logp, entropy, likely, micro):
+        theirs = micro["teacher_topk"].values[:, :, 1].to(likely.device)
+        value = (micro["loss_weights"].values.abs() * divergence(chosen, theirs, likely)).sum()
+        metrics = Metrics()
+        metrics.sum("loss", value.item())
+        return value, metrics
+
+    return policy.train_step(batch, loss, 0.8, taught="teacher_topk").result()
+
+
+def _on_ranks() -> dict:
+    """All that needs process groups: shards, layouts, and an engine of one rank."""
+    found = {"errors": _sharded()}
+    if world().size == 1:
+        found |= {"every": _of_an_engine(), "steps": [_taught_step(ParallelConfig(), 10_000)]}
+    else:
+        found["steps"] = [_taught_step(ParallelConfig(**sizes), 60) for sizes in LAYOUTS]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[int, list[dict]]:
+    return {count: run_distributed(_on_ranks, count, 240) for count in (1, 2)}
+
+
 @pytest.mark.procs
-def test_more_tokens_than_the_policy_has_are_all_of_them():
-    (found,) = run_distributed(_of_an_engine, 1, 120)
+def test_more_tokens_than_the_policy_has_are_all_of_them(ranks):
+    found = ranks[1][0]["every"]
     assert found.shape[1] == cases.VOCAB - 2 + 1
     ids, logp = found[:, :-1, 0], found[:, :, 1].double()
     assert torch.equal(ids.sort(1).values, torch.arange(cases.VOCAB - 2.0).expand(len(found), -1))
     assert (logp[:, :-1].diff(dim=1) <= 0).all()
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(len(found)).double(), rtol=1e-6, atol=0)
     for name in ("forward_kl", "reverse_kl", "jsd"):
-        assert divergence(KL.choose(DistillationConfig(estimator=name)), logp, logp).abs().max() == 0
+        assert divergence(KL.choose(DistillationConfig(estimator=name)), logp, logp).abs().max() < 1e-15
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_vocabulary_shards_equal_the_whole(ranks):
-    for errors in run_distributed(_sharded, ranks, 120):
-        assert max(errors.values()) < 1e-11
+    for found in (*ranks[1], *ranks[2]):
+        assert max(found["errors"].values()) < 1e-11
+
+
+@pytest.mark.procs
+def test_a_step_towards_a_teacher_is_the_same_under_every_layout(ranks):
+    """As in test_layouts: sums in another order cost a few units in the last place."""
+    (want,) = ranks[1][0]["steps"]
+    assert want["loss"] > 0.01
+    for found in ranks[2]:
+        for sizes, step in zip(LAYOUTS, found["steps"], strict=True):
+            for key in ("loss", "actor/grad_norm"):
+                assert step[key] == pytest.approx(want[key], rel=5e-6), (sizes, key)
