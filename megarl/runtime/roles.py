@@ -170,7 +170,7 @@ class TeacherRole(ModelRole):
         return self._of_each(samples, lambda engine, some: engine.logprobs(some, wanted, entropy=False)[0])
 
     def top_tokens(self, samples: Batch, k: int) -> Jagged:
-        """The k tokens among the policy's that each prompt's teacher finds likeliest at every response token; see
+        """Return the k likeliest tokens of each prompt's teacher among the policy's at every response token; see
         `MegatronEngine.top_tokens`."""
         limit, temperature = self._c.hf_config.vocab_size, self._c.temperature
         return self._of_each(samples, lambda engine, some: engine.top_tokens(some, k, limit, temperature))
