@@ -413,10 +413,11 @@ def check_other_models(
         Their sizes, of several teachers that of the largest; None: unknown here.
     """
     sizes: dict[Role, ModelFacts | None] = {}
+    teachers: dict[str, str | None] = {**config.teacher.paths} or {"teacher.path": None}
     for work, key, path in (
         (Role.REFERENCE, "reference.path", config.reference.path),
         (Role.CRITIC, "critic.path", config.critic.path),
-        *((Role.TEACHER, key, path) for key, path in (config.teacher.paths or {"teacher.path": None}).items()),
+        *((Role.TEACHER, key, path) for key, path in teachers.items()),
     ):
         largest = sizes.get(work)
         sizes[work] = facts if path is None else largest
