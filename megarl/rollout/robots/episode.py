@@ -26,7 +26,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.buffer_pool import find_malloc_trim
 from megarl.data.frames import CLIP, END_FRAMES, FRAMES
 from megarl.data.versions import set_versions
-from megarl.rollout.robots.acting import Chunk
+from megarl.rollout.robots.policy import Chunk
 from megarl.simulators.protocol import Observation, TaskSpec
 
 #: So much of what pictures took may be kept by malloc before it is given back.

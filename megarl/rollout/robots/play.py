@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from megarl.envs.robots import Answer, Failure, SimulatorPool
 from megarl.errors import MegarlError
-from megarl.rollout.robots.acting import ActingPolicy, PolicyCall
 from megarl.rollout.robots.episode import Episode
+from megarl.rollout.robots.policy import ActingPolicy, PolicyCall
 from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, Recording, TaskSpec
 from megarl.simulators.wire import Inbox, pack, plain_spec, spec_of

@@ -16,9 +16,9 @@ from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch
 from megarl.data.pictures import PIPELINES
 from megarl.envs.robots import SimulatorPool, SimulatorSettings
-from megarl.rollout.robots.acting import Chunk, PolicyCall
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, Player, PlayError
+from megarl.rollout.robots.policy import Chunk, PolicyCall
 from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, Recording, TaskSpec
 

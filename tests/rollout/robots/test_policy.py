@@ -13,8 +13,7 @@ from megarl.data.pictures import PicturePipeline
 from megarl.envs.robots import Failure
 from megarl.errors import ConfigError
 from megarl.models.vla.actions import ActionCodec, ActionTokens
-from megarl.rollout.robots.acting import PolicyCall
-from megarl.rollout.robots.policy import SamplingPolicy
+from megarl.rollout.robots.policy import PolicyCall, SamplingPolicy
 from megarl.rollout.robots.trials import Trials, limited, part_trials, val_sets
 from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, TaskSpec
