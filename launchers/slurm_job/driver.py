@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -300,7 +301,8 @@ class SlurmJob:
                 raise self._stopped()
             if self.warned is not None:
                 self._before_the_end(step)
-            time.sleep(LOOK_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(LOOK_S)
         if self.ended and code:  # scancel ends the step, too
             raise self._stopped()
         return code
