@@ -90,7 +90,7 @@ class Node:
 
 def test_tests_that_start_nothing_have_a_lower_priority(tmp_path: Path) -> None:
     own, turns = os.getpriority(os.PRIO_PROCESS, 0), Turns(tmp_path / "run")
-    for kind, added in {"": 5, "procs": 0}.items():
+    for kind, added in {"": 3, "procs": 0}.items():
         if added or os.geteuid() == 0:  # others may not go back up
             turns.enter(kind)
             assert os.getpriority(os.PRIO_PROCESS, 0) == min(own + added, 19)

@@ -22,7 +22,7 @@ KINDS = ("alone", "wide", "servers", "procs")
 #: One process takes all files of these, one after the other.
 SINGLY = ("alone", "wide")
 #: How much lower the priority of tests that start no processes is: they run on what the others leave of the cores.
-_NICE = 5
+_NICE = 3
 
 
 def kinds_of(items: list[pytest.Item]) -> dict[Path, str]:
