@@ -192,7 +192,7 @@ class Activations:
         ranks divide experts, while their parts are added up."""
         ways, element, h = self.parallel.expert_tp, self.element, self.facts.hidden
         # Rows in two orders and their gradients. Before that, where the router's weights meet the experts' inner rows:
-        # the gradient of the results; in fp32 the product's gradient, and those of both factors. The product is freed by then.
+        # the gradient of the results; in fp32 those of the product, which is freed by then, and of both factors.
         backward = max(4 * element * ways * h, element * ways * h + (3 * FULL - element) * self.facts.ffn)
         # Results of experts, and in the order they came in; these in fp32; two ranks' rows of them, being summed; rows
         # as they were sent and came in.
