@@ -1,6 +1,6 @@
 """The offload schedule: one table of the parts on the device in each phase, and the one object that moves them.
 
-    phase           actor                    critic              reference, teacher   colocated servers
+    phase           actor                    critic              other models         colocated servers
     load            parameters               .                   .                    .
     start_servers   parameters               .                   .                    .
     resume          parameters, optimizer    the same            .                    .
@@ -37,9 +37,9 @@ PARTS = (PARAMETERS, OPTIMIZER, GRADIENTS)
 WEIGHTS, CACHE = "weights", "kv_cache"
 """Parts of a server."""
 
-ACTOR, CRITIC, REFERENCE, TEACHER = "actor", "critic", "reference", "teacher"
+ACTOR, CRITIC, REFERENCE, TEACHER, REWARD_MODEL = "actor", "critic", "reference", "teacher", "reward_model"
 SERVERS = "servers"
-MODELS = (ACTOR, CRITIC, REFERENCE, TEACHER)
+MODELS = (ACTOR, CRITIC, REFERENCE, TEACHER, REWARD_MODEL)
 ROLE = "role"
 """Stands in the table for the model that the phase is entered for."""
 

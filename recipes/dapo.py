@@ -23,6 +23,7 @@ from megarl.recipes.grpo import (
     add_kl,
     add_logprobs,
     add_overlong,
+    add_reward,
     filter_asks_models,
 )
 from megarl.runtime.stages import reward, rollout, sampling, update
@@ -37,7 +38,7 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p = Pipeline("dapo", "decoupled clip and dynamic sampling policy optimisation", config)
     p.add(rollout.rollout)
     p.add(reward.reward_submit)
-    p.add(reward.reward)
+    add_reward(p, config)
     apart = config.async_.order == "as_ready"  # samples are scored in another place than their signal is checked
     asks_models = filter_asks_models(config)
     if apart:

@@ -4,9 +4,10 @@
            \\-> [old_logp -> rollout_correction] -> [sum_pi_squared] --/
            \\-> [ref_logp], [teacher_logp], [greedy_rollout] --------------/
 
-Rewards are computed by other processes while the log-prob nodes run. `old_logp` exists only when it is needed: with one
-optimizer step per batch the old policy is the one being trained. In bypass `rollout_as_old` replaces it and computes
-nothing. With `algorithm.resampling` a node `resample` comes after advantage.
+Rewards are computed by other processes while the log-prob nodes run. Where a model of the run gives one of them,
+`model_score`, `rule_rewards` and `total_reward` are in the place of `reward`. `old_logp` exists only when it is needed:
+with one optimizer step per batch the old policy is the one being trained. In bypass `rollout_as_old` replaces it and
+computes nothing. With `algorithm.resampling` a node `resample` comes after advantage.
 """
 
 from __future__ import annotations
@@ -48,9 +49,40 @@ def add_scoring(p: Pipeline, config: RunConfig) -> None:
     """Add rewards, and the models' scoring of the samples that runs meanwhile."""
     p.add(reward.reward_submit)
     add_logprobs(p, config)
-    p.add(reward.reward)
+    add_reward(p, config)
     add_overlong(p, config)
     add_kl(p, config)
+
+
+def add_reward(p: Pipeline, config: RunConfig) -> None:
+    """Add the node that waits for the rewards; where a model of the run gives one of them, also that which asks the
+    model, and that which adds up.
+
+    Raises:
+        ConfigError: something needs the sum where the model cannot be asked.
+    """
+    if config.reward.of_model is None:
+        p.add(reward.reward)
+        return
+    early = {
+        "algorithm.filter.name": config.filter_admits,
+        "algorithm.dynamic_sampling.enabled": config.algorithm.dynamic_sampling.enabled and not config.async_.in_order,
+        "algorithm.advantage.name": "greedy_score" in needed_fields(config),
+    }
+    for key, used in early.items():
+        if used:
+            raise ConfigError(
+                "samples are judged by their scores where they are generated, and the reward model scores them after "
+                "that",
+                where=key,
+                found=f"with the reward {config.reward.described}",
+                allowed="with rewards of functions, or rewards of the name http for a model that is served",
+                fix="leave it out"
+                + ("" if config.async_.in_order else ", or set async.order=in_order async.max_staleness=0"),
+            )
+    p.add(reward.model_score)
+    p.add(reward.rule_rewards)
+    p.add(reward.total_reward)
 
 
 def add_logprobs(p: Pipeline, config: RunConfig) -> None:
@@ -112,7 +144,10 @@ def filter_asks_models(config: RunConfig) -> list[str]:
 def add_overlong(p: Pipeline, config: RunConfig) -> None:
     """Add the length penalty, when the recipe has one."""
     if config.algorithm.overlong.buffer_tokens is not None:
-        p.add(shaping.overlong)
+        contract = contract_of(shaping.overlong)
+        if config.reward.of_model is not None:  # the sum of the rewards is made where advantages are
+            contract = replace(contract, role=Role.ADVANTAGE)
+        p.add(shaping.overlong, contract=contract)
 
 
 def add_kl(p: Pipeline, config: RunConfig) -> None:

@@ -80,7 +80,7 @@ def check_local_weights(role: str, path: str | None, facts: ModelFacts, checks: 
     if folder is None or not folder.is_dir():
         return
     try:
-        checks.ok(role, f"{folder}: {check_weights(folder, facts, value_head=role == 'critic')}")
+        checks.ok(role, f"{folder}: {check_weights(folder, facts, value_head=role in ('critic', 'reward_model'))}")
     except ConfigError as error:
         checks.from_error(role, error)
 
@@ -407,7 +407,7 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
 def check_other_models(
     config: RunConfig, roles: Roles, facts: ModelFacts | None, checks: Checklist
 ) -> dict[Role, ModelFacts | None]:
-    """Check reference, critic and teacher, as far as they are on this machine. `facts` are the policy's.
+    """Check reference, critic, teacher and reward model, as far as they are on this machine. `facts` are the policy's.
 
     Returns:
         Their sizes, of several teachers that of the largest; None: unknown here.
@@ -418,6 +418,7 @@ def check_other_models(
         (Role.REFERENCE, "reference.path", config.reference.path),
         (Role.CRITIC, "critic.path", config.critic.path),
         *((Role.TEACHER, key, path) for key, path in teachers.items()),
+        (Role.REWARD_MODEL, "reward_model.path", config.reward_model.path),
     ):
         largest = sizes.get(work)
         sizes[work] = facts if path is None else largest
@@ -438,7 +439,11 @@ def check_other_models(
         sizes[work] = max(filter(None, (largest, found)), key=lambda one: one.parameters)
         if role == "critic":
             check_only_in_training(found, checks)
-        if _fits_the_policy(role, key, found, facts, checks):
+        if work is Role.REWARD_MODEL:
+            fits = _is_reward_model(key, found, facts if config.reward_model.form == "tokens" else None, checks)
+        else:
+            fits = _fits_the_policy(role, key, found, facts, checks)
+        if fits:
             checks.ok(role, f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
             check_local_weights(role, path, found, checks)
     return sizes
@@ -459,13 +464,30 @@ def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts 
     if policy is None or 0 <= found.vocab - policy.vocab <= _PADDING:
         return True
     why = "distillation compares token by token" if role == "teacher" else "both read the same tokens"
+    other_form = " (or set reward_model.form=chat or text)" if role == "reward_model" else ""
     checks.fail(
         role,
         key,
         f"{role} and policy have different vocabularies, and {why}",
         found=f"{found.vocab} tokens",
         allowed=f"{policy.vocab} tokens, and up to {_PADDING} more that pad the {role}'s embedding",
-        fix=f"choose a {role} with the policy's tokenizer, and with as large a vocab_size",
+        fix=f"choose a {role} with the policy's tokenizer, and with as large a vocab_size{other_form}",
+    )
+    return False
+
+
+def _is_reward_model(key: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
+    """Return whether this model gives one score; and reads the tokens of `policy`, unless that is None."""
+    role = Role.REWARD_MODEL.value
+    if found.labels == 1:
+        return _fits_the_policy(role, key, found, policy, checks)
+    checks.fail(
+        role,
+        key,
+        "this is no classifier: it has no score" if found.labels is None else "this classifier gives several numbers",
+        found=found.source if found.labels is None else f"{found.labels} labels",
+        allowed="a ...ForSequenceClassification with one label",
+        fix="name a reward model, such as the result of algorithm.pipeline=reward_model",
     )
     return False
 

@@ -22,7 +22,8 @@ def check_placement(
     generates nothing.
     """
     if job != "train":
-        return together(config, (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT))
+        own = (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT, *asked_models(config, job))
+        return together(config, own)
     if config.placement.measured is not None and config.placement.auto != "measured":
         checks.warn(
             "placement",
@@ -46,6 +47,11 @@ def check_placement(
         _check_rollout(config, found, checks)
         _check_offload(config, found, checks)
     return found
+
+
+def asked_models(config: RunConfig, job: str) -> frozenset[Role]:
+    """Return the models that a job without a task graph works with, in addition to the policy."""
+    return frozenset({Role.REWARD_MODEL} if job == "eval" and config.reward.of_model is not None else ())
 
 
 def _check_launcher(placement: Placement, launcher: str | None, checks: Checklist) -> None:

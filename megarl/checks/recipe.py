@@ -29,7 +29,8 @@ from megarl.checks.images import check_images
 from megarl.checks.layout import check_cluster, check_deadlines, check_layouts
 from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
-from megarl.checks.placement import check_placement
+from megarl.checks.placement import asked_models, check_placement
+from megarl.checks.reward_model import check_reward_model
 from megarl.checks.robot import check_robot
 from megarl.checks.settings import (
     check_batches,
@@ -100,7 +101,7 @@ def check_config(
     built = build(config, checks) if job == "train" else None
     graph = built if isinstance(built, TaskGraph) else None
     roles = graph.roles if graph is not None else None
-    others = check_other_models(config, roles, facts, checks) if job == "train" else {}
+    others = check_other_models(config, roles if job == "train" else asked_models(config, job), facts, checks)
     sizes = {Role.ACTOR: facts, Role.ROLLOUT: facts, **others}
     placement = check_placement(config, graph, job, launcher, checks)
     if placement is not None:
@@ -118,6 +119,8 @@ def check_config(
     if job != "sft":
         check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
+    if not learns_pairs:
+        check_reward_model(config, placement, others.get(Role.REWARD_MODEL), job, checks)
     _check_parts(config, facts, placement, checks)
     check_robot(config, placement, checks, starts=starts and launcher != "ray")
     if config.robot is None:

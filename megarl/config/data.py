@@ -91,13 +91,17 @@ class RewardPartConfig(Section):
     mode: Literal["batch", "sequential"] | None = Field(None, description="null: as reward.mode")
 
 
+#: The name of the reward that a model of the run gives.
+BY_MODEL = "reward_model"
+
+
 class RewardConfig(Section):
     """The scoring of responses."""
 
     name: str = Field(
         "exact_match",
-        description="gsm8k, math, exact_match, numeric, format, classifier, http, judge, file.py:function or "
-        "pkg.mod:fn",
+        description="gsm8k, math, exact_match, numeric, format, classifier, http, judge, reward_model (the model of "
+        "that section), file.py:function or pkg.mod:fn",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     parts: dict[str, RewardPartConfig] = Field(
@@ -129,6 +133,11 @@ class RewardConfig(Section):
             )
             for label, part in self.parts.items()
         }
+
+    @property
+    def of_model(self) -> str | None:
+        """The part that the role `reward_model` gives, empty where it is the whole reward; None: there is no such."""
+        return next((label for label, one in self.functions.items() if one.name == BY_MODEL), None)
 
     @property
     def described(self) -> str:

@@ -38,7 +38,7 @@ from megarl.credentials import take_out
 from megarl.errors import ConfigError, close_files, close_matches
 
 _PATHS = (
-    *(("model", "path"), ("model", "tokenizer"), ("reference", "path")),
+    *(("model", "path"), ("model", "tokenizer"), ("reference", "path"), ("reward_model", "path")),
     *(("data", "train_files"), ("data", "val_files"), ("sft", "train_files")),
     *(
         ("reward", "name"),

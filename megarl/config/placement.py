@@ -11,7 +11,7 @@ from megarl.config.base import Section
 _TEAM_RESTARTS = 3  # of a run with several teams
 
 #: Roles that hold a model, which a team can be given.
-TeamRole = Literal["actor", "critic", "reference", "teacher", "rollout"]
+TeamRole = Literal["actor", "critic", "reference", "teacher", "reward_model", "rollout"]
 
 
 class TeamConfig(Section):
@@ -55,8 +55,8 @@ class PlacementConfig(Section):
     restarts: int = Field(
         3,
         ge=0,
-        description="restarts of a reference or teacher team within a run when one of its processes dies; 0: its death "
-        "ends the attempt, as with other teams (cluster.max_restarts)",
+        description="restarts of a reference, teacher or reward model team within a run when one of its processes "
+        "dies; 0: its death ends the attempt, as with other teams (cluster.max_restarts)",
     )
 
     @property

@@ -24,6 +24,7 @@ from megarl.config.training import (
     CriticConfig,
     PreferenceConfig,
     ReferenceConfig,
+    RewardModelConfig,
     SFTConfig,
     TeacherConfig,
 )
@@ -183,6 +184,9 @@ class RunConfig(Section):
     critic: CriticConfig = Field(default_factory=CriticConfig, description="value training (ppo)")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="reference policy")
     teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="teacher of distillation")
+    reward_model: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="model that gives a reward, by the name `reward_model`"
+    )
     sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised cold start")
     preference: PreferenceConfig | None = Field(
         None,

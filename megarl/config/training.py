@@ -157,6 +157,26 @@ class TeacherConfig(Section):
         return {} if self.path is None else {"teacher.path": self.path}
 
 
+class RewardModelConfig(Section):
+    """The frozen reward model that scores samples. It exists where the reward or a part of it is `reward_model`."""
+
+    path: str | None = Field(
+        None, description="Hugging Face folder or hub name of a sequence classifier with one label, such as RUN_DIR/hf"
+    )
+    form: Literal["tokens", "text", "chat"] = Field(
+        "tokens",
+        description="tokens: the sample's own, for a model with the policy's tokenizer; text: prompt and response as "
+        "text, through the model's tokenizer; chat: the conversation, through the model's chat template",
+    )
+    end: bool = Field(
+        True, description="end with the model's end token, where the text does not by itself (form text or chat)"
+    )
+    max_tokens: PositiveInt | None = Field(
+        None, description="a sample of more tokens has failed (reward.on_error); null: the model's limit"
+    )
+    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
+
+
 class PreferenceConfig(Section):
     """Learning from pairs of a better and a worse response: DPO and its relatives. Keys as TRL's, where it has them."""
 

@@ -19,6 +19,7 @@ _COLOURS = {
     Role.ROLLOUT: ("#fff0d6", "#cf8a12", "#43300f", "#efb955"),
     Role.REFERENCE: ("#e3eef0", "#4f8792", "#1d3337", "#83bcc7"),
     Role.TEACHER: ("#e8ecd9", "#7c8f3a", "#2a3019", "#b1c46c"),
+    Role.REWARD_MODEL: ("#fbe9df", "#b8653a", "#40281b", "#e39a72"),
     Role.REWARD: ("#ffe3e3", "#cc4b4b", "#472020", "#f08d8d"),
     Role.DYNAMIC_SAMPLING: ("#fbe6f3", "#b9488f", "#431f36", "#e68ac3"),
 }

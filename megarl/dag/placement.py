@@ -26,7 +26,7 @@ from megarl.dag.stage import ROLES, Role
 from megarl.errors import ConfigError, count
 
 #: Roles that hold a model, in the order in which teams are named and counted.
-MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.ROLLOUT)
+MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL, Role.ROLLOUT)
 ONLY_TEAM = "all"
 _TRAINED = (Role.ACTOR, Role.CRITIC)
 _KEPT = {*_TRAINED, Role.ROLLOUT}

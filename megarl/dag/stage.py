@@ -35,6 +35,7 @@ class Role(Enum):
     ROLLOUT = "rollout"
     REFERENCE = "reference"
     TEACHER = "teacher"
+    REWARD_MODEL = "reward_model"
     REWARD = "reward"
     DYNAMIC_SAMPLING = "dynamic_sampling"
 
@@ -45,6 +46,7 @@ ROLES = {
     "critic": Role.CRITIC,
     "reference": Role.REFERENCE,
     "teacher": Role.TEACHER,
+    "reward_model": Role.REWARD_MODEL,
     "rollout": Role.ROLLOUT,
     "scorer": Role.REWARD,
 }

@@ -162,15 +162,21 @@ FIELDS: dict[str, Field] = {
     "pending_reward": Field(
         "handle", "[B]", "reward_submit", "scores that are being computed; of this process only", "..."
     ),
-    "score": Field("float32", "[B]", "reward, episode_reward", "what the reward says of the sample", "1.0"),
+    "model_score": Field("float32", "[B]", "model_score", "score of the reward model; NaN: too long for it", "0.7"),
+    "rule_rewards": Field(
+        "dict", "[B]", "rule_rewards", "results of the rewards beside a reward model's", '{"overall": 1.0}'
+    ),
+    "score": Field(
+        "float32", "[B]", "reward, total_reward, episode_reward", "what the reward says of the sample", "1.0"
+    ),
     "token_rewards": Field(
         "float32",
         "[B, response]",
-        "reward, episode_reward, overlong, kl_in_reward",
+        "reward, total_reward, episode_reward, overlong, kl_in_reward",
         "the score on the last token (or each turn's reward on the turn's last one), and penalties",
         "[0.0, 0.0, 1.0]",
     ),
-    "reward_parts": Field("float32", "[B, K]", "reward", "algorithm.advantage.parts of it", "[1.0, 0.5]"),
+    "reward_parts": Field("float32", "[B, K]", "reward, total_reward", "algorithm.advantage.parts of it", "[1.0, 0.5]"),
     # -- what models say of the samples
     "old_logp": Field(
         "float32",

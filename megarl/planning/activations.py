@@ -190,14 +190,12 @@ class Activations:
     def _rows_on_their_way(self) -> float:
         """The bytes of rows that only pass through the experts of a layer: at most in the backward pass, or, where
         ranks divide experts, while their parts are added up."""
-        ways, element, h = self.parallel.expert_tp, self.element, self.facts.hidden
-        # Rows in two orders and their gradients. Before that, where the router's weights meet the experts' inner rows:
-        # the gradient of the results; in fp32 those of the product, which is freed by then, and of both factors.
-        backward = max(4 * element * ways * h, element * ways * h + (3 * FULL - element) * self.facts.ffn)
+        ways, element = self.parallel.expert_tp, self.element
+        backward = 4 * element * ways
         # Results of experts, and in the order they came in; these in fp32; two ranks' rows of them, being summed; rows
         # as they were sent and came in.
         forward = (2 * element + FULL) * ways + 2 * FULL + 2 * element if ways > 1 else 0
-        return max(backward, forward * h) * self.routed
+        return max(backward, forward) * self.routed * self.facts.hidden
 
     @property
     def embedding(self) -> float:

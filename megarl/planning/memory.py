@@ -23,6 +23,7 @@ from megarl.offload_schedule import (
     OPTIMIZER,
     PARAMETERS,
     REFERENCE,
+    REWARD_MODEL,
     SERVERS,
     TEACHER,
     WEIGHTS,
@@ -257,7 +258,8 @@ def device_memory(
     sync = WeightSyncMemory(config, models.facts[ACTOR], team) if travels else None
     if job in ("eval", "generate"):
         weights = models.state[ACTOR][PARAMETERS]
-        moments = [Moment("generation", (weights, *shared, *generation))]
+        beside = [part for name in models.state.keys() & {REWARD_MODEL} for part in models.state[name].values()]
+        moments = [Moment("generation", (weights, *beside, *shared, *generation))]
         return Memory((*_with_sync(moments, sync, [weights, *shared]), *on_its_own), free)
     moments = []
     if Role.ACTOR in team.roles:
@@ -270,7 +272,8 @@ def device_memory(
         moments.append(Moment("generation", (*models.resident("generate"), *generation)))
     if gpu and Role.ACTOR in team.roles:
         moments.append(Moment("a checkpoint", tuple(models.resident("checkpoint"))))
-    for role, name in ((REFERENCE, "log-probs"), (TEACHER, "log-probs"), (CRITIC, "values")):
+    scoring = {REFERENCE: "log-probs", TEACHER: "log-probs", REWARD_MODEL: "scores", CRITIC: "values"}
+    for role, name in scoring.items():
         if role in models.state:
             moments.append(Moment(name, tuple(models.resident("score", role))))
     if CRITIC in models.state:
@@ -363,9 +366,9 @@ class _Models:
                 self.state[name] = learned_parts(name, facts, team.parallel, engine, dtype, dp, layout, lora)
             elif role is Role.REFERENCE and config.reference_is_base and Role.ACTOR in team.roles:
                 continue  # the actor's own parameters
-            elif role in (Role.REFERENCE, Role.TEACHER):
+            elif role in (Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL):
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
-                size = parameter_bytes(facts, team.parallel, dtype)
+                size = parameter_bytes(facts, team.parallel, dtype, value_head=role is Role.REWARD_MODEL)
                 if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
                     one = config.actor.engine.offload  # at a time
                     what += f" (the largest of {several})" if one else f" ({several}, all as large as the largest)"

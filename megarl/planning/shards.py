@@ -123,9 +123,9 @@ def trained_parameters(
     return dense + (facts.hidden if value_head else 0), expert
 
 
-def parameter_bytes(facts: ModelFacts, parallel: ParallelConfig, dtype: str) -> float:
+def parameter_bytes(facts: ModelFacts, parallel: ParallelConfig, dtype: str, *, value_head: bool = False) -> float:
     """Return the bytes of a model's parameters on the fullest rank."""
-    return sum(stage_parameters(facts, parallel)) * BYTES[dtype]
+    return sum(stage_parameters(facts, parallel, value_head=value_head)) * BYTES[dtype]
 
 
 def owned_parameters(

@@ -51,7 +51,7 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
     """
     facts = known_facts(config.model, "download it first, or describe it by model.hf_config")
     sizes: dict[Role, ModelFacts | None] = {Role.ACTOR: facts, Role.ROLLOUT: facts}
-    for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER):
+    for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL):
         if role in graph.roles:
             path = getattr(config, role.value).path
             paths = list(config.teacher.paths.values()) if role is Role.TEACHER else [path] if path else []
@@ -147,7 +147,7 @@ class StepFormulas:
             self.config.model.dtype,
             self.hardware,
             self.given,
-            value_head=role is Role.CRITIC,
+            value_head=role in (Role.CRITIC, Role.REWARD_MODEL),
             lora=self.config.model.lora if role in (Role.ACTOR, Role.CRITIC) else None,
         )
 
@@ -324,7 +324,8 @@ class StepFormulas:
                     state = state_bytes(facts, team.parallel, engine, dtype, team.replicas, lora=lora)
                     found[role] = 2 * state["optimizer"]
                 elif role is not Role.ROLLOUT and not (role is Role.REFERENCE and self.config.reference_is_base):
-                    found[role] = parameter_bytes(facts, team.parallel, dtype)
+                    head = role is Role.REWARD_MODEL
+                    found[role] = parameter_bytes(facts, team.parallel, dtype, value_head=head)
         return found
 
     @cached_property
@@ -375,7 +376,8 @@ class StepFormulas:
         return self.schedule.run(seconds, tail, total(between["weights"]))[1]
 
     def flops(self) -> float:
-        """Return the FLOPs of a step as `perf/flops` counts them: policy, critic and reference, not a teacher. [F2]"""
+        """Return the FLOPs of a step as `perf/flops` counts them: policy, critic and reference, not a teacher
+        or a reward model. [F2]"""
         counter, work = FlopCounter.of(self.policy), self.work
         mean = work.lengths.expected
         uneven = counter.unevenness(work.prompt + mean, work.lengths.variance)

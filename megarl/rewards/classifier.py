@@ -65,7 +65,15 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
             found=options.label,
             allowed=f"0 to {model.config.num_labels - 1}",
         )
-    tokens = [tokenizer(_text(one, tokenizer, options), add_special_tokens=False)["input_ids"] for one in samples]
+    if options.form == "chat" and not tokenizer.chat_template:
+        raise ConfigError(
+            "the classifier's tokenizer has no chat template",
+            where=f"{KWARGS}.form",
+            found="chat",
+            fix="set it to text",
+        )
+    texts = [shown_text(one, tokenizer, form=options.form, end=options.end) for one in samples]
+    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     limit = options.max_tokens or getattr(model.config, "max_position_embeddings", None)
     results: list[Any] = [
         ScoringFailure(f"has {len(ids)} tokens, and the classifier takes {limit}")
@@ -121,20 +129,20 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _text(sample: Sample, tokenizer: Any, options: ClassifierSettings) -> str:
-    """Return what the classifier is shown."""
-    if options.form == "text":
+def shown_text(sample: Sample, tokenizer: Any, *, form: str, end: bool) -> str:
+    """Return what a reward model is shown of a sample.
+
+    Args:
+        sample: with `prompt`, `response` and, for the form chat, `messages` of the prompt (None where it is text).
+        tokenizer: the reward model's; with a chat template for the form chat.
+        form: text or chat, as `ClassifierSettings.form`.
+        end: append its end token where the text does not end with it.
+    """
+    if form == "text":
         text = f"{sample['prompt']}{sample['response']}"
-    elif not tokenizer.chat_template:
-        raise ConfigError(
-            "the classifier's tokenizer has no chat template",
-            where=f"{KWARGS}.form",
-            found="chat",
-            fix="set it to text",
-        )
     else:
         said = sample.get("messages") or [{"role": "user", "content": sample["prompt"]}]
         told = [*said, {"role": "assistant", "content": sample["response"]}]
         text = tokenizer.apply_chat_template(told, tokenize=False)
-    end = tokenizer.eos_token
-    return text + end if options.end and end and not text.rstrip().endswith(end) else text
+    last = tokenizer.eos_token
+    return str(text + last if end and last and not text.rstrip().endswith(last) else text)

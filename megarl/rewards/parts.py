@@ -11,6 +11,7 @@ with `reward.name` has one, whose results stay as they are.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from megarl.config.base import ConfigErrors
+from megarl.config.data import BY_MODEL
 from megarl.errors import ConfigError, UserError
 from megarl.rewards.runner import RESERVED_PARTS, RewardHandle, RewardRunner
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Result, Sample
@@ -34,9 +36,10 @@ _MEANINGS = frozenset({"overall", "acc", EXTRACTED_KEY})
 
 @dataclass(frozen=True, eq=False)
 class Submitted:
-    """A batch that is being scored, by part."""
+    """A batch that is being scored, by part, and how many samples it has."""
 
     handles: Mapping[str, RewardHandle]
+    samples: int
 
     def done(self) -> bool:
         """Return whether all of its scores are there."""
@@ -59,6 +62,8 @@ class Rewards:
         self._runners: dict[str, RewardRunner] = {}
         try:
             for label, one in cfg.functions.items():
+                if label == cfg.of_model:
+                    continue
                 with located(label):
                     self._runners[label] = RewardRunner(one)
         except BaseException:
@@ -78,7 +83,8 @@ class Rewards:
         """
         seen = samples if images is None else [{**one, IMAGES: own} for one, own in zip(samples, images, strict=True)]
         return Submitted(
-            {label: one.submit(seen if one.asks_images else samples) for label, one in self._runners.items()}
+            {label: one.submit(seen if one.asks_images else samples) for label, one in self._runners.items()},
+            len(samples),
         )
 
     def result(self, handle: Submitted) -> list[Result]:
@@ -86,7 +92,7 @@ class Rewards:
 
         The score of a part has the part's name, what its function returns beside it is `part/name`. `acc` and
         `extracted`, which validation reads, are those of the first part. A sample of which one part failed has the
-        score `reward.on_error`.
+        score `reward.on_error`. The part that a model of the run gives is missing: `with_model_scores` adds it.
 
         Raises:
             RewardError, ConfigError: as `RewardRunner.result`.
@@ -95,6 +101,8 @@ class Rewards:
         for label, runner in self._runners.items():
             with located(label):
                 by_part[label] = runner.result(handle.handles[label])
+        if not by_part:
+            return [{} for _ in range(handle.samples)]
         return [self._sum(dict(zip(by_part, results, strict=True))) for results in zip(*by_part.values(), strict=True)]
 
     def _sum(self, results: dict[str, Result]) -> Result:
@@ -127,6 +135,32 @@ class Rewards:
         self.close()
 
 
+def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequence[float]) -> list[Result]:
+    """Return the results of samples with what a model of the run gives them.
+
+    Args:
+        cfg: the `reward` section, with a part by the role `reward_model`.
+        results: of the other parts, as `Rewards.result` returns them; empty dicts where there are none.
+        scores: of the model; NaN: the sample has failed and gets `reward.on_error`.
+    """
+    label = cfg.of_model
+    assert label is not None, "the recipe names the model's reward"
+    found = []
+    for result, score in zip(results, scores, strict=True):
+        if ERROR_KEY in result:
+            found.append(result)
+        elif math.isnan(score):
+            assert cfg.on_error != "raise", "the model's role refuses the sample"
+            found.append({"overall": float(cfg.on_error), ERROR_KEY: 1.0})
+        elif not label:
+            found.append({"overall": score})
+        else:
+            total = result.get("overall", 0.0) + cfg.parts[label].weight * score
+            first = {"acc": score} if label == next(iter(cfg.parts)) else {}
+            found.append({**result, **first, "overall": total, label: score})
+    return found
+
+
 def raise_part_problems(cfg: RewardConfig) -> None:
     """Refuse names of parts that no metric can have, and a single reward beside parts.
 
@@ -143,6 +177,15 @@ def raise_part_problems(cfg: RewardConfig) -> None:
                 f"{', '.join(sorted(RESERVED_PARTS | _MEANINGS))}",
                 fix="name it for what it measures, such as accuracy",
             )
+    models = [label for label, one in cfg.functions.items() if one.name == BY_MODEL]
+    if len(models) > 1:
+        raise ConfigError(
+            "a run has one reward model, and several parts name it",
+            where="reward.parts",
+            found=", ".join(models),
+            allowed=f"one part with the name {BY_MODEL}",
+            fix="leave one, or serve the other model and use the reward http",
+        )
     default = type(cfg).model_fields["name"].default
     if cfg.parts and (cfg.name != default or cfg.kwargs):
         raise ConfigError(

@@ -19,6 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from megarl.config.data import BY_MODEL
 from megarl.errors import ConfigError, RewardError
 from megarl.metrics import Metrics
 from megarl.rewards.pool import ScorerPool
@@ -207,6 +208,8 @@ def reward_processes(cfg: RewardConfig) -> int:
     """
     if cfg.parts:
         return sum(map(reward_processes, cfg.functions.values()))
+    if cfg.name == BY_MODEL:
+        return 0
     spec = REWARDS.spec(cfg.name) if cfg.name in REWARDS.names() else None
     pure = spec is not None and spec.limit is None and not spec.process
     return 0 if pure and cfg.workers == 1 else cfg.workers

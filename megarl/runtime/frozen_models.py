@@ -533,7 +533,7 @@ def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
     from megarl.models.weights import load_weights
 
     hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), key)
-    check_same_tokens(c.tokenizer, _tokenizer(c.config.model, key, path), path, key)
+    check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, path, key), path, key)
     check_embeddings(hf_config, c.hf_config, key)
     return build_engine(
         c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
@@ -548,13 +548,9 @@ def check_same_tokens(
     Raises:
         ConfigError: names the first tokens that differ. `path` is where the teacher came from, which `key` names.
     """
-    theirs = teacher.get_vocab()
-    other = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
-    if other:
-        few = ", ".join(f"{token!r} is {number} and {theirs.get(token)}" for token, number in list(other.items())[:3])
+    if other := differing_tokens(policy, teacher):
         raise ConfigError(
-            "teacher and policy have different vocabularies, and distillation compares token by token: "
-            f"{len(other)} tokens have other ids (policy and teacher: {few})",
+            f"teacher and policy have different vocabularies, and distillation compares token by token: {other}",
             where=key,
             found=path,
             allowed="a model whose tokenizer gives every token of the policy's the same id",
@@ -562,7 +558,19 @@ def check_same_tokens(
         )
 
 
-def _tokenizer(model: ModelConfig, key: str, path: str) -> PreTrainedTokenizerBase:
+def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
+    """Describe the policy's tokens whose ids are others in another model's tokenizer, which may know more; empty: none
+    are."""
+    theirs = other.get_vocab()
+    moved = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
+    if not moved:
+        return ""
+    few = ", ".join(f"{token!r} is {number} and {theirs.get(token)}" for token, number in list(moved.items())[:3])
+    return f"{len(moved)} tokens have other ids (policy and this model: {few})"
+
+
+def load_tokenizer_of(model: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of another model than the policy, which the recipe names at `key`."""
     from megarl.data.tokenizer import load_tokenizer
 
     try:

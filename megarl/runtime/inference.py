@@ -14,6 +14,7 @@ from megarl.offload_schedule import ACTOR
 from megarl.runtime.frozen_models import check_base
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
+from megarl.runtime.reward_model import make_reward_model
 from megarl.runtime.setup import build_rank_state
 from megarl.runtime.stages.rollout import generate as draw
 from megarl.runtime.validate import evaluate as evaluate_controller
@@ -31,6 +32,8 @@ def evaluate(config: RunConfig, run_dir: Path) -> None:
     c = build_rank_state(config, run_dir, trainable=False)
     try:
         _restore(c)
+        if config.reward.of_model is not None:
+            c.held["reward_model"] = make_reward_model(c, None)
         with Recorder(c, "eval", total_steps=c.context.step) as recorder:
             recorder.start_step()
             with phase("step"):

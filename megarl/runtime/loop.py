@@ -39,6 +39,7 @@ from megarl.runtime.frozen_models import (
 )
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
+from megarl.runtime.reward_model import make_reward_model
 from megarl.runtime.setup import build_rank_state
 from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import evaluate, validates
@@ -159,6 +160,7 @@ def make_models(c: RankState, start: RunStart) -> None:
     makers: dict[Role, Callable[[], ModelRole]] = {
         Role.REFERENCE: lambda: make_reference(c, start),
         Role.TEACHER: lambda: make_teacher(c, start),
+        Role.REWARD_MODEL: lambda: make_reward_model(c, start.source),
         Role.CRITIC: lambda: make_critic(c, start.critic, start.source),
     }
     for role, make in makers.items():

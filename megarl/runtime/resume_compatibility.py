@@ -137,6 +137,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "critic.warmup_steps": None,
     "reference": None,
     "teacher": None,
+    "reward_model": None,
     "sft": COLD_START,
     "preference": None,
     "trainer.steps": None,

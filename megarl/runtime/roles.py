@@ -5,6 +5,7 @@
     critic       the same                                                     values, train_step
     reference    parameters                                                   log_probs
     teacher      parameters                                                   log_probs
+    reward_model parameters                                                   scores (megarl.runtime.reward_model)
     rollout      the actor's parameters or a server's weights, and a cache    drawing, engine
     scorer       nothing                                                      runner, by_environment
 

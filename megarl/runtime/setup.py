@@ -32,7 +32,7 @@ from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_layers, visual_tensors
 from megarl.models.weights import init_random, load_weights
-from megarl.offload_schedule import ACTOR, OffloadSchedule
+from megarl.offload_schedule import ACTOR, REWARD_MODEL, OffloadSchedule
 from megarl.rendezvous import join
 from megarl.rewards.parts import Rewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
@@ -381,7 +381,7 @@ def build_engine(
         seed=config.trainer.seed,
         sequences=sequence_layout_of(config, hf_config),
         lora=config.model.lora if name == ACTOR else None,
-        value_head=name == ACTOR and config.trains_reward_model,
+        value_head=name == REWARD_MODEL or (name == ACTOR and config.trains_reward_model),
         freeze=config.model.freeze if trainable else (),
     )
 

@@ -52,7 +52,7 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
     with phase(VALIDATE):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
             samples = generate(c.context, c.rollout, prompts, c.config.validation_sampling)
-            results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
+            results = _scored(c, samples)
             failed_episodes += sum(map(bool, samples["env_error"])) if c.config.has_episodes else 0
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             robot, nothing = c.config.robot is not None, [""] * len(samples)
@@ -74,6 +74,18 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
     if c.config.has_episodes:
         metrics.sum("val/env_errors", failed_episodes)
     return Validation(metrics, rows, why)
+
+
+def _scored(c: RankState, samples: Batch) -> list[dict[str, Any]]:
+    """Return the results of the rewards, with the reward model's where this team has it."""
+    from megarl.rewards.parts import with_model_scores
+    from megarl.runtime.reward_model import RewardModelRole
+
+    results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
+    model = c.held.get("reward_model")
+    if not isinstance(model, RewardModelRole):
+        return results
+    return with_model_scores(c.config.reward, results, model.scores(samples).tolist())
 
 
 def _report_rows(c: RankState, samples: Batch, results: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

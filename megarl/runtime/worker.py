@@ -99,6 +99,7 @@ _WAITS = {
     "load_critic": "building the critic",
     "load_reference": "reading the reference",
     "load_teacher": "reading the teacher",
+    "load_reward_model": "reading the reward model",
     "resume": "reading the checkpoint",
     "start_servers": "starting SGLang servers",
     "await_servers": "waiting for SGLang servers",

@@ -1,4 +1,4 @@
-"""Checks of the models that a recipe names: policy, reference, critic, teacher."""
+"""Checks of the models that a recipe names: policy, reference, critic, teacher, reward model."""
 
 import json
 
@@ -82,3 +82,43 @@ def test_what_transformers_does_in_training_only_is_refused_for_training_only(fa
 
     assert keys("train") == keys("sft") == refused
     assert keys("eval") == keys("generate") == []
+
+
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
+JUDGED = "reward.name=reward_model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "this is no classifier"),
+        ({**CLASSIFIER, "id2label": {"0": "a", "1": "b"}}, "gives several numbers"),
+        ({**CLASSIFIER, "vocab_size": 16}, "reward_model and policy have different vocabularies"),
+        ({**CLASSIFIER, "max_position_embeddings": 4}, "fewer tokens than the longest sample"),
+    ],
+    ids=["language model", "labels", "vocabulary", "positions"],
+)
+def test_a_reward_model_that_cannot_score_the_samples_is_refused(failures, folder, changes, words):
+    found = [f"{c.message}" for c in failures(JUDGED, f"reward_model.path={folder(**changes)}")]
+    assert [words in message for message in found if "no model.safetensors" not in message] == [True], found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "job", "words"),
+    [
+        ([], "train", "asks for a reward model"),
+        (["env={name: tools, functions: [game.py:f]}", "reward_model.form=text"], "train", "episodes have turns"),
+        (["data.image_key=images"], "train", "a reward model reads text"),
+        (["sft.steps=4", "data.val_files=[v.jsonl]"], "train", "a cold start comes before the reward model"),
+        (["algorithm.advantage.name=remax"], "train", "samples are judged by their scores"),
+        (["reward_model.max_tokens=3"], "eval", "fewer tokens"),
+    ],
+)
+def test_where_a_reward_model_cannot_be_asked_the_recipe_is_refused(failures, overrides, job, words):
+    found = [c.message for c in failures(JUDGED, *overrides, job=job)]
+    assert [message for message in found if words in message], found
+
+
+def test_a_named_reward_model_that_nothing_uses_is_doubtful(config_of):
+    found = [c for c in check_config(config_of("reward_model.path=org/judge")).items if c.status == "warn"]
+    assert [c.name for c in found if "a reward model is named, and nothing uses it" in c.message] == ["reward model"]

@@ -23,6 +23,7 @@ RECIPES = {
     "ppo": ("ppo_quickstart", "algorithm.kl.use=reward"),
     "dapo": ("dapo_quickstart", "algorithm.kl.use=loss"),
     "distilled": ("grpo_quickstart", "algorithm.distillation.coef=1", "teacher.path=org/teacher", "actor.ppo_epochs=2"),
+    "judged": ("grpo_quickstart", "reward=!replace {name: reward_model}", "reward_model.path=org/judge"),
 }
 TOGETHER = {"dapo": {Role.ROLLOUT: Role.ACTOR}}  # dynamic sampling asks for more
 
@@ -51,7 +52,9 @@ def needs(graph: TaskGraph, placement: Placement) -> Iterator[tuple[str, str, st
             writers.pop(name, None)
 
 
-@given(st.sampled_from(list(RECIPES)), st.lists(st.integers(0, 3), min_size=5, max_size=5))
+@given(
+    st.sampled_from(list(RECIPES)), st.lists(st.integers(0, 3), min_size=len(MODEL_ROLES), max_size=len(MODEL_ROLES))
+)
 @settings(max_examples=60, deadline=None)
 def test_every_team_is_handed_what_it_reads_of_others_once(name, choice):
     graph, _ = load(name, {})

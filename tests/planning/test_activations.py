@@ -43,8 +43,6 @@ EXPERTS = {
     "moe_intermediate_size": 256,
 }
 
-WIDE = {**EXPERTS, "moe_intermediate_size": 512}
-
 
 def case(name, model=DENSE, world=1, *, rank=0, engine=None, value_head=False, **parallel):
     settings = {"micro_batch_tokens": 1024, "logits_chunk_tokens": 128, **(engine or {})}
@@ -68,7 +66,7 @@ SMALL = [
     case("last stage", world=2, rank=1, pp=2),
     case("interleaved", world=2, pp=2, vpp=2),
     case("experts", EXPERTS, 2, ep=2),
-    case("experts, recomputed", WIDE, 4, tp=2, pp=2, ep=2, engine=FULL),
+    case("experts, recomputed", EXPERTS, 4, tp=2, pp=2, ep=2, engine=FULL),
     case("wide experts", EXPERTS, 4, tp=2, ep=2, etp=2),
 ]
 

@@ -11,6 +11,7 @@ from megarl.config.data import RewardConfig
 from megarl.config.load import dump_config, load_config
 from megarl.errors import ConfigError, DataError
 from megarl.rewards import Rewards, reward_metrics
+from megarl.rewards.parts import with_model_scores
 from megarl.rewards.references import check_answers
 from megarl.rewards.runner import reward_processes
 
@@ -118,3 +119,24 @@ def test_answers_are_checked_for_every_part(file):
 
 class _Row:
     where = "rows:1"
+
+
+def test_a_models_score_is_added_to_the_functions_and_a_sample_without_one_has_failed():
+    parts = {"model": {"name": "reward_model", "weight": 0.5}, "right": {"name": "exact_match"}}
+    config = section(parts, on_error=-2)
+    with Rewards(config) as rewards:
+        results = rewards.result(rewards.submit([*SAMPLES, SAMPLES[0]]))
+    found = with_model_scores(config, results, [3.0, 1.0, float("nan")])
+    assert found[0] == {"overall": 2.5, "acc": 3.0, "right": 1.0, "model": 3.0, "extracted": "5"}
+    assert found[1]["overall"] == 0.5
+    assert (found[2]["overall"], reward_metrics(found).result()["reward/errors"]) == (-2.0, 1.0)
+    alone = RewardConfig(name="reward_model")
+    with Rewards(alone) as rewards:
+        results = rewards.result(rewards.submit(SAMPLES))
+    assert with_model_scores(alone, results, [3.0, 1.0]) == [{"overall": 3.0}, {"overall": 1.0}]
+
+
+def test_two_parts_of_one_reward_model_are_refused():
+    both = {"a": {"name": "reward_model"}, "b": {"name": "reward_model"}}
+    with pytest.raises(ConfigError, match="several parts name it"):
+        Rewards(section(both))

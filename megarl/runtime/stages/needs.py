@@ -36,6 +36,11 @@ def part_fields(config: RunConfig) -> list[str]:
     return ["reward_parts"] if config.algorithm.advantage.parts else []
 
 
+def model_fields(config: RunConfig) -> list[str]:
+    """List what a reward model reads of samples beside their tokens: text where it has a tokenizer of its own."""
+    return [] if config.reward_model.form == "tokens" else ["prompt_text", "response_text", "row"]
+
+
 def call_fields(config: RunConfig) -> list[str]:
     """List what a model reads of samples beside their tokens: images, or what a robot policy sees, and its calls'
     borders."""

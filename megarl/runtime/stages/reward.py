@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.dag.stage import Role, stage
+from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DIGESTS, GRIDS, PATCHES
 from megarl.errors import ConfigError
-from megarl.runtime.stages.needs import part_fields
+from megarl.runtime.stages.needs import model_fields, part_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megarl.data.messages import PromptColumn
     from megarl.rewards.parts import Rewards, Submitted
     from megarl.runtime.context import StepContext
+    from megarl.runtime.reward_model import RewardModelRole
     from megarl.runtime.roles import ScorerRole
 
 
@@ -57,11 +58,59 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
 )
 def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
     """Wait for the scores and give them to all ranks of the replica; the score sits on the last response token."""
+    results = collect(c, scorer, samples[PENDING], samples)
+    take_up(c, samples, results, by_turn=scorer.by_environment)
+    return samples
+
+
+@stage(
+    reads=["response_ids", "uid"],
+    optional=["turn_rewards", "env_error"],
+    consumes=[PENDING],
+    writes=["rule_rewards"],
+    role=Role.REWARD,
+)
+def rule_rewards(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
+    """Wait for the scores of the functions beside a reward model, as `reward` does."""
+    samples.set("rule_rewards", collect(c, scorer, samples[PENDING], samples))
+    return samples
+
+
+@stage(
+    reads=["prompt_ids", "response_ids", "sample_id"],
+    needs=model_fields,
+    writes=["model_score"],
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.REWARD_MODEL,
+)
+def model_score(c: StepContext, samples: Batch, *, reward_model: RewardModelRole) -> Batch:
+    """Score the samples with the reward model."""
+    samples.set("model_score", reward_model.scores(samples))
+    return samples
+
+
+@stage(
+    reads=["response_ids", "uid", "rule_rewards", "model_score"],
+    optional=["env_error"],
+    writes=["score", "token_rewards"],
+    gives=part_fields,
+    role=Role.ADVANTAGE,
+)
+def total_reward(c: StepContext, samples: Batch) -> Batch:
+    """Add up the reward model's score and the other rewards; the sum sits on the last response token."""
+    from megarl.rewards.parts import with_model_scores
+
+    results = with_model_scores(c.config.reward, samples["rule_rewards"], samples["model_score"].tolist())
+    take_up(c, samples, results, by_turn=False)
+    return samples
+
+
+def take_up(c: StepContext, samples: Batch, results: list[dict[str, Any]], *, by_turn: bool) -> None:
+    """Write the fields that rewards are made of, from their results, and count their metrics."""
     from megarl.evaluation.metrics import correctness
     from megarl.rewards.runner import reward_metrics
 
-    results = collect(c, scorer, samples[PENDING], samples)
-    set_scores(samples, results, by_turn=scorer.by_environment)
+    set_scores(samples, results, by_turn=by_turn)
     parts = list(c.config.algorithm.advantage.parts)
     if parts:
         samples.set("reward_parts", part_table(results, parts))
@@ -70,7 +119,6 @@ def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
     failed = samples["env_error"] if "env_error" in samples else [""] * len(samples)
     played = [place for place, error in enumerate(failed) if not error]
     record_groups(c, samples.select(played), [correctness(results[place]) for place in played])
-    return samples
 
 
 def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:

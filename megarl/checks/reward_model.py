@@ -1,0 +1,118 @@
+"""Checks of the role `reward_model`: that it can score what the run generates, where the run asks it."""
+
+from __future__ import annotations
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.checks.checklist import Checklist
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
+from megarl.rewards.references import uses_reward
+
+_WHAT = "reward model"
+
+
+def check_reward_model(
+    config: RunConfig, placement: Placement | None, found: ModelFacts | None, job: str, checks: Checklist
+) -> None:
+    """Check the section `reward_model` against the rest of the recipe.
+
+    Args:
+        placement: the teams of the job; None: unknown here.
+        found: sizes of the reward model; None: unknown here.
+        job: train, sft, eval or generate.
+    """
+    section, part = config.reward_model, config.reward.of_model
+    if part is None:
+        if section.path is not None:
+            checks.warn(
+                _WHAT,
+                "reward_model.path",
+                "a reward model is named, and nothing uses it",
+                found=section.path,
+                fix="set reward.name=reward_model, name it as a part of reward.parts, or remove reward_model.path",
+            )
+        return
+    key = f"reward.parts.{part}.name" if part else "reward.name"
+    if section.path is None:
+        checks.fail(
+            _WHAT,
+            "reward_model.path",
+            f"{key} asks for a reward model",
+            found=None,
+            allowed="a Hugging Face folder or hub name of a sequence classifier with one label",
+            fix="set reward_model.path, such as the folder hf/ of a run of algorithm.pipeline=reward_model",
+        )
+    if config.robot is not None or not uses_reward(config):
+        checks.fail(
+            _WHAT,
+            key,
+            "the environment scores the samples of this recipe",
+            found="reward_model",
+            fix="leave it out, or let the environment's class say `scores = False`",
+        )
+    _check_form(config, checks)
+    _check_length(config, found, checks)
+    _check_held_out(config, placement, job, checks)
+
+
+def _check_form(config: RunConfig, checks: Checklist) -> None:
+    section = config.reward_model
+    if config.has_turns and section.form != "tokens":
+        checks.fail(
+            _WHAT,
+            "reward_model.form",
+            "episodes have turns and observations, which are known as tokens",
+            found=section.form,
+            allowed="tokens, for a reward model with the policy's tokenizer",
+            fix="set reward_model.form=tokens, or serve the model and use the reward http, which gets `transcript`",
+        )
+    if config.data.image_key is not None:
+        checks.fail(
+            _WHAT,
+            "data.image_key",
+            "a reward model reads text",
+            found=config.data.image_key,
+            allowed="null",
+            fix="serve the model and use the reward http, or a function that takes images",
+        )
+
+
+def _check_length(config: RunConfig, found: ModelFacts | None, checks: Checklist) -> None:
+    """Check that the longest sample fits, where its tokens are known and a longer one would end the run."""
+    section, longest = config.reward_model, config.longest_sequence()
+    if section.form != "tokens" or config.reward.on_error != "raise":
+        return
+    positions = None if found is None else found.max_positions
+    limits = {"reward_model.max_tokens": section.max_tokens, "reward_model.path": positions}
+    for key, limit in limits.items():
+        if limit is not None and limit < longest:
+            checks.fail(
+                _WHAT,
+                key,
+                "the reward model takes fewer tokens than the longest sample has",
+                found=f"{limit} tokens",
+                allowed=f"at least {longest}: longest prompt and response",
+                fix="lower rollout.sampling.max_new_tokens, or set reward.on_error to a score for samples that are too "
+                "long",
+            )
+            return
+
+
+def _check_held_out(config: RunConfig, placement: Placement | None, job: str, checks: Checklist) -> None:
+    """Check that held-out samples have a score where the model is not asked: before RL, and in another team."""
+    if not config.data.held_out or config.reward.parts.keys() - {config.reward.of_model} or job == "generate":
+        return
+    homes = {placement.of_role(role) for role in (Role.REWARD_MODEL, Role.ROLLOUT)} if placement is not None else set()
+    apart = job == "train" and len(homes) > 1
+    if job == "sft" or config.sft.steps or apart:
+        checks.fail(
+            _WHAT,
+            "reward.parts",
+            "held-out samples are scored where they are generated, and "
+            + ("the reward model is in another team" if apart else "a cold start comes before the reward model"),
+            found="only the reward model gives a reward",
+            allowed="another part beside it, whose scores validation then has",
+            fix="name a function as another part, with weight 0 if it shall only be measured, or leave data.val_files "
+            "out",
+        )
