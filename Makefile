@@ -22,7 +22,7 @@ srpo-quickstart: $(STAMP)
 test campaign-%: export PYTHONDONTWRITEBYTECODE :=
 
 # A file of tests stays in one process. JOBS=0 runs them one after the other, as where all of them share one GPU.
-JOBS ?= $(if $(wildcard /dev/nvidia0),0,2)
+JOBS ?= $(if $(wildcard /dev/nvidia0),0,3)
 test: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

@@ -98,30 +98,36 @@ def test_tests_that_start_nothing_have_a_lower_priority(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slow", "expected"),
+    ("quick", "expected"),
     [
-        (0, [["a", "w1", "w2"], ["x", "y", "z", "p", "s"]]),
-        (1, [["a", "w1", "w2", "s", "p"], ["x", "y", "z"]]),
+        ({0}, ["a w1 w2 w3 s t q r", "x y z p"]),
+        ({1}, ["a w1 w2 w3", "x y z p q r s t"]),
+        ({0, 1}, ["a w1 w2 w3 t", "p q r s", "x y z"]),
+        ({0, 2}, ["a w1 w2 w3 s t", "p q r", "x y z"]),
+        ({0, 1, 2}, ["a w1 w2 w3 t", "p q r s", "x y z"]),
     ],
 )
-def test_one_process_takes_the_wide_files_and_others_begin_with_those_that_start_nothing(
-    tmp_path: Path, slow: int, expected: list[list[str]]
+def test_one_process_takes_the_wide_files_and_the_last_one_those_that_start_nothing(
+    tmp_path: Path, quick: set[int], expected: list[str]
 ) -> None:
-    kinds = {"a": "alone", "w1": "wide", "w2": "wide", "s": "servers", "p": "procs", "x": "", "y": "", "z": ""}
+    kinds = {"a": "alone", **dict.fromkeys(("w1", "w2", "w3"), "wide"), **dict.fromkeys("st", "servers")}
+    kinds |= dict.fromkeys("pqr", "procs") | dict.fromkeys("xyz", "")
     (tmp_path / "kinds").write_text(json.dumps(kinds))
     tests = [f"{file}::t{number}" for file in kinds for number in range(3)]
     config: Any = SimpleNamespace(
-        getvalue=lambda name: ["popen", "popen"], option=SimpleNamespace(loadscopereorder=False), rootpath=tmp_path
+        getvalue=lambda name: ["popen"] * len(expected),
+        option=SimpleNamespace(loadscopereorder=False),
+        rootpath=tmp_path,
     )
-    scheduler, nodes = OneTakesTheWide(config, Producer("test"), tmp_path / "kinds"), [Node(), Node()]
+    scheduler, nodes = OneTakesTheWide(config, Producer("test"), tmp_path / "kinds"), [Node() for _ in expected]
     for node in nodes:
         scheduler.add_node(node)
         scheduler.add_node_collection(node, tests)
     scheduler.schedule()
-    for turn in range(200):  # one of them takes twice as long for each
-        for node in nodes if turn % 2 else [nodes[1 - slow]]:
+    for turn in range(200):  # others take twice as long
+        for number, node in enumerate(nodes):
             done = sum(map(sum, (found.values() for found in scheduler.assigned_work[node].values())))
-            if done < len(node.sent):
+            if done < len(node.sent) and (number in quick or turn % 2):
                 scheduler.mark_test_complete(node, node.sent[done])
-    order = [list(dict.fromkeys(tests[index][:-4] for index in node.sent)) for node in nodes]
+    order = [" ".join(dict.fromkeys(tests[index][:-4] for index in node.sent)) for node in nodes]
     assert order == expected

@@ -114,9 +114,10 @@ def write_kinds(file: Path, items: list[pytest.Item], kinds: dict[Path, str]) ->
 
 
 class OneTakesTheWide(LoadFileScheduling):
-    """The first process begins with the files that run singly, the others with those that start no processes.
+    """The first process takes the files that run singly; the last one only those that start no processes.
 
-    So there is something to compute whenever a test with several processes waits for one of them.
+    So there is something to compute whenever tests with several processes wait. With two processes the second one
+    begins with those, and goes on with the others.
     """
 
     def __init__(self, config: pytest.Config, log: Any, kinds: Path) -> None:
@@ -130,16 +131,25 @@ class OneTakesTheWide(LoadFileScheduling):
             self._file.unlink()
         super().schedule()
 
+    def _reschedule(self, node: WorkerController) -> None:
+        if len(self.nodes) > 2 and node is self.nodes[-1] and "" not in map(self._kinds.get, self.workqueue):
+            node.shutdown()  # after what it has; two processes do the rest
+        super()._reschedule(node)
+
     def _assign_work_unit(self, node: WorkerController) -> None:
-        self.workqueue.move_to_end(self._next(first=node is self.nodes[0]), last=False)
+        self.workqueue.move_to_end(self._next(node), last=False)
         super()._assign_work_unit(node)
 
-    def _next(self, *, first: bool) -> str:
+    def _next(self, node: WorkerController) -> str:
         """The file that a process takes."""
-        if first:
-            return next(iter(self.workqueue))
         under_way = [scope for scope, tests in self.assigned_work[self.nodes[0]].items() if not all(tests.values())]
         singly = any(self._kinds[scope] in SINGLY for scope in (*self.workqueue, *under_way))
-        # Beside files that run singly a test at a time has its turn between two of them: better a short one.
-        order = ("", "procs", "servers") if singly else ("", *KINDS)
+        if node is self.nodes[0]:
+            order: tuple[str, ...] = (*KINDS, "")
+        elif node is self.nodes[-1]:
+            order = ("", "procs", "servers")
+        elif singly:  # a test at a time has its turn between two of their files: better a short one
+            order = ("procs", "servers", "")
+        else:
+            order = ("servers", "procs", "")
         return min(self.workqueue, key=lambda scope: [*order, *KINDS].index(self._kinds[scope]))
