@@ -1,18 +1,25 @@
-"""A reward model of the run: its scores are those of transformers, and one of the weighted rewards."""
+"""A reward model of the run: its scores are those of transformers, in every layout, and one of the weighted rewards."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megarl.config.load import load_config
+from tests.dist import fresh_layout, run_distributed
 from tests.runtime import harness
+from tests.runtime.harness import of_training
+from tests.runtime.test_teams import assert_near, placed
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
 
 CHARACTERS = "0123456789+-*/=."
 LONGEST = 24
+#: Prompts and responses as tokens: of usual length, with padding in the middle, ended by it, and too long.
+SAMPLES = [([5, 6, 14], [7, 8, 2]), ([9], [0, 4]), ([9, 10], [4, 11, 0, 0]), ([5] * 20, [6] * 9)]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +49,45 @@ def of_transformers(folder: Path, rows: list[list[int]]) -> list[float]:
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
     with torch.inference_mode():
         return [float(model(torch.tensor([row])).logits[0, 0]) for row in rows]
+
+
+def scores_of_samples(recipe: str, folder: str, parallel: str) -> list[float]:
+    """What the role says of SAMPLES, as one of its ranks."""
+    import torch
+
+    from megarl.data.batch import Batch, Jagged
+    from megarl.data.tokenizer import character_tokenizer
+    from megarl.models.config import load_hf_config
+    from megarl.models.weights import load_weights
+    from megarl.offload_schedule import OffloadSchedule
+    from megarl.runtime.reward_model import RewardModelRole
+    from megarl.runtime.setup import build_engine
+
+    more = [f"actor.parallel={parallel}", f"reward_model.path={folder}", "reward.on_error=-3"]
+    config = load_config(Path(recipe), more)
+    own = config.model.model_copy(update={"path": folder, "hf_config": None})
+    engine = build_engine(
+        config,
+        load_hf_config(own),
+        fresh_layout(config.actor.parallel),
+        lambda chunks: load_weights(chunks, folder),
+        trainable=False,
+        name="reward_model",
+    )
+    c = SimpleNamespace(config=config, offload=OffloadSchedule())
+    role = RewardModelRole(engine, c, character_tokenizer(CHARACTERS), offloads=False)
+    prompts, responses = (Jagged.from_list(list(rows), dtype=torch.int64) for rows in zip(*SAMPLES, strict=True))
+    batch = Batch({"prompt_ids": prompts, "response_ids": responses, "sample_id": ["0", "1", "2", "3"]})
+    return role.scores(batch).tolist()
+
+
+@pytest.mark.parametrize("parallel", ["{tp: 2, sp: true}", "{pp: 2}"])
+def test_its_scores_are_those_of_transformers_and_one_that_is_too_long_has_none(folder, parallel, tmp_path):
+    recipe = harness.write_recipe(tmp_path)
+    for found in run_distributed(scores_of_samples, 2, 240, str(recipe), str(folder), parallel):
+        wanted = of_transformers(folder, [[*prompt, *response] for prompt, response in SAMPLES[:3]])
+        assert found[:3] == pytest.approx(wanted, abs=1e-5)
+        assert found[3] != found[3], "longer than its positions: nothing"
 
 
 def settings(folder: Path, *more: str, **parts: str) -> list[str]:
@@ -84,3 +130,21 @@ def test_its_score_is_a_weighted_part_of_the_reward_in_training_and_validation(o
     digits = [sum(c.isdigit() for c in row["response"]) / 6 + (row["response"] == row["answer"]) for row in rows]
     wanted = [0.5 * score + share for score, share in zip(scores, digits, strict=True)]
     assert [row["score"] for row in rows] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_run_with_the_model_in_a_team_of_its_own_is_the_same_up_to_rounding(one, folder):
+    recipe, steps = one
+    same = f"{{name: classifier, weight: 0, kwargs: {{path: {folder}}}}}"
+    teams = {"train": (["actor", "rollout"], 1), "judge": (["reward_model"], 2)}
+    layout = ("reward_model.parallel={tp: 2}", "reward_model.form=text")
+    apart = harness.train(recipe, recipe.parent / "apart", *settings(folder, *layout, *placed(teams), same=same))
+
+    def trained(found: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+        """Validation asks the model only in the rollout's team."""
+        return {
+            step: {name: value for name, value in numbers.items() if not name.startswith("val/")}
+            for step, numbers in of_training(found).items()
+            if step
+        }
+
+    assert_near(trained(apart), trained(steps))
