@@ -78,7 +78,7 @@ def trained(sizes: list[tuple[dict, dict]], reference: dict) -> list[dict[str, f
 
 @pytest.mark.procs
 def test_a_layer_computes_what_it_does_with_all_to_alls(double):
-    layouts = [{"ep": 2, "etp": 2}, {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 2}]
+    layouts = [{"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 2}]
     for rank in run_distributed(layers, 4, 120, layouts):
         for layout, worst in zip(layouts, rank, strict=True):
             assert max(worst) < 1e-6, (layout, worst)
