@@ -117,7 +117,7 @@ KEYS: dict[str, str] = {
     "clip_ratio_c": "algorithm.loss.dual_clip",
     "clip_ratio_dual": "algorithm.loss.dual_clip",
     "entropy_coeff": "algorithm.loss.entropy_coef",
-    "beta": f"{_KL_COEF}; of pairs preference.beta",
+    "beta": f"{_KL_COEF}; of pairs preference.beta; of a teacher algorithm.distillation.beta",
     "init_kl_coef": _KL_COEF,
     "kl_coef": _KL_COEF,
     "kl_loss_coef": _KL_COEF,
@@ -214,7 +214,7 @@ KEYS: dict[str, str] = {
     "stop_at_validation_metric": "trainer.early_stop.metric",
     "stop_at_validation_threshold": "trainer.early_stop.target",
     "system_prompt_file": "data.system_prompt",
-    "reward_model.model.path": "reward.name=classifier, with its path in reward.kwargs",
+    "reward_model.model.path": "reward_model.path, with reward.name=reward_model",
     "early_stopping_threshold": "trainer.early_stop.min_delta",
     "load_best_model_at_end": "trainer.best_metric (the best model is exported as hf_best/)",
     "resume_from_checkpoint": _RESUME,
@@ -314,6 +314,7 @@ KEYS: dict[str, str] = {
     "preference_average_log_probs": "preference.length_normalised",
     "center_rewards_coefficient": "preference.center_coef",
     "teacher.model_name": "teacher.path",
+    "teachers": "teacher.models, and teacher.key for the column that names a row's",
     "topk_logits_k": "algorithm.distillation.topk, with algorithm.distillation.estimator=forward_kl or reverse_kl",
     "zero_outside_topk": "algorithm.distillation.tail (renormalise or bucket)",
     "kl_type": "algorithm.distillation.estimator (forward_kl, reverse_kl or jsd)",
@@ -361,7 +362,7 @@ _WANDB = "trackers are named in tracking.loggers (wandb, tensorboard, trackio, a
 _SHARDS = "there is no FSDP or DeepSpeed here: Megatron's layouts are (actor.parallel, actor.engine)"
 _PICTURES = "images of prompts are named by data.image_key, with data.image_dir, min_pixels, max_pixels, limit_images"
 _REFERENCE = "the reference is frozen here (reference.path)"
-_REWARD_MODEL = "a reward model is a reward here: reward.name=classifier, or reward.name=http where it is served"
+_REWARD_MODEL = "a reward model is a reward here: reward.name=reward_model or classifier, or http where it is served"
 _ALWAYS = "this is always so here, and there is no key for it"
 _PREFERENCES = "of preference methods DPO, IPO, SLiC, robust DPO and reward models are here (section preference)"
 _PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
@@ -377,7 +378,7 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("zero_stage", "dtensor_cfg"), _SHARDS),
     **dict.fromkeys(("image_key", "video_key", "min_pixels", "max_pixels", "limit_images"), _PICTURES),
     **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE),
-    **dict.fromkeys(("reward_model", "reward_model_path", "rm"), _REWARD_MODEL),
+    **dict.fromkeys(("reward_model_path", "rm"), _REWARD_MODEL),
     **dict.fromkeys(("packing", "padding_free", "use_remove_padding", "balance_batch", "calculate_log_probs"), _ALWAYS),
     **dict.fromkeys(("logging_steps", "logging_strategy", "log_level"), f"{_ALWAYS}: every step is logged"),
     **dict.fromkeys(
