@@ -44,19 +44,6 @@ def launch(recipe: Path, run_dir: Path, *keys: str) -> int:
     return slurm_runs.launch(recipe, run_dir, *FEW, "launch.preflight=false", *keys)
 
 
-def test_two_nodes_have_the_metrics_of_the_local_launcher(recipe, local, tmp_path, capsys):
-    run_dir = tmp_path / "a run"
-    assert launch(recipe, run_dir, "launch.launcher=torchrun") == 0
-    assert cli.main(["logs", "-f", str(run_dir)]) == 0  # until the job ends
-    (job,) = jobs_of(run_dir)
-    assert state_of(job.number).name == "COMPLETED", said(run_dir)
-    assert harness.metrics(run_dir) == local
-    assert len(list((run_dir / "launch").glob("job-*.node-?.txt"))) == 2
-    capsys.readouterr()
-    assert cli.main(["status", str(run_dir)]) == 0
-    assert f"finished, step {STEPS} of {STEPS}" in capsys.readouterr().out
-
-
 def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(recipe, local, tmp_path):
     run_dir = tmp_path / "run"
     assert launch(recipe, run_dir, "launch.launcher=ray") == 0
@@ -64,39 +51,40 @@ def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(recipe, local
     assert harness.metrics(run_dir) == local
 
 
-def test_a_cancelled_run_goes_on_in_its_next_job(recipe, local, tmp_path, capsys):
-    run_dir = tmp_path / "run"
-    assert launch(recipe, run_dir) == 0
-    wait_for_step(run_dir, 6)
-    assert cli.main(["cancel", str(run_dir)]) == 0
-    assert wait_for_end(run_dir) == "CANCELLED"
-    assert len(jobs_of(run_dir)) == 1
-    assert last_step(run_dir) < STEPS
-    assert launch(recipe, run_dir) == 0
-    assert wait_for_end(run_dir) == "COMPLETED"
-    assert harness.metrics(run_dir) == local, said(run_dir)
-    capsys.readouterr()
-    assert cli.main(["status", str(run_dir)]) == 0
-    assert "CANCELLED" in capsys.readouterr().out
-
-
-def test_a_chain_of_jobs_has_the_metrics_of_one(recipe, local, tmp_path, capsys):
+def test_a_chain_of_jobs_that_is_cancelled_and_goes_on_has_the_metrics_of_the_local_launcher(
+    recipe, local, tmp_path, capsys
+):
     """The signal that Slurm sends before the time limit comes from the test, which cannot wait for minutes."""
-    run_dir = tmp_path / "run"
-    chain = ("launch.slurm.chain=2", "launch.slurm.warn_s=60", "trainer.save_every=0")
+    run_dir = tmp_path / "a run"
+    chain = ("launch.launcher=torchrun", "launch.slurm.chain=1", "launch.slurm.warn_s=60", "trainer.save_every=0")
     assert launch(recipe, run_dir, *chain, slow_reward(recipe, 0.4)) == 0
-    for link in (1, 2):
-        wait(lambda at=link: len(jobs_of(run_dir)) == at, f"link {link}", run_dir=run_dir)
-        wait_for_step(run_dir, 3 * link)
-        number = jobs_of(run_dir)[-1].number
-        subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
-        wait(lambda of=number: not state_of(of).active, "end of the link", run_dir=run_dir)
-        assert state_of(number).name == "COMPLETED", said(run_dir)
-    wait_for_end(run_dir)
-    assert len(jobs_of(run_dir)) == 3
-    assert harness.metrics(run_dir) == local, said(run_dir)
+    wait_for_step(run_dir, 3)
+    (first,) = jobs_of(run_dir)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", first.number], check=True)
+    wait(lambda: not state_of(first.number).active, "end of the first job", run_dir=run_dir)
+    assert state_of(first.number).name == "COMPLETED", said(run_dir)
     assert (run_dir / "launch" / "chain").read_text() == "0\n"
     assert "no checkpoint" not in said(run_dir)
+
+    wait_for_step(run_dir, last_step(run_dir) + 1)
+    assert cli.main(["cancel", str(run_dir)]) == 0
+    assert wait_for_end(run_dir) == "CANCELLED"
+    assert len(jobs_of(run_dir)) == 2
+    assert last_step(run_dir) < STEPS
+
+    assert launch(recipe, run_dir, *chain, slow_reward(recipe, 0)) == 0
+    assert cli.main(["logs", "-f", str(run_dir)]) == 0  # until the job ends
+    *_, last = jobs_of(run_dir)
+    assert state_of(last.number).name == "COMPLETED", said(run_dir)
+    assert len(jobs_of(run_dir)) == 3
+    assert harness.metrics(run_dir) == local, said(run_dir)
+    for job in jobs_of(run_dir):
+        assert len(list((run_dir / "launch").glob(f"job-{job.number}.node-?.txt"))) == 2
+    capsys.readouterr()
+    assert cli.main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert f"finished, step {STEPS} of {STEPS}" in shown
+    assert "CANCELLED" in shown
 
 
 @pytest.mark.parametrize(
