@@ -116,15 +116,13 @@ def check_config(
             _check_learning(config, roles, placement, facts, checks)
     if not learns_pairs:
         check_sampling(config, facts, checks)
+        check_reward_model(config, placement, others.get(Role.REWARD_MODEL), job, checks)
     if job != "sft":
         check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
-    if not learns_pairs:
-        check_reward_model(config, placement, others.get(Role.REWARD_MODEL), job, checks)
     _check_parts(config, facts, placement, checks)
     check_robot(config, placement, checks, starts=starts and launcher != "ray")
-    if config.robot is None:
-        _check_texts(config, job, checks)
+    _check_texts(config, job, checks)
     check_places(config, checks)
     if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
         check_disk(config, sizes, roles, job, run_dir, checks)
@@ -171,6 +169,8 @@ def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, j
 
 def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
     """Check prompts in files and the reward function, which a robot's policy does not have."""
+    if config.robot is not None:
+        return
     check_chat_template(config, checks)
     check_end_tokens(config, checks)
     check_data(config, job, checks)
