@@ -206,7 +206,7 @@ def test_weights_of_servers_that_share_the_devices_count_wherever_they_stay(conf
     with_weights = {
         moment.name for moment in memory.moments for part in moment.terms if "server's weights" in part.what
     }
-    theirs = {"generation", "new weights for servers", "a checkpoint", "log-probs", "values"}
+    theirs = {"generation", "new weights for servers", "a checkpoint", "log-probs", "values", "scores"}
     assert with_weights == (theirs if colocated else {"a server"})
 
 
