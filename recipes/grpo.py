@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
 
+#: Each writes the field of its name, of which distillation reads one.
+_OF_TEACHERS = (logprob.teacher_logp, logprob.teacher_topk, logprob.teacher_hidden)
+
 
 def build_graph(config: RunConfig) -> TaskGraph:
     """Return the task graph of one training step."""
@@ -96,7 +99,7 @@ def add_logprobs(p: Pipeline, config: RunConfig) -> None:
     elif "old_logp" in needed:
         p.add(logprob.old_logp)
         p.add(correction.rollout_correction if knobs.active else correction.rollout_gap)
-    for stage in (logprob.sum_pi_squared, logprob.ref_logp, logprob.teacher_logp, logprob.teacher_topk):
+    for stage in (logprob.sum_pi_squared, logprob.ref_logp, *_OF_TEACHERS):
         if stage.__name__ in needed:  # each node has the name of the field that it writes
             p.add(stage)
 
@@ -136,7 +139,7 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
 def filter_asks_models(config: RunConfig) -> list[str]:
     """Return the fields of `add_logprobs` and `add_greedy` that the filter reads."""
     of_trainer = correction.rollout_correction, correction.rollout_as_old, logprob.old_logp, logprob.sum_pi_squared
-    stages = *of_trainer, logprob.ref_logp, logprob.teacher_logp, logprob.teacher_topk, rollout.greedy_rollout
+    stages = *of_trainer, logprob.ref_logp, *_OF_TEACHERS, rollout.greedy_rollout
     written = {field for stage in stages for field in contract_of(stage).writes}
     return [field for field in filter_fields(config) if field in written]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.data.image_prompts import ImageSet
     from megarl.metrics import Metrics
-    from megarl.training.engine import Divisor, LossFn
+    from megarl.training.engine import Divisor, LossFn, Taught
 
 DRAWN_TOKENS = (5, 15)  # a digit and a sign, whatever the weights: samples get different rewards
 LOGPROB = -2.0
@@ -238,7 +238,7 @@ class SleepingActor(ActorRole):
         mini: Batch,
         loss: LossFn,
         divisor: Divisor | None = None,
-        taught: str | None = None,
+        taught: Taught | None = None,
         unit: int = 1,
     ) -> Metrics:
         """See `ActorRole`."""

@@ -36,7 +36,7 @@ def teacher_term(
         settings: `algorithm.distillation`.
         logp: float [N] or [B, T], differentiable.
         teacher: its log-probs, same shape; or its tokens [N, K + 1, 2] and the policy's log-probs of them [N, K + 1]
-            (`MegatronEngine.top_tokens`).
+            (`MegatronEngine.top_tokens`); or None and the divergence over the vocabulary [N].
         mask: bool, in the shape of `logp`.
         policy_loss: advantages to token losses.
         metrics: receives the extremes of the estimate, before the clamp, and both models' mass on the top k.
@@ -65,6 +65,8 @@ def _estimate(settings: DistillationConfig, logp: Tensor, teacher: Any, mask: Te
     if chosen is None:
         return kl_tokens(chosen_estimator(settings), logp, teacher, mask)
     top, policy = teacher
+    if chosen.settings.topk is None:
+        return torch.where(mask, policy, 0)
     theirs = top[:, :, 1]
     count = float(mask.sum())
     if count:

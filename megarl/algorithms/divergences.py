@@ -1,7 +1,8 @@
-"""Divergences between the distributions of a teacher and the policy, from the teacher's k likeliest tokens.
+"""Divergences between the distributions of a teacher and the policy.
 
-A divergence is a sum over tokens, and the registered function gives its terms. The k tokens leave a tail of other ones,
-for which `tail` says how it counts: as one more token, not at all after both models are renormalised, or ignored.
+A divergence is a sum over tokens, and the registered function gives its terms. The tokens are the vocabulary, or the
+teacher's k likeliest ones. Those leave a tail of other ones, for which `tail` says how it counts: as one more token,
+not at all after both models are renormalised, or ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ EMPTY = -1e4
 class DivergenceSettings(Settings):
     """The part of both distributions that is compared."""
 
-    topk: PositiveInt = Field(64, description="likeliest tokens of the teacher that are compared at every position")
+    topk: PositiveInt | None = Field(
+        64,
+        description="likeliest tokens of the teacher that are compared at every position; null: the whole vocabulary",
+    )
     tail: Literal["bucket", "renormalise", "ignore"] = Field(
         "bucket",
         description="of all other tokens: bucket counts them as one, renormalise divides both models' probabilities of "
@@ -50,7 +54,7 @@ class JSDSettings(DivergenceSettings):
 class ForwardTopKSettings(DivergenceSettings):
     """verl's defaults."""
 
-    topk: PositiveInt = Field(32, description="likeliest tokens of the teacher that are compared at every position")
+    topk: PositiveInt | None = Field(32, description="as for forward_kl")
     tail: Literal["bucket", "renormalise", "ignore"] = Field(
         "ignore", description="of all other tokens, as for forward_kl"
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.divergences import chosen_divergence
 from megarl.algorithms.group_filter import FILTERS
-from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.errors import UserError
 
@@ -46,9 +46,12 @@ def distillation_fields(algorithm: AlgorithmConfig) -> list[str]:
     if not section.coef:
         return []
     try:
-        return ["teacher_topk" if KL.spec(section.estimator).distributions else "teacher_logp"]
+        chosen = chosen_divergence(section)
     except UserError:
-        return ["teacher_logp"]  # the checks refuse it
+        chosen = None  # the checks refuse it
+    if chosen is None:
+        return ["teacher_logp"]
+    return ["teacher_hidden" if chosen.settings.topk is None else "teacher_topk"]
 
 
 def filter_fields(algorithm: AlgorithmConfig) -> list[str]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.correction import Correction
     from megarl.algorithms.distillation import Teacher
+    from megarl.algorithms.registry import Chosen
     from megarl.algorithms.stats import AllSum
     from megarl.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig, PolicyLossConfig
     from megarl.config.correction import ResolvedCorrection
@@ -157,12 +158,12 @@ class Objective:
         return chosen.spec.prepare(*known, chosen.settings, keys=keys, all_sum=all_sum)
 
     @property
-    def compares(self) -> bool:
-        """Whether distillation compares distributions: `loss` then needs `policy`."""
+    def divergence(self) -> Chosen | None:
+        """The divergence of distillation, if it compares distributions: `loss` then needs `policy`."""
         from megarl.algorithms.divergences import chosen_divergence
 
         section = self.algorithm.distillation
-        return bool(section.coef) and chosen_divergence(section) is not None
+        return chosen_divergence(section) if section.coef else None
 
     def loss(
         self,
@@ -179,7 +180,7 @@ class Objective:
             inputs: the tokens of this micro-batch.
             tokens: valid tokens of the mini-batch, from `weigh`.
             policy: [N, K + 1], the policy's log-probs of the teacher's most likely tokens, and of all others together,
-                differentiable; where it `compares`.
+                differentiable; or [N], the divergence over the vocabulary. Only with a `divergence`.
         """
         mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, self._old_logp(logp, inputs)
         correction = self._correct(logp, inputs) if self.measures(inputs) else None

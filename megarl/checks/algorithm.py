@@ -10,7 +10,7 @@ from megarl.algorithms.divergences import DivergenceSettings
 from megarl.algorithms.group_filter import FILTERS, OFFERED
 from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
-from megarl.algorithms.needs import estimator_fields
+from megarl.algorithms.needs import distillation_fields, estimator_fields
 from megarl.algorithms.resampling import RESAMPLING
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
@@ -165,6 +165,16 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, check
 
 def _check_distillation(config: RunConfig, checks: Checklist) -> None:
     section, loss = config.algorithm.distillation, config.algorithm.loss.name
+    whole = "teacher_hidden" in distillation_fields(config.algorithm)
+    if whole and (len(config.teacher.models) > 1 or config.robot is not None):
+        checks.fail(
+            "distillation",
+            "algorithm.distillation.topk",
+            "the whole vocabulary is compared with one teacher of texts only",
+            found=None,
+            allowed="an integer; null with one teacher, and without robots",
+            fix="set algorithm.distillation.topk=64",
+        )
     if not section.coef:
         if not section.task_loss:
             checks.fail(

@@ -139,7 +139,7 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
         estimator, key = section.estimator, f"{path}.estimator"
         if off and estimator in KL.names():
             checks.ok(name, "off")
-        elif estimator == "full":
+        elif estimator == "full" and section is kl:
             checks.fail(
                 name,
                 key,

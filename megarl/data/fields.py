@@ -4,7 +4,8 @@ A stage of megarl's own that declares another field does not import, and a node 
 another form fails. A stage of a user's own may add fields of other names. The table in docs/architecture.md is what
 `table` returns.
 
-    dtype     of a tensor (int64, float32, bool, uint8), or of the values of a column, a plain list (str, int, dict)
+    dtype     of a tensor (int64, float32, bool, uint8; the model's: one of two), or of the values of a column, a plain
+              list (str, int, dict)
     shape     [B] one entry per sample; [B, prompt], [B, response], [B, turns], [B, calls], [B, runs]: a Jagged, with as
               many entries as the sample has tokens of the prompt or the response, turns, policy calls, runs of versions
 """
@@ -24,7 +25,8 @@ IMAGES = PATCHES, GRIDS, DIGESTS = "image_patches", "image_grids", "image_digest
 #: The same of the data's prompt, of samples that have the images of a whole episode.
 DATA_IMAGES = tuple(f"data_{name}" for name in IMAGES)
 
-_TENSORS = ("int64", "float32", "bool", "uint8")
+_MODEL_DTYPE = "float32 or bfloat16"
+_TENSORS = ("int64", "float32", "bool", "uint8", _MODEL_DTYPE)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Field:
             return None if self.is_column else "a column"
         jagged = hasattr(value, "offsets")
         dtype = str((value.values if jagged else value).dtype).removeprefix("torch.")  # type: ignore[union-attr]
-        if not self.is_column and dtype == self.dtype and jagged == self.is_jagged:
+        if not self.is_column and dtype in self.dtype.split(" or ") and jagged == self.is_jagged:
             return None
         return f"{dtype}, {'of different lengths' if jagged else list(value.shape)}"  # type: ignore[union-attr]
 
@@ -210,6 +212,13 @@ FIELDS: dict[str, Field] = {
         "teacher_topk",
         "ids and log-probs of the teacher's k likeliest tokens in the place of each token, then of all others together",
         "[[[21, -0.1], [-1, -2.4]], ...]",
+    ),
+    "teacher_hidden": Field(
+        _MODEL_DTYPE,
+        "[B, response, hidden]",
+        "teacher_hidden",
+        "the teacher's state before each token, which its output embedding turns into its distribution",
+        "[[0.3, -1.2, ...], ...]",
     ),
     "values": Field("float32", "[B, response]", "value", "the critic's returns before the update", "[0.4, 0.5, 0.9]"),
     # -- what the update is made of

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megarl.algorithms.needs import distillation_fields
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.rollout import SamplingConfig
@@ -364,6 +365,9 @@ class _Models:
                 engine = (config.actor if role is Role.ACTOR else config.critic).engine
                 lora = config.model.lora
                 self.state[name] = learned_parts(name, facts, team.parallel, engine, dtype, dp, layout, lora)
+                if role is Role.ACTOR and "teacher_hidden" in distillation_fields(config.algorithm):
+                    size = BYTES[dtype] * facts.vocab * _known(sizes, Role.TEACHER).hidden / team.parallel.tp
+                    self._always.append(term("the teacher's output embedding (last stage)", size, layout))
             elif role is Role.REFERENCE and config.reference_is_base and Role.ACTOR in team.roles:
                 continue  # the actor's own parameters
             elif role in (Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL):

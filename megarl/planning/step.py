@@ -32,15 +32,13 @@ from megarl.planning.schedule import Schedule
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
 from megarl.planning.terms import held
 from megarl.planning.vision import image_flops
-from megarl.planning.workload import Share, Workload
+from megarl.planning.workload import Share, Workload, token_bytes
 
 #: Results that do not depend on the memory use of engines and servers.
 _KEPT = (
     *("work", "policy", "schedule", "decoder", "server_weights", "handed", "keys", "weights"),
     *("_moved", "_home", "_links", "_spread"),
 )
-_FIELD_BYTES = 8.0
-"""Of a token's field between teams, as `megarl.disaggregated.buffer.size` counts them."""
 
 
 def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | None]:
@@ -335,14 +333,15 @@ class StepFormulas:
         found: dict[str, list[Cost]] = {id: [] for id in self.graph.order()}
         for id in found if self.placement.separate else ():
             mine = self._home[id]
-            fields = sum(
-                len(one.fields)
+            per_token = sum(
+                token_bytes(self.config, name)
                 for up in self.graph.parents(id)
                 for one in self.placement.given(up)
                 if mine.name in one.takers and self._home[up].name != mine.name
+                for name in one.fields
             )
-            if fields:
-                size = self.work.tokens / mine.replicas * _FIELD_BYTES * fields
+            if per_token:
+                size = self.work.tokens / mine.replicas * per_token
                 found[id].append(Cost("H1", "samples of other teams", size / rate, size))
         return found
 

@@ -5,11 +5,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megarl.algorithms.divergences import chosen_divergence
 from megarl.architectures.vision_language import VisionEncoder
+from megarl.artifacts.facts import model_facts
+from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
+from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.lengths import Lengths, refuse_longer
+from megarl.planning.shards import BYTES
 from megarl.planning.vision import image_patches
+
+_NUMBER = 8  # a token id is int64; a log-prob or a value is float32
+_WIDE = 8192  # hidden size of a teacher that nothing here describes: that of the largest dense models
+
+
+def token_bytes(config: RunConfig, field: str) -> int:
+    """Return about the bytes of one token in a batch field: those of one number, but where a teacher gives more."""
+    if field == "teacher_topk" and (chosen := chosen_divergence(config.algorithm.distillation)) is not None:
+        return _NUMBER * (chosen.settings.topk + 1)  # an id and a log-prob, both float32
+    if field == "teacher_hidden":
+        return BYTES[config.model.dtype] * max(map(_hidden_size, config.teacher.paths.values()), default=_WIDE)
+    return _NUMBER
+
+
+def _hidden_size(path: str) -> int:
+    try:
+        facts = model_facts(ModelConfig(path=path))
+    except ConfigError:  # the checks of teacher.path say what is wrong with it
+        facts = None
+    return _WIDE if facts is None else facts.hidden
 
 
 @dataclass(frozen=True)

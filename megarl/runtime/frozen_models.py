@@ -35,6 +35,7 @@ from megarl.tracing import keep_beating, phase
 from megarl.training.checksums import FileChecksum, checksums_of, faults, few
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from megarl.comm import WorkerGroup
@@ -538,6 +539,26 @@ def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
     return build_engine(
         c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
     )
+
+
+def read_teacher_head(c: RankState) -> Tensor | None:
+    """Read the output embedding of the teacher, of the tokens whose logits this rank of the actor computes; None on a
+    rank that computes none."""
+    from megarl.architectures.tensors import EMBEDDINGS, HEAD
+    from megarl.models.config import load_hf_config
+    from megarl.models.hf import checkpoint_name
+    from megarl.models.weights.files import CheckpointReader
+
+    ((key, path),) = c.config.teacher.paths.items()
+    engine = c.actor.engine
+    chunk = engine.chunks[-1]
+    if not chunk.post_process:
+        return None
+    hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), key)
+    check_embeddings(hf_config, c.hf_config, key)
+    name = checkpoint_name(hf_config, EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
+    rows = CheckpointReader(path).read(name, (chunk.vocab_range, (0, hf_config.hidden_size)))
+    return rows.to(device=engine.device, dtype=engine.dtype)
 
 
 def check_same_tokens(

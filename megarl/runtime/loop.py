@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.needs import distillation_fields
 from megarl.config.correction import describe_correction
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
@@ -34,6 +35,7 @@ from megarl.runtime.frozen_models import (
     keep_run_start,
     make_reference,
     make_teacher,
+    read_teacher_head,
     record_base,
     record_frozen,
 )
@@ -166,6 +168,8 @@ def make_models(c: RankState, start: RunStart) -> None:
     for role, make in makers.items():
         if c.team.holds(role):
             c.held[role.value] = make()
+    if c.team.holds(Role.ACTOR) and "teacher_hidden" in distillation_fields(c.config.algorithm):
+        c.actor.engine.teacher_weight = read_teacher_head(c)
     if c.context.scores is not None and (encoder := c.context.scores.encoder) is not None:
         record_frozen(c, "encoder", *encoder, start.source)
 

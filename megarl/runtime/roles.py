@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
     from megarl.runtime.episodes import Episodes
     from megarl.runtime.robots import Robots
-    from megarl.training.engine import Divisor, LossFn, MegatronEngine
+    from megarl.training.engine import Divisor, LossFn, MegatronEngine, Taught
 
 
 class ModelRole:
@@ -81,7 +81,7 @@ class ActorRole(ModelRole):
         mini: Batch,
         loss: LossFn,
         divisor: Divisor | None = None,
-        taught: str | None = None,
+        taught: Taught | None = None,
         unit: int = 1,
     ) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
@@ -165,16 +165,24 @@ class TeacherRole(ModelRole):
         self._c, self._turns = c, _InTurn(engines)
         c.offload.add(self.name, self._turns, offloads=offloads)
 
-    def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """As `ActorRole.log_probs`, of each prompt's teacher."""
+    def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
+        """As `ModelRole.score`, of each prompt's teacher."""
         wanted = self._c.temperature if temperature is None else temperature
         return self._of_each(samples, lambda engine, some: engine.logprobs(some, wanted, entropy=False)[0])
+
+    def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
+        """As `ActorRole.log_probs`, of each prompt's teacher."""
+        return self.score(samples, temperature)
 
     def top_tokens(self, samples: Batch, k: int) -> Jagged:
         """Return the k likeliest tokens of each prompt's teacher among the policy's at every response token; see
         `MegatronEngine.top_tokens`."""
         limit, temperature = self._c.hf_config.vocab_size, self._c.temperature
         return self._of_each(samples, lambda engine, some: engine.top_tokens(some, k, limit, temperature))
+
+    def hidden_states(self, samples: Batch) -> Jagged:
+        """Return the state before every response token; see `MegatronEngine.hidden_states`."""
+        return self._of_each(samples, lambda engine, some: engine.hidden_states(some))
 
     def _of_each(self, samples: Batch, compute: Callable[[MegatronEngine, Batch], Jagged]) -> Jagged:
         """Compute numbers of all samples, with one teacher after the other on the device."""

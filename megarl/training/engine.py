@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from megarl.training.microbatch import MicroBatch
 from megarl.training.parallel import Layout
 from megarl.training.sequence_layout import TEXT, SequenceLayout
 from megarl.training.topk import SoftTargets, TopTokens
+from megarl.training.vocabulary import HiddenStates, TeacherHead, Terms, WholeVocabulary
 
 from megatron.core.distributed import finalize_model_grads  # isort: skip  (megarl imports install the compat hook)
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -52,6 +53,13 @@ if TYPE_CHECKING:
 
 #: fn(*what the head gives [N], samples of the micro-batch) -> (scalar, Metrics)
 LossFn = Callable[..., tuple[Tensor, Metrics]]
+
+
+class Taught(NamedTuple):
+    """The batch field with what a teacher says: its likeliest tokens, or with `terms` its hidden states."""
+
+    field: str
+    terms: Terms | None = None
 
 
 #: fn(metrics of all micro-batches and ranks) -> what the gradient is divided by
@@ -77,6 +85,8 @@ class MegatronEngine:
         freeze: parts (`ModelPart`) that stay as they are.
 
     Attributes:
+        teacher_weight: a teacher's output embedding [v, its width], of the tokens in `vocab_range` of the last stage's
+            model, for divergences over the vocabulary.
         snapshots: host memory for its part of a checkpoint; one at a time is on its way to disk.
     """
 
@@ -103,6 +113,7 @@ class MegatronEngine:
         self.dtype, self.layout, self.total_steps, self.name = dtype, layout, total_steps, name
         self.device = device()
         self.lora, self.step = lora, 0
+        self.teacher_weight: Tensor | None = None
         learns = optim is not None and "tower" not in freeze
         self._patch_tokens = patch_tokens(facts_of(hf_config), parallel, engine, learns=learns)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -156,8 +167,9 @@ class MegatronEngine:
             Two Jagged float32 over response tokens, on the device of the batch, on every rank of the replica. The
             entropy is zeros when it was not asked for.
         """
-        logp, *more = self._of_samples(batch, self._log_probs(temperature, entropy))
-        return logp, more[0] if more else logp.like(torch.zeros_like(logp.values))
+        found = self._of_samples(batch, self._log_probs(temperature, entropy))
+        logp, *more = (column.contiguous() for column in found.values.unbind(1))
+        return found.like(logp), found.like(more[0] if more else torch.zeros_like(logp))
 
     def top_tokens(self, batch: Batch, k: int, limit: int, temperature: float = 1.0) -> Jagged:
         """Return the k likeliest tokens below id `limit` at the place of every response token, likeliest first.
@@ -168,8 +180,16 @@ class MegatronEngine:
         """
         k = min(k, limit)
         found = self._of_samples(batch, TopTokens(k, limit, self._log_probs(temperature, entropy=False)))
-        columns = torch.stack([row.values for row in found], 1)
-        return found[0].like(torch.stack(columns.tensor_split(2, dim=1), 2))
+        return found.like(torch.stack(found.values.tensor_split(2, dim=1), 2))
+
+    def hidden_states(self, batch: Batch) -> Jagged:
+        """Return the state before every response token, which the output embedding would be multiplied with.
+
+        Returns:
+            [tokens, hidden] in the model's dtype over response tokens, on every rank of the replica.
+        """
+        found = self._of_samples(batch, HiddenStates(self.model_config.hidden_size))
+        return found.like(found.values.to(self.dtype))
 
     def sample(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
         """Sample all tokens of rows whose sequence layout predicts them in one pass.
@@ -187,23 +207,24 @@ class MegatronEngine:
         assert self.sequences.columns is not None, "the sequence layout says which tokens may be sampled"
         slots = int(batch["response_ids"].lengths[0]) if len(batch) else 1
         head = SampledTokens(temperature, self.layout.tp_group, self.sequences.columns, seeds, slots)
-        tokens, logp = self._evaluate(batch, head, together=False)
-        return tokens.like(tokens.values.long()), logp
+        found = self._evaluate(batch, head, together=False)
+        tokens, logp = found.values.unbind(1)
+        return found.like(tokens.long()), found.like(logp.contiguous())
 
     def values(self, batch: Batch) -> Jagged:
         """Return the value at every response token, from the state before it: like `logprobs`, of an engine with a
         value head."""
-        return self._of_samples(batch, Values())[0]
+        found = self._of_samples(batch, Values())
+        return found.like(found.values[:, 0].contiguous())
 
-    def _of_samples(self, samples: Batch, head: Head) -> list[Jagged]:
-        """Return the head's numbers for the response tokens of samples."""
-        responses = samples["response_ids"]
-        return [responses.like(found.values) for found in self._evaluate(self.sequences.rows(samples), head)]
+    def _of_samples(self, samples: Batch, head: Head) -> Jagged:
+        """Return the head's numbers [N, outputs] for the response tokens of samples."""
+        return samples["response_ids"].like(self._evaluate(self.sequences.rows(samples), head).values)
 
     @torch.no_grad()
-    def _evaluate(self, batch: Batch, head: Head, *, together: bool = True) -> list[Jagged]:
-        """Return the head's numbers for the response tokens of rows; not `together`: other replicas have nothing to
-        do."""
+    def _evaluate(self, batch: Batch, head: Head, *, together: bool = True) -> Jagged:
+        """Return the head's numbers [N, outputs] for the response tokens of rows; not `together`: other replicas have
+        nothing to do."""
         self.require(PARAMETERS)
         groups = self._plan(batch, together=together)
         micros, length = self._build(batch, groups)
@@ -212,27 +233,28 @@ class MegatronEngine:
         outputs = self._schedule(micros, length, last, forward_only=True)
         self._train_mode(True)
         total = sum(micro.tokens for micro in micros if micro.samples)
-        rows = torch.zeros(head.outputs, total, device=self.device)
+        rows = torch.zeros(total, head.outputs, device=self.device)
         if self.layout.is_last_stage and total:
-            torch.cat([part for part, micro in zip(outputs, micros, strict=True) if micro.samples], 1, out=rows)
+            torch.cat([part for part, micro in zip(outputs, micros, strict=True) if micro.samples], out=rows)
         self.layout.pp_group.broadcast(rows, src=self.layout.pp_size - 1)
         return self._in_batch_order(rows, batch, groups)
 
     def _collect(self, head: Head, micro: MicroBatch, chunk: Any) -> Any:
         def collect(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
-            return torch.stack(self._outputs(head, hidden, chunk, micro))
+            outputs = self._outputs(head, hidden, chunk, micro)
+            return torch.cat([part if part.dim() == 2 else part[:, None] for part in outputs], 1)
 
         return collect
 
     @staticmethod
-    def _in_batch_order(rows: Tensor, batch: Batch, groups: list[list[int]]) -> list[Jagged]:
+    def _in_batch_order(rows: Tensor, batch: Batch, groups: list[list[int]]) -> Jagged:
         """Undo the grouping into micro-batches."""
         responses = batch["response_ids"]
         ordered = [sample for group in groups for sample in group]
         back = torch.empty(len(ordered), dtype=torch.int64)
         back[torch.tensor(ordered, dtype=torch.int64)] = torch.arange(len(ordered))
         lengths = responses.lengths.cpu()[ordered].to(responses.device)
-        return [Jagged.from_lengths(row.to(responses.device), lengths).select(back) for row in rows.unbind()]
+        return Jagged.from_lengths(rows.to(responses.device), lengths).select(back)
 
     def _log_probs(self, temperature: float, entropy: bool = True) -> LogProbs:
         chunk, columns = self.config.logits_chunk_tokens, self.sequences.columns
@@ -253,7 +275,7 @@ class MegatronEngine:
         loss_fn: LossFn,
         temperature: float = 1.0,
         divisor: Divisor | None = None,
-        taught: str | None = None,
+        taught: Taught | None = None,
         unit: int = 1,
     ) -> Metrics:
         """Make one optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
@@ -261,9 +283,8 @@ class MegatronEngine:
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of one micro-batch in order and the samples
         they belong to, and returns a scalar that is already a sum with global weights, and metrics. Where a count is
         known only after the last forward pass, `divisor` takes it from the merged metrics: the gradient of all
-        micro-batches and ranks is divided by it. `taught` names the field with a teacher's tokens: then it is
-        `loss_fn(logp, entropy, policy [N, K + 1], micro)`, see `SoftTargets`. Every `unit` samples, one after the
-        other, go to `loss_fn` together.
+        micro-batches and ranks is divided by it. With `taught` it is `loss_fn(logp, entropy, policy, micro)`, see
+        `SoftTargets` and `WholeVocabulary`. Every `unit` samples, one after the other, go to `loss_fn` together.
 
         Returns:
             The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal everywhere.
@@ -296,7 +317,7 @@ class MegatronEngine:
         loss_fn: LossFn,
         head: Head,
         divisor: Divisor | None = None,
-        taught: str | None = None,
+        taught: Taught | None = None,
         unit: int = 1,
     ) -> Metrics:
         if self.optimizer is None:
@@ -305,7 +326,7 @@ class MegatronEngine:
         batch = self.sequences.rows(batch)
         if taught is not None:
             assert isinstance(head, LogProbs), "a policy is taught"
-            head = SoftTargets(head, batch[taught])
+            head = self._taught_head(head, batch[taught.field], taught.terms)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -322,6 +343,13 @@ class MegatronEngine:
         metrics.mean(f"{self.name}/grad_norm", norm, 1)
         metrics.mean(f"{self.name}/lr", rate, 1)
         return metrics
+
+    def _taught_head(self, base: LogProbs, teacher: Jagged, terms: Terms | None) -> Head:
+        if terms is None:
+            return SoftTargets(base, teacher)
+        weight = self.teacher_weight
+        assert weight is not None or not self.layout.is_last_stage, "it is read where the run's models are made"
+        return WholeVocabulary(base, teacher, TeacherHead(torch.empty(0) if weight is None else weight, terms))
 
     def _loss(self, batch: Batch, loss_fn: LossFn, head: Head, micro: MicroBatch, chunk: Any) -> Any:
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Metrics]]:

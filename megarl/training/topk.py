@@ -41,13 +41,13 @@ class TopTokens:
         return 2 * self.k + 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return 2 K + 2 tensors [n], float32, which holds ids exactly up to 2**24; the id of all others is -1."""
+        """Return one tensor [n, 2 K + 2], float32, which holds ids exactly up to 2**24; the id of all others is -1."""
         rows, weight, start = head_rows(hidden, model, micro, self.base.columns)
         parts = [
             self._of(rows[at : at + self.base.chunk_tokens], weight, start)
             for at in range(0, max(len(rows), 1), self.base.chunk_tokens)
         ]
-        return tuple(torch.cat(parts).unbind(1))
+        return (torch.cat(parts),)
 
     def _of(self, rows: Tensor, weight: Tensor, start: int) -> Tensor:
         """Return [C, 2 K + 2] for a chunk."""
@@ -88,11 +88,7 @@ class SoftTargets:
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return (log-probs [n], entropies [n], log-probs of the teacher's tokens [n, K + 1])."""
         rows, weight, start = head_rows(hidden, model, micro, self.base.columns)
-        ids = self.teacher.values[:, :-1, 0]
-        if micro.samples:
-            ids = self.teacher.select(list(micro.samples)).values[micro.order.cpu(), :-1, 0]
-        else:
-            ids = ids.new_zeros(len(rows), ids.shape[1])
+        ids = of_rows(self.teacher, micro, len(rows))[:, :-1, 0]
         of_tokens = token_logprobs(
             rows,
             weight,
@@ -183,6 +179,18 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.mm(slope, weight, out=grad_hidden[part])
             grad_weight += torch.mm(slope.t(), hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def of_rows(values: Jagged, micro: MicroBatch, count: int) -> Tensor:
+    """Return the values of a micro-batch's `count` rows from those of all tokens; zeros for one without samples."""
+    if micro.samples:
+        return values.select(list(micro.samples)).values[micro.order.cpu()]
+    return values.values.new_zeros(count, *values.values.shape[1:])
+
+
+def log_partition(logits: Tensor, group: WorkerGroup | None) -> Tensor:
+    """Return log sum exp of each row [C] of the logits [C, v] of all ranks."""
+    return _log_z(*_partition(logits), group)
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -7,6 +7,7 @@ from megarl.errors import ConfigError
 
 GDPO = "algorithm.advantage.name=gdpo"
 PARTS = "algorithm.advantage.parts={right: 1.0}"
+WHOLE = "algorithm.distillation={coef: 1, estimator: jsd, topk: null}"
 DISTIL = "algorithm.advantage.name=reverse_kl"
 DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
 WITHOUT_CRITIC = sorted(set(ADVANTAGES.names()) - {"gae"})
@@ -47,7 +48,15 @@ def estimator(name: str) -> list[str]:
         ([DISTIL, "teacher.models={b: {path: no/such/model}}"], "teacher.models.b.path", ["no such model folder"]),
         (["algorithm.distillation.estimator=klx"], "algorithm.distillation.estimator", ["did you mean"]),
         (["algorithm.kl={use: loss, estimator: full}"], "algorithm.kl.estimator", ["both distributions", "low_var_kl"]),
-        (["algorithm.distillation.estimator=full"], "algorithm.distillation.estimator", ["both distributions"]),
+        (["algorithm.distillation.estimator=full"], "algorithm.distillation.estimator", ["reverse_kl"]),
+        (
+            [
+                "algorithm.distillation={coef: 1, estimator: jsd, topk: null}",
+                "teacher.models={a: {path: .}, b: {path: .}}",
+            ],
+            "algorithm.distillation.topk",
+            ["one teacher of texts"],
+        ),
         (["algorithm.filter.low=0.9", "algorithm.filter.high=0.1"], "algorithm.filter.low", ["between 0.9 and 0.1"]),
         (
             ["algorithm.loss.name=clip_cov", "algorithm.loss.cov_low=5"],

@@ -54,6 +54,7 @@ NEEDS: dict[str, list[str]] = {
     "gmpo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
 }
 DISTILLATION = ["algorithm.distillation.coef=0.5", "teacher.path=TEACHER"]
+WHOLE = "distillation over the whole vocabulary"
 DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
 RECIPES = {
     **{
@@ -79,6 +80,10 @@ RECIPES = {
     "distillation from the likeliest tokens, without rewards": [
         "algorithm.distillation={estimator: forward_kl_topk, topk: 5, log_prob_min_clamp: -8, coef: 1.0}",
         *("teacher.path=TEACHER", "actor.mini_batch_size=2", "algorithm.distillation.task_loss=false"),
+    ],
+    WHOLE: [
+        "algorithm.distillation={estimator: jsd, topk: null, coef: 1.0, beta: 0.3}",
+        *("teacher.path=TEACHER", "actor.mini_batch_size=2"),
     ],
     "distillation through the policy loss": [
         "algorithm.distillation={coef: 0.5, estimator: k1, through: policy, loss_max_clamp: 2.0}",
@@ -255,6 +260,11 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         assert lines[0]["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
     if "distillation" in name:
         assert lines[0]["actor/distillation_loss"] != 0
+    if name == WHOLE:
+        other = train(folder, tmp_path / "top", *RECIPES[name], "algorithm.distillation.topk=20")  # all tokens
+        for a, b in zip(lines, other, strict=True):
+            assert a["actor/distillation_loss"] == pytest.approx(b["actor/distillation_loss"], rel=1e-5)
+            assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
     if name == "stage of a user":
         assert 0.01 <= lines[0]["price/per_sample"] <= 0.04
         assert lines[0]["price/surprise"] == pytest.approx(math.log(20), rel=0.1)  # of a fresh model with 20 tokens

@@ -1,16 +1,21 @@
 """A teacher's likeliest tokens, and what a policy gives to them, against a float64 log-softmax, whole and in shards."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from megarl.algorithms.divergences import EMPTY, divergence
+from megarl.algorithms.divergences import EMPTY, divergence, reverse_kl, terms
 from megarl.algorithms.kl import KL
+from megarl.comm import WorkerGroup
 from megarl.config.algorithm import DistillationConfig
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.metrics import Metrics
+from megarl.training.engine import Taught
 from megarl.training.heads import LogProbs
 from megarl.training.topk import TopTokens, token_logprobs
+from megarl.training.vocabulary import vocabulary_divergence
 from tests.dist import fresh_layout, run_distributed, world
 from tests.training import cases
 
@@ -69,6 +74,46 @@ def test_no_token_gives_no_gradient():
     assert (weight.grad == 0).all()
 
 
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize(("name", "beta"), [("forward_kl", None), ("reverse_kl", None), ("jsd", 0.3)])
+def test_a_divergence_over_the_vocabulary_equals_the_oracle(name, beta, chunk):
+    hidden, weight, _ = _inputs()
+    rng = torch.Generator().manual_seed(4)
+    states, head = (torch.randn(rows, 9, generator=rng, dtype=torch.float64) for rows in (N, V))
+    chosen = KL.choose(DistillationConfig(estimator=name, **({} if beta is None else {"beta": beta})))
+    p = (states @ head.t() / 0.7).log_softmax(1)
+    q = (hidden @ weight.t() / 0.7).log_softmax(1)
+    if beta is None:
+        expected = (p.exp() * (p - q) if name == "forward_kl" else q.exp() * (q - p)).sum(1)
+    else:
+        m = beta * p.exp() + (1 - beta) * q.exp()
+        expected = (beta * p.exp() * (p - m.log()) + (1 - beta) * q.exp() * (q - m.log())).sum(1)
+    _loss(expected).backward()
+    grads = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    same = {"temperature": 0.7, "chunk_tokens": chunk, "group": WorkerGroup.alone()}
+    found = vocabulary_divergence(hidden, weight, states, head, partial(terms, chosen), **same)
+    _loss(found).backward()
+    for a, b in zip((found, hidden.grad, weight.grad), (expected, *grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def _of_the_vocabulary(own: slice) -> float:
+    """Largest error of a divergence over the vocabulary and its gradients, where this rank holds `own`."""
+    hidden, whole, _ = _inputs()
+    states, head = hidden.detach().flip(0), whole.detach().flip(0)
+    mine = whole.detach()[own].clone().requires_grad_()
+    same = {"terms": reverse_kl, "temperature": 0.9, "chunk_tokens": 8}
+    found = vocabulary_divergence(hidden, mine, states, head[own], **same, group=world())
+    _loss(found).backward()
+    grad = world().all_reduce(hidden.grad.clone())
+    hidden.grad = None
+    expected = vocabulary_divergence(hidden, whole, states, head, **same, group=WorkerGroup.alone())
+    _loss(expected).backward()
+    pairs = (found, expected), (grad, hidden.grad), (mine.grad, whole.grad[own])
+    return max(float((a - b).abs().max()) for a, b in pairs if len(a))
+
+
 def _sharded() -> dict[str, float]:
     group, errors = world(), {}
     for rows in (-(-V // group.size), V):  # with V the last rank holds no row at all
@@ -81,6 +126,7 @@ def _sharded() -> dict[str, float]:
         hidden.grad = None
         expected = _oracle(hidden, whole, ids, 0.9)
         _loss(expected).backward()
+        errors[f"{rows}, of the vocabulary"] = _of_the_vocabulary(own)
         top = TopTokens(K, V - 4, LogProbs(0.9, 8, group, entropy=False))
         best = top._of(hidden.detach().float(), mine.detach().float(), own.start)
         logp = torch.log_softmax(hidden.detach() @ whole.detach().t() / 0.9, 1)
@@ -105,32 +151,39 @@ def _of_an_engine() -> torch.Tensor:
     return engine.top_tokens(batch, cases.VOCAB + 7, cases.VOCAB - 2).values
 
 
-def _taught_step(parallel: ParallelConfig, budget: int) -> dict[str, float]:
-    """Metrics of one optimizer step towards a teacher, both under this layout."""
+def _taught_step(parallel: ParallelConfig, budget: int, topk: int | None = 6) -> dict[str, float]:
+    """Metrics of one optimizer step towards a teacher, both under this layout; `topk` None: over the vocabulary."""
     layout, engine = fresh_layout(parallel), EngineConfig(micro_batch_tokens=budget, logits_chunk_tokens=16)
     teacher = cases.make_engine("dense", parallel, layout=layout, engine=engine, layers=2, seed=5, frozen=True)
     policy = cases.make_engine("dense", parallel, layout=layout, engine=engine, layers=2)
     batch = cases.split_over(cases.make_batch(7), layout.dp_rank, layout.dp_size)
-    batch.set("teacher_topk", teacher.top_tokens(batch, 6, cases.VOCAB, 0.8))
-    chosen = KL.choose(DistillationConfig(estimator="jsd"))
+    chosen, taught = KL.choose(DistillationConfig(estimator="jsd")), Taught("teacher_topk")
+    if topk is None:
+        batch.set("teacher_hidden", teacher.hidden_states(batch))
+        policy.teacher_weight = teacher.chunks[-1].lm_head_weight if layout.is_last_stage else None
+        taught = Taught("teacher_hidden", partial(terms, chosen))
+    else:
+        batch.set("teacher_topk", teacher.top_tokens(batch, topk, cases.VOCAB, 0.8))
 
-    def loss(logp, entropy, likely, micro):
-        theirs = micro["teacher_topk"].values[:, :, 1].to(likely.device)
-        value = (micro["loss_weights"].values.abs() * divergence(chosen, theirs, likely)).sum()
+    def loss(logp, entropy, found, micro):
+        if topk is not None:
+            found = divergence(chosen, micro["teacher_topk"].values[:, :, 1], found)
+        value = (micro["loss_weights"].values.abs() * found).sum()
         metrics = Metrics()
         metrics.sum("loss", value.item())
         return value, metrics
 
-    return policy.train_step(batch, loss, 0.8, taught="teacher_topk").result()
+    return policy.train_step(batch, loss, 0.8, taught=taught).result()
 
 
 def _on_ranks() -> dict:
     """All that needs process groups: shards, layouts, and an engine of one rank."""
     found = {"errors": _sharded()}
     if world().size == 1:
-        found |= {"every": _of_an_engine(), "steps": [_taught_step(ParallelConfig(), 10_000)]}
+        found["every"] = _of_an_engine()
+        found["steps"] = [[_taught_step(ParallelConfig(), 10_000, topk) for topk in (6, None, cases.VOCAB)]]
     else:
-        found["steps"] = [_taught_step(ParallelConfig(**sizes), 60) for sizes in LAYOUTS]
+        found["steps"] = [[_taught_step(ParallelConfig(**sizes), 60, k) for k in (6, None)] for sizes in LAYOUTS]
     return found
 
 
@@ -160,9 +213,11 @@ def test_vocabulary_shards_equal_the_whole(ranks):
 @pytest.mark.procs
 def test_a_step_towards_a_teacher_is_the_same_under_every_layout(ranks):
     """As in test_layouts: sums in another order cost a few units in the last place."""
-    (want,) = ranks[1][0]["steps"]
-    assert want["loss"] > 0.01
-    for found in ranks[2]:
-        for sizes, step in zip(LAYOUTS, found["steps"], strict=True):
-            for key in ("loss", "actor/grad_norm"):
-                assert step[key] == pytest.approx(want[key], rel=5e-6), (sizes, key)
+    ((*wants, of_all_tokens),) = ranks[1][0]["steps"]
+    assert wants[0]["loss"] > 0.01
+    for key in ("loss", "actor/grad_norm"):
+        assert wants[1][key] == pytest.approx(of_all_tokens[key], rel=5e-6), "the whole vocabulary is its top k"
+        for found in ranks[2]:
+            for sizes, steps in zip(LAYOUTS, found["steps"], strict=True):
+                for step, want in zip(steps, wants, strict=True):
+                    assert step[key] == pytest.approx(want[key], rel=5e-6), (sizes, key)

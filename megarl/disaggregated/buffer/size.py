@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.errors import UnavailableError, count
+from megarl.planning.workload import token_bytes
 from megarl.staleness import policy_of
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 #: Of a Ray that hands over nothing but arguments and exit codes.
 LEAST = 128 << 20
-_BYTES_PER_TOKEN = 8  # of one field: token ids are int64, log-probs and values fp32
 _BYTES_PER_SAMPLE = 256  # of one handover: its names, offsets, and what JSON puts around them
 _BYTES_PER_GROUP = 4096  # of one handover: the header of a block, and Ray's own
 
@@ -21,14 +21,14 @@ _BYTES_PER_GROUP = 4096  # of one handover: the header of a block, and Ray's own
 def handover_bytes(config: RunConfig, handover: Handover) -> int:
     """About what one handover takes in a step in which all samples are as long as they may be.
 
-        samples of a step x (8 bytes x fields x tokens of the longest sample + 256) + groups x 4096
+        samples of a step x (`token_bytes` of all fields x tokens of the longest sample + 256) + groups x 4096
 
     Columns of text count like tokens. Pictures and other inputs of vision models, and transcripts that say more than
     the tokens of a sample, come on top of it.
     """
     sampling = config.rollout.sampling
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
-    per_sample = _BYTES_PER_TOKEN * len(handover.fields) * longest + _BYTES_PER_SAMPLE
+    per_sample = sum(token_bytes(config, name) for name in handover.fields) * longest + _BYTES_PER_SAMPLE
     return config.data.batch_size * (sampling.n * per_sample + _BYTES_PER_GROUP)
 
 

@@ -113,6 +113,13 @@ def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Bat
     return samples
 
 
+@_scores(needs=teacher_fields, writes=["teacher_hidden"], role=Role.TEACHER)
+def teacher_hidden(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
+    """Compute the frozen teacher's state before every response token, from which its whole distribution follows."""
+    samples.set("teacher_hidden", teacher.hidden_states(samples))
+    return samples
+
+
 @_scores(needs=teacher_fields, writes=["teacher_topk"], role=Role.TEACHER)
 def teacher_topk(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
     """Compute the tokens that the frozen teacher finds likeliest in the place of every response token.

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megarl.algorithms.objective import TokenInputs
+    from megarl.algorithms.objective import Objective, TokenInputs
     from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import ActorRole
+    from megarl.training.engine import Taught
 
 
 @stage(
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         "ref_logp",
         "teacher_logp",
         "teacher_topk",
+        "teacher_hidden",
         "rollout_logp",
         *VERSION_FIELDS,
         "loss_mask",
@@ -147,12 +149,24 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
         return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens, *policy)
 
     divisor = objective.divisor if objective.divides_late(inputs) else None
-    metrics = actor.train_step(mini, loss, divisor, "teacher_topk" if objective.compares else None)
+    metrics = actor.train_step(mini, loss, divisor, _taught(objective))
     objective.settle(metrics, inputs)
     if objective.measures(inputs):
         metrics.merge(c.layout.dp_group.reduce_metrics(ages(c, mini)))
         finish(metrics)
     return metrics
+
+
+def _taught(objective: Objective) -> Taught | None:
+    from functools import partial
+
+    from megarl.algorithms.divergences import terms
+    from megarl.training.engine import Taught
+
+    chosen = objective.divergence
+    if chosen is None:
+        return None
+    return Taught("teacher_hidden", partial(terms, chosen)) if chosen.settings.topk is None else Taught("teacher_topk")
 
 
 def trained_mask(samples: Batch) -> Jagged:

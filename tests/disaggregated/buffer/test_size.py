@@ -46,6 +46,19 @@ def test_all_groups_that_may_have_begun_fit_beside_the_step_that_is_read() -> No
     assert object_store_bytes(flowing, between("prompt_ids")) == (1 + 4) * step + step
 
 
+@pytest.mark.parametrize(
+    ("topk", "field", "size"), [(9, "teacher_topk", 8 * (9 + 1)), (None, "teacher_hidden", 2 * 4096)]
+)
+def test_what_a_teacher_says_of_a_distribution_counts_with_all_its_numbers(topk, field, size) -> None:
+    config = recipe(4, 128).model_dump(exclude_unset=True) | {
+        "model": {"dtype": "bf16"},
+        "algorithm": {"distillation": {"coef": 1, "estimator": "jsd", "topk": topk}},
+        "teacher": {"path": "Qwen/Qwen3-8B"},
+    }
+    (handover,) = between(field).handovers
+    assert handover_bytes(RunConfig.model_validate(config), handover) == 4 * (8 * (size * 128 + 256) + 4096)
+
+
 def test_it_is_never_smaller_than_ray_needs_for_itself() -> None:
     assert object_store_bytes(recipe(4, 128), between("prompt_ids")) == LEAST
     assert object_store_bytes(recipe(512, 16_384), None) == LEAST

@@ -1,0 +1,173 @@
+"""The divergence of policy and teacher over the whole vocabulary, from the hidden states of both; see `logprob`.
+
+A teacher's hidden state is far smaller than its distribution, so it is what samples carry, and the logits of both
+models exist for one chunk of tokens at a time. Shape legend as in `logprob`; the vocabulary may be split by tensor
+parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.comm import WorkerGroup
+from megarl.data.batch import Jagged
+from megarl.models.head import head_logits
+from megarl.models.policy import PolicyModel
+from megarl.training.heads import LogProbs, head_rows
+from megarl.training.microbatch import MicroBatch
+from megarl.training.topk import log_partition, of_rows
+
+#: Log-probs of teacher and policy [C, v] to the terms of a divergence [C, v].
+Terms = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The head that gives what the output embedding would be multiplied with, [n, width]."""
+
+    width: int
+
+    @property
+    def outputs(self) -> int:
+        """Numbers per token."""
+        return self.width
+
+    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """Return (hidden states [n, width],), float32."""
+        return (head_rows(hidden, model, micro, None)[0].float(),)
+
+
+class TeacherHead(NamedTuple):
+    """A teacher's output embedding [v, its width], of the tokens whose logits this rank computes, and the terms of a
+    divergence."""
+
+    weight: Tensor
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class WholeVocabulary:
+    """The head that gives `base` for each row, and the divergence from a teacher over the policy's vocabulary.
+
+    Attributes:
+        base: log-probs and entropies of the sampled tokens.
+        teacher: [tokens of a sample, teacher's width] for every row of the batch, its hidden states.
+        head: of the teacher.
+    """
+
+    base: LogProbs
+    teacher: Jagged
+    head: TeacherHead
+
+    @property
+    def outputs(self) -> int:
+        """Those of `base`, and the divergence."""
+        return self.base.outputs + 1
+
+    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """Return (log-probs [n], entropies [n], divergences [n])."""
+        rows, weight, _ = head_rows(hidden, model, micro, self.base.columns)
+        states = of_rows(self.teacher, micro, len(rows)).to(rows.device)
+        found = vocabulary_divergence(
+            rows,
+            weight,
+            states.to(self.head.weight.dtype),
+            self.head.weight,
+            self.head.terms,
+            temperature=self.base.temperature,
+            chunk_tokens=self.base.chunk_tokens,
+            group=self.base.group,
+        )
+        return (*self.base(hidden, model, micro), found)
+
+
+class _Shard(NamedTuple):
+    """The non-tensor arguments of a call."""
+
+    inverse_temperature: float
+    chunk: int
+    group: WorkerGroup
+    terms: Terms
+
+
+def vocabulary_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    teacher_weight: Tensor,
+    terms: Terms,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    group: WorkerGroup,
+) -> Tensor:
+    """Sum the terms of log p and log q over the vocabulary, for p of a teacher and q of the policy at `temperature`.
+
+    Both are softmaxes over the same tokens. The backward pass computes the logits of both again, chunk by chunk.
+
+    Args:
+        hidden, weight: [N, H] and [v, H], of the policy; differentiable.
+        states, teacher_weight: [N, H'] and [v, H'], of the teacher.
+        terms: computed under autograd, for the gradient.
+        chunk_tokens: rows whose logits exist at the same time.
+        group: ranks that share out the vocabulary.
+
+    Returns:
+        [N], float32 (float64 for float64 inputs), equal on all ranks of `group`.
+    """
+    shard = _Shard(1.0 / temperature, chunk_tokens, group, terms)
+    return _Divergence.apply(hidden, weight, states, teacher_weight, shard)
+
+
+class _Divergence(torch.autograd.Function):
+    """The sum over the vocabulary of terms f(log p, log q) of each row; p of the teacher has no gradient.
+
+    With s = df / d log q, the gradient of the policy's logit of token v is s_v - q_v sum_u s_u.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, states: Tensor, teacher_weight: Tensor, shard: _Shard
+    ) -> Tensor:
+        found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for part in _chunks(len(hidden), shard.chunk):
+            teacher = _log_softmax(states[part], teacher_weight, shard)
+            found[part] = shard.terms(teacher, _log_softmax(hidden[part], weight, shard)).sum(1)
+        ctx.shard = shard
+        ctx.save_for_backward(hidden, weight, states, teacher_weight)
+        return shard.group.all_reduce(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, states, teacher_weight = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = weight.new_zeros(weight.shape, dtype=grad.dtype)
+        for part in _chunks(len(hidden), shard.chunk):
+            teacher = _log_softmax(states[part], teacher_weight, shard)
+            policy = _log_softmax(hidden[part], weight, shard).requires_grad_()
+            with torch.enable_grad():
+                total = shard.terms(teacher, policy).sum()
+            (slope,) = torch.autograd.grad(total, policy)
+            everywhere = shard.group.all_reduce(slope.sum(1))
+            slope = slope - policy.detach().exp() * everywhere[:, None]
+            slope = (slope * (grad[part, None] * shard.inverse_temperature)).to(weight.dtype)
+            torch.mm(slope, weight, out=grad_hidden[part])
+            grad_weight += torch.mm(slope.t(), hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(at, at + size) for at in range(0, count, size)]
+
+
+def _log_softmax(rows: Tensor, weight: Tensor, shard: _Shard) -> Tensor:
+    """Return the log-probs [C, v] of this rank's tokens, of the softmax over those of all ranks."""
+    logits = head_logits(rows, weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * shard.inverse_temperature
+    return logits - log_partition(logits, shard.group)[:, None]
