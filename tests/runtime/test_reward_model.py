@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.load import load_config
+from tests import forked
 from tests.dist import fresh_layout, run_distributed
 from tests.runtime import harness
 from tests.runtime.harness import of_training
@@ -96,7 +97,7 @@ def settings(folder: Path, *more: str, **parts: str) -> list[str]:
     function = "{name: 'reward.py:closeness'}"
     others = "".join(f", {name}: {part}" for name, part in parts.items())
     return [
-        f"reward=!replace {{parts: {{model: {of_model}, digits: {function}{others}}}, timeout_s: 50}}",
+        f"reward=!replace {{parts: {{digits: {function}, model: {of_model}{others}}}, timeout_s: 50}}",
         f"reward_model.path={folder}",
         "algorithm.kl.use=none",
         "sft.steps=0",
@@ -115,21 +116,56 @@ def one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
     return recipe, harness.train(recipe, recipe.parent / "one", *more)
 
 
-def test_its_score_is_a_weighted_part_of_the_reward_in_training_and_validation(one, folder):
+def closeness(row: dict) -> float:
+    """The function of the recipe, for a row of a file."""
+    return sum(c.isdigit() for c in row["response"]) / 6 + (row["response"] == row["answer"])
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def of_rows(folder: Path, rows: list[dict]) -> list[float]:
+    """What transformers says of samples in a file, whose responses are shorter than the limit."""
     from megarl.data.tokenizer import character_tokenizer
 
+    tokenizer = character_tokenizer(CHARACTERS)
+    texts = [row["prompt"] + row["response"] + tokenizer.eos_token for row in rows]
+    return of_transformers(folder, [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
+
+
+def test_its_score_is_a_weighted_part_of_the_reward_in_training_and_validation(one, folder):
     recipe, steps = one
     for numbers in (steps[1], steps[2]):
         assert numbers["reward/model"] == pytest.approx(numbers["reward/same"], abs=1e-5)
         total = 0.5 * numbers["reward/model"] + numbers["reward/digits"]
         assert numbers["reward/overall"] == pytest.approx(total, abs=1e-5) == numbers["critic/score/mean"]
-    tokenizer = character_tokenizer(CHARACTERS)
-    rows = [json.loads(line) for line in (recipe.parent / "one" / "samples.jsonl").read_text().splitlines()][:8]
-    texts = [row["prompt"] + row["response"] + tokenizer.eos_token for row in rows]
-    scores = of_transformers(folder, [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
-    digits = [sum(c.isdigit() for c in row["response"]) / 6 + (row["response"] == row["answer"]) for row in rows]
-    wanted = [0.5 * score + share for score, share in zip(scores, digits, strict=True)]
+    rows = lines(recipe.parent / "one" / "samples.jsonl")[:8]
+    scores = of_rows(folder, rows)
+    wanted = [0.5 * score + closeness(row) for score, row in zip(scores, rows, strict=True)]
     assert [row["score"] for row in rows] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_eval_chooses_the_best_of_n_by_the_model(one, folder):
+    recipe, _ = one
+    best = (
+        "validation.sampling.n=4",
+        "validation.log_samples=64",
+        "validation.sampling.temperature=1",
+        "validation.select_by=model",
+    )
+    latest = f"trainer.resume={recipe.parent}/one/checkpoints/step_2"
+    given = [*settings(folder, "cluster.nproc=1", "reward_model.form=text"), latest, *best]
+    ended = forked.run(["eval", recipe, *given, "--run-dir", recipe.parent / "eval"], recipe.parent)
+    assert ended.code == 0, ended.output
+    [numbers] = lines(recipe.parent / "eval" / "metrics.jsonl")
+    rows = lines(recipe.parent / "eval" / "samples.jsonl")
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for row, chosen_by in zip(rows, of_rows(folder, rows), strict=True):
+        groups.setdefault(row["prompt"], []).append((chosen_by, closeness(row)))
+    assert {len(group) for group in groups.values()} == {4}
+    best_of_4 = [max(group)[1] for group in groups.values()]
+    assert numbers["val/selected@4"] == pytest.approx(sum(best_of_4) / len(best_of_4), abs=1e-5)
 
 
 def test_a_run_with_the_model_in_a_team_of_its_own_is_the_same_up_to_rounding(one, folder):
