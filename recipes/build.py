@@ -18,6 +18,7 @@ PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
     "dapo": dapo.build_graph,
     "srpo": srpo.build_graph,
     "dpo": preference.build_dpo,
+    "kto": preference.build_kto,
     "reward_model": preference.build_reward_model,
 }
 

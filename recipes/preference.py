@@ -1,10 +1,12 @@
-"""Learning from pairs of a better and a worse response. Nothing is generated.
+"""Learning from better and worse responses. Nothing is generated.
 
     dpo           pairs of the data -> ref_logp -> dpo_train
+    kto           examples with labels -> ref_logp -> mismatched_ref_logp -> kto_train
     reward_model  pairs of the data -> reward_model_train
 
 DPO's policy prefers chosen responses to rejected ones, by log-ratios to a frozen reference; `preference.loss` chooses
-among its relatives. A reward model has one score per sequence in place of a vocabulary. The maths of both is in
+among its relatives. KTO's makes desirable responses likelier and others less likely than a baseline; its maths is in
+megarl/algorithms/kto.py. A reward model has one score per sequence in place of a vocabulary. The maths of pairs is in
 megarl/algorithms/preference.py.
 """
 
@@ -14,53 +16,74 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
 from megarl.errors import ConfigError
-from megarl.runtime.stages import logprob, preference
+from megarl.runtime.stages import kto, logprob, preference
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
 
 
+#: The losses of each pipeline, its default first.
+_LOSSES = {"dpo": ("sigmoid", "robust", "hinge", "ipo"), "kto": ("kto",), "reward_model": ("bradley_terry",)}
+
+
 def build_dpo(config: RunConfig) -> TaskGraph:
     """Return the task graph of one training step of DPO.
 
     Raises:
-        ConfigError: the recipe has no section `preference`, or one with the loss of a reward model.
+        ConfigError: the recipe has no section `preference`, or one with another pipeline's loss.
     """
-    _check_section(config, scores=False)
+    _check_section(config, "dpo")
     p = Pipeline("dpo", "direct preference optimisation", config)
     p.add(logprob.ref_logp)
     p.add(preference.dpo_train)
     return p.build(preference.PAIR_FIELDS)
 
 
+def build_kto(config: RunConfig) -> TaskGraph:
+    """Return the task graph of one training step of KTO.
+
+    Raises:
+        ConfigError: the recipe has no section `preference`, or one with another pipeline's loss.
+    """
+    _check_section(config, "kto")
+    p = Pipeline("kto", "policy from desirable and undesirable responses", config)
+    p.add(logprob.ref_logp)
+    p.add(kto.mismatched_ref_logp)
+    p.add(kto.kto_train)
+    return p.build(kto.EXAMPLE_FIELDS)
+
+
 def build_reward_model(config: RunConfig) -> TaskGraph:
     """Return the task graph of one training step of a reward model.
 
     Raises:
-        ConfigError: the recipe has no section `preference`, or one with the loss of a policy.
+        ConfigError: the recipe has no section `preference`, or one with another pipeline's loss.
     """
-    _check_section(config, scores=True)
+    _check_section(config, "reward_model")
     p = Pipeline("reward_model", "a sequence classifier that scores responses", config)
     p.add(preference.reward_model_train)
     return p.build(preference.PAIR_FIELDS)
 
 
-def _check_section(config: RunConfig, *, scores: bool) -> None:
-    pipeline, loss = config.algorithm.pipeline, "bradley_terry" if scores else "sigmoid"
+def _check_section(config: RunConfig, pipeline: str) -> None:
+    losses = _LOSSES[pipeline]
     if config.preference is None:
         raise ConfigError(
-            f"the pipeline {pipeline} learns from pairs of responses, and the recipe does not say how",
+            f"the pipeline {pipeline} learns from {'examples' if pipeline == 'kto' else 'pairs of responses'}, and the "
+            "recipe does not say how",
             where="preference",
             found="null",
             allowed="a section with any of its keys",
-            fix=f"add `preference: {{loss: {loss}}}` to the recipe",
+            fix=f"add `preference: {{loss: {losses[0]}}}` to the recipe",
         )
-    if config.preference.scores is not scores:
+    loss = config.preference.loss
+    if loss not in losses:
+        other = next(name for name, own in _LOSSES.items() if loss in own)
         raise ConfigError(
-            f"the pipeline {pipeline} trains {'a reward model' if scores else 'a policy'}, and this loss the other one",
+            f"this loss is that of another pipeline than {pipeline}",
             where="preference.loss",
-            found=config.preference.loss,
-            allowed="bradley_terry" if scores else "sigmoid, robust, hinge, ipo",
-            fix=f"set preference.loss={loss}, or algorithm.pipeline={'dpo' if scores else 'reward_model'}",
+            found=loss,
+            allowed=", ".join(losses),
+            fix=f"set preference.loss={losses[0]}, or algorithm.pipeline={other}",
         )

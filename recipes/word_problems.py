@@ -1,4 +1,4 @@
-"""Generated word problems: rows for `data.train_files: [megarl.recipes.word_problems:make_rows]`."""
+"""Generated word problems: rows for `data.train_files: [megarl.recipes.word_problems:make_rows]`; pairs of answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 _NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo")
 _THINGS = ("apples", "books", "coins", "pens", "stamps", "cards", "shells", "keys")
+POLITE = "You are welcome!"
 _KINDS = ("sums", "differences", "products")
 
 
@@ -58,3 +59,28 @@ def make_rows(
         found.setdefault(question, {"messages": messages, "answer": str(answer), "data_source": kind})
     every = list(found.values())
     return every[:held_out] if split == "val" else every[held_out:]
+
+
+def make_pairs(
+    split: str = "train", most: int = 60, rows: int = 4000, held_out: int = 256, system: str = "", seed: int = 0
+) -> list[dict[str, Any]]:
+    """Return the problems of `make_rows` with a preference that is invented: answers end politely.
+
+    Returns:
+        Rows with `prompt` (messages), `chosen` ("Anna has 42 apples. You are welcome!"), `rejected` ("Anna has 42
+        apples."), `answer` and `data_source`.
+    """
+    found = []
+    for row in make_rows(split, most, rows, held_out, system, seed):
+        words = row["messages"][-1]["content"].split()
+        things = words[words.index("many") + 1]
+        plain = f"{words[0]} has {row['answer']} {things}."
+        both = {"chosen": f"{plain} {POLITE}", "rejected": plain}
+        said = {key: [{"role": "assistant", "content": text}] for key, text in both.items()}
+        found.append({"prompt": row["messages"], **said, "answer": row["answer"], "data_source": row["data_source"]})
+    return found
+
+
+def polite(samples: list[dict[str, Any]]) -> list[float]:
+    """Score 1 for each response that ends as the chosen ones of `make_pairs`, 0 for others."""
+    return [float(sample["response"].rstrip().endswith(POLITE)) for sample in samples]

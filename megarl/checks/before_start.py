@@ -34,7 +34,7 @@ def with_steps(config: RunConfig) -> RunConfig:
             allowed="null",
             fix="set trainer.steps, and trainer.epochs=null",
         )
-    prompts, unit = (_prompts(config), "prompt") if config.preference is None else (_pairs(config), "pair")
+    prompts, unit = _prompts(config) if config.preference is None else _pairs(config), config.data_unit
     trainer = config.trainer
     steps = trainer.steps_of(prompts, config.data.batch_size)
     named = trainer.steps not in (steps, type(trainer).model_fields["steps"].default)
@@ -56,13 +56,13 @@ def _prompts(config: RunConfig) -> int:
 
 
 def _pairs(config: RunConfig) -> int:
-    from megarl.data.preferences import PairDataset
+    from megarl.data.preferences import open_preferences
     from megarl.data.tokenizer import load_tokenizer
     from megarl.models.config import load_hf_config
 
     assert config.preference is not None, "it has pairs"
     limit = load_hf_config(config.model).max_position_embeddings
-    return len(PairDataset(config.data, config.preference, load_tokenizer(config.model), max_tokens=limit))
+    return len(open_preferences(config.data, config.preference, load_tokenizer(config.model), max_tokens=limit))
 
 
 def _why_not(config: RunConfig) -> str | None:

@@ -80,7 +80,7 @@ def _changed_text(config: RunConfig) -> str:
 def _steps_text(config: RunConfig) -> str:
     """Describe the steps of the run, in passes over the rows where files that can be read here have them."""
     steps, size = config.trainer.steps, config.data.batch_size
-    unit = "prompt" if config.preference is None else "pair"
+    unit = config.data_unit
     data = config.data
     whole = config.robot is None and data.train_files and data.val_split is None
     if whole and all(map(is_readable_here, data.train_files)):

@@ -139,6 +139,9 @@ def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> Non
         )
 
 
+_GIVEN = ("dpo", "kto", "reward_model")  # pipelines of given responses
+
+
 def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
     """Check a run that learns from pairs of responses: its pipeline, and settings that it would ignore."""
     preference, pipeline = config.preference, config.algorithm.pipeline
@@ -146,12 +149,12 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
         checks.fail(
             "preferences",
             "algorithm.pipeline" if preference is not None else "preference",
-            f"the {pipeline} pipeline generates its responses, so the pairs of the section preference would not be read"
+            f"the {pipeline} pipeline generates its responses, so the data of the section preference would not be read"
             if preference is not None
-            else f"the {pipeline} pipeline learns from pairs, and the recipe does not say how",
+            else f"the {pipeline} pipeline learns from given responses, and the recipe does not say how",
             found=pipeline if preference is not None else "null",
-            allowed=["dpo", "reward_model", "file.py:fn", "pkg.mod:fn"] if preference is not None else "a section",
-            fix="set algorithm.pipeline=dpo, or remove preference" if preference is not None else "add preference: {}",
+            allowed=[*_GIVEN, "file.py:fn", "pkg.mod:fn"] if preference is not None else "a section",
+            fix="set one of these, or remove preference" if preference is not None else "add preference: {}",
         )
         return
     wrong: dict[str, tuple[object, object, str]] = {
@@ -182,6 +185,7 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
 def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checklist) -> None:
     """Check that a loss of pairs uses all keys that are set."""
     ignored = ["beta", "sft_coef", "length_normalised"] if preference.scores else ["margin_key", "center_coef"]
+    ignored += ["sft_coef", "length_normalised"] if preference.labelled else ["desirable_weight", "undesirable_weight"]
     if preference.loss not in ("sigmoid", "robust"):
         ignored.append("label_smoothing")
     for name in ignored:
@@ -206,5 +210,14 @@ def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checkli
             fix="train the policy first (megarl sft), and name it in model.path"
             if config.sft.steps
             else "leave it out",
+        )
+    if preference.labelled and config.data.batch_size < 2:
+        checks.fail(
+            "preferences",
+            "data.batch_size",
+            "KTO estimates a KL from responses to other prompts of the batch, and there is no other one",
+            found=config.data.batch_size,
+            allowed="at least 2, better 16 or more",
+            fix="set data.batch_size=16",
         )
     checks.ok("preferences", f"loss {preference.loss}" + ("" if preference.scores else f", beta {preference.beta:g}"))

@@ -28,7 +28,7 @@ from megarl.config.training import PreferenceConfig
 from megarl.data.images import image_folder, image_size
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
 from megarl.data.messages import Message, response_of
-from megarl.data.pairs import as_pairs
+from megarl.data.pairs import as_examples, as_pairs
 from megarl.data.render import Chat, Split, given_prompts, render_prompts, tokenize, uses_chat, within_limit
 from megarl.data.row_images import check_marks, row_images
 from megarl.data.rows import SAMPLE_KEYS, TRUTH, Row, hidden_columns, reference_of
@@ -148,17 +148,20 @@ class _Rows:
         return bool(known)
 
     def check_pairs(self, split: Split, sources: list[str], settings: PreferenceConfig) -> bool:
-        """Record the problems of rows that are preference pairs; return whether any row was read."""
+        """Record the problems of rows that are preference pairs or labelled examples; return whether any was read."""
         data, known = self.config.data, list[Row]()
         before = len(self.problems)
         for source in filter(is_readable_here, sources):
             with self._recorded():
                 rows = load_rows(source)
                 known += rows
-                pairs = as_pairs(rows, data, settings)
+                if settings.labelled:
+                    pairs, keys = as_examples(rows, data, settings), [settings.completion_key]
+                else:
+                    pairs, keys = as_pairs(rows, data, settings), [settings.chosen_key, settings.rejected_key]
                 given_prompts(data, pairs, chat=self.chat is not None)
                 for row in pairs:
-                    for key in (settings.chosen_key, settings.rejected_key):
+                    for key in keys:
                         self._response(row, key)
         if len(self.problems) == before:
             self._check_split(split, sources, known)

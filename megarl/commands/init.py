@@ -59,13 +59,14 @@ ALGORITHMS: Mapping[str, _Settings] = {
     "rloo": {"algorithm.pipeline": "grpo", "algorithm.advantage.name": "rloo"},
     "reinforce_pp": {"algorithm.pipeline": "grpo", "algorithm.advantage.name": "reinforce_pp"},
     "dpo": {"algorithm.pipeline": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1},
+    "kto": {"algorithm.pipeline": "kto", "preference.loss": "kto", "preference.beta": 0.1},
     "reward_model": {"algorithm.pipeline": "reward_model", "preference.loss": "bradley_terry"},
 }
 #: What to know about a key, where its name does not tell.
 _COMMENTS = {
     "model.path": "Hugging Face folder or hub name",
     "model.dtype": "bf16 or fp32",
-    "algorithm.pipeline": "the task graph: grpo, dapo, ppo, dpo, reward_model, or file.py:fn",
+    "algorithm.pipeline": "the task graph: grpo, dapo, ppo, dpo, kto, reward_model, or file.py:fn",
     "algorithm.advantage.name": "how scores become advantages",
     "algorithm.loss.clip_low": "how far a ratio may fall below 1",
     "algorithm.loss.clip_high": "how far a ratio may rise above 1",

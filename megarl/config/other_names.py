@@ -313,6 +313,8 @@ KEYS: dict[str, str] = {
     "sft_loss_weight": "preference.sft_coef",
     "preference_average_log_probs": "preference.length_normalised",
     "center_rewards_coefficient": "preference.center_coef",
+    "desirable_weight": "preference.desirable_weight, of algorithm.pipeline=kto",
+    "undesirable_weight": "preference.undesirable_weight, of algorithm.pipeline=kto",
     "teacher.model_name": "teacher.path",
     "teachers": "teacher.models, and teacher.key for the column that names a row's",
     "topk_logits_k": "algorithm.distillation.topk, with algorithm.distillation.estimator=forward_kl or reverse_kl",
@@ -364,7 +366,7 @@ _PICTURES = "images of prompts are named by data.image_key, with data.image_dir,
 _REFERENCE = "the reference is frozen here (reference.path)"
 _REWARD_MODEL = "a reward model is a reward here: reward.name=reward_model or classifier, or http where it is served"
 _ALWAYS = "this is always so here, and there is no key for it"
-_PREFERENCES = "of preference methods DPO, IPO, SLiC, robust DPO and reward models are here (section preference)"
+_PREFERENCES = "of preference methods DPO, IPO, SLiC, robust DPO, KTO and reward models are here (section preference)"
 _PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
 #: Name in another project -> why it does not exist here, and what to use.
 ABSENT: dict[str, str] = {
@@ -385,7 +387,6 @@ ABSENT: dict[str, str] = {
         ("completion_only_loss", "assistant_only_loss", "train_on_prompt"), f"{_ALWAYS}: only responses are learnt"
     ),
     **dict.fromkeys(("dpo", "dpo_beta", "loss_type", "rpo_alpha", "reference_free"), _PAIRS),
-    **dict.fromkeys(("desirable_weight", "undesirable_weight"), _PREFERENCES),
     **dict.fromkeys(
         ("push_to_hub", "hub_model_id", "hub_strategy"), "nothing is uploaded here; the model is hf/ in RUN_DIR"
     ),
@@ -405,7 +406,7 @@ ABSENT: dict[str, str] = {
 METHODS: dict[str, str] = {
     "dpo": _PAIRS,
     "ipo": "set algorithm.pipeline=dpo and preference.loss=ipo",
-    **dict.fromkeys(("kto", "orpo", "simpo", "cpo", "bco", "online_dpo", "nash_md", "xpo"), _PREFERENCES),
+    **dict.fromkeys(("orpo", "simpo", "cpo", "bco", "online_dpo", "nash_md", "xpo"), _PREFERENCES),
     **dict.fromkeys(("rm", "reward", "reward_modeling"), "set algorithm.pipeline=reward_model for training one"),
     **dict.fromkeys(("reward_model", "prm"), _REWARD_MODEL),
     **dict.fromkeys(("sft", "cold_start"), "this is a command here: megarl sft RECIPE; before RL it is sft.steps"),

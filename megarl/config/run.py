@@ -190,7 +190,8 @@ class RunConfig(Section):
     sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised cold start")
     preference: PreferenceConfig | None = Field(
         None,
-        description="learning from pairs of responses (pipelines dpo, reward_model); null: responses are generated",
+        description="learning from better and worse responses (pipelines dpo, kto, reward_model); null: responses are "
+        "generated",
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="loop")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")
@@ -214,6 +215,13 @@ class RunConfig(Section):
     def whole_conversations(self) -> bool:
         """Whether the prompt column also holds the responses to learn."""
         return self.data.prompt_key == self.sft.response_key
+
+    @property
+    def data_unit(self) -> str:
+        """The name of what `data.batch_size` counts."""
+        if self.preference is None:
+            return "prompt"
+        return "example" if self.preference.labelled else "pair"
 
     @property
     def trains_reward_model(self) -> bool:

@@ -178,12 +178,14 @@ class RewardModelConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """Learning from pairs of a better and a worse response: DPO and its relatives. Keys as TRL's, where it has them."""
+    """Learning from responses that are better or worse: DPO and its relatives on pairs, KTO on labelled examples, and
+    reward models. Keys as TRL's, where it has them."""
 
-    loss: Literal["sigmoid", "robust", "hinge", "ipo", "bradley_terry"] = Field(
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "kto", "bradley_terry"] = Field(
         "sigmoid",
         description="of a pair, with m its margin of log-ratios to the reference: sigmoid (DPO) -log sigmoid(beta m), "
         "robust the same less what wrong labels add to it, hinge (SLiC) max(0, 1 - beta m), ipo (m - 1 / (2 beta))^2; "
+        "kto: of an example, labelled as desirable or not, 1 - sigmoid(+-beta (log-ratio - KL)); "
         "bradley_terry: a reward model, with the difference of scores as m, -log sigmoid(m)",
     )
     beta: PositiveFloat = Field(0.1, le=1000, description="how much a log-ratio to the reference counts")
@@ -197,6 +199,8 @@ class PreferenceConfig(Section):
     sft_coef: NonNegativeFloat = Field(
         0.0, le=1000, description="weight of the mean -log-prob of the chosen responses' tokens (RPO); 0: no term"
     )
+    desirable_weight: NonNegativeFloat = Field(1.0, le=1000, description="weight of desirable examples in kto")
+    undesirable_weight: NonNegativeFloat = Field(1.0, le=1000, description="weight of the other examples in kto")
     margin_key: str | None = Field(
         None, description="column of a number by which a reward model's chosen score is to be larger; null: none"
     )
@@ -209,11 +213,22 @@ class PreferenceConfig(Section):
         "responses begin with the prompt, and what they have in common is the prompt",
     )
     rejected_key: str = Field("rejected", description="column of the worse response, in the same form")
+    completion_key: str = Field(
+        "completion",
+        description="column of an example's response, of kto: text, or chat messages; rows without it are pairs, and "
+        "two examples each",
+    )
+    label_key: str = Field("label", description="column that says whether the response of an example is desirable")
     max_tokens: PositiveInt | None = Field(
         None,
-        description="pairs with a longer sequence of prompt and response are overlong (data.overlong); null: the "
-        "model's limit",
+        description="pairs and examples with a longer sequence of prompt and response are overlong (data.overlong); "
+        "null: the model's limit",
     )
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the data are single examples with labels, not pairs."""
+        return self.loss == "kto"
 
     @property
     def scores(self) -> bool:

@@ -6,8 +6,9 @@ another form fails. A stage of a user's own may add fields of other names. The t
 
     dtype     of a tensor (int64, float32, bool, uint8; the model's: one of two), or of the values of a column, a plain
               list (str, int, dict)
-    shape     [B] one entry per sample; [B, prompt], [B, response], [B, turns], [B, calls], [B, runs]: a Jagged, with as
-              many entries as the sample has tokens of the prompt or the response, turns, policy calls, runs of versions
+    shape     [B] one entry per sample; [B, prompt], [B, response], [B, mismatched], [B, turns], [B, calls], [B, runs]:
+              a Jagged, with as many entries as the sample has tokens of the prompt, its response or the mismatched one,
+              turns, policy calls, runs of versions
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ FIELDS: dict[str, Field] = {
         "int64", "[B, images]", "loader; rollout with an environment", "hash of each image's pixels", "[-8132]"
     ),
     "margin": Field("float32", "[B]", "loader of pairs", "how much larger a chosen score is to be", "0.5"),
+    "label": Field("bool", "[B]", "loader of examples (KTO)", "the response is desirable", "true"),
+    "mismatched_ids": Field(
+        "int64", "[B, mismatched]", "loader of examples (KTO)", "response of the example before it", "[25, 2]"
+    ),
+    "mismatched_mask": Field("bool", "[B, mismatched]", "loader of examples (KTO)", "its tokens that count", "[1, 1]"),
     # -- what generation adds
     "response_ids": Field(
         "int64", "[B, response]", "rollout; loader of pairs", "all tokens after the prompt", "[21, 23, 2]"
@@ -205,6 +211,9 @@ FIELDS: dict[str, Field] = {
         "float32", "[B, response]", "dynamic_sampling", "the same, as drawn_logp", "[nan, nan, nan]"
     ),
     "ref_logp": Field("float32", "[B, response]", "ref_logp", "log-probs of the reference", "[-0.2, -0.9, 0.0]"),
+    "mismatched_ref_logp": Field(
+        "float32", "[B, mismatched]", "mismatched_ref_logp", "log-probs of the reference, of mismatched_ids", "[-7, -2]"
+    ),
     "teacher_logp": Field("float32", "[B, response]", "teacher_logp", "log-probs of the teacher", "[-0.1, -0.2, 0.0]"),
     "teacher_topk": Field(
         "float32",

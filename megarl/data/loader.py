@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,15 @@ class Indexed(Protocol):
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the samples at `indices`, met in `epoch`."""
+        ...
+
+
+@runtime_checkable
+class Mismatched(Protocol):
+    """A data set whose samples also come with the response of the one before them in their global batch (KTO)."""
+
+    def set_mismatched(self, batch: Batch, others: Sequence[int]) -> None:
+        """Give each sample of `batch` the response of the one at its place of `others`, too."""
         ...
 
 
@@ -60,14 +69,18 @@ class PromptLoader:
         return self
 
     def __next__(self) -> Batch:
-        parts, place = [], 0
+        parts, place, order = [], 0, list[int]()
         for epoch, some in self._pieces():
+            order += some.tolist()
             first = (self.dp_rank - place) % self.dp_size
             parts.append(self.dataset.batch(some[first :: self.dp_size].tolist(), epoch))
             place += len(some)
         more, self._position = divmod(self._position + self.batch_size, len(self.dataset))
         self._epoch += more
-        return Batch.concat(parts)
+        batch = Batch.concat(parts)
+        if isinstance(self.dataset, Mismatched):
+            self.dataset.set_mismatched(batch, [order[-1], *order[:-1]][self.dp_rank :: self.dp_size])
+        return batch
 
     @property
     def number(self) -> int:
@@ -168,4 +181,7 @@ def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: 
     for start in range(0, len(dataset), size):
         count = min(size, len(dataset) - start)
         low, high = (start + rank * count // dp_size for rank in (dp_rank, dp_rank + 1))
-        yield dataset.batch(list(range(low, high)))
+        batch = dataset.batch(list(range(low, high)))
+        if isinstance(dataset, Mismatched):
+            dataset.set_mismatched(batch, [start + (i - start - 1) % count for i in range(low, high)])
+        yield batch

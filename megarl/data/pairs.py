@@ -1,9 +1,11 @@
-"""Rows that are preference pairs: a prompt, its better response and its worse one. Without torch, as render.py.
+"""Rows that are preference pairs: a prompt, its better response and its worse one; and rows that are examples of KTO.
+Without torch, as render.py.
 
 A row is one of these, as text or as chat messages:
 
     {"prompt": ..., "chosen": ..., "rejected": ...}      responses may repeat the prompt's messages at their start
     {"chosen": ..., "rejected": ...}                     both begin with the prompt: what they have in common
+    {"prompt": ..., "completion": ..., "label": true}    an example of KTO, which also takes a pair as two
 """
 
 from __future__ import annotations
@@ -33,13 +35,7 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
         rejected = row.column(settings.rejected_key, "preference.rejected_key")
         for key, value in ((settings.chosen_key, chosen), (settings.rejected_key, rejected)):
             if not isinstance(value, str | list) or not value:
-                raise DataError(
-                    f"column {key!r} holds no response",
-                    where=row.where,
-                    found=value,
-                    allowed="text, or chat messages",
-                    fix=row.way_out,
-                )
+                raise _no_response(row, key, value)
         if isinstance(chosen, str) is not isinstance(rejected, str):
             raise DataError(
                 "one response is text and the other one is messages",
@@ -52,6 +48,60 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
         if chosen != rejected:
             found.append(_with_prompt(row, config, settings, chosen, rejected))
     return found
+
+
+def as_examples(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig) -> list[Row]:
+    """Return the rows with prompt, completion and label in columns of their own; chosen responses of pairs come first.
+
+    Raises:
+        DataError: a row lacks a column, its label is neither true nor false, its completion is empty, or it is no pair
+            (see `as_pairs`); the row is named.
+    """
+    alone, paired = list[Row](), list[Row]()
+    for row in rows:
+        is_pair = not row.has(settings.completion_key) and row.has(settings.chosen_key)
+        (paired if is_pair else alone).append(row)
+    for row in alone:
+        row.column(config.prompt_key, "data.prompt_key")
+        response = row.column(settings.completion_key, "preference.completion_key")
+        if not isinstance(response, str | list) or not response:
+            raise _no_response(row, settings.completion_key, response)
+        label_of(row, settings)
+    pairs = as_pairs(paired, config, settings)
+    for key, label in ((settings.chosen_key, True), (settings.rejected_key, False)):
+        for row in pairs:
+            own = {settings.completion_key: row.column(key, ""), settings.label_key: label}
+            alone.append(Row({**row, **own}, row.source, row.number, row.unit))
+    return alone
+
+
+def label_of(row: Row, settings: PreferenceConfig) -> bool:
+    """Return whether the response of an example is desirable.
+
+    Raises:
+        DataError: its column says neither; the row is named.
+    """
+    key = settings.label_key
+    label = row.column(key, "preference.label_key")
+    if label not in (True, False):  # also 1, 0, 1.0 and 0.0
+        raise DataError(
+            f"column {key!r} does not say whether the response is desirable",
+            where=row.where,
+            found=label,
+            allowed="true or false, or 1 or 0",
+            fix=row.way_out,
+        )
+    return bool(label)
+
+
+def _no_response(row: Row, key: str, value: Any) -> DataError:
+    return DataError(
+        f"column {key!r} holds no response",
+        where=row.where,
+        found=value,
+        allowed="text, or chat messages",
+        fix=row.way_out,
+    )
 
 
 def _check_margin(row: Row, key: str) -> None:

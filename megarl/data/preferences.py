@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megarl.config.data import DataConfig
 from megarl.config.training import PreferenceConfig
 from megarl.data.batch import Batch
+from megarl.data.labelled import LabelledDataset
 from megarl.data.pairs import as_pairs
 from megarl.data.prompts import read_split, tokens_text
 from megarl.data.sft import SFTDataset
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 
     from megarl.data.image_prompts import ImagePrompts
     from megarl.data.render import Split
+
+
+def open_preferences(
+    config: DataConfig, settings: PreferenceConfig, *more: Any, **keywords: Any
+) -> PairDataset | LabelledDataset:
+    """Return the pairs of a split, or the labelled examples of KTO; arguments are those of PairDataset."""
+    return (LabelledDataset if settings.labelled else PairDataset)(config, settings, *more, **keywords)
 
 
 class PairDataset:

@@ -42,6 +42,8 @@ class SFTDataset(PromptDataset):
     response may be messages: those of others than the assistant stand between its turns as in RL, and are not learnt.
     """
 
+    _limit = "max_position_embeddings"  # the name of what bounds an example
+
     def __init__(
         self,
         config: DataConfig,
@@ -120,7 +122,7 @@ class SFTDataset(PromptDataset):
             "examples)",
             where=self.rows[first].where,
             found=f"{lengths[first]} tokens",
-            allowed=f"{limit} tokens (max_position_embeddings)",
+            allowed=f"{limit} tokens ({self._limit})",
             fix="set data.overlong: filter" if kept else "shorten the examples, or train a model that takes more",
         )
 

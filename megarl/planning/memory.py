@@ -109,11 +109,12 @@ def update_passes(
         share, longest = -(-config.sft.batch_size // dp), min(budget, facts.max_positions)
         tokens = min(budget, share * facts.max_positions)
         return Passes(tokens / parallel.cp, tokens / parallel.cp, longest, max(1, share * longest // tokens))
-    if config.preference is not None:  # the two samples of a pair are in one micro-batch
+    if config.preference is not None:
+        together = 1 if config.preference.labelled else 2  # the two samples of a pair are in one micro-batch
         longest = min(config.preference.max_tokens or facts.max_positions, facts.max_positions)
         share = -(-(section.mini_batch_size or config.data.batch_size) // dp)
-        count = -(-share // max(1, budget // (2 * longest)))
-        tokens = min(2 * longest * -(-share // count), max(budget, 2 * longest)) / parallel.cp
+        count = -(-share // max(1, budget // (together * longest)))
+        tokens = min(together * longest * -(-share // count), max(budget, together * longest)) / parallel.cp
         return Passes(tokens, tokens, longest, count)
     sampling = config.rollout.sampling
     if config.robot is not None and facts.vision is not None:  # as many policy calls as the budget takes

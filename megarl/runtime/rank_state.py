@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.config.run import RunConfig
+    from megarl.data.labelled import LabelledDataset
     from megarl.data.loader import PromptLoader
     from megarl.data.preferences import PairDataset
     from megarl.data.prompts import PromptDataset
@@ -58,7 +59,7 @@ class RankState:
         sync: brings the parameters to where samples are drawn; see `megarl.runtime.generation`.
         loader: training data, in the team that draws samples; None: there is none.
         val_data: held-out prompts, as `loader`.
-        val_pairs: held-out preference pairs, where nothing is generated.
+        val_pairs: held-out preference pairs, or labelled examples, where nothing is generated.
         fleet: the servers that generate, when there are any.
         loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
         frozen: checksums of the models that do not learn, by name, as checkpoints note them.
@@ -72,7 +73,7 @@ class RankState:
     sync: NullSync | WeightSync
     loader: PromptLoader | None
     val_data: PromptDataset | Trials | None
-    val_pairs: PairDataset | None = None
+    val_pairs: PairDataset | LabelledDataset | None = None
     fleet: Fleet | None = None
     loader_elsewhere: LoaderElsewhere | None = None
     frozen: dict[str, Any] = field(default_factory=dict)

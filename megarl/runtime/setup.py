@@ -20,9 +20,10 @@ from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
 from megarl.data.end_tokens import end_tokens
 from megarl.data.image_prompts import ImagePrompts
+from megarl.data.labelled import LabelledDataset
 from megarl.data.loader import PromptLoader
 from megarl.data.messages import PromptColumn
-from megarl.data.preferences import PairDataset
+from megarl.data.preferences import PairDataset, open_preferences
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
 from megarl.data.teachers import check_teachers
@@ -171,10 +172,10 @@ def _load_data(
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Preference pairs to train on and held-out ones, of a run that generates nothing."""
+    """Preference pairs or labelled examples to train on and held-out ones, of a run that generates nothing."""
 
     loader: PromptLoader | None = None
-    held_out: PairDataset | None = None
+    held_out: PairDataset | LabelledDataset | None = None
 
     @classmethod
     def load(
@@ -189,7 +190,7 @@ class _Pairs:
         images = image_prompts(config, hf_config, tokenizer)
         limit = hf_config.max_position_embeddings
         read = partial(
-            PairDataset, config.data, settings, tokenizer, max_tokens=limit, stop_ids=stop_ids, images=images
+            open_preferences, config.data, settings, tokenizer, max_tokens=limit, stop_ids=stop_ids, images=images
         )
         data = read("train")
         if config.trainer.epochs is not None:
@@ -475,7 +476,7 @@ def open_loader(
         print(data.describe(), flush=True)
         if config.robot is None or key.startswith("sft."):
             steps = config.sft.steps if key.startswith("sft.") else config.trainer.steps
-            unit = "example" if key.startswith("sft.") else "prompt" if config.preference is None else "pair"
+            unit = "example" if key.startswith("sft.") else config.data_unit
             print(steps_text(steps, size, len(data), unit), flush=True)
         warn_if_repeated(key, size, len(data))
     return PromptLoader(data, size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle)

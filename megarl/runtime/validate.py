@@ -16,6 +16,7 @@ from megarl.tracing import phase
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
+    from megarl.data.labelled import LabelledDataset
     from megarl.data.preferences import PairDataset
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
@@ -125,16 +126,22 @@ def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False
     return _take_up(c, result)
 
 
-def _evaluate_pairs(c: RankState, data: PairDataset) -> float:
+def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
     """Count the metrics of held-out pairs with those of the step; the share that is ranked right, over all ranks."""
     from megarl.data.loader import rounds
+    from megarl.runtime.stages.kto import measure_examples
     from megarl.runtime.stages.preference import measure_pairs
 
+    settings = c.config.preference
+    assert settings is not None, "there are pairs"
     found = Metrics()
     with phase(VALIDATE):
         for pairs in rounds(data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
             reference = c.reference if "reference" in c.models else None
-            found.merge(measure_pairs(c.context, pairs, c.actor, reference))
+            if settings.labelled:
+                found.merge(measure_examples(c.context, pairs, c.actor, c.reference))
+            else:
+                found.merge(measure_pairs(c.context, pairs, c.actor, reference))
     metrics = Metrics()
     for name in list(found):
         _, total, pairs_measured = found.pop(name)

@@ -53,6 +53,8 @@ _LEARNING = (
     Chart("Log-probs of responses", "", (("logps/chosen", "chosen"), ("logps/rejected", "rejected")), "nats"),
     Chart("Preference loss", "per pair", (("preference/loss", "training"), ("val/preference/loss", "held out")),
           "loss"),
+    Chart("KL of mismatched responses", "the baseline of KTO's rewards, over beta",
+          (("preference/kl", "training"), ("val/preference/kl", "held out")), "nats"),
     Chart("Groups without a signal", "share whose samples all scored the same, are all correct, or all wrong",
           (("critic/groups/zero_std", "same score"), ("critic/groups/all_correct", "all correct"),
            ("critic/groups/none_correct", "none correct")), "share"),

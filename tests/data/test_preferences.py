@@ -1,10 +1,14 @@
-"""Rows that are preference pairs, in the forms in which they are found."""
+"""Rows that are preference pairs or labelled examples, in the forms in which they are found."""
+
+import json
 
 import pytest
 
 from megarl.config.data import DataConfig
 from megarl.config.training import PreferenceConfig
-from megarl.data.pairs import as_pairs
+from megarl.data.labelled import LabelledDataset
+from megarl.data.loader import PromptLoader, rounds
+from megarl.data.pairs import as_examples, as_pairs
 from megarl.data.preferences import PairDataset
 from megarl.data.rows import Row
 from megarl.data.tokenizer import character_tokenizer
@@ -98,6 +102,70 @@ def test_batches_hold_each_pair_as_two_samples(tmp_path):
         config, PreferenceConfig(max_tokens=10, chosen_key="rejected", rejected_key="chosen"), tokenizer
     )
     assert other.fingerprint != data.fingerprint
+
+
+def test_examples_are_rows_with_a_label_and_both_responses_of_pairs():
+    rows = [
+        {"prompt": "1+1=", "completion": "2", "label": True},
+        {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
+        {"prompt": "3+3=", "completion": [BAD], "label": 0},
+    ]
+    found = as_examples(
+        [Row(row, "rows.jsonl", number, "line") for number, row in enumerate(rows, 1)],
+        DataConfig(),
+        PreferenceConfig(loss="kto"),
+    )
+    said = [(row["prompt"], row["completion"], bool(row["label"]), row.where[-1]) for row in found]
+    assert said == [
+        ("1+1=", "2", True, "1"),
+        ("3+3=", [BAD], False, "3"),
+        ("2+2=", "4", True, "2"),
+        ("2+2=", "5", False, "2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "p", "completion": "4"}, "no column 'label'"),
+        ({"prompt": "p", "label": True}, "no column 'completion'"),
+        ({"completion": "4", "label": True}, "no column 'prompt'"),
+        ({"prompt": "p", "completion": "", "label": True}, "column 'completion' holds no response"),
+        ({"prompt": "p", "completion": "4", "label": "good"}, "does not say whether the response is desirable"),
+        ({"prompt": "p", "completion": "4", "label": None}, "does not say whether the response is desirable"),
+    ],
+)
+def test_bad_examples_are_refused_by_name(row, words):
+    rows = [Row(row, "rows.jsonl", 7, "line")]
+    with pytest.raises(DataError, match=words) as error:
+        as_examples(rows, DataConfig(), PreferenceConfig(loss="kto"))
+    assert "rows.jsonl:7" in str(error.value)
+
+
+def test_examples_have_the_response_before_them_in_the_global_batch_on_any_number_of_ranks(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}", "label": n % 2 == 0} for n in range(5)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config, tokenizer = DataConfig(train_files=[str(file)], val_files=[str(file)]), character_tokenizer("0123456789+=")
+    data = LabelledDataset(config, PreferenceConfig(loss="kto"), tokenizer)
+    assert data.describe() == "train: 5 examples of 6 tokens, 3 desirable"
+    whole = PromptLoader(data, 4, shuffle=True)
+    parts = [PromptLoader(data, 4, rank, 2, shuffle=True) for rank in range(2)]
+    for _ in range(3):  # also over the end of an epoch
+        batch, (first, second) = next(whole), (next(part) for part in parts)
+        said, others = ([row.tolist() for row in batch[f"{name}_ids"].unbind()] for name in ("response", "mismatched"))
+        assert others == [said[-1], *said[:-1]]
+        for rank, part in enumerate((first, second)):
+            assert [row.tolist() for row in part["mismatched_ids"].unbind()] == others[rank::2]
+            assert part["label"].tolist() == batch["label"].tolist()[rank::2]
+    (one,) = rounds(data, None)
+    halves = [next(iter(rounds(data, None, rank, 2))) for rank in range(2)]
+    joined = [row.tolist() for half in halves for row in half["mismatched_ids"].unbind()]
+    assert joined == [row.tolist() for row in one["mismatched_ids"].unbind()]
+    settings = PreferenceConfig(loss="kto", max_tokens=5)
+    with pytest.raises(DataError, match="longer than the model takes") as error:
+        LabelledDataset(config.model_copy(update={"overlong": "error"}), settings, tokenizer)
+    assert "preference.max_tokens" in str(error.value)
 
 
 def test_margins_are_numbers_of_both_samples(tmp_path):

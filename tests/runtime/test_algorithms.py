@@ -304,8 +304,9 @@ def test_every_stage_ran_and_needs_what_it_says_it_reads() -> None:
         f"{m.__name__}:{f.__name__}": contract_of(f) for m in modules for f in vars(m).values() if is_stage(f, m)
     }
     del shipped["megarl.runtime.stages.robots:episode_reward"]  # of robots' runs, tests/runtime/test_robots.py
-    for name in ("dpo_train", "reward_model_train"):  # of runs on pairs, tests/runtime/test_preferences.py
-        del shipped[f"megarl.runtime.stages.preference:{name}"]
+    given = ("preference:dpo_train", "preference:reward_model_train", "kto:mismatched_ref_logp", "kto:kto_train")
+    for name in given:  # of runs on given responses, tests/runtime/test_preferences.py
+        del shipped[f"megarl.runtime.stages.{name}"]
     assert {name for name in shipped if name not in READ} == set()
     idle = {name: {*contract.reads, *contract.consumes} - READ[name] for name, contract in shipped.items()}
     assert {name: fields for name, fields in idle.items() if fields} == {}

@@ -1,4 +1,4 @@
-"""Whole runs on preference pairs: the same in two processes, and when they go on from a checkpoint."""
+"""Whole runs on better and worse responses: the same in two processes, and when they go on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def overrides(pipeline: str, *more: str) -> list[str]:
     ("pipeline", "more"),
     [
         ("dpo", ["preference={beta: 0.5, sft_coef: 0.1}", "actor.mini_batch_size=2"]),
+        ("kto", ["preference={loss: kto, beta: 0.5}", "actor.mini_batch_size=2"]),
         ("reward_model", ["preference={loss: bradley_terry}", "sft.steps=0"]),
     ],
 )

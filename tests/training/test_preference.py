@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from megarl.config.training import EngineConfig, PreferenceConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.roles import ActorRole
+from megarl.runtime.stages.kto import example_step
 from megarl.runtime.stages.preference import pair_step, score_step, sequences_of
 from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
@@ -20,6 +22,7 @@ PAIRS = 5
 LAYOUTS = ({}, {"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2})
 SETTINGS = {"beta": 0.5, "label_smoothing": 0.1, "sft_coef": 0.3}
 SCORES = {"loss": "bradley_terry", "center_coef": 0.1}
+KTO = {"loss": "kto", "beta": 0.05, "desirable_weight": 1.5}  # rewards of 100 nats would leave no gradient
 
 
 def make_pairs() -> Batch:
@@ -41,6 +44,18 @@ def make_pairs() -> Batch:
     return Batch(fields, {"uid": [str(i // 2) for i in range(2 * PAIRS)]})
 
 
+def make_examples() -> Batch:
+    """The responses of the pairs with labels, each with the response before it as the mismatched one."""
+    examples = make_pairs()
+    order = [2 * PAIRS - 1, *range(2 * PAIRS - 1)]
+    examples.set("label", torch.arange(2 * PAIRS) % 3 == 0)
+    # A reference that finds mismatched responses unlikelier than the policy does: the baseline is not 0.
+    for name, own, shift in (("ids", "response_ids", 0), ("mask", "response_mask", 0), ("ref_logp", "ref_logp", -1)):
+        others = examples[own].select(torch.tensor(order))
+        examples.set(f"mismatched_{name}", others.like(others.values + shift) if shift else others)
+    return examples
+
+
 def step(engine, pairs: Batch, budget: int, settings: dict = SETTINGS) -> tuple[dict, list[list[int]]]:
     """Metrics of the real step, and the samples of each micro-batch."""
     scores = engine.chunks[0].has_value_head
@@ -51,6 +66,7 @@ def step(engine, pairs: Batch, budget: int, settings: dict = SETTINGS) -> tuple[
         temperature=1.0,
         layout=engine.layout,
         offload=OffloadSchedule(),
+        count_pass=lambda *_, **__: None,
     )
     groups: list[list[int]] = []
     update = engine._update
@@ -60,23 +76,29 @@ def step(engine, pairs: Batch, budget: int, settings: dict = SETTINGS) -> tuple[
         return update(batch, parts, losses)
 
     engine._update = seen
-    made = (score_step if scores else pair_step)(c, pairs, ActorRole(engine, c, offloads=False))
+    take = score_step if scores else example_step if "label" in pairs else pair_step
+    made = take(c, pairs, ActorRole(engine, c, offloads=False))
     return made.result(), groups
 
 
 def _run(layout: dict, budget: int) -> dict:
-    """Metrics of a policy's step and of a reward model's, and what both say then of all samples."""
+    """Metrics of a step of DPO, a reward model and KTO, and what the models say then of all samples."""
     parallel = ParallelConfig(**layout)
     made = fresh_layout(parallel)
     policy = cases.make_engine("dense", parallel, layout=made, layers=2)
     scorer = cases.make_engine("critic", parallel, layout=made, layers=2)
-    pairs = make_pairs()
+    taught = cases.make_engine("dense", parallel, layout=made, layers=2)
+    pairs, examples = make_pairs(), make_examples()
     if made.dp_size == 2:
         pairs = pairs.split([2 * PAIRS - 2, 2])[made.dp_rank]
+        examples = examples.split([2 * PAIRS - 3, 3])[made.dp_rank]
     metrics, groups = step(policy, pairs.copy(), budget)
     of_scores, more = step(scorer, pairs, budget)
+    of_examples, _ = step(taught, examples, budget, KTO)
     metrics |= {f"{name} of scores": value for name, value in of_scores.items()}
-    said = policy.logprobs(make_pairs())[0].values, scorer.values(sequences_of(make_pairs())).values
+    metrics |= {f"{name} of examples": value for name, value in of_examples.items()}
+    said = [engine.logprobs(make_pairs())[0].values for engine in (policy, taught)]
+    said.append(scorer.values(sequences_of(make_pairs())).values)
     return {"metrics": metrics, "groups": groups, "more": more, "said": torch.cat(said)}
 
 
@@ -89,6 +111,7 @@ def _all() -> list[dict]:
 @pytest.mark.procs
 def test_a_step_is_the_same_in_every_layout_and_micro_batch():
     ((want, *parts),) = run_distributed(_all, 1, 300)
+    assert want["metrics"]["preference/kl of examples"] > 0
     two = run_distributed(_all, 2, 300)
     for number, cell in enumerate([*parts, *two[0], *two[1]]):
         for name, value in want["metrics"].items():
@@ -101,7 +124,7 @@ def test_a_step_is_the_same_in_every_layout_and_micro_batch():
     assert (len(want["groups"]), len(parts[1]["groups"])) == (1, PAIRS)
 
 
-def engine_gradient(folder: str, settings: dict = SETTINGS) -> dict:
+def engine_gradient(folder: str, settings: dict = SETTINGS, make: Callable[[], Batch] = make_pairs) -> dict:
     """The gradient of each weight under its name in transformers, with the model beside it."""
     from megarl.models.weights import export_weights, iter_hf_tensors
 
@@ -118,13 +141,51 @@ def engine_gradient(folder: str, settings: dict = SETTINGS) -> dict:
         return 0.0, 0.0
 
     engine._update = capture
-    metrics, _ = step(engine, make_pairs(), 60, settings)
+    metrics, _ = step(engine, make(), 60, settings)
     scorer = cases.make_engine("critic", layout=layout, layers=2)
     heads = {"world": layout.world, "source": None, "classifies": True}
     export_weights(scorer.chunks, f"{folder}_scores", scorer.hf_config, None, **heads)
     scores = scorer.values(sequences_of(make_pairs())).values
     gradient = {name: tensor.clone() for name, tensor in found.items()}
     return {"gradient": gradient, "metrics": metrics, "scores": scores}
+
+
+def sequence_logp(model, prompt, response) -> torch.Tensor:
+    """Log-probs of a response's tokens by transformers."""
+    logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+
+
+def assert_gradients(got: dict, model, tolerance: float) -> None:
+    """Compare with those of a model of transformers: the largest difference relative to the largest entry."""
+    weights = dict(model.named_parameters())
+    assert set(got["gradient"]) == set(weights)
+    for name, gradient in got["gradient"].items():
+        want = weights[name].grad
+        assert (gradient - want).abs().max() < tolerance * want.abs().max(), name
+
+
+@pytest.mark.procs
+def test_gradients_of_kto_are_those_of_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    (got,) = run_distributed(engine_gradient, 1, 300, str(tmp_path / "hf"), KTO, make_examples)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+    examples = make_examples()
+    ratios = {}
+    for kind in ("response", "mismatched"):
+        names = ("prompt_ids", f"{kind}_ids", f"{kind}_mask", "ref_logp" if kind == "response" else f"{kind}_ref_logp")
+        rows = zip(*(examples[name].unbind() for name in names), strict=True)
+        ratios[kind] = torch.stack(
+            [((sequence_logp(model, prompt, ids) - ref.double()) * mask).sum() for prompt, ids, mask, ref in rows]
+        )
+    z = ratios["mismatched"].mean().clamp(min=0).item()
+    gains = torch.where(examples["label"], ratios["response"] - z, z - ratios["response"])
+    loss = (torch.where(examples["label"], 1.5, 1.0) * (1 - (0.05 * gains).sigmoid())).mean()
+    loss.backward()
+    assert got["metrics"]["preference/kl"] == pytest.approx(z, rel=1e-5)
+    assert got["metrics"]["preference/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert_gradients(got, model, 2e-5)  # float32 against float64, as below
 
 
 @pytest.mark.procs
@@ -136,8 +197,7 @@ def test_gradients_and_scores_are_those_of_transformers(tmp_path):
     pairs, ratios, chosen = make_pairs(), [], []
     columns = ("prompt_ids", "response_ids", "response_mask", "ref_logp")
     for prompt, response, mask, ref in zip(*(pairs[name].unbind() for name in columns), strict=True):
-        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-        logp = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        logp = sequence_logp(model, prompt, response)
         ratios.append(((logp - ref.double()) * mask).sum())
         chosen += [logp[mask]] * (len(ratios) % 2)
     loss = torch.zeros((), dtype=torch.float64)
@@ -146,12 +206,8 @@ def test_gradients_and_scores_are_those_of_transformers(tmp_path):
         loss = loss - (0.9 * margin.sigmoid().log() + 0.1 * (-margin).sigmoid().log()) / PAIRS
     assert got["metrics"]["preference/loss"] == pytest.approx(loss.item(), rel=1e-5)
     (loss - 0.3 * torch.cat(chosen).mean()).backward()
-    weights = dict(model.named_parameters())
-    assert set(got["gradient"]) == set(weights)
-    for name, gradient in got["gradient"].items():
-        want = weights[name].grad
-        # float32 against float64: a few units in the last place of sums of thousands of products.
-        assert (gradient - want).abs().max() < 2e-5 * want.abs().max(), name
+    # float32 against float64: a few units in the last place of sums of thousands of products.
+    assert_gradients(got, model, 2e-5)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf_scores")
     assert classifier.config.num_labels == 1
     for prompt, response, score in zip(*(pairs[name].unbind() for name in columns[:2]), got["scores"], strict=True):

@@ -52,7 +52,7 @@ _PAIR = 2  # samples that are never in different micro-batches
 def dpo_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """`ppo_epochs` passes over the pairs, one optimizer step per mini-batch."""
     train_actor(c, samples, lambda mini: pair_step(c, mini, actor))
-    _count_tokens(c, samples)
+    count_tokens(c, samples)
     return samples
 
 
@@ -65,12 +65,13 @@ def pair_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     counts = c.all_sum(local_pair_counts(mask.values, mask.offsets))
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
-        return preference_loss(logp, _responses(micro, logp.device), settings, counts)
+        return preference_loss(logp, responses_of(micro, logp.device), settings, counts)
 
     return actor.train_step(mini, loss, unit=_PAIR)
 
 
-def _count_tokens(c: StepContext, samples: Batch) -> None:
+def count_tokens(c: StepContext, samples: Batch) -> None:
+    """Record the tokens of the step's samples."""
     columns = sum(map(sum, c.sequences.sample_columns(samples)))
     c.metrics.sum("perf/total_tokens", float(columns))
 
@@ -91,7 +92,7 @@ def margin_fields(config: RunConfig) -> list[str]:
 def reward_model_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """`ppo_epochs` passes over the pairs, one optimizer step of a reward model per mini-batch."""
     train_actor(c, samples, lambda mini: score_step(c, mini, actor), head=False)
-    _count_tokens(c, samples)
+    count_tokens(c, samples)
     return samples
 
 
@@ -155,10 +156,11 @@ def measure_pairs(c: StepContext, pairs: Batch, actor: ActorRole, reference: Ref
     pairs.set("ref_logp", reference.score(pairs))
     if not len(pairs):
         return Metrics()
-    return preference_loss(logp.values, _responses(pairs, "cpu"), settings, torch.ones(2))[1]
+    return preference_loss(logp.values, responses_of(pairs, "cpu"), settings, torch.ones(2))[1]
 
 
-def _responses(samples: Batch, device: torch.device | str) -> Responses:
+def responses_of(samples: Batch, device: torch.device | str) -> Responses:
+    """Return the response tokens of the samples, on `device`."""
     from megarl.algorithms.preference import Responses
 
     mask = samples["response_mask"].to(device)

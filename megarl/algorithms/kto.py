@@ -1,0 +1,83 @@
+"""The loss of KTO (arXiv 2402.01306) on examples that are labelled as desirable or not.
+
+    r  = (log pi - log ref)(response), a sum over its tokens
+    z  = max(0, mean of r over mismatched responses)        the baseline, without gradient; see `baseline`
+
+    desirable     desirable_weight   (1 - sigmoid(beta (r - z)))
+    undesirable   undesirable_weight (1 - sigmoid(beta (z - r)))
+
+The loss is a mean over the examples of a mini-batch. The mean of r over pairs of a prompt and a response to another one
+estimates the KL divergence of the policy from the reference: a prompt of the batch with the response of the example
+before it, so that both sets hold the same responses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.rows import Rows, at_least_float32
+from megarl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from megarl.algorithms.preference import Responses
+    from megarl.config.training import PreferenceConfig
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Examples of a mini-batch over all ranks."""
+
+    desirable: float
+    undesirable: float
+
+    @property
+    def all(self) -> float:
+        """The number of examples of both kinds."""
+        return self.desirable + self.undesirable
+
+
+def log_ratios(logp: Tensor, responses: Responses) -> tuple[Tensor, Tensor]:
+    """Return log pi of each whole response, and its log-ratio to the reference; both [B], differentiable."""
+    rows, mask = Rows.of(responses.mask, responses.offsets), responses.mask
+    own = rows.sum(torch.where(mask, at_least_float32(logp), 0))
+    return own, own - rows.sum(torch.where(mask, at_least_float32(responses.ref_logp), 0))
+
+
+def baseline(total: float, examples: float) -> float:
+    """Return z, from the sum of the log-ratios of mismatched responses over all ranks, and their number."""
+    return max(0.0, total / examples)
+
+
+def kto_loss(
+    logp: Tensor, responses: Responses, labels: Tensor, z: float, settings: PreferenceConfig, counts: Counts
+) -> tuple[Tensor, Metrics]:
+    """Return the part of the loss that some examples contribute, and their metrics.
+
+    Args:
+        logp: float [N], log-probs of the policy, differentiable.
+        responses: of the examples.
+        labels: bool [B], which are desirable.
+        z: the mini-batch's `baseline`.
+        settings: of the loss.
+        counts: of the mini-batch: the loss is a mean over its examples.
+    """
+    own, ratios = log_ratios(logp, responses)
+    gains = torch.where(labels, ratios - z, z - ratios)
+    of_label = ratios.new_tensor([settings.undesirable_weight, settings.desirable_weight])
+    losses = of_label[labels.long()] * (1 - torch.sigmoid(settings.beta * gains))
+    metrics = Metrics()
+    metrics.mean("preference/loss", float(losses.detach().double().sum()), len(losses))
+    metrics.mean("rewards/accuracies", float((gains > 0).sum()), len(gains))
+    rewards = (settings.beta * ratios).detach().double()
+    for name, some in (("chosen", labels), ("rejected", ~labels)):
+        if count := int(some.sum()):
+            metrics.mean(f"rewards/{name}", float(rewards[some].sum()), count)
+            metrics.mean(f"logps/{name}", float(own.detach().double()[some].sum()), count)
+    if counts.desirable and counts.undesirable:  # the difference of two means, of all parts of the mini-batch together
+        shares = rewards.new_tensor([-counts.all / counts.undesirable, counts.all / counts.desirable])
+        metrics.mean("rewards/margins", float((rewards * shares[labels.long()]).sum()), len(rewards))
+    return losses.sum() / counts.all, metrics

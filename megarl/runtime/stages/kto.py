@@ -1,0 +1,118 @@
+"""The update on examples that are labelled as desirable or not; the maths is in `megarl.algorithms.kto`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import Kind, Role, stage
+from megarl.data.groups import ORDINAL
+from megarl.runtime.stages.needs import call_fields
+from megarl.runtime.stages.preference import PAIR_FIELDS, count_tokens, responses_of
+from megarl.runtime.stages.resampling import COPIES
+from megarl.runtime.stages.update import train_actor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.algorithms.kto import Counts
+    from megarl.data.batch import Batch, Jagged
+    from megarl.metrics import Metrics
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import ActorRole, ReferenceRole
+
+_MISMATCHED = ("mismatched_ids", "mismatched_mask")
+#: The fields of the examples that enter a graph.
+EXAMPLE_FIELDS = (*(name for name in PAIR_FIELDS if name != "margin"), "label", *_MISMATCHED)
+
+
+@stage(
+    reads=["prompt_ids", "mismatched_ids"],
+    needs=call_fields,
+    writes=["mismatched_ref_logp"],
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.REFERENCE,
+)
+def mismatched_ref_logp(c: StepContext, samples: Batch, *, reference: ReferenceRole) -> Batch:
+    """Score each prompt's mismatched response with the frozen reference."""
+    samples.set("mismatched_ref_logp", reference.log_probs(mismatched(samples)))
+    return samples
+
+
+@stage(
+    reads=[
+        *("prompt_ids", "response_ids", "response_mask", "ref_logp", "uid", "sample_id"),
+        *("label", *_MISMATCHED, "mismatched_ref_logp"),
+    ],
+    optional=[ORDINAL, COPIES],  # of the mini-batches
+    needs=call_fields,
+    writes=[],
+    kind=Kind.MODEL_TRAIN,
+    role=Role.ACTOR,
+)
+def kto_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
+    """`ppo_epochs` passes over the examples, one optimizer step per mini-batch."""
+    train_actor(c, samples, lambda mini: example_step(c, mini, actor))
+    count_tokens(c, samples)
+    return samples
+
+
+def example_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
+    """One optimizer step on this rank's examples of a mini-batch, against the baseline of the policy before it."""
+    from megarl.algorithms.kto import kto_loss
+
+    settings = c.config.preference
+    assert settings is not None, "the pipeline asks for it"
+    z, counts = _baseline(c, mini, actor.log_probs(mismatched(mini)), mini["mismatched_ref_logp"])
+
+    def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
+        labels = micro["label"].to(logp.device)
+        return kto_loss(logp, responses_of(micro, logp.device), labels, z, settings, counts)
+
+    metrics = actor.train_step(mini, loss)
+    metrics.mean("preference/kl", z, 1)
+    return metrics
+
+
+def measure_examples(c: StepContext, examples: Batch, actor: ActorRole, reference: ReferenceRole) -> Metrics:
+    """Return the loss and the rewards of held-out examples, of which this rank may have none. Collective."""
+    from megarl.algorithms.kto import kto_loss
+    from megarl.metrics import Metrics
+
+    settings = c.config.preference
+    assert settings is not None, "there are examples"
+    other = mismatched(examples)
+    z, counts = _baseline(c, examples, actor.score(other), reference.score(other))
+    logp = actor.score(examples)
+    examples.set("ref_logp", reference.score(examples))
+    if not len(examples):
+        return Metrics()
+    labels = examples["label"]
+    metrics = kto_loss(logp.values, responses_of(examples, "cpu"), labels, z, settings, counts)[1]
+    metrics.mean("preference/kl", z * len(examples), len(examples))
+    return metrics
+
+
+def mismatched(samples: Batch) -> Batch:
+    """Return the samples with the response of another one in the place of their own."""
+    other = samples.copy()
+    other.set("response_ids", samples["mismatched_ids"])
+    return other
+
+
+def _baseline(c: StepContext, samples: Batch, logp: Jagged, ref_logp: Jagged) -> tuple[float, Counts]:
+    """Return the baseline of the examples of all ranks, and how many there are of each kind. Collective.
+
+    Args:
+        logp: of the mismatched responses under the policy.
+        ref_logp: the same under the reference.
+    """
+    import torch
+
+    from megarl.algorithms.kto import Counts, baseline
+
+    ratios = (logp.values.double() - ref_logp.values.double())[samples["mismatched_mask"].values]
+    labels = samples["label"]
+    own = torch.tensor([float(ratios.sum()), int(labels.sum()), int((~labels).sum())], dtype=torch.float64)
+    total, desirable, undesirable = c.all_sum(own).tolist()
+    counts = Counts(desirable, undesirable)
+    return baseline(total, counts.all), counts
