@@ -117,6 +117,9 @@ def _add_convert(commands: argparse._SubParsersAction[Parser]) -> None:
     convert.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the tensors (default: as they are)")
     size = "size of one file in GB (default: 4)"
     convert.add_argument("--max-shard-gb", metavar="GB", type=float, default=4.0, help=size)
+    push = "upload TARGET with a model card to this private repository of the Hugging Face hub, as its login"
+    convert.add_argument("--push-to-hub", metavar="NAME", help=push)
+    convert.add_argument("--public", action="store_true", help="make that repository public")
     convert.set_defaults(run=_convert)
 
 
@@ -231,8 +234,16 @@ def _completion(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from megarl.commands.convert import convert, describe
 
+    name = arguments.push_to_hub
+    if name is not None:
+        from megarl.commands.push import check_push, push, write_card
+
+        check_push(name)
     convert(arguments.source, arguments.target, dtype=arguments.dtype, max_shard_gb=arguments.max_shard_gb)
-    print(describe(arguments.target))
+    print(describe(arguments.target), flush=True)
+    if name is not None:
+        write_card(arguments.target, arguments.source)
+        print(push(arguments.target, name, public=arguments.public))
     return 0
 
 

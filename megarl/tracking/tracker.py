@@ -26,7 +26,7 @@ from megarl.artifacts.records import RUN, read_run, write_record
 from megarl.artifacts.run_folder import accept_config
 from megarl.errors import ConfigError
 from megarl.machine import machine_info
-from megarl.processes import identity
+from megarl.processes import COMMAND, identity
 from megarl.tracing import keep_beating
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.loggers import LoggedRun, LoggerThread, describe_run
@@ -110,7 +110,7 @@ class Tracker:
         self._groups = JsonlWriter(self.run_dir / "training_samples.jsonl", durable=False)
         started = self._started() if part == "second" or resume_step is not None else time.time()
         self._run = {"name": name, "stage": stage, "status": "running", "started": started}
-        self._run |= {"process": identity()}
+        self._run |= {"process": identity(), "command": os.environ.get(COMMAND)}
         self._run |= {"machine": machine_info(), "config": resolved}
         self._write_run()
         self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage, cfg.console)

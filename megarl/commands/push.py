@@ -1,0 +1,125 @@
+"""`megarl convert ... --push-to-hub NAME`: a model card, and the upload by huggingface_hub's own client.
+
+The token is that of `hf auth login` or of the environment (HF_TOKEN), which huggingface_hub reads; nothing writes it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import megarl
+from megarl.artifacts.facts import is_hub_name
+from megarl.artifacts.jsonl import read_jsonl
+from megarl.artifacts.records import read_run
+from megarl.config.yamlio import to_yaml
+from megarl.credentials import CREDENTIAL, MASK, mask
+from megarl.errors import ConfigError, MegarlError
+
+_WHERE = "--push-to-hub"
+
+
+def check_push(name: str) -> None:
+    """Refuse an upload that cannot work, before anything is written; the hub is not asked.
+
+    Raises:
+        ConfigError: no name of a repository, the hub is switched off, or there is no token.
+    """
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        fix = "name it USER/MODEL or ORGANISATION/MODEL"
+        raise ConfigError(f"no name of a repository: {error}", where=_WHERE, found=name, fix=fix) from error
+    if constants.is_offline_mode():
+        raise ConfigError("the hub is switched off", where=_WHERE, found="HF_HUB_OFFLINE", fix="unset the variable")
+    if get_token() is None:
+        fix = "run `hf auth login`, or set HF_TOKEN in the environment (never in a recipe)"
+        raise ConfigError("there is no token of the hub with which to write", where=_WHERE, found=name, fix=fix)
+
+
+def push(folder: Path, name: str, *, public: bool = False) -> str:
+    """Upload the files of `folder` to the repository `name`, which is made where it is missing; return its address.
+
+    Raises:
+        MegarlError: the hub refused or was not reached, or the repository is public without `public`; the folder stays,
+            and the message has the command that uploads it.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(name, private=not public, exist_ok=True)
+        closed = public or bool(api.model_info(name).private)
+        if closed:
+            api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by megarl convert")
+    except Exception as error:  # of the hub's answers, and of the HTTP client that huggingface_hub has
+        raise MegarlError(
+            f"the upload to {name} failed ({type(error).__name__}: {mask(str(error))})\n"
+            f"  the export is in {folder}\n"
+            f"  fix:     upload it with: hf upload {name} {folder} .{'' if public else ' --private'}"
+        ) from error
+    if not closed:
+        raise MegarlError(
+            f"the repository {name} is there and public, so nothing was uploaded; the export is in {folder}\n"
+            f"  fix:     name another, or upload it with: hf upload {name} {folder} ."
+        )
+    return str(url)
+
+
+def write_card(folder: Path, source: Path) -> None:
+    """Write README.md: base model, data, metrics, recipe and command of the run that `source` is a part of."""
+    run = run_folder(source)
+    record = {} if run is None else read_run(run)
+    config: dict[str, Any] = record.get("config") or {}
+    model = config.get("model", {}).get("path") or ("" if run is not None else str(source))
+    data = [str(file) for file in config.get("data", {}).get("train_files") or []]
+    head: dict[str, Any] = {"library_name": "transformers", "tags": ["megarl"]}
+    if is_hub_name(model):
+        head["base_model"] = model
+    if names := [file.partition("@")[0].partition(":")[0] for file in data if is_hub_name(file.partition(":")[0])]:
+        head["datasets"] = names
+    title = record.get("name") or folder.name
+    parts = [f"---\n{to_yaml(head)}---\n\n# {title}\n\nWritten by megarl {megarl.__version__}."]
+    if model:
+        parts.append(f"Base model: `{model}`.")
+    if data:
+        parts.append("Trained on: " + ", ".join(f"`{file}`" for file in data) + ".")
+    if run is not None and (numbers := _last_metrics(run)):
+        rows = "\n".join(f"| `{name}` | {value:.4g} | {step} |" for name, (value, step) in numbers.items())
+        parts.append(f"## Metrics\n\n| metric | last value | step |\n|---|---|---|\n{rows}")
+    if command := record.get("command"):
+        parts.append(f"## Command\n\n```\n{command}\n```")
+    if config:
+        parts.append(f"## Recipe\n\n```yaml\n{to_yaml(_without_secrets(config))}```")
+    text = mask("\n\n".join(parts) + "\n").replace(str(Path.home()), "~")
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def run_folder(source: Path) -> Path | None:
+    """Return the folder of the run that an export or a checkpoint lies in; None: it lies in none."""
+    above = [source.absolute().parent, source.absolute().parent.parent]
+    return next((folder for folder in above if (folder / "run.json").is_file()), None)
+
+
+def _last_metrics(run: Path) -> dict[str, tuple[float, int]]:
+    """Return the last value of each held-out metric with its step; of runs without any, of rewards and losses."""
+    found: dict[str, tuple[float, int]] = {}
+    file = run / "metrics.jsonl"
+    for line in read_jsonl(file, needs={"step": int}) if file.is_file() else []:
+        for name, value in line.items():
+            if name not in ("step", "time") and isinstance(value, int | float):
+                found[name] = (float(value), line["step"])
+    held_out = {name: value for name, value in found.items() if name.startswith("val/")}
+    return held_out or {name: value for name, value in found.items() if name.startswith(("critic/score/", "sft/"))}
+
+
+def _without_secrets(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _without_secrets(entry, str(name)) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(entry) for entry in value]
+    return MASK if value is not None and CREDENTIAL.match(key) else value
