@@ -1,12 +1,13 @@
 """A real chat model, where `make smollm2` has put one: steps of its recipe through its own chat template."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
-from megarl.recipes.word_problems import make_rows
+from megarl.recipes.word_problems import POLITE, make_pairs, make_rows, polite
 from tests.runtime import harness
 
 pytestmark = pytest.mark.procs
@@ -25,6 +26,14 @@ def test_word_problems_are_right_distinct_and_held_out():
         a, b = map(int, re.findall(r"\d+", question))
         assert int(row["answer"]) == OPERATION[row["data_source"]](a, b) <= 60
         assert max(a, b) <= 60
+
+
+def test_pairs_differ_in_politeness_only():
+    for row in make_pairs("val", rows=50, held_out=50):
+        (chosen,), (rejected,) = row["chosen"], row["rejected"]
+        assert chosen["content"] == f"{rejected['content']} {POLITE}"
+        assert f" {row['answer']} " in rejected["content"]
+        assert polite([{"response": chosen["content"]}, {"response": rejected["content"]}]) == [1.0, 0.0]
 
 
 def test_more_problems_than_there_are_is_an_error():
@@ -47,6 +56,16 @@ def test_smollm2_takes_steps_in_its_own_chat_template(tmp_path):
     assert sample["prompt"].startswith("<|im_start|>system\nAnswer with one calculation.<|im_end|>\n<|im_start|>user\n")
     assert sample["prompt"].endswith("<|im_start|>assistant\n")
     check_export(tmp_path / "run" / "hf")
+
+
+@pytest.mark.skipif(not MODEL.is_dir(), reason="no model: make smollm2")
+def test_smollm2_prefers_polite_answers_after_a_step(tmp_path):
+    few = ["data.batch_size=2", "trainer.steps=2", "trainer.export_hf=false", "validation.every=0", "data.val_files=[]"]
+    few += ["tracking.mlflow=false", "tracking.report=false", "actor.optim.warmup_steps=0"]
+    numbers = harness.train(ROOT / "recipes" / "dpo_smollm2_polite.yaml", tmp_path / "run", *few)
+    assert numbers[1]["preference/loss"] == pytest.approx(math.log(2))  # the policy is the reference
+    assert numbers[2]["rewards/accuracies"] == 1
+    assert numbers[2]["rewards/margins"] > 0.1
 
 
 def check_export(folder: Path) -> None:
