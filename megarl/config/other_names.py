@@ -388,7 +388,8 @@ ABSENT: dict[str, str] = {
     ),
     **dict.fromkeys(("dpo", "dpo_beta", "loss_type", "rpo_alpha", "reference_free"), _PAIRS),
     **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_strategy"), "nothing is uploaded here; the model is hf/ in RUN_DIR"
+        ("push_to_hub", "hub_model_id", "hub_strategy"),
+        "this is a command here, after the run: megarl convert RUN_DIR/hf TARGET --push-to-hub NAME",
     ),
     "return_raw_chat": "prompts are taken as they are in the rows here, messages or text (data.prompt_key)",
     "strategy": "the engine is always Megatron-Core's here (actor.parallel has its layout)",
