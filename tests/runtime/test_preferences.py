@@ -52,4 +52,7 @@ def test_a_run_is_the_same_in_two_processes_and_after_a_checkpoint(pipeline, mor
         config = (exported / "config.json").read_text()
         assert "Qwen3ForSequenceClassification" in config
         assert all((tmp_path / name / "config.json").read_text() == config for name in ("again", "converted"))
-    assert_same(harness.train(recipe, tmp_path / "two", *overrides(pipeline, *more, "cluster.nproc=2")), whole)
+    two = harness.train(recipe, tmp_path / "two", *overrides(pipeline, *more, "cluster.nproc=2"))
+    if pipeline == "kto":  # at step 1 the policy is the reference: which side of the baseline 0 it is on is rounding
+        del two[1]["rewards/accuracies"], whole[1]["rewards/accuracies"]
+    assert_same(two, whole)
