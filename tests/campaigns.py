@@ -11,7 +11,7 @@ import pytest
 
 CAMPAIGNS = (
     *("durability", "exports", "faults", "kernels", "kills"),
-    *("libero", "lora", "memory", "servers", "slurm", "teams", "trl", "tutorials"),
+    *("libero", "lora", "memory", "servers", "slurm", "smollm2", "teams", "trl", "tutorials"),
 )
 
 

@@ -42,6 +42,9 @@ def test_a_run_is_the_same_in_two_processes_and_after_a_checkpoint(pipeline, mor
     assert whole[4]["val/acc"] == whole[4]["val/rewards/accuracies"]
     cut = harness.train(recipe, tmp_path / "cut", *overrides(pipeline, *more, "trainer.steps=2"))
     assert set(cut) == {0, 1, 2}
+    if pipeline == "kto":  # both at once, which is one run less
+        assert_same(harness.train(recipe, tmp_path / "cut", *overrides(pipeline, *more, "cluster.nproc=2")), whole)
+        return
     assert harness.train(recipe, tmp_path / "cut", *overrides(pipeline, *more)) == whole
     if pipeline == "reward_model":
         exported = tmp_path / "whole" / "hf"
@@ -52,7 +55,4 @@ def test_a_run_is_the_same_in_two_processes_and_after_a_checkpoint(pipeline, mor
         config = (exported / "config.json").read_text()
         assert "Qwen3ForSequenceClassification" in config
         assert all((tmp_path / name / "config.json").read_text() == config for name in ("again", "converted"))
-    two = harness.train(recipe, tmp_path / "two", *overrides(pipeline, *more, "cluster.nproc=2"))
-    if pipeline == "kto":  # at step 1 the policy is the reference: which side of the baseline 0 it is on is rounding
-        del two[1]["rewards/accuracies"], whole[1]["rewards/accuracies"]
-    assert_same(two, whole)
+    assert_same(harness.train(recipe, tmp_path / "two", *overrides(pipeline, *more, "cluster.nproc=2")), whole)

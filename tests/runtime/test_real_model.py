@@ -58,10 +58,11 @@ def test_smollm2_takes_steps_in_its_own_chat_template(tmp_path):
     check_export(tmp_path / "run" / "hf")
 
 
+@pytest.mark.campaign("smollm2")
 @pytest.mark.skipif(not MODEL.is_dir(), reason="no model: make smollm2")
 def test_smollm2_prefers_polite_answers_after_a_step(tmp_path):
-    few = ["data.batch_size=2", "trainer.steps=2", "trainer.export_hf=false", "validation.every=0", "data.val_files=[]"]
-    few += ["tracking.mlflow=false", "tracking.report=false", "actor.optim.warmup_steps=0"]
+    few = ["data.batch_size=1", "trainer.steps=2", "trainer.export_hf=false", "validation.every=0", "data.val_files=[]"]
+    few += ["tracking.mlflow=false", "tracking.report=false", "actor.optim.warmup_steps=0", "data.loader_kwargs.rows=2"]
     numbers = harness.train(ROOT / "recipes" / "dpo_smollm2_polite.yaml", tmp_path / "run", *few)
     assert numbers[1]["preference/loss"] == pytest.approx(math.log(2))  # the policy is the reference
     assert numbers[2]["rewards/accuracies"] == 1
