@@ -54,9 +54,9 @@ def lends(config: RunConfig, team: TeamPlan) -> bool:
 
 def whole(config: RunConfig, team: TeamPlan) -> int:
     """Return how many consecutive workers of a team belong on one machine: a tensor and context parallel group, or
-    those that lend their GPUs to one server.
+    those that lend their GPUs to one server, or to its part there.
     """
-    return max(team.parallel.tp * team.parallel.cp, config.rollout.sglang.ranks if lends(config, team) else 1)
+    return max(team.parallel.tp * team.parallel.cp, config.rollout.sglang.ranks_per_node if lends(config, team) else 1)
 
 
 def chooses_gpus(config: RunConfig) -> bool:
@@ -129,7 +129,7 @@ def server_gpus(config: RunConfig, lent: int) -> int:
     servers, machines = config.rollout.sglang, config.cluster.nnodes
     if not chooses_gpus(config) or (lent and machines > 1):
         return 0
-    return max(0, servers.servers // machines * servers.ranks - lent)
+    return max(0, servers.servers * servers.ranks // machines - lent)
 
 
 def gpus_of_a_node(config: RunConfig, job: str) -> int:

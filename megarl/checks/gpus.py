@@ -21,7 +21,8 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     starts = job != "sft" and not config.rollout.sglang.urls
     beside = occupied(config, placement) - workers if starts else 0
     refused = config.rollout.sglang.dp_size > 1 or (beside and placement.asking and cluster.nnodes > 1)
-    uneven = bool(beside) and config.rollout.sglang.servers % cluster.nnodes
+    servers = config.rollout.sglang
+    uneven = bool(beside) and servers.servers * servers.nnodes % cluster.nnodes
     if refused or workers % cluster.nnodes or uneven:  # all of it is checked elsewhere
         return
     here, lent = (workers + beside) // cluster.nnodes, beside // cluster.nnodes
@@ -53,8 +54,12 @@ def _more_machines(config: RunConfig, placement: Placement, workers: int, beside
         assert team is not None, "it asks"
         settings = [f"{devices_key(config, team)}={team.devices + beside}", f"cluster.nproc={workers + beside}"]
         workers, beside = workers + beside, 0
-    even = [n for n in range(1, workers + 1) if workers % n == 0 and (not beside or servers.servers % n == 0)]
-    unit = servers.ranks if settings else 1  # a server is on one machine
+    even = [
+        n
+        for n in range(1, workers + 1)
+        if workers % n == 0 and (not beside or servers.servers * servers.nnodes % n == 0)
+    ]
+    unit = servers.ranks_per_node if settings else 1  # which are on one machine
     fit = (n for n in even if (workers + beside) // n <= _usual_gpus(config) and (workers + beside) // n % unit == 0)
     nnodes = next(fit, None)
     if nnodes is None:

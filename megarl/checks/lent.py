@@ -13,6 +13,7 @@ from megarl.dag.shares import settings_of_workers
 from megarl.errors import count
 from megarl.launchers.bundles import lends, whole
 from megarl.launchers.seats import seats
+from megarl.rollout.sglang.gpus import most_servers
 
 
 def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan) -> list[int]:
@@ -58,23 +59,27 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
 
 
 def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: Checklist) -> None:
-    """Check that every server has its GPUs on one machine. `machines`: workers on each."""
+    """Check that every server has its GPUs on as many machines as it should. `machines`: workers on each."""
     servers, key = config.rollout.sglang, devices_key(config, team)
-    ranks = servers.tp_size  # another dp_size than 1 is refused
-    needed, most = servers.servers * ranks, sum(workers // ranks for workers in machines)
-    if not machines or servers.servers <= most:
+    ranks, nnodes = servers.tp_size, servers.nnodes  # another dp_size than 1 is refused
+    needed, most = servers.servers * ranks, most_servers(max(1, ranks // nnodes), machines, nnodes)
+    if not machines or servers.servers <= most or ranks % nnodes:
         return
+    where = "one machine" if nnodes == 1 else f"{nnodes} machines"
     if not most:
+        fitting = sorted([*machines, *[0] * nnodes], reverse=True)[nnodes - 1] * nnodes
+        wider = nnodes < len(machines) and ranks <= team.devices and nnodes + 1
         checks.fail(
             "placement",
             "rollout.sglang.tp_size",
-            f"a server is on one machine, where the team {team.name} has {count(max(machines), 'worker')} at most",
+            f"a server is on {where}, where the team {team.name} has {count(fitting, 'worker')} at most",
             found=servers.tp_size,
-            allowed=f"at most {max(machines)}",
-            fix="lower rollout.sglang.tp_size, and start more servers",
+            allowed=f"at most {fitting}" if fitting else f"servers on {count(len(machines), 'machine')} at most",
+            fix=f"lower rollout.sglang.{'tp_size, and start more servers' if fitting else 'nnodes'}"
+            + (f", or spread a server over rollout.sglang.nnodes={wider} machines or more" if wider else ""),
         )
         return
-    spread = "" if needed > team.devices else f", each on one machine, and have {' + '.join(map(str, machines))}"
+    spread = "" if needed > team.devices else f", each on {where}, and have {' + '.join(map(str, machines))}"
     own, settings = config.launch.slurm.teams.get(team.name), None
     if needed > team.devices and own is None:
         settings = settings_of_workers(config, config.cluster.nproc - team.devices + needed, ranks)
@@ -121,7 +126,8 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
     used = servers.servers * servers.tp_size
     if used >= team.devices:
         return
-    most = sum(workers // servers.tp_size for workers in workers_of_machines(config, placement, team))
+    machines = workers_of_machines(config, placement, team)
+    most = most_servers(max(1, servers.tp_size // servers.nnodes), machines, servers.nnodes)
     if most:
         more = f"set rollout.sglang.servers={most}" if most > servers.servers else "change rollout.sglang.tp_size"
         checks.warn(

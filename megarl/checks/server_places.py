@@ -15,10 +15,10 @@ NAME = "servers"
 def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
     """Check that servers have GPUs of their own, or share on purpose. `asking`: workers that leave their GPUs."""
     servers, cluster = config.rollout.sglang, config.cluster
-    workers, here = (cluster.nproc - asking) // cluster.nnodes, servers.servers // cluster.nnodes
+    workers, here = (cluster.nproc - asking) // cluster.nnodes, servers.servers * servers.nnodes // cluster.nnodes
     if servers.urls or servers.first_gpu_given or (asking and cluster.nnodes > 1):  # there they are on lent GPUs
         return
-    needed, key = max(1, here) * servers.ranks, "rollout.sglang.gpus"
+    needed, key = max(1, here) * servers.ranks_per_node, "rollout.sglang.gpus"
     if servers.gpus is None:
         _check_room(needed, workers, servers.colocated, checks)
     elif len(set(servers.gpus)) < len(servers.gpus):

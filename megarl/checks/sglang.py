@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from pathlib import Path
@@ -29,6 +30,7 @@ _OURS = (
     *("--custom-weight-loader", "--host", "--port", "--api-key", "--admin-api-key"),
     *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep", "--tp"),
     *("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-load-format"),
+    *("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"),
     *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
 )
 #: Keys of `rollout.sglang` that configure how a server is started.
@@ -227,6 +229,7 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
             allowed="1",
             fix="set rollout.sglang.dp_size=1, and start more servers where there are GPUs",
         )
+    _check_nodes(config, checks)
     if servers.urls:
         return
     if servers.host in EVERY_INTERFACE:
@@ -250,19 +253,66 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
     key = "rollout.sglang.servers"
     if nnodes > 1 and (asking or not known):  # on some of the machines; see megarl.checks.placement
         return
-    if not checks.divides(_NAME, key, servers.servers, nnodes, "the number", "cluster.nnodes"):
+    per, by = nnodes // math.gcd(nnodes, servers.nnodes), "cluster.nnodes"
+    by += " / rollout.sglang.nnodes" if servers.nnodes > 1 else ""
+    if not checks.divides(_NAME, key, servers.servers, per, "the number", by):
         return
-    needed = servers.servers // nnodes * servers.ranks
+    needed = servers.servers * servers.ranks // nnodes
     _check_waiting(config, needed, checks)
     if servers.gpus is not None and len(servers.gpus) != needed:
         checks.fail(
             _NAME,
             "rollout.sglang.gpus",
-            f"a machine has {count(servers.servers // nnodes, 'server')}, with {count(needed, 'rank')} in all "
-            "(tp_size * dp_size each)",
+            f"a machine has {count(needed, 'rank')} of servers (servers * tp_size * dp_size / cluster.nnodes)",
             found=servers.gpus,
             allowed=f"a list of {count(needed, 'device')}",
             fix="name one device per rank, or none",
+        )
+
+
+def _check_nodes(config: RunConfig, checks: Checklist) -> None:
+    """Check servers on several machines: each machine has equally many ranks, GPUs of their own, and no memory of the
+    trainer's."""
+    servers, machines = config.rollout.sglang, config.cluster.nnodes
+    if servers.nnodes == 1:
+        return
+    key = "rollout.sglang.nnodes"
+    if servers.tp_size % servers.nnodes:
+        checks.fail(
+            _NAME,
+            key,
+            f"the machines of a server share its {servers.tp_size} tensor-parallel ranks",
+            found=servers.nnodes,
+            allowed=divisors(servers.tp_size),
+            fix="change nnodes or tp_size",
+        )
+    if not servers.urls and servers.nnodes > machines:
+        checks.fail(
+            _NAME,
+            key,
+            f"the run has {count(machines, 'machine')} (cluster.nnodes)",
+            found=servers.nnodes,
+            allowed=f"at most {machines}",
+            fix=f"set {key}={machines}, or give the run more machines",
+        )
+    if servers.colocated:
+        checks.fail(
+            _NAME,
+            key,
+            "servers on the trainer's GPUs get their weights through the memory of one machine",
+            found=servers.nnodes,
+            allowed="1 with rollout.sglang.colocated",
+            fix="set rollout.sglang.colocated=false and give the servers GPUs of their own, or set "
+            f"{key}=1 and tp_size to GPUs of one machine",
+        )
+    if config.sync.transport in ("tensor", "delta"):
+        checks.fail(
+            _NAME,
+            "sync.transport",
+            f"a server on {count(servers.nnodes, 'machine')} takes nothing through the memory of one of them",
+            found=config.sync.transport,
+            allowed="auto, distributed or disk with rollout.sglang.nnodes > 1",
+            fix="set sync.transport=distributed",
         )
 
 

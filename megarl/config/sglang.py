@@ -60,6 +60,9 @@ class SGLangConfig(Section):
     )
     tp_size: PositiveInt = Field(1, description="tensor-parallel ranks of a server")
     ep_size: PositiveInt = Field(1, description="expert-parallel ranks of a server, a divisor of tp_size")
+    nnodes: PositiveInt = Field(
+        1, description="machines of a server, a divisor of tp_size: each has as many of its ranks"
+    )
     dp_size: PositiveInt = Field(1, description="replicas inside a server")
     gpus: list[NonNegativeInt] | None = Field(
         None,
@@ -146,3 +149,8 @@ class SGLangConfig(Section):
     def ranks(self) -> int:
         """Number of devices of one server."""
         return self.tp_size * self.dp_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of devices of one server on each of its machines."""
+        return self.ranks // self.nnodes

@@ -11,17 +11,24 @@ from megarl.errors import ConfigError
 from megarl.processes import LOOPBACK, is_address_here
 
 
-def choose_transport(wanted: str, receivers: Sequence[str], trainers: set[str], cannot_map: str = "") -> str:
+def choose_transport(
+    wanted: str, receivers: Sequence[str], trainers: set[str], cannot_map: str = "", spread: str = ""
+) -> str:
     """Return the transport that `auto` stands for.
 
     Args:
         receivers: the host of each.
         trainers: hosts of trainer ranks.
         cannot_map: why receivers cannot map the trainer's memory even on its own host; empty: they can.
+        spread: why nothing on one host reaches all ranks of a receiver; empty: they are on one host.
 
     Raises:
-        ConfigError: `tensor` is asked for and a receiver runs where no trainer rank does, or `cannot_map`.
+        ConfigError: `tensor` is asked for and a receiver runs where no trainer rank does, or `cannot_map`; it or
+            `delta` is, and `spread`.
     """
+    if spread and wanted in ("tensor", "delta"):
+        raise ConfigError(spread, where="sync.transport", found=wanted, allowed="auto, distributed or disk")
+    cannot_map = cannot_map or spread
     away = [host for host in receivers if host not in trainers]
     if wanted == "auto":
         return "distributed" if away or cannot_map else "tensor"

@@ -214,6 +214,11 @@ class Receivers(Protocol):
         """Why no receiver can map the trainer's device memory even on one host; empty: they can."""
         ...
 
+    @property
+    def spread(self) -> str:
+        """Why nothing on one host reaches all ranks of a receiver; empty: they are on one host."""
+        ...
+
     def lead(self, folder: Path, deadline_s: float) -> None:
         """Make this rank lead updates of some receivers.
 

@@ -112,7 +112,9 @@ class WeightSync:
         ranks = layout_of_all(coordinate(chunks), world)
         names, addresses = hosts_of_ranks(world)
         hosts = hosts_of_receivers([receiver.url for receiver in receivers.all], names, addresses, world)
-        self.transport_name = choose_transport(config.transport, hosts, set(names.values()), receivers.cannot_map)
+        self.transport_name = choose_transport(
+            config.transport, hosts, set(names.values()), receivers.cannot_map, receivers.spread
+        )
         kind, gpus = TRANSPORTS[self.transport_name], world.all_gather_json(gpu_name())
         self.plan = make_plan(
             holdings(chunks[0].hf_config, ranks),

@@ -280,6 +280,29 @@ def test_a_server_may_be_as_large_as_a_node_of_its_team(failures):
     assert failures(*one, "launch.slurm.teams={draw: {nodes: 2}}") == []
 
 
+@pytest.mark.parametrize(
+    ("servers", "nnodes", "words"),
+    [
+        ("{servers: 1, tp_size: 8, nnodes: 2}", 3, None),
+        ("{servers: 2, tp_size: 4, nnodes: 2}", 3, None),
+        ("{servers: 1, tp_size: 16, nnodes: 2}", 3, ["on 2 machines, where the team draw has 8 workers at most"]),
+        ("{servers: 1, tp_size: 8}", 3, ["on one machine, where", "4 workers at most", "rollout.sglang.nnodes=2"]),
+        ("{servers: 1, tp_size: 6, nnodes: 3}", 3, ["servers on 2 machines at most", "lower rollout.sglang.nnodes"]),
+        ("{servers: 3, tp_size: 4, nnodes: 2}", 3, ["which need 12", "servers=2"]),
+    ],
+)
+def test_servers_of_several_machines_have_room_on_each(failures, servers, nnodes, words):
+    """Eight workers lend their GPUs on two machines of four."""
+    found = [
+        c for c in failures(*LENT, f"rollout.sglang={servers}", f"cluster.nnodes={nnodes}") if c.name == "placement"
+    ]
+    if words is None:
+        assert found == []
+        return
+    (check,) = found
+    assert [word for word in words if word not in str(check.problem())] == []
+
+
 ON_GPUS = (*LENT, "cluster={nproc: 20, nnodes: 5, device_memory_gb: 80}", "placement.teams.draw.devices=16")
 ON_ONE = (*ON_GPUS, "cluster={nproc: 8, nnodes: 1}", "placement.teams.draw.devices=4")
 

@@ -379,3 +379,34 @@ def test_interrupted_samples_must_fit_when_they_are_sent_again(failures, on) -> 
     assert refused("context_length=35")
     assert refused("max_total_tokens=35")
     assert not refused("max_total_tokens=36")
+
+
+NODES = ("cluster={nproc: 4, nnodes: 2}", "rollout.sglang={servers: 1, tp_size: 2, nnodes: 2}", "data.batch_size=16")
+
+
+def test_a_server_on_two_machines_passes(failures, on) -> None:
+    assert failures(*on, *NODES) == []
+    assert failures(*on, *NODES, "sync.transport=disk", "rollout.sglang.gpus=[2]") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("rollout.sglang.tp_size=3", "rollout.sglang.nnodes", ["share its 3 tensor-parallel ranks", "1, 3"]),
+        ("cluster={nproc: 2, nnodes: 1}", "rollout.sglang.nnodes", ["the run has 1 machine", "at most 1"]),
+        ("rollout.sglang.colocated=true", "rollout.sglang.nnodes", ["memory of one machine", "colocated=false"]),
+        ("sync.transport=tensor", "sync.transport", ["memory of one of them", "sync.transport=distributed"]),
+        ("sync.transport=delta", "sync.transport", ["memory of one of them"]),
+        ("rollout.sglang.extra_args=[--node-rank=1]", "rollout.sglang.extra_args", ["--node-rank"]),
+        (
+            "cluster={nproc: 8, nnodes: 4}",
+            "rollout.sglang.servers",
+            ["is not divisible by 2 (cluster.nnodes / rollout.sglang.nnodes)"],
+        ),
+        ("rollout.sglang.gpus=[2, 3]", "rollout.sglang.gpus", ["a machine has 1 rank", "a list of 1 device"]),
+    ],
+)
+def test_what_a_server_on_two_machines_cannot_do_is_refused(failures, on, override, key, words) -> None:
+    found = {check.key: check for check in failures(*on, *NODES, override)}
+    said = str(found[key].problem())
+    assert [word for word in words if word not in said] == [], said

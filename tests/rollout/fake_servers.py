@@ -49,7 +49,14 @@ class FakeServer(ThreadingHTTPServer):
         self.aborts, self.aborted = list[str](), threading.Condition()
         self.health_s, self.looks, self.keeps = 0.0, 0, False
         self.open, self.ended = set[object](), set[object]()
-        self.info: Any = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": None}
+        self.info: Any = {
+            "tp_size": 1,
+            "ep_size": 1,
+            "dp_size": 1,
+            "nnodes": 1,
+            "dtype": "float32",
+            "context_length": None,
+        }
 
     @property
     def api(self) -> ServerApi:

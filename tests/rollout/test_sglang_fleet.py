@@ -154,7 +154,14 @@ def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, An
         assert caught.value.where == where
         assert text in str(caught.value)
         assert f"server 1 at {urls[1]}" in str(caught.value)
-        made[1].info |= {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": 100}
+        made[1].info |= {
+            "tp_size": 1,
+            "ep_size": 1,
+            "dp_size": 1,
+            "nnodes": 1,
+            "dtype": "float32",
+            "context_length": 100,
+        }
         join()
 
 
@@ -231,7 +238,7 @@ def test_a_stopped_server_leaves_nothing_and_others_keep_what_is_theirs(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"python", "logs"}
 
 
-SAID = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": None}
+SAID = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "nnodes": 1, "dtype": "float32", "context_length": None}
 NONSENSE = [
     (b"<html>welcome</html>", "no tp_size in its answer"),
     (b"[" * 100_000, "no tp_size in its answer"),

@@ -9,7 +9,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 from megarl.launchers.seats import gpus_of, rank_order
 from megarl.processes import nvidia_devices
-from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS, deal, server_gpus
+from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS, deal, most_servers, server_gpus
 from megarl.rollout.sglang.launch import WorkerPlace
 
 
@@ -34,8 +34,36 @@ def test_servers_are_where_workers_have_gpus_to_lend(
     servers: int, ranks: int, workers: list[int], dealt: list[int]
 ) -> None:
     found = deal(servers, ranks, workers)
-    assert [len(numbers) for numbers in found] == dealt
-    assert [number for numbers in found for number in numbers] == list(range(servers))
+    assert [len(parts) for parts in found] == dealt
+    assert [part for parts in found for part in parts] == [(number, 0) for number in range(servers)]
+
+
+@pytest.mark.parametrize(
+    ("servers", "ranks", "nnodes", "workers", "dealt"),
+    [
+        (1, 8, 2, [8, 8], [[(0, 0)], [(0, 1)]]),
+        (2, 8, 2, [8, 8, 8, 8], [[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)]]),
+        (2, 4, 2, [8, 8], [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]),
+        (2, 4, 2, [4, 8, 4], [[(0, 0)], [(0, 1), (1, 0)], [(1, 1)]]),
+        (1, 8, 2, [4, 8, 8], [[], [(0, 0)], [(0, 1)]]),
+    ],
+)
+def test_the_nodes_of_a_server_are_on_machines_of_their_own(
+    servers: int, ranks: int, nnodes: int, workers: list[int], dealt: list[list[tuple[int, int]]]
+) -> None:
+    assert deal(servers, ranks, workers, nnodes) == dealt
+    assert most_servers(ranks, workers, nnodes) == servers
+
+
+def test_machines_too_few_or_too_small_hold_no_server() -> None:
+    assert most_servers(8, [16], nnodes=2) == 0
+    assert most_servers(8, [8, 4], nnodes=2) == 0
+
+
+def test_a_part_of_a_server_has_the_gpus_of_its_ranks_on_this_machine() -> None:
+    config = SGLangConfig(servers=2, tp_size=4, nnodes=2)
+    found = [server_gpus(config, 2, local, 4, {}, 8) for local in (0, 1)]
+    assert found == [("4", "5"), ("6", "7")]
 
 
 def test_servers_are_on_the_gpus_after_the_trainers() -> None:

@@ -75,15 +75,26 @@ def test_a_draft_is_named_to_the_server_and_read_from_its_files() -> None:
     assert [one for one in plain if one.startswith("--spec")] == ["--speculative-algorithm"]
 
 
+def test_a_node_process_is_told_its_place_and_where_the_others_are() -> None:
+    settings = SGLangConfig(tp_size=4, nnodes=2)
+    node = ServerSpec(3, settings, Path("model"), "bfloat16", "10.0.0.2", "key", Path("logs"), True, node=1)
+    found = dict(itertools.pairwise(node.arguments(1234, "10.0.0.1:5000")))
+    told = {"--tp-size": "4", "--nnodes": "2", "--node-rank": "1", "--dist-init-addr": "10.0.0.1:5000"}
+    assert told.items() <= found.items()
+    assert node.log == Path("logs/server_3_node1.log")
+    assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & {*spec().arguments(1234)}
+
+
 @pytest.mark.parametrize(
     ("settings", "fp8", "key"),
     [
         ({"speculative": {"algorithm": "NGRAM"}}, False, "rollout.sglang.speculative"),
         ({}, True, "sync.fp8"),
         ({"tp_size": 2, "ep_size": 2}, False, "rollout.sglang.ep_size"),
+        ({"tp_size": 2, "nnodes": 2}, False, "rollout.sglang.nnodes"),  # this run has one machine
     ],
 )
-def test_what_servers_do_on_gpus_only_is_refused_without_one(tmp_path, settings, fp8, key) -> None:
+def test_what_this_place_has_no_servers_for_is_refused(tmp_path, settings, fp8, key) -> None:
     with pytest.raises(ConfigError) as raised:
         open_fleet(
             SGLangConfig(**settings), WorkerPlace(), tmp_path, tmp_path, "float32", cuda=False, fp8=fp8,

@@ -8,7 +8,7 @@ import pytest
 
 from megarl import comm
 from megarl.errors import ConfigError, WorkerError
-from megarl.rollout.sglang.receiver import OWN_GPUS
+from megarl.rollout.sglang.receiver import OWN_GPUS, SPREAD
 from megarl.sync import hosts as of_sync
 from megarl.sync.hosts import choose_transport, host_of
 from tests.dist import fresh_parallel, run_distributed, world
@@ -176,3 +176,11 @@ def test_shared_memory_needs_a_trainer_on_every_servers_host():
         choose_transport("tensor", ["a", "b"], {"a", "b"}, OWN_GPUS)
     with pytest.raises(ConfigError, match="no trainer rank runs on c"):
         choose_transport("tensor", ["a", "c"], {"a", "b"})
+
+
+def test_a_server_on_several_machines_takes_nothing_through_the_memory_of_one() -> None:
+    for wanted, chosen in {"auto": "distributed", "distributed": "distributed", "disk": "disk"}.items():
+        assert choose_transport(wanted, ["a"], {"a"}, spread=SPREAD) == chosen
+    for wanted in ("tensor", "delta"):
+        with pytest.raises(ConfigError, match=r"rollout\.sglang\.nnodes"):
+            choose_transport(wanted, ["a"], {"a"}, spread=SPREAD)

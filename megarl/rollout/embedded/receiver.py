@@ -180,7 +180,7 @@ class EngineReceivers:
     """
 
     def __init__(self, receivers: Sequence[EngineReceiver], cannot_map: str = "") -> None:
-        self.all, self.cannot_map = list(receivers), cannot_map
+        self.all, self.cannot_map, self.spread = list(receivers), cannot_map, ""
 
     @classmethod
     def connect(

@@ -156,8 +156,9 @@ class SglangEngine:
         self._untold += failures
 
     def tell(self) -> list[dict[str, Any]]:
-        """Return the fields of `LostServer` of what was noted since the last call, for the other ranks' `replace`."""
-        told, self._untold = self._untold, []
+        """Return the fields of `LostServer` of what was noted since the last call, or has lost a process of this rank,
+        for the other ranks' `replace`."""
+        told, self._untold = [*self._untold, *self._fleet.ended()], []
         return [asdict(failure) for failure in told]
 
     def replace(self, told: Iterable[dict[str, Any]], *, fill: bool) -> None:

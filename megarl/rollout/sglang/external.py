@@ -15,7 +15,7 @@ from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.server import HEALTH_S
 
 _SHORT_NAMES = {"float": "float32", "half": "float16"}
-_SAID = {"tp_size": int, "ep_size": int, "dp_size": int, "dtype": str, "context_length": int | None}
+_SAID = {"tp_size": int, "ep_size": int, "dp_size": int, "nnodes": int, "dtype": str, "context_length": int | None}
 
 
 Problem = dict[str, Any]  # arguments of ConfigError
@@ -123,7 +123,7 @@ def _differences(
             yield _unclear(server, f"{name} is {info[name]!r}" if name in info else f"no {name} in its answer")
             return
     where = f"{server.api.name} at {server.api.url}"
-    for name in ("tp_size", "ep_size", "dp_size"):
+    for name in ("tp_size", "ep_size", "dp_size", "nnodes"):
         wanted, there, option = getattr(config, name), info[name], f"--{name.replace('_', '-')}"
         if there != wanted:
             yield {

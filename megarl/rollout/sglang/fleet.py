@@ -7,7 +7,9 @@
 A restarted server holds the weights it was started with, so it gets no request before a full synchronisation has been
 acknowledged. The first rank of each machine owns the processes there; `refresh` makes all ranks agree.
 
-The processes of a server that has failed end as soon as its owner knows: one that hangs keeps its devices' memory.
+The processes of a server that has failed end as soon as their owners know: one that hangs keeps its devices' memory. A
+server on several machines has an owner on each. Its node 0 is asked, and its owner knows the server's state; one node
+process that ends takes the server down, and all are started again together, at another address.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Server:
         why: its last fault.
         restarts: number of times that it was started again.
         given_up: it did not come up, and would not the next time.
-        gpus: names of the GPUs of its ranks on its machine; empty: not known, or a CPU.
+        gpus: names of the GPUs of its ranks on its first machine; empty: not known, or a CPU.
     """
 
     number: int
@@ -68,7 +70,7 @@ class Fleet:
     Args:
         servers: in order of their numbers, the same on every rank.
         config: deadlines and the number of restarts.
-        owned: processes that this rank started, by server number.
+        owned: processes that this rank starts, by server number: whole servers, or one node of each.
         watched: external servers whose health this rank looks after, by number.
 
     Attributes:
@@ -89,6 +91,14 @@ class Fleet:
         self.examine: Callable[[Server], str | None] | None = None
         self._start_end: dict[int, float] = {}  # of those that are starting: when that is too late
 
+    def start(self) -> None:
+        """Start the servers of the run. Collective, from the main thread.
+
+        Raises:
+            ConfigError: this machine does not have the address that servers are to listen on.
+        """
+        self._start(range(len(self.servers)))
+
     @property
     def external(self) -> bool:
         """The servers were there before the run and will be after it."""
@@ -98,6 +108,11 @@ class Fleet:
     def on_other_gpus(self) -> bool:
         """The run's servers, where they are on GPUs, have GPUs of their own, which are not the trainer's."""
         return not self.external and not self._config.colocated
+
+    @property
+    def nnodes(self) -> int:
+        """Machines of each server."""
+        return self._config.nnodes
 
     @property
     def answer_s(self) -> float:
@@ -134,6 +149,16 @@ class Fleet:
                 print(f"{told}; the run did not start it, so it is not restarted; its samples go to others", flush=True)
         self._end_failed()
 
+    def ended(self) -> list[LostServer]:
+        """Return the servers of which a process of this rank has ended while they were asked."""
+        lost = []
+        for number, process in self._owned.items():
+            server = self.servers[number]
+            if server.state in ("catching_up", "current") and process.pid is None:
+                why = f"{process.spec.part} ended; see {process.spec.log}"
+                lost.append(LostServer(number, server.api.url, why))
+        return lost
+
     @property
     def replacing(self) -> bool:
         """A server of the run is on its way back, or can be started again. The same on every rank after `refresh`."""
@@ -162,9 +187,9 @@ class Fleet:
         Raises:
             ServerError: on every rank, when no server is left and none may be restarted.
         """
+        self._check()
         self.share_failures()
         self._restart()
-        self._check()
         for server in self._starting():
             if time.monotonic() > self._start_end.get(server.number, math.inf):
                 self._give_up(server)
@@ -182,6 +207,7 @@ class Fleet:
             ServerError: on every rank, when no server is left.
         """
         end = time.monotonic() + self._config.start_timeout_s  # they start side by side
+        self._check()
         self.share_failures()
         self._restart()
         for number in self._watched:  # somebody else restarts them; they are waited for as often as own ones
@@ -190,14 +216,12 @@ class Fleet:
                 server.state, server.restarts = "starting", server.restarts + 1
         waited = self._starting()
         while True:
-            self._check()
-            for server in waited:
-                if server.state == "failed" and not server.given_up and not self._was_killed(server):
-                    self._give_up(server)
-            self._end_failed()
+            self._check(give_up=True)
+            self.share_failures()
             self._restart()
             self._ask(self._starting(), end)
-            if not self._starting() or time.monotonic() > end:
+            waiting = bool(self._starting()) and time.monotonic() <= end
+            if not any(self._world.all_gather_json(waiting)):
                 break
             beat()
             time.sleep(POLL_S)
@@ -220,17 +244,24 @@ class Fleet:
 
     def _mine(self) -> list[Server]:
         """Return the servers that this rank looks after."""
-        return [self.servers[number] for number in (*self._owned, *self._watched)]
+        heads = [number for number, process in self._owned.items() if process.spec.node == 0]
+        return [self.servers[number] for number in (*heads, *self._watched)]
 
     def _starting(self) -> list[Server]:
         return [server for server in self._mine() if server.state == "starting"]
 
     def share_failures(self) -> None:
         """Share with every rank which servers any of them has marked as failed. Collective."""
-        failed = [[s.number, s.why] for s in self.servers if s.state == "failed"]
+        failed = [[s.number, s.why, s.given_up] for s in self.servers if s.state == "failed"]
+        reasons: dict[int, list[str]] = {}
         for reports in self._world.all_gather_json(failed):
-            for number, why in reports:
-                self.mark_failed(self.servers[number], why)
+            for number, why, given_up in reports:
+                reasons.setdefault(number, []).append(why)
+                self.servers[number].given_up |= given_up
+        for number, told in reasons.items():  # where a node process ends, others do so, too: any may be the cause
+            self.mark_failed(
+                self.servers[number], "; ".join(dict.fromkeys(told)) if self._config.nnodes > 1 else told[-1]
+            )
         self._end_failed()
 
     def _end_failed(self) -> None:
@@ -239,6 +270,8 @@ class Fleet:
             server = self.servers[number]
             if server.state == "failed" and process.there:
                 process.stop(0)  # a hanging process takes no polite request
+                if process.spec.node:
+                    continue
                 most, done = self._config.max_restarts, server.restarts
                 next_ = f"restart {done + 1} of {most} follows" if self._may_restart(server) else "it is given up"
                 print(
@@ -250,24 +283,41 @@ class Fleet:
     def _may_restart(self, server: Server) -> bool:
         return server.state == "failed" and not server.given_up and server.restarts < self._config.max_restarts
 
-    def _was_killed(self, server: Server) -> bool:
-        process = self._owned.get(server.number)
-        return process is not None and process.was_killed
-
     def _restart(self) -> None:
-        """Start what failed again. From the main thread, see ServerProcess."""
-        for number, process in self._owned.items():
-            server = self.servers[number]
-            if process.pid is None and server.state in ("catching_up", "current"):
-                self.mark_failed(server, f"its process ended; see {process.spec.log}")
-            if self._may_restart(server):
-                process.stop(0)
-                process.start()
-                server.state, server.restarts = "starting", server.restarts + 1
-                self._start_end[number] = time.monotonic() + self._config.start_timeout_s
+        """Start what failed again. Collective, after `share_failures`; from the main thread, see ServerProcess."""
+        again = [] if self.external else [server for server in self.servers if self._may_restart(server)]
+        self._start([server.number for server in again])
+        for server in again:
+            server.state, server.restarts = "starting", server.restarts + 1
+            self._start_end[server.number] = time.monotonic() + self._config.start_timeout_s
 
-    def _check(self) -> None:
-        """Mark starting processes that ended as failed. From the main thread, as `_restart`."""
+    def _start(self, numbers: Iterable[int]) -> None:
+        """Start this rank's processes of these servers. Collective: all have ended those that were there before."""
+        own = {number: self._owned[number] for number in numbers if number in self._owned}
+        meetings: dict[str, str] = {}
+        if self._config.nnodes > 1:
+            heads = {str(number): process.meeting() for number, process in own.items() if process.spec.node == 0}
+            for part in self._world.all_gather_json(heads):
+                meetings |= part
+        for number, process in own.items():
+            process.stop(0)
+            process.start(meetings.get(str(number), ""))
+            self._learn(process)
+
+    def _learn(self, process: ServerProcess) -> None:
+        """Note where the server is, if this process answers for it."""
+        if process.spec.node == 0:
+            server = self.servers[process.spec.number]
+            server.api, server.gpus = process.api, process.spec.own_gpus
+
+    def _check(self, *, give_up: bool = False) -> None:
+        """Mark servers of which a process of this rank has ended as failed. From the main thread, see ServerProcess.
+
+        Args:
+            give_up: those that ended by themselves while they were starting are not started again.
+        """
+        for lost in self.ended():
+            self.mark_failed(self.servers[lost.number], lost.why)
         for number, process in self._owned.items():
             server = self.servers[number]
             if server.state == "starting":
@@ -275,7 +325,8 @@ class Fleet:
                     process.check()
                 except ServerError as error:
                     self.mark_failed(server, error.reason)
-            server.api, server.gpus = process.api, process.spec.own_gpus
+                    server.given_up = give_up and process.ended_by_itself
+            self._learn(process)
 
     def _ask(self, servers: Sequence[Server], end: float) -> None:
         """See which of these servers of this rank answer, side by side, at most until `time.monotonic()` is `end`."""
@@ -300,7 +351,8 @@ class Fleet:
         process, why = self._owned.get(server.number), server.why
         if server.state == "starting":
             limit = f"{self._config.start_timeout_s:g} s (rollout.sglang.start_timeout_s)"
-            why = f"not ready within {limit}: {why if process is None else f'see {process.spec.log}'}"
+            nodes = f"its {self._config.nnodes} node processes did not all come up, " if self._config.nnodes > 1 else ""
+            why = f"not ready within {limit}: {nodes}{why if process is None else f'see {process.spec.log}'}"
         if process is not None:
             process.stop(0)
             server.given_up = True
@@ -311,6 +363,7 @@ class Fleet:
         for reports in self._world.all_gather_json([_report(server) for server in self._mine()]):
             for report in reports:
                 self._adopt(report)
+        self._end_failed()  # the other node processes of what its owner has given up
         self.need_one()
 
     def reports(self) -> list[dict[str, Any]]:

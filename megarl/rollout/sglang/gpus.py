@@ -22,22 +22,34 @@ TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
 SERVER_GPUS = "MEGARL_SERVER_GPUS"
 
 
-def deal(servers: int, ranks: int, workers: Sequence[int]) -> list[range]:
-    """Return the numbers of the servers of every machine: equally many where machines are alike.
+def deal(servers: int, ranks: int, workers: Sequence[int], nnodes: int = 1) -> list[list[tuple[int, int]]]:
+    """Return which nodes of which servers are on every machine, (server, node): equally many where machines are alike.
 
     Args:
         servers: servers of the run.
-        ranks: ranks of each, which has a GPU for every one of them.
+        ranks: ranks of a server on one machine, each of which has a GPU.
         workers: workers of the team that starts the servers, by machine. They may lend their GPUs: the next server goes
             where most of these are left.
+        nnodes: machines of a server, at most as many as there are.
     """
-    left, given = list(workers), [0] * len(workers)
+    left = list(workers)
+    places = []
     for _ in range(servers):
-        machine = max(range(len(left)), key=lambda m: left[m])
-        left[machine] -= ranks
-        given[machine] += 1
-    firsts = [sum(given[:machine]) for machine in range(len(given))]
-    return [range(first, first + number) for first, number in zip(firsts, given, strict=True)]
+        machines = sorted(sorted(range(len(left)), key=lambda m: -left[m])[:nnodes])
+        for machine in machines:
+            left[machine] -= ranks
+        places.append(machines)
+    found: list[list[tuple[int, int]]] = [[] for _ in workers]
+    for server, machines in enumerate(sorted(places)):
+        for node, machine in enumerate(machines):
+            found[machine].append((server, node))
+    return found
+
+
+def most_servers(ranks: int, workers: Sequence[int], nnodes: int = 1) -> int:
+    """Return how many servers find room on the GPUs that workers lend; arguments as of `deal`."""
+    places = [number // ranks for number in workers]
+    return max(n for n in range(sum(places) // nnodes + 1) if sum(min(place, n) for place in places) >= n * nnodes)
 
 
 def server_gpus(
@@ -50,7 +62,7 @@ def server_gpus(
 
     Args:
         config: `rollout.sglang`.
-        servers: servers of this machine.
+        servers: servers of this machine; of one on several machines this machine has a part.
         local: 0, 1, ... on this machine.
         workers: trainer ranks of this machine.
         environment: environment of this process.
@@ -65,16 +77,17 @@ def server_gpus(
     pool = trainer if config.colocated else rest
     if config.gpus is not None:
         pool = [str(gpu) for gpu in config.gpus]
-    if len(pool) < servers * config.ranks:
+    ranks = config.ranks_per_node
+    if len(pool) < servers * ranks:
         raise ConfigError(
-            f"the servers of this machine need {servers * config.ranks} GPUs and have {len(pool)}: it shows "
+            f"the servers of this machine need {servers * ranks} GPUs and have {len(pool)}: it shows "
             f"{len(trainer) + len(rest)}, of which the trainer has {len(trainer)}",
             where="rollout.sglang.gpus",
             found=config.gpus,
             allowed="one GPU per rank of a server",
             fix="lower rollout.sglang.servers, tp_size or cluster.nproc, or share them: rollout.sglang.colocated=true",
         )
-    own = pool[local * config.ranks : (local + 1) * config.ranks]
+    own = pool[local * ranks : (local + 1) * ranks]
     others = (*pool, *trainer) if config.colocated else ()
     return tuple(dict.fromkeys((*own, *others)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megarl.comm import WorkerGroup, address_for_others
 from megarl.config.run import ClusterConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 from megarl.processes import nvidia_devices
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.external import check_external, differences
@@ -83,8 +83,10 @@ def open_fleet(
         # In memory only: no file and no command line has it.
         key = key or world.broadcast_json(secrets.token_urlsafe(32))
         host = config.host or host or address_for_others(f"machine {place.machine}", world)
-        fleet = _started(config, place, run_dir, model, dtype, host, key, cuda, random_weights, fp8, world)
+        fleet = _own(config, place, run_dir, model, dtype, host, key, cuda, random_weights, fp8, world)
     try:
+        if not config.urls:
+            fleet.start()
         fleet.wait_started()
         if config.urls:
             examine = functools.partial(differences, config=config, dtype=dtype, longest=longest, images=images)
@@ -134,7 +136,7 @@ def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
         )
 
 
-def _started(
+def _own(
     config: SGLangConfig,
     place: WorkerPlace,
     run_dir: Path,
@@ -150,9 +152,18 @@ def _started(
     if not cuda:
         _check_cpu(config, fp8)
     workers = dict(world.all_gather_json([place.machine, place.workers]))
-    here = deal(config.servers, config.ranks, [workers[machine] for machine in range(place.machines)])[place.machine]
+    machines = [workers[machine] for machine in range(place.machines)]
+    if len(machines) < config.nnodes:
+        raise ConfigError(
+            f"servers are started on {count(len(machines), 'machine')}",
+            where="rollout.sglang.nnodes",
+            found=config.nnodes,
+            allowed=f"at most {len(machines)}",
+            fix="lower rollout.sglang.nnodes, or give the team that generates more machines",
+        )
+    here = deal(config.servers, config.ranks_per_node, machines, config.nnodes)[place.machine]
     owned: dict[int, ServerProcess] = {}
-    for local, number in enumerate(here if place.is_first else ()):
+    for local, (number, node) in enumerate(here if place.is_first else ()):
         spec = ServerSpec(
             number,
             config,
@@ -164,8 +175,8 @@ def _started(
             cuda,
             server_gpus(config, len(here), local, place.workers, os.environ, nvidia_devices()) if cuda else None,
             random_weights,
+            node,
         )
         owned[number] = ServerProcess(spec)
-        owned[number].start()
     servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(config.servers)]  # addresses: wait_started
     return Fleet(servers, config, owned, world=world)

@@ -24,6 +24,7 @@ from megarl.sync.receiver import Checksums, PauseMode, SharedUse, UpdateGroup, U
 from megarl.sync.shared import Handle
 
 OWN_GPUS = "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's"
+SPREAD = "servers on several machines (rollout.sglang.nnodes) take nothing through the memory of one of them"
 WHOLE = "flattened_bucket"  # SGLang's name for a buffer of whole tensors
 _POLL_S = 0.5
 _MOVES_NOTHING = frozenset(
@@ -247,6 +248,11 @@ class SglangReceivers:
     def cannot_map(self) -> str:
         """Servers on GPUs that are not the trainer's."""
         return OWN_GPUS if self.fleet.on_other_gpus and self.all and self.all[0].layout.on_gpu else ""
+
+    @property
+    def spread(self) -> str:
+        """Servers on several machines."""
+        return SPREAD if self.fleet.nnodes > 1 else ""
 
     def lead(self, folder: Path, deadline_s: float) -> None:
         """Give a keeper to servers that outlive the trainer."""

@@ -1,4 +1,8 @@
-"""One SGLang server as a child process: start, health, stop. Its log is `RUN/servers/server_K.log`."""
+"""One SGLang server as a child process: start, health, stop. Its log is `RUN/servers/server_K.log`.
+
+A server on several machines is a process on each of them, its node processes. Node 0 answers requests; the others'
+logs are `server_K_node1.log`, ...
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ _CLASHES = ("address already in use", "is already in use", "eaddrinuse")
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """The settings that one server is started with.
+    """The settings that one server, or its part on one machine, is started with.
 
     Attributes:
         number: among all servers of the run.
@@ -52,6 +56,7 @@ class ServerSpec:
         log_dir: folder of the log.
         cuda: runs on GPUs, on `gpus` as CUDA_VISIBLE_DEVICES names them (None: those this process sees).
         random_weights: do not read weights; the first update brings them all.
+        node: 0, 1, ... of the server's machines.
     """
 
     number: int
@@ -64,6 +69,7 @@ class ServerSpec:
     cuda: bool
     gpus: tuple[str, ...] | None = None
     random_weights: bool = False
+    node: int = 0
 
     @property
     def name(self) -> str:
@@ -71,17 +77,23 @@ class ServerSpec:
         return f"server {self.number}"
 
     @property
+    def part(self) -> str:
+        """This part of the server in messages: its process, or the one of a node and where that is."""
+        nnodes = self.config.nnodes
+        return "the process" if nnodes == 1 else f"the process of node {self.node} of {nnodes}, on {self.host},"
+
+    @property
     def own_gpus(self) -> tuple[str, ...]:
-        """The GPUs of its ranks; it may see others, whose memory it maps."""
-        return (self.gpus or ())[: self.config.ranks]
+        """The GPUs of its ranks here; it may see others, whose memory it maps."""
+        return (self.gpus or ())[: self.config.ranks_per_node]
 
     @property
     def log(self) -> Path:
         """Its log; a restart appends to it."""
-        return self.log_dir / f"server_{self.number}.log"
+        return self.log_dir / f"server_{self.number}{f'_node{self.node}' if self.node else ''}.log"
 
-    def arguments(self, port: int) -> list[str]:
-        """Return the arguments of `sglang.launch_server`."""
+    def arguments(self, port: int, meeting: str = "") -> list[str]:
+        """Return the arguments of `sglang.launch_server`; `meeting`: the address at which node processes meet."""
         c = self.config
         values = {
             "--model-path": self.model,
@@ -91,6 +103,9 @@ class ServerSpec:
             "--tp-size": c.tp_size,
             "--ep-size": c.ep_size,
             "--dp-size": c.dp_size,
+            "--nnodes": c.nnodes if meeting else None,
+            "--node-rank": self.node if meeting else None,
+            "--dist-init-addr": meeting or None,
             "--mem-fraction-static": c.memory_fraction or (None if self.cuda else 0.1),
             "--max-total-tokens": c.max_total_tokens or (None if self.cuda else _CPU_TOKENS),
             "--context-length": c.context_length,
@@ -124,6 +139,7 @@ class ServerProcess:
     Attributes:
         api: its address; its port is another one after every start.
         instance: name of its shared memory; another one after every start.
+        clashed: it ended since a port was taken: the next start takes another one.
     """
 
     def __init__(self, spec: ServerSpec) -> None:
@@ -132,27 +148,41 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self.instance = ""
         self._temporary: Path | None = None
-        self._log_start, self._clashes = 0, 0
+        self._log_start, self._clashes, self.clashed = 0, 0, False
         self._python = find_python(spec.config.python, cuda=spec.cuda)
         sglang_version(self._python)
 
-    def start(self) -> None:
-        """Start the process and return at once; `health` of its `api` tells when it answers.
+    def meeting(self) -> str:
+        """Return an address of this machine at which the node processes of the server can meet.
 
         Raises:
-            ConfigError: this machine does not have the address that it is to listen on.
+            ConfigError: as of `start`.
         """
-        spec = self.spec
+        return f"{self.spec.host}:{self._free_port()}"
+
+    def _free_port(self) -> int:
         try:
-            port = free_port(spec.host)
+            return free_port(self.spec.host)
         except OSError as error:
             raise ConfigError(
                 f"servers cannot listen there: {error}",
                 where="rollout.sglang.host",
-                found=spec.host,
+                found=self.spec.host,
                 allowed="the address of an interface of this machine, or null",
                 fix="set rollout.sglang.host=null",
             ) from error
+
+    def start(self, meeting: str = "") -> None:
+        """Start the process and return at once; `health` of its `api` tells when it answers.
+
+        Args:
+            meeting: address at which it meets the other node processes of the server; empty: it is the only one.
+
+        Raises:
+            ConfigError: this machine does not have the address that it is to listen on.
+        """
+        spec, self.clashed = self.spec, False
+        port = self._free_port()
         self.api = ServerApi(f"http://{spec.host}:{port}", spec.api_key, spec.name)
         self.instance = f"megarl_{secrets.token_hex(8)}"
         if not spec.cuda:  # on a GPU compilers keep what they made in the system's folder for the next start
@@ -171,7 +201,9 @@ class ServerProcess:
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
             self._log_start = _end(log)
-            self._process = _start_process(server_command(self._python, spec.arguments(port)), environment, log)
+            self._process = _start_process(
+                server_command(self._python, spec.arguments(port, meeting)), environment, log
+            )
 
     @property
     def pid(self) -> int | None:
@@ -187,6 +219,12 @@ class ServerProcess:
     def was_killed(self) -> bool:
         """A signal has ended it, from outside or SGLang's own when one of its processes died."""
         return self._process is not None and (self._process.poll() or 0) < 0
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """It ended, and would do so the next time."""
+        code = None if self._process is None else self._process.poll()
+        return code is not None and code >= 0 and not self.clashed
 
     def check(self) -> None:
         """See that the process runs. A port that was taken since it was chosen is exchanged for another.
@@ -220,11 +258,14 @@ class ServerProcess:
         text = self._log_text()
         if any(clash in text.lower() for clash in _CLASHES) and self._clashes < _PORT_TRIES:
             self._clashes += 1
-            self.stop(0)
-            self.start()
-            return
+            if self.spec.config.nnodes == 1:
+                self.stop(0)
+                self.start()
+                return
+            self.clashed = True  # its other node processes have to meet it at another address
         code = None if self._process is None else self._process.poll()
-        reason = f"the process {'was stopped' if code is None else f'ended ({ending(code)})'}; see {self.spec.log}"
+        what = "was stopped" if code is None else f"ended ({ending(code)})"
+        reason = f"{self.spec.part} {what}; see {self.spec.log}"
         tail = "\n".join(f"  | {line}" for line in text.strip().splitlines()[-5:])
         raise ServerError(self.spec.name, self.api.url, "start", f"{reason}\n{tail}" if tail else reason)
 

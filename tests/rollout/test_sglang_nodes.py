@@ -1,0 +1,101 @@
+"""A server on several machines: one process on each, which start, fail and start again together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.compat.sglang import TESTED
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ServerError
+from megarl.rollout.sglang.fleet import Fleet
+from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from tests.dist import run_distributed, world
+
+pytestmark = pytest.mark.procs
+# A node process that notes its command line and answers /health; with a file `broken` there, node 1 ends instead.
+NODE = """#!/bin/sh
+[ "$1" = -I ] && echo {version} && exit
+case "$*" in *"--node-rank 1"*) [ -e "{folder}/broken" ] && exit 3 ;; esac
+echo "$*" >> "{folder}/commands"
+while [ "$1" != --port ]; do shift; done
+exec "{python}" -m http.server --bind 127.0.0.1 --directory "{folder}" "$2"
+"""
+
+
+def open_one(folder: str) -> Fleet:
+    """A server of two node processes; this rank stands for a machine."""
+    config = SGLangConfig(python=f"{folder}/python", tp_size=2, nnodes=2, start_timeout_s=120)
+    place = WorkerPlace(world().rank, 2, True, 1)
+    path = Path(folder)
+    return open_fleet(config, place, path, path, "float32", cuda=False, host="127.0.0.1", world=world())
+
+
+def lose_node_1(folder: str) -> dict:
+    """Kill the process of node 1, and look at the server on the other rank, too."""
+    with open_one(folder) as fleet:
+        process, server = fleet._owned[0], fleet.servers[0]
+        found = {"url": server.api.url, "state": server.state, "log": process.spec.log.name}
+        before = process.pid
+        if process.spec.node == 1:
+            os.killpg(process.pid, signal.SIGKILL)
+            while process.pid is not None:
+                time.sleep(0.01)
+        found["ended"] = [lost.why for lost in fleet.ended()]
+        world().barrier()
+        fleet.refresh()
+        fleet.wait_started()
+        found |= {"again": server.state, "restarts": server.restarts, "why": server.why}
+        found["another"] = process.pid not in (None, before)
+        return found
+
+
+def fail_to_start(folder: str) -> tuple[str, bool]:
+    """Return what the rank says of a server whose node 1 ends by itself."""
+    try:
+        open_one(folder)
+    except ServerError as error:
+        return str(error)
+    return "it came up"
+
+
+def write_python(folder: Path) -> Path:
+    python = folder / "python"
+    python.write_text(NODE.format(version=TESTED, folder=folder, python=sys.executable))
+    python.chmod(0o755)
+    (folder / "health").write_text("{}")
+    return folder
+
+
+def value(command: str, name: str) -> str:
+    words = command.split()
+    return words[words.index(name) + 1]
+
+
+def test_a_node_process_that_ends_takes_its_server_down_and_all_start_again(tmp_path: Path) -> None:
+    first, second = run_distributed(lose_node_1, 2, 240, str(write_python(tmp_path)))
+    assert first["url"] == second["url"]  # that of node 0, on both machines
+    assert [one["log"] for one in (first, second)] == ["server_0.log", "server_0_node1.log"]
+    assert first["ended"] == []
+    assert "the process of node 1 of 2, on 127.0.0.1, ended; see" in second["ended"][0]
+    for one in (first, second):
+        assert (one["state"], one["again"], one["restarts"], one["another"]) == ("catching_up", "catching_up", 1, True)
+    commands = (tmp_path / "commands").read_text().splitlines()
+    starts = [sorted(commands[:2], key=lambda c: value(c, "--node-rank")), commands[2:]]
+    meetings = [{value(command, "--dist-init-addr") for command in start} for start in starts]
+    assert [len(start) for start in starts] == [2, 2]
+    assert [len(meeting) for meeting in meetings] == [1, 1]
+    assert meetings[0] != meetings[1]
+    assert [value(command, "--node-rank") for command in starts[0]] == ["0", "1"]
+
+
+def test_a_node_process_that_ends_by_itself_is_named_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "broken").touch()
+    for said in run_distributed(fail_to_start, 2, 240, str(write_python(tmp_path))):
+        assert "no server is left" in said
+        assert "the process of node 1 of 2, on 127.0.0.1, ended (exit code 3)" in said
