@@ -30,7 +30,7 @@ _OURS = (
     *("--custom-weight-loader", "--host", "--port", "--api-key", "--admin-api-key"),
     *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep", "--tp"),
     *("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-load-format"),
-    *("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"),
+    *("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--attn-dp-size", "--enable-dp-attention"),
     *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
 )
 #: Keys of `rollout.sglang` that configure how a server is started.

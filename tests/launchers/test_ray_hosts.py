@@ -75,6 +75,29 @@ def test_a_team_on_two_machines_has_a_server_on_each(tmp_path: Path) -> None:
         assert numbers["rollout_corr/logp_diff_max"] < 1e-4  # fp32 with other kernels; old weights differ by 1e-2
 
 
+def test_a_server_on_two_machines_generates_with_the_weights_of_every_step(tmp_path: Path) -> None:
+    steps, said = served(
+        tmp_path,
+        "rollout.sglang={servers: 1, tp_size: 2, nnodes: 2, start_timeout_s: 390}",
+        "sync.verify=every",
+        "cluster={nproc: 6, nnodes: 3, timeout_s: 400}",
+        "placement.teams.train={roles: [actor, reference], devices: 2}",
+        "placement.teams.draw={roles: [rollout], devices: 4}",
+        "trainer.steps=2",
+    )
+
+    assert re.search(r"servers at http://127\.0\.0\.[234]:\d+; .* distributed", said) is not None, said
+    logs = tmp_path / "run" / "servers"
+    assert {log.name for log in logs.iterdir()} == {"server_0.log", "server_0_node1.log"}
+    assert "TP1]" in (logs / "server_0_node1.log").read_text()
+    for step in (1, 2):
+        numbers = steps[step]
+        assert (numbers["sync/servers"], numbers["sync/failed"]) == (1, 0)
+        assert numbers["sync/verified_tensors"] > 0
+        assert numbers["rollout_corr/staleness_max"] == 0
+        assert numbers["rollout_corr/logp_diff_max"] < 1e-4  # fp32 with other kernels; old weights differ by 1e-2
+
+
 def test_a_team_on_one_machine_of_two_has_servers_that_the_other_one_reaches(tmp_path: Path) -> None:
     steps, said = served(
         tmp_path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -15,9 +16,13 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
-from tests.dist import run_distributed, world
+from tests.dist import fresh_parallel, run_distributed, world
+from tests.models.tiny import build_tiny, save_tiny
+from tests.rollout.servers import need_interpreter
+from tests.sync.receivers import weight_sync
 
 pytestmark = pytest.mark.procs
+PROMPT = [5, 17, 99, 4, 42]
 # A node process that notes its command line and answers /health; with a file `broken` there, node 1 ends instead.
 NODE = """#!/bin/sh
 [ "$1" = -I ] && echo {version} && exit
@@ -99,3 +104,59 @@ def test_a_node_process_that_ends_by_itself_is_named_on_every_rank(tmp_path: Pat
     for said in run_distributed(fail_to_start, 2, 240, str(write_python(tmp_path))):
         assert "no server is left" in said
         assert "the process of node 1 of 2, on 127.0.0.1, ended (exit code 3)" in said
+
+
+def serve(folder: str) -> list[dict]:
+    """Fill a real server by each transport that reaches it, take node 1 away, and fill it again; reports and tokens."""
+    from megarl.config.sync import SyncConfig
+    from megarl.rollout.sglang.probe import greedy_probe
+
+    fresh_parallel(tp=2)
+    model, run = f"{folder}/model", Path(folder)
+    chunks, world_ = build_tiny(model, tp=2), world()
+    config = SGLangConfig(tp_size=2, nnodes=2, max_total_tokens=4096, context_length=128, start_timeout_s=500)
+    place, found = WorkerPlace(world_.rank, 2, True, 1), []
+
+    def note(report) -> None:
+        tokens = greedy_probe(fleet.servers[0].api, PROMPT, 8, 120.0).token_ids if world_.rank == 0 else []
+        found.append(dataclasses.asdict(report) | {"tokens": tokens, "state": fleet.servers[0].state})
+        world_.barrier()
+
+    with open_fleet(
+        config, place, run, Path(model), "float32", cuda=False, random_weights=True, host="127.0.0.1", world=world_
+    ) as fleet:
+        for version, transport in enumerate(("disk", "distributed"), 1):
+            settings = SyncConfig(transport=transport, verify="every", timeout_s=200.0, bucket_mb=5)
+            sync = weight_sync(chunks, fleet, settings, folder)
+            note(sync.push(version))
+        if world_.rank == 1:
+            os.killpg(fleet._owned[0].pid, signal.SIGKILL)
+            while fleet._owned[0].pid is not None:
+                time.sleep(0.01)
+        world_.barrier()
+        fleet.refresh()
+        fleet.wait_started()
+        note(sync.catch_up())
+        sync.close()
+    return found
+
+
+@pytest.mark.servers
+@pytest.mark.campaign("servers")
+@pytest.mark.timeout(1200)
+def test_a_real_server_on_two_machines_holds_all_weights_on_every_rank(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    need_interpreter()
+    save_tiny(tmp_path / "model", "qwen3", tie_word_embeddings=False)
+    first, second = run_distributed(serve, 2, 1100, str(tmp_path))
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).generate(
+        torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(PROMPT) :]
+    for mine, theirs in zip(first, second, strict=True):
+        assert mine["tokens"] == wanted.tolist()
+        for one in (mine, theirs):
+            assert (one["updated"], one["failed"], one["state"]) == ([0], {}, "current")
+            assert one["verified"] > 0
+    assert [one["transport"] for one in first] == ["disk", "distributed", "distributed"]
