@@ -210,8 +210,7 @@ class Fleet:
         self._check()
         self.share_failures()
         self._restart()
-        for number in self._watched:  # somebody else restarts them; they are waited for as often as own ones
-            server = self.servers[number]
+        for server in self.servers if self.external else ():  # somebody else restarts them; waited for as often as own
             if self._may_restart(server):
                 server.state, server.restarts = "starting", server.restarts + 1
         waited = self._starting()
