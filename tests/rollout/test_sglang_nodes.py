@@ -127,7 +127,7 @@ def serve(folder: str) -> list[dict]:
     ) as fleet:
         for version, transport in enumerate(("disk", "distributed"), 1):
             settings = SyncConfig(transport=transport, verify="every", timeout_s=200.0, bucket_mb=5)
-            sync = weight_sync(chunks, fleet, settings, folder)
+            sync = weight_sync(chunks, fleet, settings, folder, tp=2)
             note(sync.push(version))
         if world_.rank == 1:
             os.killpg(fleet._owned[0].pid, signal.SIGKILL)
