@@ -7,8 +7,10 @@ tracking.mlflow_uri: https://me:secret@host  ->  https://***@host   in config.ya
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from urllib.parse import quote, unquote, urlsplit
+
+import yaml
 
 MASK = "***"
 USER, PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
@@ -49,14 +51,55 @@ def mask_argument(argument: str) -> str:
 
     >>> [mask_argument(a) for a in ("a.uri=https://me:it's@host", "reward.kwargs.api_key=sk-1", "trainer.steps=3")]
     ['a.uri=https://***@host', 'reward.kwargs.api_key=***', 'trainer.steps=3']
+    >>> mask_argument("reward.kwargs={api_key: sk-1, n: 2}")
+    'reward.kwargs={api_key: "***", n: 2}'
     """
     key, equals, value = argument.partition("=")
-    if equals and CREDENTIAL.match(key.rpartition(".")[2]):
+    if equals and _is_secret(key):
         return f"{key}={MASK}"
     whole = _WHOLE.match(value)
     if whole is not None:
         value = f"{whole['scheme']}{MASK}@{value[whole.end() :]}"
-    return mask(f"{key}{equals}{value}")
+    return mask(key + equals) + mask_yaml(value)
+
+
+def mask_yaml(text: str) -> str:
+    """Return YAML `text` without secrets: values of keys and of options in lists, and those of `mask`.
+
+    >>> mask_yaml("args: [--api-key, sk-1, --n, 2, --token=t]")
+    'args: [--api-key, "***", --n, 2, "--token=***"]'
+    """
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError:  # a value that is refused where it is read
+        return mask(text)
+    for start, end, instead in sorted(_secrets(root), reverse=True):
+        old = text[start:end]
+        text = text[:start] + instead + old[len(old.rstrip()) :] + text[end:]  # a block ends with its line
+    return mask(text)
+
+
+def _secrets(node: yaml.Node | None, inside: bool = False) -> Iterator[tuple[int, int, str]]:
+    """Yield places in a document, and what to put there. `inside`: all values are secret."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _secrets(value, inside or (isinstance(key, yaml.ScalarNode) and _is_secret(key.value)))
+    elif isinstance(node, yaml.SequenceNode):
+        option = ""
+        for entry in node.value:
+            yield from _secrets(entry, inside or _is_secret(option))
+            text = entry.value if isinstance(entry, yaml.ScalarNode) else ""
+            name, equals, _ = text.partition("=")
+            if equals and not inside and _is_secret(name):
+                yield entry.start_mark.index, entry.end_mark.index, f'"{name}={MASK}"'
+            option = text if text.startswith("-") else ""
+    elif isinstance(node, yaml.ScalarNode) and inside and node.tag != "tag:yaml.org,2002:null":
+        yield node.start_mark.index, node.end_mark.index, f'"{MASK}"'
+
+
+def _is_secret(name: str) -> bool:
+    """Tell whether the value of `a.b.name` or `--name` is a secret."""
+    return CREDENTIAL.match(name.rpartition(".")[2].lstrip("-").replace("-", "_")) is not None
 
 
 def take_out(uri: str, environment: MutableMapping[str, str]) -> str:

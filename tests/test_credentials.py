@@ -20,6 +20,18 @@ from megarl.tracking import mlflow_log
         ("tracking.mlflow_uri=https://me:it's@host/x", "tracking.mlflow_uri=https://***@host/x"),
         ('tracking.mlflow_uri=https://me:a "b"@host/x', "tracking.mlflow_uri=https://***@host/x"),
         ("reward.kwargs.api_key=sk-1", "reward.kwargs.api_key=***"),
+        ("reward.kwargs={api_key: sk-1, n: [2]}", 'reward.kwargs={api_key: "***", n: [2]}'),
+        (
+            "reward.kwargs=!replace {a: {b: [{api-key: 'sk, 1'}]}}",
+            'reward.kwargs=!replace {a: {b: [{api-key: "***"}]}}',
+        ),
+        ("env.args=[--api-key, sk-9, --n, 1]", 'env.args=[--api-key, "***", --n, 1]'),
+        ("env.args=[--hf-token=t, x]", 'env.args=["--hf-token=***", x]'),
+        (
+            "reward.kwargs={secret: [a, {b: c}], api_key: null}",
+            'reward.kwargs={secret: ["***", {b: "***"}], api_key: null}',
+        ),
+        ("reward.kwargs={url: 'http://me:word@host'}", "reward.kwargs={url: 'http://***@host'}"),
         ("model.tokenizer=chars:0123", "model.tokenizer=chars:0123"),
         ("--run-dir", "--run-dir"),
     ],

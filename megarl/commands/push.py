@@ -13,7 +13,7 @@ from megarl.artifacts.facts import is_hub_name
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.records import read_run
 from megarl.config.yamlio import to_yaml
-from megarl.credentials import CREDENTIAL, MASK, mask
+from megarl.credentials import mask, mask_yaml
 from megarl.errors import ConfigError, MegarlError
 
 _WHERE = "--push-to-hub"
@@ -52,7 +52,8 @@ def push(folder: Path, name: str, *, public: bool = False) -> str:
 
     api = HfApi()
     try:
-        url = api.create_repo(name, private=not public, exist_ok=True)
+        made = api.create_repo(name, private=not public, exist_ok=True)
+        name = made.repo_id  # with the user, where it was given without
         closed = public or bool(api.model_info(name).private)
         if closed:
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by megarl convert")
@@ -67,7 +68,7 @@ def push(folder: Path, name: str, *, public: bool = False) -> str:
             f"the repository {name} is there and public, so nothing was uploaded; the export is in {folder}\n"
             f"  fix:     name another, or upload it with: hf upload {name} {folder} ."
         )
-    return str(url)
+    return str(made)
 
 
 def write_card(folder: Path, source: Path) -> None:
@@ -94,8 +95,10 @@ def write_card(folder: Path, source: Path) -> None:
     if command := record.get("command"):
         parts.append(f"## Command\n\n```\n{command}\n```")
     if config:
-        parts.append(f"## Recipe\n\n```yaml\n{to_yaml(_without_secrets(config))}```")
-    text = mask("\n\n".join(parts) + "\n").replace(str(Path.home()), "~")
+        parts.append(f"## Recipe\n\n```yaml\n{mask_yaml(to_yaml(config))}```")
+    text = mask("\n\n".join(parts) + "\n")
+    if (home := str(Path.home())) != "/":
+        text = text.replace(f"{home}/", "~/")
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -115,11 +118,3 @@ def _last_metrics(run: Path) -> dict[str, tuple[float, int]]:
                 found[name] = (float(value), line["step"])
     held_out = {name: value for name, value in found.items() if name.startswith("val/")}
     return held_out or {name: value for name, value in found.items() if name.startswith(("critic/score/", "sft/"))}
-
-
-def _without_secrets(value: Any, key: str = "") -> Any:
-    if isinstance(value, dict):
-        return {name: _without_secrets(entry, str(name)) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(entry) for entry in value]
-    return MASK if value is not None and CREDENTIAL.match(key) else value

@@ -5,16 +5,19 @@ from __future__ import annotations
 import base64
 import http.server
 import json
+import shlex
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from huggingface_hub import constants
 
 from megarl.cli import main
 from megarl.commands.push import check_push, push, write_card
+from megarl.credentials import mask_argument
 from megarl.errors import ConfigError, MegarlError
 from tests.models.tiny import save_tiny
 
@@ -36,18 +39,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        self._answer({"id": "me/model", "private": self.server.private, "siblings": [], "sha": "0" * 40})
+        if self.path != "/api/models/me/model":
+            return self._answer({"error": "Repository not found"}, 404)
+        return self._answer({"id": "me/model", "private": self.server.private, "siblings": [], "sha": "0" * 40})
 
     def do_POST(self) -> None:
         self.server.tokens.add(self.headers["Authorization"])
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path.startswith("/api/models/") and not self.path.startswith("/api/models/me/model/"):
+            return self._answer({"error": "Repository not found"}, 404)
         if self.path == "/api/repos/create":
+            url = f"{constants.ENDPOINT}/me/model"
             asked = json.loads(body)
             if self.server.private is None:
                 public = asked.get("visibility") == "public" or asked.get("private") is False
                 self.server.private = not public
-                return self._answer({"url": "https://huggingface.co/me/model"})
-            return self._answer({"error": "exists", "url": "https://huggingface.co/me/model"}, 409)
+                return self._answer({"url": url})
+            return self._answer({"error": "exists", "url": url}, 409)
         if self.path.endswith("/preupload/main"):
             files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
             return self._answer({"files": [{**file, "shouldIgnore": False} for file in files]})
@@ -94,9 +102,13 @@ def run(tmp_path: Path) -> Path:
     config = {
         "model": {"path": "org/base"},
         "data": {"train_files": ["org/rows@train", "megarl.recipes.arithmetic:make_rows"]},
-        "reward": {"name": "http", "kwargs": {"api_key": "sk-1", "url": "http://me:word@host/score"}},
+        "reward": {
+            "name": "http",
+            "kwargs": {"api_key": "sk-1", "pem_secret": "sk-1\nsk-1\n", "url": "http://me:word@host/score"},
+        },
     }
-    command = "megarl train my.yaml reward.kwargs.api_key=***"
+    words = ["my.yaml", "reward.kwargs={api_key: sk-1, args: [--api-key, sk-1]}", f"trainer.dir={Path.home()}/runs"]
+    command = shlex.join(["megarl", "train", *map(mask_argument, words)])
     (folder / "run.json").write_text(json.dumps({"name": "sums", "config": config, "command": command}))
     lines = [{"step": step, "stage": "train", "val/acc": step / 20, "timing_s/step": 1.0} for step in (0, 10)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -125,9 +137,22 @@ def test_a_card_has_metrics_recipe_command_and_no_secret(run, tmp_path):
     assert "| `val/acc` | 0.5 | 10 |" in card
     assert "timing" not in card
     assert "megarl train my.yaml" in card
+    assert "trainer.dir=~/runs" in card
+    assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["reward"]["kwargs"]["pem_secret"] == "***"
     assert not [secret for secret in ("sk-1", "word@") if secret in card]
     write_card(tmp_path, tmp_path / "elsewhere")
     assert "## Recipe" not in (tmp_path / "README.md").read_text()
+
+
+def test_a_home_that_is_the_root_stays(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/")
+    write_card(tmp_path, run / "hf")
+    assert "`org/rows@train`" in (tmp_path / "README.md").read_text()
+
+
+def test_a_name_without_a_user_is_the_users_own(hub, run):
+    assert push(run / "hf", "model") == f"{constants.ENDPOINT}/me/model"
+    assert "config.json" in hub.files
 
 
 def test_a_failed_upload_says_how_to_repeat_it(hub, run):
