@@ -88,13 +88,21 @@ class Node:
         self.shutting_down = True
 
 
-def test_tests_that_start_nothing_have_a_lower_priority(tmp_path: Path) -> None:
-    own, turns = os.getpriority(os.PRIO_PROCESS, 0), Turns(tmp_path / "run")
-    for kind, added in {"": 3, "procs": 0}.items():
-        if added or os.geteuid() == 0:  # others may not go back up
-            turns.enter(kind)
-            assert os.getpriority(os.PRIO_PROCESS, 0) == min(own + added, 19)
-            turns.leave()
+def test_tests_that_start_nothing_have_a_lower_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, asked = os.getpriority(os.PRIO_PROCESS, 0), []
+
+    def only_down(which: int, who: int, value: int) -> None:
+        asked.append((which, who, value))
+        if value == own:
+            raise PermissionError("processes may not go back up")
+
+    monkeypatch.setattr(os, "setpriority", only_down)
+    turns = Turns(tmp_path / "run")
+    for kind in ("", "procs"):
+        turns.enter(kind)
+        turns.leave()
+    turns.close()
+    assert asked == [(os.PRIO_PROCESS, 0, own + 3), (os.PRIO_PROCESS, 0, own)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ def sources(config: RunConfig, job: str) -> list[HubSource]:
         data |= {"data.train_files": config.data.train_files, "sft.train_files": config.sft.train_files or []}
     if job == "train":
         models |= {"reference.path": config.reference.path, **config.teacher.paths}
-        models |= {"critic.path": config.critic.path, "reward_model.path": config.reward_model.path}
+        models["critic.path"] = config.critic.path
+    if job == "train" or (job == "eval" and config.reward.of_model is not None):
+        models["reward_model.path"] = config.reward_model.path
     found = [
         HubSource(key, "models", name)
         for key, name in models.items()

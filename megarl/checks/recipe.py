@@ -116,7 +116,7 @@ def check_config(
             _check_learning(config, roles, placement, facts, checks)
     if not learns_pairs:
         check_sampling(config, facts, checks)
-        check_reward_model(config, placement, others.get(Role.REWARD_MODEL), job, checks)
+        check_reward_model(config, roles, placement, others.get(Role.REWARD_MODEL), job, checks)
     if job != "sft":
         check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)

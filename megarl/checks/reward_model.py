@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.artifacts.facts import ModelFacts
-from megarl.checks.checklist import Checklist
+from megarl.checks.checklist import Checklist, Roles
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
@@ -13,11 +13,17 @@ _WHAT = "reward model"
 
 
 def check_reward_model(
-    config: RunConfig, placement: Placement | None, found: ModelFacts | None, job: str, checks: Checklist
+    config: RunConfig,
+    roles: Roles,
+    placement: Placement | None,
+    found: ModelFacts | None,
+    job: str,
+    checks: Checklist,
 ) -> None:
     """Check the section `reward_model` against the rest of the recipe.
 
     Args:
+        roles: of the nodes of the task graph; None: there is no graph.
         placement: the teams of the job; None: unknown here.
         found: sizes of the reward model; None: unknown here.
         job: train, sft, eval or generate.
@@ -50,6 +56,15 @@ def check_reward_model(
             "the environment scores the samples of this recipe",
             found="reward_model",
             fix="leave it out, or let the environment's class say `scores = False`",
+        )
+    elif roles is not None and Role.REWARD_MODEL not in roles:
+        checks.fail(
+            _WHAT,
+            key,
+            "a reward model's score is made by nodes of the task graph, and this pipeline lacks them",
+            found=f"reward_model with algorithm.pipeline={config.algorithm.pipeline}",
+            allowed="rewards of functions, or a pipeline with these nodes",
+            fix="add the nodes by megarl.recipes.grpo.add_reward",
         )
     _check_form(config, checks)
     _check_length(config, found, checks)
@@ -100,19 +115,36 @@ def _check_length(config: RunConfig, found: ModelFacts | None, checks: Checklist
 
 
 def _check_held_out(config: RunConfig, placement: Placement | None, job: str, checks: Checklist) -> None:
-    """Check that held-out samples have a score where the model is not asked: before RL, and in another team."""
-    if not config.data.held_out or config.reward.parts.keys() - {config.reward.of_model} or job == "generate":
+    """Check that held-out samples have what they need where the model is not asked: before RL, and in another team."""
+    if not config.data.held_out or job in ("eval", "generate"):
         return
     homes = {placement.of_role(role) for role in (Role.REWARD_MODEL, Role.ROLLOUT)} if placement is not None else set()
-    apart = job == "train" and len(homes) > 1
-    if job == "sft" or config.sft.steps or apart:
+    if job == "train" and len(homes - {None}) > 1:
+        why = "the reward model is in another team"
+    elif job == "sft":
+        why = "megarl sft has no reward model"
+    elif config.sft.steps:
+        why = "a cold start comes before the reward model"
+    else:
+        return
+    part, chosen_by = config.reward.of_model, config.validation.select_by
+    others = [label for label in config.reward.parts if label != part]
+    if not others:
         checks.fail(
             _WHAT,
             "reward.parts",
-            "held-out samples are scored where they are generated, and "
-            + ("the reward model is in another team" if apart else "a cold start comes before the reward model"),
+            f"held-out samples are scored where they are generated, and {why}",
             found="only the reward model gives a reward",
             allowed="another part beside it, whose scores validation then has",
             fix="name a function as another part, with weight 0 if it shall only be measured, or leave data.val_files "
             "out",
+        )
+    elif chosen_by == part:
+        checks.fail(
+            _WHAT,
+            "validation.select_by",
+            f"held-out samples are chosen among where they are generated, and {why}",
+            found=chosen_by,
+            allowed=[*others, "overall", "null"],
+            fix="set validation.select_by=null, and have `megarl eval`, which asks the model, choose by it",
         )

@@ -78,6 +78,10 @@ def test_what_a_job_takes_from_the_hub() -> None:
         HubSource("model.path", "models", "org/model"),
         HubSource("data.val_files", "datasets", "org/set"),
     ]
+    judge = HubSource("reward_model.path", "models", "org/judge")
+    judged = recipe("reward=!replace {name: reward_model}", "reward_model.path=org/judge")
+    assert [job for job in ("train", "sft", "eval", "generate") if judge in sources(judged, job)] == ["train", "eval"]
+    assert judge not in sources(recipe("reward_model.path=org/judge"), "eval")
 
 
 @pytest.mark.parametrize("switch", hub._SWITCHES)

@@ -110,6 +110,7 @@ def test_a_reward_model_that_cannot_score_the_samples_is_refused(failures, folde
         (["env={name: tools, functions: [game.py:f]}", "reward_model.form=text"], "train", "episodes have turns"),
         (["data.image_key=images"], "train", "a reward model reads text"),
         (["sft.steps=4", "data.val_files=[v.jsonl]"], "train", "a cold start comes before the reward model"),
+        (["data.val_files=[v.jsonl]"], "sft", "megarl sft has no reward model"),
         (["algorithm.advantage.name=remax"], "train", "samples are judged by their scores"),
         (["reward_model.max_tokens=3"], "eval", "fewer tokens"),
     ],
@@ -117,6 +118,60 @@ def test_a_reward_model_that_cannot_score_the_samples_is_refused(failures, folde
 def test_where_a_reward_model_cannot_be_asked_the_recipe_is_refused(failures, overrides, job, words):
     found = [c.message for c in failures(JUDGED, *overrides, job=job)]
     assert [message for message in found if words in message], found
+
+
+WITHOUT_MODEL = """
+from megarl.dag.pipeline import Pipeline
+from megarl.runtime.stages import advantage, reward, rollout, update
+
+def build(config):
+    p = Pipeline("mine", "rewards of functions", config)
+    for stage in (rollout.rollout, reward.reward_submit, reward.reward, advantage.advantage, update.actor_train):
+        p.add(stage)
+    return p.build()
+"""
+PARTS = "reward.parts={right: {name: exact_match}, liked: {name: reward_model, weight: 0}}"
+
+
+def test_a_pipeline_that_never_asks_the_reward_model_is_refused(failures, write):
+    write(WITHOUT_MODEL, "without_model.py")
+    mine = "algorithm.pipeline=without_model.py:build"
+    assert not [c.message for c in failures(mine)]
+    refused = [c for c in failures(PARTS, "reward_model.path=org/judge", mine) if c.name == "reward model"]
+    assert [(c.key, c.fix) for c in refused] == [
+        ("reward.parts.liked.name", "add the nodes by megarl.recipes.grpo.add_reward")
+    ]
+
+
+APART = [
+    "cluster.nproc=2",
+    "placement.teams={train: {roles: [actor, rollout], devices: 1}, judge: {roles: [reward_model], devices: 1}}",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "job", "refused"),
+    [
+        ([], "train", []),
+        (["sft.steps=4"], "train", ["liked"]),
+        (APART, "train", ["liked"]),
+        ([], "sft", ["liked"]),
+        (["sft.steps=4"], "eval", []),
+        (["sft.steps=4", "validation.select_by=right"], "train", []),
+        (["sft.steps=4", "data.val_files=[]"], "train", []),
+    ],
+)
+def test_no_validation_chooses_by_a_reward_model_that_is_not_there(failures, overrides, job, refused):
+    best = ["data.val_files=[v.jsonl]", "validation.sampling={n: 4, temperature: 1.0}", "validation.select_by=liked"]
+    found = failures(PARTS, "reward_model.path=org/judge", *best, *overrides, job=job)
+    assert [c.found for c in found if c.key == "validation.select_by"] == refused
+    assert not [c.message for c in found if c.key in ("reward.parts", "reward.parts.liked.name")]
+
+
+def test_eval_scores_by_the_reward_model_alone_whatever_comes_before_rl(failures):
+    alone = JUDGED, "reward_model.path=org/judge", "data.val_files=[v.jsonl]", "sft.steps=4"
+    assert [c.key for c in failures(*alone) if c.name == "reward model"] == ["reward.parts"]
+    assert not [c.key for c in failures(*alone, job="eval") if c.name == "reward model"]
 
 
 def test_a_named_reward_model_that_nothing_uses_is_doubtful(config_of):
