@@ -11,6 +11,7 @@ from megarl.algorithms.group_filter import FILTERS, OFFERED
 from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.needs import distillation_fields, estimator_fields
+from megarl.algorithms.registry import Chosen
 from megarl.algorithms.resampling import RESAMPLING
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
@@ -132,7 +133,7 @@ def _check_teachers(settings: TeacherConfig, checks: Checklist) -> None:
             )
 
 
-def check_distributions(path: str, section: KLConfig | DistillationConfig, checks: Checklist) -> None:
+def check_distributions(path: str, section: KLConfig | DistillationConfig, chosen: Chosen, checks: Checklist) -> None:
     """Check an estimator that compares the distributions of a teacher and the policy."""
     name = section.estimator
     if isinstance(section, KLConfig):
@@ -153,6 +154,16 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, check
             allowed="settings that are a subclass of megarl.algorithms.divergences.DivergenceSettings",
             fix="derive its settings from DivergenceSettings",
         )
+    elif _ignored_tail(chosen.settings):
+        default = type(chosen.settings).model_fields["tail"].default
+        checks.fail(
+            "distillation",
+            f"{path}.tail",
+            "the whole vocabulary is compared, which leaves no other tokens",
+            found=chosen.settings.tail,
+            allowed=f"{default}, its default, with topk: null",
+            fix=f"leave it out, or set {path}.topk",
+        )
     elif section.through == "policy":
         checks.warn(
             "distillation",
@@ -161,6 +172,10 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, check
             found="policy",
             fix=f"set {path}.through=loss, or {path}.estimator=k1",
         )
+
+
+def _ignored_tail(settings: DivergenceSettings) -> bool:
+    return settings.topk is None and settings.tail != type(settings).model_fields["tail"].default
 
 
 def _check_distillation(config: RunConfig, checks: Checklist) -> None:

@@ -23,6 +23,7 @@ from megarl.planning.memory import (
     offloaded_bytes,
     response_terms,
     server_bytes,
+    teacher_states,
 )
 from megarl.planning.robot import episode_bytes, recorder_bytes
 from megarl.planning.shards import BYTES, GRADIENT, Sizes, layout_key, parameter_bytes, state_bytes
@@ -81,7 +82,8 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
         # The buffers are on the device: none of the host memory is certain.
         buffers = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
         responses = [replace(_times(ranks, part), least=0.0) for part in buffers]
-        return Memory((Moment("a step", (*offloaded, *staging, *responses)),))
+        states = [_times(ranks, part) for part in teacher_states(config, sizes, team)] if job == "train" else []
+        return Memory((Moment("a step", (*offloaded, *staging, *responses, *states)),))
     moments = [
         Moment(moment.name, tuple(_times(ranks, part) for part in moment.terms))
         for moment in device_memory(config, sizes, team, gpu=False, job=job).moments

@@ -152,7 +152,7 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
         else:
             chosen = check_component(name, section, KL, checks, path)
             if chosen is not None and chosen.spec.distributions:
-                check_distributions(path, section, checks)
+                check_distributions(path, section, chosen, checks)
             elif chosen is not None:
                 check_signature(name, chosen.function, key, ("d",), list(chosen.spec.settings.model_fields), checks)
 

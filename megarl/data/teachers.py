@@ -33,7 +33,7 @@ def check_teachers(settings: TeacherConfig, rows: Iterable[Row]) -> None:
                 allowed=sorted(settings.models),
                 fix="name a teacher in the column, or give teachers a weight (teacher.models.NAME.weight)",
             )
-        if name is not None and name not in settings.models:
+        if name is not None and (not isinstance(name, str) or name not in settings.models):
             near = close_matches(str(name), settings.models)
             raise DataError(
                 "the row names a teacher that there is not",

@@ -66,6 +66,7 @@ class Activations:
     Args:
         element: bytes of a number of the model's dtype.
         gpu: kernels of a GPU, which keep no probabilities.
+        logit_copies: float32 tensors of the size of a chunk's logits, of a head that compares distributions.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class Activations:
         element: int,
         gpu: bool,
         value_head: bool = False,
+        logit_copies: float = 0,
     ) -> None:
         self.facts, self.parallel, self.engine, self.passes = facts, parallel, engine, passes
-        self.element, self.gpu, self.value_head = element, gpu, value_head
+        self.element, self.gpu, self.value_head, self.logit_copies = element, gpu, value_head, logit_copies
         self.split_stream = parallel.tp > 1 and (parallel.sp or facts.is_moe)
         self.held = passes.tokens / (parallel.tp if self.split_stream else 1)
         self.sparse = facts.copies["router"] / facts.layers
@@ -215,11 +217,10 @@ class Activations:
         chunk = min(self.engine.logits_chunk_tokens, n)
         logits, weight = chunk * columns, h * columns
         rows = (element + FULL) * n * h
-        if not self.gpu:  # exponentials in addition; a float32 sum over chunks, and one chunk's part
-            return 3 * FULL * logits + (FULL + element) * weight + rows
-        if n <= chunk:  # kept, and a float32 copy of the weight's gradient
-            return (FULL + element) * logits + (FULL + element) * weight + rows
-        return (FULL + element) * logits + element * weight + rows
+        each = max(FULL + element if self.gpu else 3 * FULL, FULL * self.logit_copies)  # CPU: exponentials in addition
+        # A float32 sum over chunks and one chunk's part; on a GPU without chunks a float32 copy, with them none.
+        summed = not self.gpu or n <= chunk or self.logit_copies > 0
+        return each * logits + ((FULL if summed else 0) + element) * weight + rows
 
     # -- together -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megarl.algorithms.divergences import chosen_divergence
 from megarl.algorithms.needs import distillation_fields
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
@@ -53,6 +54,8 @@ PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
 # Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
 _TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
 _TOKEN_CERTAIN = 12.0  # of them for certain: embedded generation begins with token ids (int64) and log-probs (fp32)
+_LOGIT_COPIES = {"forward_kl": 7, "forward_kl_topk": 7, "reverse_kl": 7, "jsd": 13}
+"""Float32 tensors of a chunk's logits in the backward pass of a divergence over the vocabulary, rounded up."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,32 @@ def update_needs(
         element=BYTES[config.model.dtype],
         gpu=gpu,
         value_head=role == CRITIC,
+        logit_copies=logit_copies(config) if role == ACTOR and job == "train" else 0,
     )
     return max((formulas.needed(last=last) for last in (False, True)), key=lambda needed: needed.bytes)
+
+
+def logit_copies(config: RunConfig) -> float:
+    """Return the float32 tensors of a chunk's logits that are there at once where a policy is taught by distributions:
+    of both models, of the terms of the divergence, and of their gradients."""
+    fields, name = distillation_fields(config.algorithm), config.algorithm.distillation.estimator
+    if "teacher_hidden" in fields:
+        chosen = chosen_divergence(config.algorithm.distillation)
+        clamped = chosen is not None and chosen.settings.log_prob_min_clamp is not None
+        return _LOGIT_COPIES.get(name, max(_LOGIT_COPIES.values())) + (2 if clamped else 0)
+    return 4 if "teacher_topk" in fields else 0
+
+
+def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term]:
+    """Return the teacher's hidden states of a step's samples, which a rank has in host memory: twice where the teacher
+    is, while they are put in order."""
+    if "teacher_hidden" not in distillation_fields(config.algorithm) or not {Role.TEACHER, Role.ACTOR} & {*team.roles}:
+        return []
+    sampling, hidden = config.rollout.sampling, _known(sizes, Role.TEACHER).hidden
+    tokens = -(-config.data.batch_size * sampling.n // team.replicas) * config.response_tokens(sampling)
+    size = (2 if Role.TEACHER in team.roles else 1) * tokens * hidden * BYTES[config.model.dtype]
+    keys = "algorithm.distillation.topk, rollout.sampling.max_new_tokens, data.batch_size"
+    return [Term("the teacher's hidden states", size, keys, 0.0)]  # responses may be short
 
 
 def cache_bytes(
@@ -277,7 +304,8 @@ def device_memory(
     scoring = {REFERENCE: "log-probs", TEACHER: "log-probs", REWARD_MODEL: "scores", CRITIC: "values"}
     for role, name in scoring.items():
         if role in models.state:
-            moments.append(Moment(name, tuple(models.resident("score", role))))
+            states = teacher_states(config, sizes, team) if role == TEACHER and not gpu else []
+            moments.append(Moment(name, (*models.resident("score", role), *states)))
     if CRITIC in models.state:
         values = _learning_terms("critic", config, models.facts[CRITIC], team, gpu=gpu)
         moments.append(Moment("the critic's update", (*models.resident("update", CRITIC), *values)))
@@ -375,7 +403,7 @@ class _Models:
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 size = parameter_bytes(facts, team.parallel, dtype, value_head=role is Role.REWARD_MODEL)
                 if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
-                    one = config.actor.engine.offload  # at a time
+                    one = config.actor.engine.offload and gpu  # at a time
                     what += f" (the largest of {several})" if one else f" ({several}, all as large as the largest)"
                     size *= 1 if one else several
                 self.state[name] = {PARAMETERS: term(what, size, layout)}
@@ -385,6 +413,7 @@ class _Models:
         if servers:
             self.state[SERVERS] = {WEIGHTS: servers[0]}
         others = {CRITIC: config.critic.engine.offload, SERVERS: True}
+        self._several = {TEACHER: max(1, len(config.teacher.models))}
         self._offloads = dict.fromkeys(self.state, config.actor.engine.offload) | others
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
@@ -400,7 +429,7 @@ class _Models:
     def offloaded(self) -> float:
         """Return the bytes of copies in host memory: what leaves the device in some phase, and is kept."""
         return sum(
-            part.bytes
+            part.bytes * self._several.get(name, 1)
             for name, parts in self.state.items()
             for kind, part in parts.items()
             if name != SERVERS and self._offloads[name] and kind != GRADIENTS and kind not in ALWAYS.get(name, ())

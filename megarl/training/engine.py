@@ -188,8 +188,7 @@ class MegatronEngine:
         Returns:
             [tokens, hidden] in the model's dtype over response tokens, on every rank of the replica.
         """
-        found = self._of_samples(batch, HiddenStates(self.model_config.hidden_size))
-        return found.like(found.values.to(self.dtype))
+        return self._of_samples(batch, HiddenStates(self.model_config.hidden_size), self.dtype)
 
     def sample(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
         """Sample all tokens of rows whose sequence layout predicts them in one pass.
@@ -217,32 +216,45 @@ class MegatronEngine:
         found = self._of_samples(batch, Values())
         return found.like(found.values[:, 0].contiguous())
 
-    def _of_samples(self, samples: Batch, head: Head) -> Jagged:
-        """Return the head's numbers [N, outputs] for the response tokens of samples."""
-        return samples["response_ids"].like(self._evaluate(self.sequences.rows(samples), head).values)
+    def _of_samples(self, samples: Batch, head: Head, dtype: torch.dtype = torch.float32) -> Jagged:
+        """Return the head's numbers [N, outputs] in `dtype` for the response tokens of samples."""
+        return samples["response_ids"].like(self._evaluate(self.sequences.rows(samples), head, dtype=dtype).values)
 
     @torch.no_grad()
-    def _evaluate(self, batch: Batch, head: Head, *, together: bool = True) -> Jagged:
-        """Return the head's numbers [N, outputs] for the response tokens of rows; not `together`: other replicas have
-        nothing to do."""
+    def _evaluate(
+        self, batch: Batch, head: Head, *, together: bool = True, dtype: torch.dtype = torch.float32
+    ) -> Jagged:
+        """Return the head's numbers [N, outputs] in `dtype` for the response tokens of rows, on the device of the
+        batch; not `together`: other replicas have nothing to do."""
         self.require(PARAMETERS)
         groups = self._plan(batch, together=together)
         micros, length = self._build(batch, groups)
         self._train_mode(False)
-        last = functools.partial(self._collect, head)
+        where = batch["response_ids"].device
+        last = functools.partial(self._collect, head, where, dtype)
         outputs = self._schedule(micros, length, last, forward_only=True)
         self._train_mode(True)
-        total = sum(micro.tokens for micro in micros if micro.samples)
-        rows = torch.zeros(total, head.outputs, device=self.device)
-        if self.layout.is_last_stage and total:
-            torch.cat([part for part, micro in zip(outputs, micros, strict=True) if micro.samples], out=rows)
-        self.layout.pp_group.broadcast(rows, src=self.layout.pp_size - 1)
-        return self._in_batch_order(rows, batch, groups)
+        parts = [torch.zeros(0, head.outputs, dtype=dtype, device=where)]
+        for at, micro in enumerate(micros):
+            if micro.samples:
+                own = outputs[at] if self.layout.is_last_stage else parts[0].new_empty(micro.tokens, head.outputs)
+                parts.append(self._of_last_stage(own))
+        return self._in_batch_order(torch.cat(parts), batch, groups)
 
-    def _collect(self, head: Head, micro: MicroBatch, chunk: Any) -> Any:
+    def _of_last_stage(self, part: Tensor) -> Tensor:
+        """Return the last stage's `part` on every stage, on the device that it is on."""
+        if self.layout.pp_size == 1:
+            return part
+        return self.layout.pp_group.broadcast(part.to(self.device), src=self.layout.pp_size - 1).to(part.device)
+
+    def _collect(self, head: Head, where: torch.device, dtype: torch.dtype, micro: MicroBatch, chunk: Any) -> Any:
+        """Return the function of final hidden states that gives the head's numbers: of one micro-batch at a time on
+        this engine's device, as those of a large head (hidden states) may not fit there together."""
+
         def collect(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
             outputs = self._outputs(head, hidden, chunk, micro)
-            return torch.cat([part if part.dim() == 2 else part[:, None] for part in outputs], 1)
+            columns = [part if part.dim() == 2 else part[:, None] for part in outputs]
+            return torch.cat(columns, 1).to(device=where, dtype=dtype)
 
         return collect
 

@@ -142,7 +142,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: _Shard) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         picked, stats = hidden.new_zeros(ids.shape, dtype=wide), hidden.new_empty((4, len(hidden)), dtype=wide)
-        for part in _chunks(len(hidden), shard.chunk):
+        for part in chunks(len(hidden), shard.chunk):
             logits = _logits(hidden[part], weight, shard)
             stats[0, part], stats[1, part] = _partition(logits)
             column, here = _local(ids[part], shard.start, logits.shape[1])
@@ -165,7 +165,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad = torch.cat([grad[:, :-1], grad[:, -1:].masked_fill(empty[:, None], 0)], 1)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype)
-        for part in _chunks(len(hidden), shard.chunk):
+        for part in chunks(len(hidden), shard.chunk):
             g = grad[part] * shard.inverse_temperature
             # d/dl of l_k - log Z is 1 at the token itself, and of log Z_rest - log Z the softmax among the others; each
             # less softmax(l) everywhere.
@@ -193,7 +193,8 @@ def log_partition(logits: Tensor, group: WorkerGroup | None) -> Tensor:
     return _log_z(*_partition(logits), group)
 
 
-def _chunks(count: int, size: int) -> list[slice]:
+def chunks(count: int, size: int) -> list[slice]:
+    """Return `count` rows in slices of at most `size`."""
     return [slice(at, at + size) for at in range(0, count, size)]
 
 

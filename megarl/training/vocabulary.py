@@ -20,7 +20,7 @@ from megarl.models.head import head_logits
 from megarl.models.policy import PolicyModel
 from megarl.training.heads import LogProbs, head_rows
 from megarl.training.microbatch import MicroBatch
-from megarl.training.topk import log_partition, of_rows
+from megarl.training.topk import chunks, log_partition, of_rows
 
 #: Log-probs of teacher and policy [C, v] to the terms of a divergence [C, v].
 Terms = Callable[[Tensor, Tensor], Tensor]
@@ -135,7 +135,7 @@ class _Divergence(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, states: Tensor, teacher_weight: Tensor, shard: _Shard
     ) -> Tensor:
         found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for part in _chunks(len(hidden), shard.chunk):
+        for part in chunks(len(hidden), shard.chunk):
             teacher = _log_softmax(states[part], teacher_weight, shard)
             found[part] = shard.terms(teacher, _log_softmax(hidden[part], weight, shard)).sum(1)
         ctx.shard = shard
@@ -148,7 +148,7 @@ class _Divergence(torch.autograd.Function):
         shard: _Shard = ctx.shard
         grad_hidden = torch.empty_like(hidden)
         grad_weight = weight.new_zeros(weight.shape, dtype=grad.dtype)
-        for part in _chunks(len(hidden), shard.chunk):
+        for part in chunks(len(hidden), shard.chunk):
             teacher = _log_softmax(states[part], teacher_weight, shard)
             policy = _log_softmax(hidden[part], weight, shard).requires_grad_()
             with torch.enable_grad():
@@ -160,10 +160,6 @@ class _Divergence(torch.autograd.Function):
             torch.mm(slope, weight, out=grad_hidden[part])
             grad_weight += torch.mm(slope.t(), hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
-
-
-def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(at, at + size) for at in range(0, count, size)]
 
 
 def _log_softmax(rows: Tensor, weight: Tensor, shard: _Shard) -> Tensor:

@@ -57,6 +57,11 @@ def estimator(name: str) -> list[str]:
             "algorithm.distillation.topk",
             ["one teacher of texts"],
         ),
+        (
+            ["algorithm.distillation={coef: 1, estimator: jsd, topk: null, tail: ignore}", "teacher.path=."],
+            "algorithm.distillation.tail",
+            ["leaves no other tokens"],
+        ),
         (["algorithm.filter.low=0.9", "algorithm.filter.high=0.1"], "algorithm.filter.low", ["between 0.9 and 0.1"]),
         (
             ["algorithm.loss.name=clip_cov", "algorithm.loss.cov_low=5"],

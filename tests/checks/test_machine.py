@@ -9,9 +9,12 @@ from megarl.checks.checklist import Check
 from megarl.checks.host import host_memory
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
+from megarl.config.model import ParallelConfig
 from megarl.dag.placement import MODEL_ROLES, place, together
+from megarl.dag.stage import Role
 from megarl.machine import Machine
 from megarl.planning.memory import device_memory
+from megarl.planning.shards import parameter_bytes
 from megarl.recipes.build import build_task_graph
 
 LAPTOP = Machine(cores=2, memory=24e9)
@@ -303,6 +306,34 @@ def test_the_estimate_is_near_what_was_measured(config_of, overrides, peak):
     # 0.80 to 1.25: what malloc keeps, and what the libraries keep for the gradient, are not counted byte by byte.
     assert 0.8 < max(m.bytes for m in memory.moments if "update" in m.name) / peak < 1.25
     assert memory.needed.least < peak
+
+
+DISTILS = "algorithm.distillation={coef: 1, estimator: jsd, topk: null}"
+
+
+def host_of(config, *, gpu):
+    """The estimate of host memory, with the roles that the recipe has."""
+    return host_memory(config, sizes_of(config), place(build_task_graph(config), config), gpu=gpu)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_hidden_states_of_a_teacher_are_in_host_memory_twice(config_of, gpu):
+    memory = host_of(config_of(*CASE, DISTILS, "rollout.sampling.n=2", "teacher.path=."), gpu=gpu)
+    # 2 samples of 8 prompts, 128 tokens of 512 numbers in fp32.
+    states = {moment.name: part.bytes for moment in memory.moments for part in moment.terms if "hidden" in part.what}
+    assert states == {"a step" if gpu else "log-probs": 2 * 16 * 128 * 512 * 4}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_all_teachers_are_in_host_memory(config_of, gpu):
+    models = ", ".join(f"t{at}: {{path: .}}" for at in range(3))
+    overrides = [*CASE, "algorithm.distillation.coef=1", "actor.engine.offload=true"]
+    one, many = (
+        host_of(config_of(*overrides, teachers), gpu=gpu).peak.bytes
+        for teachers in ("teacher.path=.", f"teacher.models={{{models}}}")
+    )
+    size = parameter_bytes(sizes_of(config_of(*CASE))[Role.TEACHER], ParallelConfig(), "fp32")
+    assert many - one == pytest.approx(2 * size)
 
 
 # -- teams -----------------------------------------------------------------------------------------------------------

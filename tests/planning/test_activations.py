@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ import pytest
 from megarl import artifacts
 from megarl.artifacts.facts import facts_from_config
 from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.planning.activations import Activations, Passes
+from megarl.planning.memory import logit_copies
 from megarl.planning.shards import BYTES, state_bytes
 from tests.planning import fake_engine
 from tests.planning.fake_engine import FakeCase
@@ -186,6 +189,37 @@ def test_the_first_stage_holds_one_micro_batch_for_each_stage():
     assert activations(passes=replace(passes, count=2), pp=4).in_flight(last=False) == 2
     # 2 * (4 - 1) + 4 chunks are forward before the first is backward; a chunk is half of a stage.
     assert activations(passes=passes, pp=4, vpp=2).in_flight(last=False) == 11 / 2
+
+
+@pytest.mark.parametrize("estimator", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("clamp", [None, -10.0])
+def test_a_divergence_over_the_vocabulary_has_so_many_tensors_of_logits_at_once(estimator, clamp):
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megarl.algorithms.divergences import chosen_divergence, terms
+    from megarl.comm import WorkerGroup
+    from megarl.training.vocabulary import vocabulary_divergence
+
+    own = {"coef": 1.0, "estimator": estimator, "topk": None, "log_prob_min_clamp": clamp}
+    config = RunConfig.model_validate({"name": "test", "algorithm": {"distillation": own}})
+    asked = partial(terms, chosen_divergence(config.algorithm.distillation))
+    with FakeTensorMode(), fake_engine.Storages() as storages:
+        policy, head = (torch.zeros(rows, 8, requires_grad=True) for rows in (256, 20_000))
+        before = storages.live
+        divergences = vocabulary_divergence(
+            policy,
+            head,
+            policy.detach(),
+            head.detach(),
+            asked,
+            temperature=1.0,
+            chunk_tokens=128,
+            group=WorkerGroup.alone(),
+        )
+        divergences.sum().backward()
+    # In addition a gradient of the head, 8 / 128 of a chunk's logits.
+    assert logit_copies(config) == pytest.approx((storages.peak - before) / (4 * 128 * 20_000), abs=0.2)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])

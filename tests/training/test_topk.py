@@ -151,6 +151,16 @@ def _of_an_engine() -> torch.Tensor:
     return engine.top_tokens(batch, cases.VOCAB + 7, cases.VOCAB - 2).values
 
 
+def _kept_of_states() -> list[str]:
+    """The dtypes of hidden states of a bf16 teacher: of all micro-batches together, and in the end."""
+    batch, engine = cases.make_batch(3, longest=9), cases.make_engine(frozen=True, layers=1, dtype=torch.bfloat16)
+    ordered, kept = engine._in_batch_order, []
+    engine._in_batch_order = lambda rows, *more: kept.append(rows.dtype) or ordered(rows, *more)
+    found = engine.hidden_states(batch).values
+    assert found.shape == (int(batch["response_ids"].lengths.sum()), engine.model_config.hidden_size)
+    return [str(dtype) for dtype in (*kept, found.dtype)]
+
+
 def _taught_step(parallel: ParallelConfig, budget: int, topk: int | None = 6) -> dict[str, float]:
     """Metrics of one optimizer step towards a teacher, both under this layout; `topk` None: over the vocabulary."""
     layout, engine = fresh_layout(parallel), EngineConfig(micro_batch_tokens=budget, logits_chunk_tokens=16)
@@ -181,6 +191,7 @@ def _on_ranks() -> dict:
     found = {"errors": _sharded()}
     if world().size == 1:
         found["every"] = _of_an_engine()
+        found["kept"] = _kept_of_states()
         found["steps"] = [[_taught_step(ParallelConfig(), 10_000, topk) for topk in (6, None, cases.VOCAB)]]
     else:
         found["steps"] = [[_taught_step(ParallelConfig(**sizes), 60, k) for k in (6, None)] for sizes in LAYOUTS]
@@ -202,6 +213,11 @@ def test_more_tokens_than_the_policy_has_are_all_of_them(ranks):
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(len(found)).double(), rtol=1e-6, atol=0)
     for name in ("forward_kl", "reverse_kl", "jsd"):
         assert divergence(KL.choose(DistillationConfig(estimator=name)), logp, logp).abs().max() < 1e-15
+
+
+@pytest.mark.procs
+def test_hidden_states_are_kept_in_the_dtype_of_the_model(ranks):
+    assert ranks[1][0]["kept"] == ["torch.bfloat16"] * 2
 
 
 @pytest.mark.procs
