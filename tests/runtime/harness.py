@@ -172,7 +172,8 @@ def work_of_rank(recipe: str, run_dir: str, overrides: list[str], teams: list[di
 
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     """Numbers of the RL stage by step, without those that measure time or memory."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    whole, _, _ = (run_dir / "metrics.jsonl").read_text().rpartition("\n")  # the last line may be half written
+    lines = [json.loads(line) for line in whole.splitlines()]
     return {
         line["step"]: {
             name: value
