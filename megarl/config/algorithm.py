@@ -156,7 +156,8 @@ class AlgorithmConfig(Section):
 
     pipeline: str = Field(
         "grpo",
-        description="grpo, ppo, dapo, srpo, dpo, kto, reward_model, or file.py:fn or pkg.mod:fn that builds a TaskGraph",
+        description="grpo, ppo, dapo, srpo, dpo, kto, reward_model, or file.py:fn or pkg.mod:fn that builds a "
+        "TaskGraph",
     )
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="advantage estimator")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
