@@ -56,7 +56,7 @@ def _check_engine(config: RunConfig, placement: Placement, facts: ModelFacts | N
     team = placement.of_role(Role.ROLLOUT)
     assert team is not None, "every run generates samples"
     if team.parallel.cp > 1:
-        key = f"{layout_key(config, Role.ROLLOUT)}.cp"
+        key = f"{layout_key(config, Role.ROLLOUT, team)}.cp"
         checks.fail(
             "async",
             key,

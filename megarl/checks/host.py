@@ -74,7 +74,7 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
     adapters = state["gradients"] / GRADIENT * BYTES[config.model.dtype]
     written = state["parameters"] if config.model.lora is None else adapters
     own = ranks * (state["optimizer"] + written / dp) if Role.ACTOR in team.roles else 0.0
-    layout = layout_key(config, team.roles[0])
+    layout = layout_key(config, team.roles[0], team)
     staging = [Term("a checkpoint on its way to disk", own, f"the model's size, {layout}", 0.0)] if own else []
     if gpu:
         away = ranks * offloaded_bytes(config, sizes, team)

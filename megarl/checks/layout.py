@@ -128,8 +128,8 @@ def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks:
             facts = sizes.get(role)
             if facts not in checked:  # models of equal sizes share their problems
                 checked.append(facts)
-                _check_model(layout_key(config, role), role.value, team.parallel, facts, checks)
-                _check_dispatch(config, team, layout_key(config, role), facts, checks)
+                _check_model(layout_key(config, role, team), role.value, team.parallel, facts, checks)
+                _check_dispatch(config, team, layout_key(config, role, team), facts, checks)
 
 
 def _check_devices(
@@ -139,7 +139,7 @@ def _check_devices(
     parallel, key, lead = team.parallel, devices_key(config, team), team.roles[0]
     name = team.name if placement.separate else lead.value
     split = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}"
-    layout, size, workers = layout_key(config, lead), parallel.model_parallel_size, count(team.devices, "process")
+    layout, size, workers = layout_key(config, lead, team), parallel.model_parallel_size, count(team.devices, "process")
     fit = _tensor_sizes(team, facts)
     smaller = max((tp for tp in fit if tp < parallel.tp), default=None)
     problem = None if facts is None else tensor_problem(layout, parallel, facts)

@@ -389,7 +389,7 @@ class _Models:
         self.state: dict[str, dict[str, Term]] = {}
         self._always: list[Term] = []
         for role in team.roles:
-            name, facts, layout = role.value, self.facts[role.value], layout_key(config, role)
+            name, facts, layout = role.value, self.facts[role.value], layout_key(config, role, team)
             if role in (Role.ACTOR, Role.CRITIC):
                 engine = (config.actor if role is Role.ACTOR else config.critic).engine
                 lora = config.model.lora

@@ -13,6 +13,7 @@ from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
+from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -27,9 +28,11 @@ MASTER_BYTES = {"fp32": 0, "bf16": 4}
 Sizes = Mapping[Role, ModelFacts | None]
 
 
-def layout_key(config: RunConfig, role: Role) -> str:
-    """Return the key of the layout of a role's model."""
-    return f"{'actor' if getattr(config, role.value).parallel is None else role.value}.parallel"
+def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
+    """Return the key of the layout of a role's model. In a job without a task graph, whose team walks no nodes, that is
+    the actor's for all."""
+    own = bool(team.nodes) and getattr(config, role.value).parallel is not None
+    return f"{role.value if own else 'actor'}.parallel"
 
 
 def stage_parameters(

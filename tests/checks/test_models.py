@@ -174,6 +174,14 @@ def test_eval_scores_by_the_reward_model_alone_whatever_comes_before_rl(failures
     assert not [c.key for c in failures(*alone, job="eval") if c.name == "reward model"]
 
 
+@pytest.mark.parametrize(("job", "key"), [("train", "reward_model.parallel.tp"), ("eval", "actor.parallel.tp")])
+def test_a_job_without_a_graph_has_the_actors_layout_for_all_models(failures, folder, job, key):
+    other = folder(**CLASSIFIER, hidden_size=24, num_attention_heads=3, max_position_embeddings=64)
+    layouts = "cluster.nproc=2", "actor.parallel.tp=2", "reward_model.parallel={tp: 2}"
+    found = failures(JUDGED, f"reward_model.path={other}", *layouts, job=job)
+    assert [c.key for c in found if c.name == "reward_model tensor split"] == [key], found
+
+
 def test_a_named_reward_model_that_nothing_uses_is_doubtful(config_of):
     found = [c for c in check_config(config_of("reward_model.path=org/judge")).items if c.status == "warn"]
     assert [c.name for c in found if "a reward model is named, and nothing uses it" in c.message] == ["reward model"]
