@@ -157,7 +157,9 @@ def dispatch_problem(
     group = f"{count(ranks, 'process')} to share the experts (etp {parallel.expert_tp} * ep {parallel.ep})"
     inside = here % ranks == 0 if ranks <= _DEEPEP_MACHINE else here == _DEEPEP_MACHINE
     found: tuple[str, object, str | Iterable[object]] | None = None
-    if dtype != "bf16":
+    if not facts.is_moe:
+        found = "the model has no experts", facts.model_type, "a mixture of experts"
+    elif dtype != "bf16":
         found = "its kernels add up bf16 only", dtype, "model.dtype=bf16"
     elif ranks not in DEEPEP_RANKS:
         found = group, ranks, DEEPEP_RANKS

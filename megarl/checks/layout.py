@@ -20,6 +20,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.shares import USUAL_GPUS, settings_of_workers
+from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.planning.shards import Sizes, layout_key
 
@@ -124,12 +125,12 @@ def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks:
     for team in placement.teams:
         _check_devices(config, team, placement, sizes.get(team.roles[0]), checks)
         checked: list[ModelFacts | None] = []
+        _check_dispatch(config, team, sizes, checks)
         for role in team.roles:
             facts = sizes.get(role)
             if facts not in checked:  # models of equal sizes share their problems
                 checked.append(facts)
                 _check_model(layout_key(config, role, team), role.value, team.parallel, facts, checks)
-                _check_dispatch(config, team, layout_key(config, role, team), facts, checks)
 
 
 def _check_devices(
@@ -164,14 +165,21 @@ def _check_devices(
     _check_experts_layout(team.devices, layout, name, parallel, checks)
 
 
-def _check_dispatch(config: RunConfig, team: TeamPlan, key: str, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check that DeepEP can bring tokens to experts, as far as the recipe tells."""
-    if facts is None or team.parallel.dispatch != "deepep":
+def _check_dispatch(config: RunConfig, team: TeamPlan, sizes: Sizes, checks: Checklist) -> None:
+    """Check that DeepEP can bring tokens to experts, as far as the recipe tells. Dense models beside one with experts,
+    and those that do not learn, are in nobody's way: they have all-to-alls, which they do not need."""
+    if team.parallel.dispatch != "deepep":
         return
+    known = {role: facts for role in team.roles if (facts := sizes.get(role)) is not None}
+    asked = {role: facts for role, facts in known.items() if facts.is_moe}
+    if not asked:
+        asked = {role: facts for role, facts in known.items() if role in (Role.ACTOR, Role.CRITIC)}
     here = min(team.devices, max(1, config.cluster.nproc // config.cluster.nnodes))
-    problem = dispatch_problem(key, team.parallel, facts, config.model.dtype, here)
-    if problem is not None:
-        checks.from_error("dispatch", problem)
+    for role, facts in asked.items():
+        problem = dispatch_problem(layout_key(config, role, team), team.parallel, facts, config.model.dtype, here)
+        if problem is not None:
+            checks.from_error("dispatch", problem)
+            return
 
 
 def _tensor_sizes(team: TeamPlan, facts: ModelFacts | None) -> list[int]:

@@ -39,6 +39,7 @@ from megarl.errors import ConfigError, close_files, close_matches
 
 _PATHS = (
     *(("model", "path"), ("model", "tokenizer"), ("reference", "path"), ("reward_model", "path")),
+    *(("critic", "path"), ("teacher", "path")),
     *(("data", "train_files"), ("data", "val_files"), ("sft", "train_files")),
     *(
         ("reward", "name"),
@@ -108,8 +109,10 @@ def _with_restarts(config: RunConfig) -> RunConfig:
 
 def _expand_home(data: dict[str, Any]) -> None:
     """Replace a leading `~` in the values of path keys, in place, so that readers of a path need not."""
-    for section, name in _PATHS:
-        part = data.get(section)
+    teacher = data.get("teacher")
+    models = teacher.get("models") if isinstance(teacher, dict) else None
+    several = list(models.values()) if isinstance(models, dict) else []
+    for part, name in [(data.get(section), name) for section, name in _PATHS] + [(model, "path") for model in several]:
         if not isinstance(part, dict):
             continue
         value = part.get(name)

@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.data import DataConfig
 from megarl.config.training import PreferenceConfig
-from megarl.data.batch import Batch
+from megarl.data.batch import Batch, Jagged
 from megarl.data.pairs import as_examples, label_of
 from megarl.data.prompts import read_split, tokens_text
 from megarl.data.sft import SFTDataset
@@ -83,8 +83,17 @@ class LabelledDataset(SFTDataset):
         return batch
 
     def set_mismatched(self, batch: Batch, others: Sequence[int]) -> None:
-        """Give each sample of `batch` the response of the example in its place of `others`, too."""
-        responses = self.response_ids.select(torch.tensor(others, dtype=torch.int64))
-        learnt = self._learnt.select(torch.tensor(others, dtype=torch.int64))
+        """Give each sample of `batch` the response of the example in its place of `others`, too; of one that is too
+        long after this prompt the beginning."""
+        places = torch.tensor(others, dtype=torch.int64)
+        responses, learnt = self.response_ids.select(places), self._learnt.select(places)
+        if self.max_tokens is not None:
+            room = (self.max_tokens - batch["prompt_ids"].lengths).tolist()
+            responses, learnt = _cut(responses, room), _cut(learnt, room)
         batch.set("mismatched_ids", responses)
         batch.set("mismatched_mask", responses.like(learnt.values))
+
+
+def _cut(rows: Jagged, limits: Sequence[int]) -> Jagged:
+    """Return the beginning of each row, at most so many numbers."""
+    return Jagged.from_list([row[:limit] for row, limit in zip(rows.unbind(), limits, strict=True)], dtype=rows.dtype)

@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megarl import device
 from megarl.architectures import ARCHITECTURES
+from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.deepep import Dispatch, dispatch_of
@@ -61,9 +62,10 @@ def transformer_config(
     lora: LoraConfig | None = None,
     freeze: Collection[str] = (),
     where: str = "actor.engine",
+    world: WorkerGroup | None = None,
 ) -> PolicyConfig:
     """Return the Megatron configuration of `hf` under the layout `parallel`, with parameters and activations in
-    `dtype`; `where` is the place of `engine` in the recipe.
+    `dtype`; `where` is the place of `engine` in the recipe, and all ranks of `world` call it together.
 
     Raises:
         ConfigError: the layout does not divide the model, or its layers cannot have the form that is asked for.
@@ -83,7 +85,7 @@ def transformer_config(
     # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
     fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
     config = PolicyConfig(**fields)
-    config.dispatch = dispatch_of(facts_of(hf), parallel, dtype)
+    config.dispatch = dispatch_of(facts_of(hf), parallel, dtype, world)
     if num_experts(hf) is not None:
         # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks: of one expert the
         # renormalised probability is 1 and the router gets no gradient, as in transformers, and Megatron refuses that.

@@ -25,31 +25,44 @@ from torch.autograd.function import once_differentiable
 from megarl import device
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import dispatch_problem
+from megarl.comm import WorkerGroup
 from megarl.config.model import ParallelConfig
 from megarl.errors import ConfigError
 
 Dispatch = Literal["alltoall", "deepep"]
 
 
-def dispatch_of(facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype) -> Dispatch:
+def dispatch_of(
+    facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype, world: WorkerGroup | None = None
+) -> Dispatch:
     """Return what brings tokens to the experts of a model in `dtype`: `auto` is `deepep` where its group spans machines
-    and nothing is in the way.
+    and nothing is in the way. The same on all ranks of `world` (None: this process is alone). Collective.
 
     Raises:
-        ConfigError: `deepep` is asked for, and cannot be.
+        ConfigError: `deepep` is asked for, and cannot be on some rank.
     """
-    ranks, here = parallel.ep * parallel.expert_tp, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    asked = parallel.dispatch == "deepep"
-    if not asked and (parallel.dispatch == "alltoall" or ranks <= here or not facts.is_moe or not has_deepep()):
+    if parallel.dispatch == "alltoall" or not facts.is_moe:
         return "alltoall"
-    name = next((name for name, kind in device.DTYPES.items() if kind == dtype), str(dtype))
-    problem = dispatch_problem("parallel", parallel, facts, name, here) or _package_problem()
-    if problem is None:
+    ranks, here = parallel.ep * parallel.expert_tp, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    asked, problem = parallel.dispatch == "deepep", None
+    wanted = asked or (ranks > here and has_deepep())
+    if wanted:
+        name = next((name for name, kind in device.DTYPES.items() if kind == dtype), str(dtype))
+        problem = dispatch_problem("parallel", parallel, facts, name, here) or _package_problem()
+    world = world or WorkerGroup.alone()
+    every = world.all_gather_json([wanted, None if problem is None else problem.what])
+    if not any(wants for wants, _ in every):
+        return "alltoall"
+    unable = [(rank, what) for rank, (wants, what) in enumerate(every) if what is not None or not wants]
+    if not unable:
         return "deepep"
-    if asked:
-        raise problem
-    warnings.warn(f"{problem.what}: all-to-alls bring tokens to experts", stacklevel=2)
-    return "alltoall"
+    rank, what = unable[0]
+    what = f"rank {rank}: {what or 'deep_ep is not installed, or all experts are on one machine'}"
+    if not asked:
+        warnings.warn(f"{what}: all-to-alls bring tokens to experts", stacklevel=2)
+        return "alltoall"
+    fix = "set parallel.dispatch=alltoall"
+    raise problem or ConfigError(what, where="parallel.dispatch", found="deepep", allowed="alltoall", fix=fix)
 
 
 def has_deepep() -> bool:

@@ -118,9 +118,8 @@ class MegatronEngine:
         self._patch_tokens = patch_tokens(facts_of(hf_config), parallel, engine, learns=learns)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         self._where = "critic.engine" if name == "critic" else "actor.engine"
-        self.model_config = transformer_config(
-            hf_config, parallel, dtype=dtype, engine=engine, lora=lora, freeze=freeze, where=self._where
-        )
+        configured = functools.partial(transformer_config, hf_config, parallel, dtype=dtype, engine=engine, lora=lora)
+        self.model_config = configured(freeze=freeze, where=self._where, world=layout.world)
         self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
         if lora is not None:  # before the weights: a critic begins with the actor's adapters

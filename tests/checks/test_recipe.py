@@ -351,6 +351,13 @@ def test_expert_layouts(config_of, overrides, keys):
     assert failed == keys
 
 
+def test_deepep_is_for_a_model_with_experts(config_of):
+    config = config_of("cluster.nproc=4", "actor.parallel.dispatch=deepep", "model.dtype=bf16", "algorithm.kl.use=loss")
+    (failed,) = [check for check in check_config(config).items if check.status == "fail"]
+    assert failed.key == "actor.parallel.dispatch"
+    assert "no experts" in failed.message
+
+
 def test_every_layout_that_passes_divides_the_model(config_of):
     """Against the definition: all sizes integral."""
     for tp in (1, 2, 3, 4):

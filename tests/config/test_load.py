@@ -373,7 +373,10 @@ def test_dump_loads_back_equal(tmp_path_factory, name, files, kwargs, lr):
 def test_home_is_expanded_in_paths_and_nowhere_else(write, monkeypatch):
     monkeypatch.setenv("HOME", "/elsewhere/me")
     text = "model: {path: ~/m}\ndata: {train_files: [~/t.jsonl@train, 'text:~/x']}\nreward: {name: '~/r.py:fn'}\n"
+    text += "critic: {path: ~/c}\nteacher: {path: ~/t, models: {a: {path: ~/a}}}\n"
     config = load_config(write(text), ["trainer.resume=~/run/checkpoints/step_1", "name=~x"])
+    models = [config.critic, config.teacher, config.teacher.models["a"]]
+    assert [model.path for model in models] == [f"/elsewhere/me/{name}" for name in "cta"]
     assert config.model.path == "/elsewhere/me/m"
     assert config.data.train_files == ["/elsewhere/me/t.jsonl@train", "text:~/x"]
     assert config.reward.name == "/elsewhere/me/r.py:fn"

@@ -168,6 +168,21 @@ def test_examples_have_the_response_before_them_in_the_global_batch_on_any_numbe
     assert "preference.max_tokens" in str(error.value)
 
 
+def test_a_mismatched_response_ends_where_its_sequence_is_as_long_as_it_may_be(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    pairs = [("1+1+1+1=", "4"), ("2=", "2+0+0+0")]
+    file.write_text("".join(json.dumps({"prompt": a, "completion": b, "label": True}) + "\n" for a, b in pairs))
+    config, tokenizer = DataConfig(train_files=[str(file)]), character_tokenizer("0123456789+=")
+    data = LabelledDataset(config, PreferenceConfig(loss="kto", max_tokens=12), tokenizer)
+    batch = data.batch([0, 1])
+    data.set_mismatched(batch, [1, 0])
+    long, short = (row.tolist() for row in data.response_ids.unbind()[::-1])
+    room = 12 - int(batch["prompt_ids"].lengths[0])
+    assert 0 < room < len(long)
+    assert [row.tolist() for row in batch["mismatched_ids"].unbind()] == [long[:room], short]
+    assert batch["mismatched_mask"].lengths.tolist() == batch["mismatched_ids"].lengths.tolist()
+
+
 def test_margins_are_numbers_of_both_samples(tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text(

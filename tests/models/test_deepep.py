@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def trained(sizes: list[tuple[dict, dict]], reference: dict) -> list[dict[str, f
 
     from megarl.models import config
 
-    config.dispatch_of = lambda facts, parallel, dtype: parallel.dispatch
+    config.dispatch_of = lambda facts, parallel, dtype, world: parallel.dispatch
     found = test_layouts._all_cases(
         [("moe", {**layout, "dispatch": "deepep"}, settings) for layout, settings in sizes], reference
     )
@@ -96,7 +97,9 @@ def test_training_equals_a_plain_process(double):
 MOE = facts_of(cases.hf_config("moe"))
 
 
-def chosen(monkeypatch, dtype=torch.bfloat16, here=8, there=True, cuda=True, broken=None, **layout) -> str:
+def chosen(
+    monkeypatch, dtype=torch.bfloat16, here=8, there=True, cuda=True, broken=None, other=None, facts=None, **layout
+) -> str:
     def imported():
         if broken is not None:
             raise broken
@@ -105,7 +108,20 @@ def chosen(monkeypatch, dtype=torch.bfloat16, here=8, there=True, cuda=True, bro
     monkeypatch.setattr(deepep, "has_deepep", lambda: there)
     monkeypatch.setattr(deepep, "import_deepep", imported)
     monkeypatch.setattr(deepep.device, "has_cuda", lambda: cuda)
-    return deepep.dispatch_of(MOE, ParallelConfig(**layout), dtype)
+    world = SimpleNamespace(all_gather_json=lambda mine: [other or mine, mine])
+    return deepep.dispatch_of(facts or MOE, ParallelConfig(**layout), dtype, world)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_all_ranks_choose_the_same(monkeypatch, there):
+    with pytest.warns(UserWarning, match="rank .: .*: all-to-alls bring"):
+        assert chosen(monkeypatch, ep=16, there=there, other=[not there, None]) == "alltoall"
+    with pytest.raises(ConfigError, match="rank 0: deep_ep does not import"):
+        chosen(monkeypatch, ep=16, dispatch="deepep", other=[True, "deep_ep does not import"])
+
+
+def test_dense_models_need_no_dispatcher(monkeypatch):
+    assert chosen(monkeypatch, facts=facts_of(cases.hf_config("dense")), dispatch="deepep") == "alltoall"
 
 
 def test_auto_is_deepep_for_experts_over_machines(monkeypatch):

@@ -137,7 +137,10 @@ def fake_world(case: FakeCase) -> Iterator[Any]:
     )
     dist.all_gather_object = same_of_all
     try:
-        layout = init_parallel(ParallelConfig(**case.parallel), WorkerGroup("the world", dist.group.WORLD, 60.0))
+        layout = init_parallel(
+            ParallelConfig(**{"dispatch": "alltoall", **case.parallel}),
+            WorkerGroup("the world", dist.group.WORLD, 60.0),
+        )
         yield layout
         layout.close()
     finally:
