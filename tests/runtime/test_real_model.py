@@ -8,6 +8,8 @@ import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.recipes.word_problems import POLITE, make_pairs, make_rows, polite
+from tests import forked
+from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
 
 pytestmark = pytest.mark.procs
@@ -59,14 +61,27 @@ def test_smollm2_takes_steps_in_its_own_chat_template(tmp_path):
 
 
 @pytest.mark.campaign("smollm2")
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not MODEL.is_dir(), reason="no model: make smollm2")
-def test_smollm2_prefers_polite_answers_after_a_step(tmp_path):
-    few = ["data.batch_size=1", "trainer.steps=2", "trainer.export_hf=false", "validation.every=0", "data.val_files=[]"]
-    few += ["tracking.mlflow=false", "tracking.report=false", "actor.optim.warmup_steps=0", "data.loader_kwargs.rows=2"]
-    numbers = harness.train(ROOT / "recipes" / "dpo_smollm2_polite.yaml", tmp_path / "run", *few)
-    assert numbers[1]["preference/loss"] == pytest.approx(math.log(2))  # the policy is the reference
-    assert numbers[2]["rewards/accuracies"] == 1
-    assert numbers[2]["rewards/margins"] > 0.1
+def test_smollm2_learns_polite_answers_and_gives_them_on_a_server_too(tmp_path):
+    need_interpreter()
+    recipe, run = ROOT / "recipes" / "dpo_smollm2_polite.yaml", tmp_path / "run"
+    quiet = ("tracking.mlflow=false", "tracking.report=false")
+
+    def command(name: str, source: Path, folder: Path, *more: str) -> list[dict]:
+        ended = forked.run([name, source, *quiet, *more, "--run-dir", folder], tmp_path, timeout=900)
+        assert ended.code == 0, ended.output
+        return read_jsonl(folder / "metrics.jsonl", needs={})
+
+    [before] = command("eval", recipe, tmp_path / "before")
+    steps = command("train", recipe, run)
+    assert steps[1]["preference/loss"] == pytest.approx(math.log(2))  # the policy is the reference
+    assert steps[-1]["val/rewards/accuracies"] == 1
+    [after] = command("eval", run, tmp_path / "after")
+    command("eval", run, tmp_path / "server", "rollout.engine=sglang")
+    assert (before["val/acc"], after["val/acc"]) == (0, 1)  # greedy answers that end politely
+    answers = [read_jsonl(tmp_path / name / "samples.jsonl", needs={}) for name in ("after", "server")]
+    assert [row["response"] for row in answers[0]] == [row["response"] for row in answers[1]]
 
 
 def check_export(folder: Path) -> None:
