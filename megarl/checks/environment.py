@@ -17,9 +17,13 @@ from megarl.tracking.loggers import LOGGERS
 
 
 def check_packages(
-    config: RunConfig, placement: Placement | None, checks: Checklist, launcher: str | None, job: str
+    config: RunConfig, placement: Placement | None, checks: Checklist, launcher: str | None, job: str, *, starts: bool
 ) -> None:
-    """Check the packages of launcher, tracking, rewards and data files, beyond those that every run needs."""
+    """Check the packages of launcher, tracking, rewards and data files, beyond those that every run needs.
+
+    Args:
+        starts: the run starts on this machine, whose login of W&B is then the one that counts.
+    """
     sources = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     tables = next((key for key, names in sources.items() if any(n.endswith(".parquet") for n in names)), None)
     if launcher == "ray":
@@ -30,7 +34,7 @@ def check_packages(
     if job != "generate" and config.tracking.mlflow:
         _require("mlflow", "tracking.mlflow", True, "set tracking.mlflow=false", checks)
     for logger in config.tracking.loggers if job != "generate" else ():
-        _check_logger(logger, checks)
+        _check_logger(logger, checks, starts=starts and launcher != "ray")
     for reward in dict.fromkeys(one.name for one in config.reward.functions.values()):
         package = REWARDS.spec(reward).package if reward in REWARDS.names() else None
         if job != "generate" and package is not None:
@@ -40,7 +44,7 @@ def check_packages(
         _require("pyarrow", tables, sources[tables], "convert the data to .jsonl", checks)
 
 
-def _check_logger(name: str, checks: Checklist) -> None:
+def _check_logger(name: str, checks: Checklist, *, starts: bool) -> None:
     """Check a tracker: its package is installed, or its reference has the form of one; a worker imports it."""
     key = "tracking.loggers"
     if is_file_reference(name) or is_module_reference(name):
@@ -55,7 +59,7 @@ def _check_logger(name: str, checks: Checklist) -> None:
         if name == "wandb" and not _wandb_has_a_key():
             text = "no API key of W&B is known here, without which the run ends after its first validation"
             fix = "wandb login, or WANDB_MODE=offline for a copy in the run folder"
-            checks.warn("packages", key, text, found=name, fix=fix)
+            (checks.fail if starts else checks.warn)("packages", key, text, found=name, fix=fix)
 
 
 def _wandb_has_a_key() -> bool:

@@ -127,7 +127,7 @@ def check_config(
     if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
         check_disk(config, sizes, roles, job, run_dir, checks)
     check_secrets(config, checks)
-    check_packages(config, placement, checks, launcher, job)
+    check_packages(config, placement, checks, launcher, job, starts=starts)
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     return Checked(checks.items, sizes, graph, placement)

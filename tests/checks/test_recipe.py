@@ -519,16 +519,22 @@ def test_random_weights_are_not_scored(config_of, tmp_path, job):
     assert [c for c in check_config(config, job=job).items if c.status == "fail"] == []
 
 
-def test_a_key_of_wandb_that_nobody_knows_is_a_warning(warned, monkeypatch, tmp_path):
+def test_a_key_of_wandb_that_nobody_knows_is_a_warning_and_stops_a_start(config_of, warned, monkeypatch, tmp_path):
     def said() -> list[str]:
         return [check.message for check in warned("tracking.loggers=[wandb]") if check.key == "tracking.loggers"]
+
+    def stops() -> bool:
+        checks = check_config(config_of("tracking.loggers=[wandb]"), starts=True)
+        return any(check.status == "fail" and check.key == "tracking.loggers" for check in checks.items)
 
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("NETRC", "WANDB_API_KEY", "WANDB_CONFIG_DIR", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     assert ["no API key of W&B is known here" in text for text in said()] == [True]
+    assert stops()
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert said() == []
+    assert not stops()
     monkeypatch.delenv("WANDB_MODE")
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\n")
     assert said() == []

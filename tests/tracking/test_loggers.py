@@ -155,7 +155,7 @@ def test_names_of_trackers_are_checked_before_the_start(own):
 
     found = Checklist()
     for name in ("wanddb", f"{own}:Notes", f"{own}x.py:Notes"):
-        _check_logger(name, found)
+        _check_logger(name, found, starts=True)
     assert [item.found for item in found.items if item.status == "fail"] == ["wanddb", f"{own}x.py:Notes"]
 
 
