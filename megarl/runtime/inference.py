@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
+from megarl.data.sources import TEXT
 from megarl.offload_schedule import ACTOR
 from megarl.runtime.frozen_models import check_base
 from megarl.runtime.generation import open_rollout, publish
@@ -69,7 +71,7 @@ def _write_responses(c: RankState) -> None:
             lines = [line for part in parts for line in part]
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             if c.layout.rank == 0:
-                _show([line for line in lines if line["data_source"] == "text"])
+                _show([line for line in lines if line["data_source"] == "text"], config.data.val_files)
     if c.layout.rank == 0:
         print(f"responses: {target}\n{config.name}: generate finished", flush=True)
 
@@ -89,7 +91,10 @@ def _restore(c: RankState) -> None:
     publish(c, c.context.step)
 
 
-def _show(lines: list[dict[str, str]]) -> None:
-    """Print responses to prompts that were given as text."""
+def _show(lines: list[dict[str, str]], sources: Sequence[str]) -> None:
+    """Print responses to prompts that were given as text, each after its text without the chat template around it."""
+    given = [source.removeprefix(TEXT) for source in sources if source.startswith(TEXT)]
     for line in lines:
-        print(f"\n> {line['prompt_text']}\n{line['response_text']}", flush=True)
+        whole = line["prompt_text"]
+        print(f"\n> {max((text for text in given if text in whole), key=len, default=whole)}", flush=True)
+        print(line["response_text"], flush=True)

@@ -163,3 +163,11 @@ def test_convert_writes_the_model_of_a_checkpoint(tuned: Path, folder: Path) -> 
     halves = {name: t for file in (folder / "half").glob("*.safetensors") for name, t in load_file(file).items()}
     assert all(torch.equal(tensor.bfloat16(), halves[name]) for name, tensor in converted.items())
     assert (folder / "half" / "tokenizer.json").is_file()
+
+
+def test_a_response_is_shown_after_the_text_that_was_given(capsys):
+    from megarl.runtime.inference import _show
+
+    _show([{"prompt_text": "<|im_start|>user\n1+2=<|im_end|>\n", "response_text": "3"}], ["text:1+2=", "rows.jsonl"])
+    _show([{"prompt_text": "1+3=", "response_text": "4"}], ["text: 1+3="])
+    assert capsys.readouterr().out == "\n> 1+2=\n3\n\n> 1+3=\n4\n"
