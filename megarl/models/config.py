@@ -47,7 +47,7 @@ class PolicyConfig(TransformerConfig):
     """The modules of the transformer layers, see `megarl.models.layer_forms`."""
 
     dispatch: Dispatch = "alltoall"
-    """What brings tokens to their experts, see `megarl.models.deepep`."""
+    """The exchange that brings tokens to their experts, see `megarl.models.deepep`."""
 
     lora: LoraConfig | None = None
     """Low-rank adapters that the model has."""

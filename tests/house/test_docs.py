@@ -53,7 +53,7 @@ WORDS = "".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def quoted(page: Path) -> list[str]:
-    """What a page's prose quotes of this version."""
+    """Return the quotes in a page's prose that are of this version."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     return [" ".join(one.split()) for one, earlier in re.findall(r"`([^`]+)`( of commit)?", text) if not earlier]
 
