@@ -130,6 +130,19 @@ def test_a_sample_is_a_function_of_its_seed(both: Fleet) -> None:
     assert tokens(engine(both).generate(other, sampling, EOS)) != everyone
 
 
+def test_a_sample_does_not_depend_on_requests_that_share_its_batch_and_filter_it(both: Fleet) -> None:
+    """A health check is greedy, which is a filter."""
+    api = both.servers[0].api
+
+    def tokens_with(*others: dict[str, float]) -> list[int]:
+        settings = [{"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 7, **one} for one in ({}, *others)]
+        payload = {"input_ids": [[20 + i] * 5 for i in range(len(settings))], "sampling_params": settings}
+        answers = json.loads(api.call("/generate", payload, deadline_s=60, phase="test")["text"])
+        return list(answers[0]["output_ids"])
+
+    assert tokens_with({"temperature": 0.0}, {"top_k": 3}) == tokens_with()
+
+
 def test_end_tokens_are_kept_and_only_the_given_ones_end(both: Fleet) -> None:
     groups = engine(both).generate(requests(8, 8), SamplingConfig(max_new_tokens=40, stop_token_ids=[11]), EOS)
     samples = [sample for group in groups for sample in group]

@@ -9,6 +9,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
   or pass unseen (not when memory cannot be mapped: that still ends it);
 * an update makes it forget the features of images that earlier weights have made;
+* a sample with a seed is the same whatever other requests its batch has;
 * without CUDA, stand-ins for what needs it are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that only in its deterministic mode, whose kernels need a GPU;
 * without CUDA, the server's processes are forked from this one.
@@ -198,6 +199,29 @@ def honour_seeds() -> None:
     HookRegistry.register(target, add_seeds, HookType.AFTER)
 
 
+def sample_by_token() -> None:
+    """Make the noise of a seeded sample fall on tokens, whoever shares its batch.
+
+    SGLang filters (top_k, top_p) a whole batch if one of its requests asks for it, as health checks do, and then the
+    noise falls on the ranks of the sorted tokens.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def sample(call: Any, probs: Any, *filters: Any, **options: Any) -> Any:
+        import torch
+        from sglang.srt.layers.sampler import sampling_from_probs_torch
+
+        *_, seed, positions = filters  # after top_ks, top_ps, min_ps and whether there is any of the latter
+        if seed is None or options.get("return_filtered_probs"):
+            return call(probs, *filters, **options)
+        _, kept, tokens, _ = call(probs, *filters, **options | {"return_filtered_probs": True})
+        filtered = torch.zeros_like(probs).scatter_(1, tokens.long(), kept)
+        return sampling_from_probs_torch(filtered, seed, positions)
+
+    target = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
+    HookRegistry.register(target, sample, HookType.AROUND)
+
+
 def fork_processes() -> None:
     """Fork the server's processes from this one: SGLang starts new ones, which import for ten seconds each.
 
@@ -220,6 +244,7 @@ if __name__ == "__main__":
     extend_path()
 listen_on_one_address()
 refuse_instead_of_dying()
+sample_by_token()
 if INSTANCE:
     name_shared_memory()
 if ON_CPU:
