@@ -1,4 +1,7 @@
-"""Checks of references to user code, `pkg.mod:fn` and `file.py:fn`, by reading the source without running it."""
+"""Checks of references to user code, `pkg.mod:fn` and `file.py:fn`, by reading the source without running it.
+
+Only the functions that get `data.loader_kwargs` are imported, in another process.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,20 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
+from megarl.config.data import DataConfig
+from megarl.config.run import RunConfig
+from megarl.data.sources import check_loader_kwargs, is_function
 from megarl.errors import ConfigError, close_files, close_matches
 from megarl.imports import is_file_reference
+from megarl.rewards.preflight import ask
 from megarl.rewards.registry import kwargs_error
 from megarl.rewards.signatures import bind
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+_IMPORT_S = 5.0
 
 
 def check_reference(text: str, key: str) -> ast.Module | None:
@@ -181,3 +190,24 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
             inner += [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
             found += _statements(inner)
     return found
+
+
+def check_arguments(config: RunConfig, limit_s: float = _IMPORT_S) -> None:
+    """Refuse `data.loader_kwargs` that no source takes; functions that take longer to import are left to the workers.
+
+    Raises:
+        ConfigError: the error that a worker would raise.
+    """
+    data, more = config.data, config.sft.train_files or []
+    if not data.loader_kwargs:
+        return
+    if any(is_function(source) for source in [*data.train_files, *data.val_files, *more]):
+        kwargs = dict.fromkeys(data.loader_kwargs)  # the names count
+        files = {"train_files": data.train_files, "val_files": data.val_files, "more": more}
+        ask(_check_names, {"loader_kwargs": kwargs, **files}, limit_s, where="data.train_files / data.val_files")
+    else:
+        check_loader_kwargs(data, more)
+
+
+def _check_names(more: list[str], **section: Any) -> None:
+    check_loader_kwargs(DataConfig(**section), more)

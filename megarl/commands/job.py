@@ -173,10 +173,10 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
     Returns:
         Whether there was a row that can be read here.
     """
-    from megarl.checks.arguments import check_arguments
     from megarl.checks.recipe import ConfigWarning
+    from megarl.checks.references import check_arguments
     from megarl.checks.rows import check_rows
-    from megarl.envs.preflight import check_environment
+    from megarl.envs.registry import check_environment
     from megarl.rewards.preflight import check_import
     from megarl.tracking.mlflow_store import check_store
 

@@ -1,4 +1,4 @@
-"""Environments by name, and the keys of a recipe that each of them takes."""
+"""Environments by name, the keys of a recipe that each of them takes, and a check before a run, in another process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
@@ -14,6 +14,10 @@ from megarl.config.rollout import ON_ERROR, env_section
 from megarl.envs.protocol import Environment
 from megarl.errors import ConfigError, close_matches
 from megarl.imports import import_file, import_module
+from megarl.rewards.preflight import KEYS_LIMIT_S, ask
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
 
 #: The included environments.
 ENVIRONMENTS = {
@@ -21,6 +25,7 @@ ENVIRONMENTS = {
     "tools": "megarl.envs.tools:Tools",
 }
 _FORMS = ("file.py:Class", "pkg.mod:Class")
+_IMPORT_S = 5.0
 
 
 def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
@@ -140,3 +145,54 @@ def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:
         raise ConfigError(
             first["msg"], where=".".join(["env", *map(str, first["loc"])]), found=first.get("input")
         ) from error
+
+
+def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigError | None:
+    """Import the class that `env.name` refers to and validate its keys; a slow import is left to the workers.
+
+    Returns:
+        A warning if the environment scores its episodes and the recipe also sets a reward.
+
+    Raises:
+        ConfigError: the error that a worker would raise.
+    """
+    if config.has_turns:
+        reply = ask(_load, {"env": dict(config.env)}, limit_s, where="env.name")
+        scores, longest_s = reply if isinstance(reply, list) else (None, None)
+        check_longest(longest_s, config.cluster.timeout_s / 2)
+        default = type(config.reward)().model_dump()
+        given = {key: value for key, value in config.reward.model_dump().items() if value != default[key]}
+        if scores and given:
+            return ConfigError(
+                f"the environment {config.env['name']} scores its episodes itself: what the recipe sets here changes "
+                "nothing",
+                where="reward",
+                found=given,
+                fix="remove it (on the command line: reward='!replace {}'), or set scores = False in the class for the "
+                "reward function to score",
+            )
+    elif set(config.env) - {"name"}:
+        load_environment(config.env)
+    return None
+
+
+def _load(env: dict[str, Any]) -> tuple[bool, float | None]:
+    """Load the environment and the components that its settings name; return `scores` and `longest_s`."""
+    kind, settings = load_environment(env)
+    kind.check(settings)
+    return kind.scores, settings.longest_s
+
+
+def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
+    """Return the own keys of an environment in section `env`; None: its import takes too long.
+
+    Raises:
+        ConfigError: it cannot be found.
+    """
+    if name in ENVIRONMENTS or ":" not in name:
+        return _keys(name)
+    return cast("list[str] | None", ask(_keys, {"name": name}, limit_s, where="env.name"))
+
+
+def _keys(name: str) -> list[str]:
+    return list(environment_class(name).Settings.model_fields)

@@ -1,27 +1,27 @@
-"""Import of a user's reward before a run, in a separate process: a file that does not import is found in a moment.
+"""Import of users' code before a run, in a separate process: a file that does not import is found in a moment.
 
-    python -m megarl.rewards.preflight      # a reward section as JSON on stdin; the error, if any, as JSON on stdout
-    python -m megarl.rewards.preflight keys      # the same, and the answer is the reward's own keys
+    python -m megarl.rewards.preflight MODULE:FUNCTION     # arguments as JSON on stdin; result or error on stdout
 
 Effects of the import (output, threads, loaded packages) stay in that process, and its children end with it. An import
-of more than two seconds is left to the workers.
+that takes longer than a few seconds is left to the workers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.errors import ConfigError, UserError
 from megarl.processes import ending
 from megarl.rewards.parts import located
-from megarl.rewards.registry import REWARDS, load_scorer, own_keys
+from megarl.rewards.registry import REWARDS, Mode, load_scorer, own_keys
 from megarl.simulators.parents import as_parent, end_with_parents
 from megarl.simulators.plain import Malformed, parsed
 
@@ -43,8 +43,13 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
     """
     for label, one in reward.functions.items():
         if ":" in one.name:
+            request = {"name": one.name, "mode": one.mode, "kwargs": one.kwargs}
             with located(label):
-                ask(__name__, {"name": one.name, "mode": one.mode, "kwargs": one.kwargs}, limit_s, where=REWARDS.key)
+                ask(_load, request, limit_s, where=REWARDS.key)
+
+
+def _load(name: str, mode: Mode, kwargs: dict[str, Any]) -> None:
+    load_scorer(name, mode, kwargs)
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
@@ -55,23 +60,21 @@ def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
     """
     if name in REWARDS.names() or ":" not in name:
         return own_keys(name)
-    return cast("list[str] | None", ask(__name__, {"name": name}, limit_s, "keys", where=REWARDS.key))
+    return cast("list[str] | None", ask(own_keys, {"name": name}, limit_s, where=REWARDS.key))
 
 
-def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arguments: str, where: str) -> object:
-    """Run `python -m module` with `request` on stdin, and raise the error in its last line of stdout, if any.
+def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: float, *, where: str) -> object:
+    """Return `work(**request)` as another process finds it; None if there was no answer in time.
 
     Args:
+        work: a function of a module; arguments and result are plain JSON.
         where: the recipe key that names the loaded function.
 
-    Returns:
-        Its answer; None if there was none in time.
-
     Raises:
-        ConfigError: the error that the process found, or the process died while it loaded the file.
+        ConfigError: `work` has raised it, or the process died while it loaded the file.
     """
     environment = os.environ | as_parent() | {"PYTHONSAFEPATH": "1"}  # the last as in workers
-    command = [sys.executable, "-m", module, *arguments]
+    command = [sys.executable, "-m", __name__, f"{work.__module__}:{work.__name__}"]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, start_new_session=True
@@ -113,31 +116,20 @@ def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
     return error, message["value"]
 
 
-def answer(work: Callable[[], object]) -> None:
-    """Run `work` in a process that `ask` started; its JSON result or its error is the last line of stdout."""
+def main() -> None:
+    """Do the work that `ask` names; its JSON result or its error is the last line of stdout."""
     end_with_parents()  # the caller has given up by then, and the import may never end
+    sys.path.append(os.getcwd())  # as in workers
+    module, _, name = sys.argv[1].partition(":")
     parts: dict[str, object] | None = None
     value = None
     try:
-        value = work()
+        value = getattr(importlib.import_module(module), name)(**json.load(sys.stdin))
     except UserError as error:
         parts = {name: getattr(error, name) for name in _PARTS}
         found = parts["found"]
         parts["found"] = found if found is None or isinstance(found, str | int | float | dict) else repr(found)
     print("\n" + json.dumps({"error": parts, "value": value}), end="", flush=True)
-
-
-def main() -> None:
-    """Load the scorer, or find its keys."""
-    section = json.load(sys.stdin)
-
-    def work() -> object:
-        if sys.argv[1:] == ["keys"]:
-            return own_keys(section["name"])
-        load_scorer(section["name"], section["mode"], section["kwargs"])
-        return None
-
-    answer(work)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checks.arguments import check_arguments
 from megarl.checks.recipe import check_config
+from megarl.checks.references import check_arguments
 from megarl.checks.rows import check_rows
 from megarl.cli import main
 from megarl.components import COMPONENTS

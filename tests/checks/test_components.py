@@ -10,7 +10,7 @@ from megarl.components import COMPONENTS
 from megarl.components import REGISTRIES as BY_SECTION
 from megarl.config.algorithm import PolicyLossConfig
 from megarl.config.load import dump_config, load_config
-from megarl.envs import preflight as of_envs
+from megarl.envs import registry as of_envs
 from megarl.errors import ConfigError, UserError
 from megarl.imports import import_callable
 from megarl.recipes.build import build_task_graph

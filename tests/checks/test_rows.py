@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megarl.checks.arguments import check_arguments
 from megarl.checks.recipe import ConfigWarning
+from megarl.checks.references import check_arguments
 from megarl.checks.rows import check_rows
 from megarl.config.base import ConfigErrors
 from megarl.config.load import load_config

@@ -8,8 +8,7 @@ import pytest
 
 from megarl.config.data import RewardConfig
 from megarl.config.run import RunConfig
-from megarl.envs.preflight import check_environment
-from megarl.envs.registry import load_environment
+from megarl.envs.registry import check_environment, load_environment
 from megarl.errors import ConfigError
 
 JUDGED = "\n\nclass Judged(Guess):\n    scores = False\n"

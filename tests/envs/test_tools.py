@@ -16,8 +16,7 @@ from megarl.config.run import RunConfig
 from megarl.data.images import open_image
 from megarl.envs import Action
 from megarl.envs.host import Host
-from megarl.envs.preflight import check_environment
-from megarl.envs.registry import load_environment
+from megarl.envs.registry import check_environment, load_environment
 from megarl.envs.tools import Tools, ToolSettings
 from megarl.envs.tools.functions import load_tools
 from megarl.envs.tools.parsers import PARSERS, Call

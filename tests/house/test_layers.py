@@ -35,6 +35,7 @@ BY_NAME = {
     "megarl/simulators/registry.py": "a simulator of the user, or an included one, of the same folder",
     "megarl/simulators/start.py": "runs in the interpreter of a simulator, without this package",
     "megarl/simulators/robotwin.py": "a task's module, in the interpreter of a simulator, without this package",
+    "megarl/rewards/preflight.py": "the program runs the function that its command line names",
     "megarl/runtime/worker.py": "the program runs the function that its command line names",
     "megarl/staleness.py": "a policy of the user",
     "megarl/tracking/loggers.py": "a tracker of the user",
