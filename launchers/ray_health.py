@@ -28,6 +28,7 @@ _RAYLET = "RAY_RAYLET_PID"  # in the environment of a node manager's processes
 _ASK_S = 5.0  # seconds between two probes of a remote control store, and for its answer
 _SILENT_S = 30.0  # it may be restarting; Ray ends its clients after 60
 _LEAVE_S = 15.0
+_DIES_S = 5.0  # a process whose first thread has ended still waits for the others
 
 
 class OwnRay:
@@ -56,7 +57,7 @@ class OwnRay:
 
     def _told(self, dead: psutil.Process) -> str:
         with contextlib.suppress(psutil.Error, psutil.TimeoutExpired):
-            code = dead.wait(0)
+            code = dead.wait(_DIES_S)
             how = f"was killed by signal {-code} ({signal_name(-code)})" if code and code < 0 else "has ended"
             if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
                 how += ": out of memory, the kernel ended it"

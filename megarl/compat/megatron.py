@@ -107,6 +107,13 @@ REWRITES: tuple[Rewrite, ...] = (
         "pinned memory needs a CUDA driver",
     ),
     Rewrite(
+        "compiled-allocators",
+        ("megatron.core.nccl_allocator", "megatron.core.inference.unified_memory"),
+        r"^from torch\.utils(?: import cpp_extension|\.cpp_extension import CUDA_HOME, load_inline)$",
+        "cpp_extension = CUDA_HOME = load_inline = None",
+        "allocators of GPU memory that are compiled when used: setuptools take 0.2 s of CPU time to import",
+    ),
+    Rewrite(
         "gradient-norm",
         ("megatron.core.utils",),
         r"torch\.norm\(torch\.tensor\(l2\)\)\n(\s+)l2_cuda = torch\.tensor\(\[float\(l2_reduced\)\], [^)]*\)",

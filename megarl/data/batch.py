@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from megarl.compat import torch_nested
+from megarl.compat import torch_compile, torch_nested
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
 from megarl.data.wire import Block, Packer, Parts, Span, gather, open_block, pack
 from megarl.errors import close_matches
@@ -19,6 +18,8 @@ from megarl.errors import close_matches
 __all__ = ["Batch", "Jagged"]
 
 torch_nested.install()
+with torch_compile.untraced():
+    from tensordict import TensorDict
 
 
 class Batch:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.compat import megatron as compat
+from megarl.compat import torch_compile
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
 from megarl.models.layer_forms import te_problem
 
 compat.install()
+torch_compile.install()
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import (  # noqa: E402

@@ -1,0 +1,65 @@
+"""tensordict and torch's optimizers without `torch._dynamo`, the tracer of torch.compile, which they would import.
+
+They tell it how to treat their functions, which nothing here compiles. Its import takes a process over a second of CPU
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+_TRACER = "torch._dynamo"
+_MARKED = _disable_dynamo(lambda: None).__code__  # of every function that this decorator returns
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Import a package whose functions are not told to the tracer, unless that has been imported already."""
+    if _TRACER in sys.modules:
+        yield
+        return
+    told = {name: getattr(torch.compiler, name) for name in ("allow_in_graph", "assume_constant_result")}
+    for name in told:
+        setattr(torch.compiler, name, lambda function: function)
+    try:
+        yield
+    finally:
+        for name, function in told.items():
+            setattr(torch.compiler, name, function)
+
+
+def install() -> None:
+    """Change Adam and what it inherits so that only a process which compiles imports the tracer. Idempotent."""
+    for name, method in list(vars(torch.optim.Optimizer).items()):
+        if getattr(method, "__code__", None) is _MARKED:
+            setattr(torch.optim.Optimizer, name, _either(method, method.__wrapped__))
+    step: Any = torch.optim.Adam.step
+    if step.__code__.co_name == "_use_grad":
+        torch.optim.Adam.step = _either(step, _in_grad_mode(step.__wrapped__))  # type: ignore[method-assign]
+
+
+def _either(traced: Callable[..., Any], direct: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that is `direct` until the tracer has been imported, and `traced` from then on."""
+
+    @functools.wraps(traced)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return (traced if _TRACER in sys.modules else direct)(*args, **kwargs)
+
+    return method
+
+
+def _in_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `step` of an optimizer as torch runs it: with gradients of it only where it is differentiable."""
+
+    def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return method
