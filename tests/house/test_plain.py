@@ -29,8 +29,6 @@ ALLOWED = {
     "megarl/sync/shared.py": "torch's functions for handles, which travel as JSON",
     "megarl/rollout/sglang/wire.py": "writes what SGLang's servers read; reads nothing",
     "megarl/compat/sglang_server/serve.py": "how SGLang starts its own processes",
-    "benchmarks/store.py": "a measurement of Ray itself",
-    "benchmarks/store_calls.py": "a measurement of Ray itself",
     "benchmarks/sync/limits.py": "a measurement of shared memory",
     "benchmarks/sync/receiver.py": "stands for a server of SGLang, with its list of admitted classes",
 }
