@@ -44,7 +44,6 @@ BY_NAME = {
 #: file -> why it holds texts that name modules of this package.
 NAMES = {
     "benchmarks/case.py": "a recipe names a reward; workers get an entry function",
-    "benchmarks/overlap/__main__.py": "starts a program; workers get an entry function",
     "benchmarks/sync/measure.py": "starts a program",
     "launchers/local.py": "starts a program",
     "launchers/preflight_links.py": "starts a program",

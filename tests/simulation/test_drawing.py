@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.benchmarks.overlap.ideal import makespan
 from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.seconds import Line, Table
+from tests.simulation.ideal import makespan
 
 ONE = Table(Line(1.0))
 GROUPS = st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=2), min_size=1, max_size=6)

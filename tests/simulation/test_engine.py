@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megarl.benchmarks.overlap.ideal import flowing, in_order, synchronous
-from megarl.benchmarks.overlap.work import CASES, TOKEN_S, Work
 from megarl.planning.lengths import Lengths
 from megarl.simulation.engine import Faults, Simulation
 from megarl.simulation.seconds import Line, Table
 from megarl.simulation.system import SimTeam, System
+from tests.simulation.ideal import CASES, TOKEN_S, Work, flowing, in_order, synchronous
 
 STEPS = 30
 

@@ -10,24 +10,23 @@ from pathlib import Path
 import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
-from megarl.benchmarks.overlap.__main__ import FIRST, LAST, MODES, SYNCHRONOUS
-from megarl.benchmarks.overlap.ideal import synchronous
-from megarl.benchmarks.overlap.work import CASES
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.errors import ConfigError, DataError
 from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
-from megarl.simulation import outcome
 from megarl.simulation.calibrate import calibrate
 from megarl.simulation.engine import Faults, Simulation
+from megarl.simulation.outcome import FIRST, LAST
 from megarl.simulation.seconds import Line, Table
 from megarl.simulation.study import Study
 from megarl.simulation.system import read_system
+from tests.simulation.ideal import CASES, synchronous
 from tests.simulation.test_engine import TOKEN_S, OfWork, system
 
 RUNS = Path(__file__).parent / "recorded"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SYNCHRONOUS = "synchronous"
 SETTINGS = {
     SYNCHRONOUS: (0, False, False),
     "in_order, k=1": (1, False, False),
@@ -35,11 +34,6 @@ SETTINGS = {
     "as_ready, k=2": (2, True, False),
     "as_ready, k=2, partial": (2, True, True),
 }
-
-
-def test_it_counts_the_same_steps_as_the_benchmark():
-    assert (outcome.FIRST, outcome.LAST) == (FIRST, LAST)
-    assert set(SETTINGS) == set(MODES)
 
 
 FILES = {"balanced": "overlap", "tails": "overlap-tails", "drawing": "overlap-drawing"}

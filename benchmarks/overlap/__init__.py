@@ -1,1 +1,0 @@
-"""Generation and training that are sleeps: what running ahead brings, beside a pipeline without overheads."""
