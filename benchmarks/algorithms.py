@@ -263,13 +263,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure all cases, each in a process of its own, show and save; returns the exit code."""
-    from rich.console import Console
-
     from megarl.benchmarks.program import run_program
-    from megarl.benchmarks.report import host_class, save
-    from megarl.benchmarks.throughput import RESULTS
+    from megarl.benchmarks.report import show_and_save
     from megarl.launchers.common import KEEP_FREED_MEMORY
-    from megarl.machine import machine_info
 
     by_name = {case.name: case for case in CASES}
     unknown = [name for name in arguments.only or [] if name not in by_name]
@@ -281,14 +277,7 @@ def run(arguments: argparse.Namespace) -> int:
         text, others = run_program([sys.executable, "-m", __spec__.name, case.name], environment)
         results.append(judged(case, json.loads(text)))
         shares.append(others)
-    console = Console(highlight=False)
-    console.print(table(results))
-    console.print(f"other programs took up to {max(shares):.0%} of the machine")
-    machine = machine_info()
-    target = arguments.json or RESULTS
-    path = target if target.suffix == ".json" else target / f"algorithms-{host_class(machine)}.json"
-    save({"machine": machine, "results": results, "others_share": max(shares)}, path)
-    console.print(f"saved: {path}")
+    show_and_save("algorithms", table(results), {"results": results}, max(shares), arguments.json)
     return 0
 
 

@@ -49,13 +49,10 @@ _STEP = 1
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show and save; returns the exit code."""
-    from rich.console import Console
     from rich.table import Table
 
     from megarl.benchmarks.program import run_program
-    from megarl.benchmarks.report import host_class, save
-    from megarl.benchmarks.throughput import RESULTS
-    from megarl.machine import machine_info
+    from megarl.benchmarks.report import show_and_save
 
     rows, shares = [], []
     for ranks in RANKS:
@@ -68,12 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for row in rows:
         table.add_row(*(f"{row[name]:.3g}" for name in columns))
-    Console().print(table, f"other programs took {max(shares):.0%} of the machine")
-    machine = machine_info()
-    target = arguments.json or RESULTS
-    path = target if target.suffix == ".json" else target / f"checkpoint-{host_class(machine)}.json"
-    save({"machine": machine, "results": rows, "others_share": max(shares)}, path)
-    Console().print(f"saved: {path}")
+    show_and_save("checkpoint", table, {"results": rows}, max(shares), arguments.json)
     return 0
 
 

@@ -34,13 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show and save; returns the exit code."""
-    from rich.console import Console
     from rich.table import Table
 
     from megarl.benchmarks.program import OthersShare
-    from megarl.benchmarks.report import host_class, save
-    from megarl.benchmarks.throughput import RESULTS
-    from megarl.machine import machine_info
+    from megarl.benchmarks.report import show_and_save
 
     with OthersShare() as others:
         row = measure(_given(arguments), arguments.steps or STEPS, arguments.record)
@@ -48,13 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, number in row.items():
         if name not in ("simulator", "workers"):
             table.add_row(name.replace("_", " "), f"{number:.4g}")
-    Console().print(table, f"other programs took {others.share:.0%} of the machine")
-    machine = machine_info()
-    target = arguments.json or RESULTS
     short = row["simulator"].rpartition(":")[2].lower()
-    path = target if target.suffix == ".json" else target / f"envs-{short}-{host_class(machine)}.json"
-    save({"machine": machine, "results": [row], "others_share": others.share}, path)
-    Console().print(f"saved: {path}")
+    show_and_save(f"envs-{short}", table, {"results": [row]}, others.share, arguments.json)
     return 0
 
 

@@ -158,13 +158,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, show and save; returns the exit code."""
     from rich.console import Console
 
-    from megarl.benchmarks.report import host_class, save
-    from megarl.benchmarks.throughput import RESULTS
+    from megarl.benchmarks.report import result_file, save
     from megarl.machine import machine_info
 
     machine = machine_info()
-    target = arguments.json or RESULTS
-    path = target if target.suffix == ".json" else target / f"plan-{host_class(machine)}.json"
+    path = result_file(arguments.json, "plan", machine)
     sizes, layouts = _some(arguments.sizes, SIZES, "--sizes"), _some(arguments.layouts, LAYOUTS, "--layouts")
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"empty": {}, "cases": {}}
     result["machine"] = machine

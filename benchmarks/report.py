@@ -8,7 +8,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+
+from megarl.benchmarks.throughput import RESULTS
+from megarl.machine import machine_info
 
 
 def summary(result: dict[str, Any]) -> dict[str, float]:
@@ -88,6 +92,21 @@ def host_class(machine: dict[str, Any]) -> str:
     )
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return f"{len(machine['gpus']) or machine['cores']}x-{slug}"
+
+
+def result_file(target: Path | None, name: str, machine: dict[str, Any]) -> Path:
+    """Return the file for a result: `target` itself where it ends in .json, else one of this name and machine in it."""
+    folder = target or RESULTS
+    return folder if folder.suffix == ".json" else folder / f"{name}-{host_class(machine)}.json"
+
+
+def show_and_save(name: str, shown: Table, result: dict[str, Any], others_share: float, target: Path | None) -> None:
+    """Print a table and the others' share of the machine, and save the result with both (see `result_file`)."""
+    console, machine = Console(highlight=False), machine_info()
+    console.print(shown, f"other programs took up to {others_share:.0%} of the machine")
+    path = result_file(target, name, machine)
+    save({"machine": machine, **result, "others_share": others_share}, path)
+    console.print(f"saved: {path}")
 
 
 def save(result: dict[str, Any], path: Path) -> None:

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megarl.benchmarks.measure import run_case
-    from megarl.benchmarks.report import host_class, save, summary, table
+    from megarl.benchmarks.report import result_file, save, summary, table
 
     cases, dtypes = arguments.case or CASES, arguments.dtype or ["default"]
     target = arguments.json or RESULTS
@@ -140,8 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
             result["summary"] = summary(result)
             console.print(table(result))
-            name = f"{result['case']}-{result['dtype']}-{host_class(result['machine'])}.json"
-            path = target if target.suffix == ".json" else target / name
+            path = result_file(target, f"{result['case']}-{result['dtype']}", result["machine"])
             save(result, path)
             console.print(f"saved: {path}\n")
     return 0

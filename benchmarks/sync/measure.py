@@ -16,7 +16,6 @@ that others took is printed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -318,23 +317,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, show and save; returns the exit code."""
     if arguments.link_gbit and _LINKED not in os.environ:
         return _on_link(arguments)
-    from rich.console import Console
-
     from megarl.benchmarks.program import OthersShare
-    from megarl.benchmarks.report import host_class, save
-    from megarl.benchmarks.throughput import RESULTS
-    from megarl.machine import machine_info
+    from megarl.benchmarks.report import show_and_save
 
     with OthersShare() as others:
         found = measure()
-    console = Console(highlight=False)
-    console.print(table(found))
-    console.print(f"other programs took {others.share:.0%} of the machine")
-    machine = machine_info()
-    target = arguments.json or RESULTS
-    link = f"{arguments.link_gbit:g}gbit-" if arguments.link_gbit else ""
-    path = target if target.suffix == ".json" else target / f"sync-{link}{host_class(machine)}.json"
-    save({"machine": dataclasses.asdict(machine) if dataclasses.is_dataclass(machine) else machine, **found,
-          "others_share": others.share}, path)  # fmt: skip
-    console.print(f"saved: {path}")
+    link = f"-{arguments.link_gbit:g}gbit" if arguments.link_gbit else ""
+    show_and_save(f"sync{link}", table(found), found, others.share, arguments.json)
     return 0
