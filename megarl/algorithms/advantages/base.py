@@ -1,4 +1,15 @@
-"""Common parts of all estimators: the registry, the result type, and the steps of estimators that compare scores."""
+"""Common parts of all estimators: the registry, the result type, and the steps of estimators that compare scores.
+
+An estimator is `fn(fields and settings by name) -> Estimate`. It names those that it reads, of fields of the batch and
+its settings; most read
+
+    token_rewards     float [N] or [B, T]
+    mask              bool, same shape: valid tokens
+    uid               B group names; a group is not split over ranks
+    offsets           int64 [B + 1] for the packed form [N]
+    allow_singleton   accept groups of one sample, with A = 0; else they raise a UserError
+    all_sum           adds a small tensor over ranks
+"""
 
 from __future__ import annotations
 
@@ -15,7 +26,6 @@ from megarl.algorithms.stats import GroupStats
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: fn(fields and settings by name) -> (advantages, returns) in the shape of mask
 ADVANTAGES = Registry("advantage estimator", "algorithm.advantage.name", Spec)
 
 

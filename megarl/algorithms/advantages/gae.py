@@ -43,15 +43,13 @@ def gae(
     t + 1 is the next valid token: tokens in a hole of the mask (tool output, other turns) are skipped. The value after
     the last valid token is 0.
 
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+
     Args:
-        token_rewards: float [N] or [B, T].
-        values: float, same shape.
-        mask: bool, same shape.
-        offsets: int64 [B + 1] for the packed form.
+        values: float, in the shape of the rewards.
         gamma: discount per valid token.
         lam: GAE lambda.
         whiten: give the advantages mean 0 and variance 1 over all valid tokens of all ranks.
-        all_sum: adds over ranks.
 
     Source: arXiv 1506.02438.
     """

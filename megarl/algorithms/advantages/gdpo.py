@@ -54,17 +54,12 @@ def gdpo(
 
     Parts of different scale keep their influence: in a sum of raw rewards the largest one dominates.
 
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+
     Args:
         reward_parts: float [B, K], one column per part.
-        mask: bool [N] or [B, T].
-        uid: B group names.
         parts: name and weight of each column, in order; None: all 1.
-        offsets: int64 [B + 1] for the packed form.
         allow_singleton: accept groups of one sample, which count as 0 in the whitening.
-        all_sum: adds over ranks.
-
-    Raises:
-        UserError: a group of one sample, unless allowed.
 
     Source: GDPO (arXiv 2601.05242).
     """

@@ -29,16 +29,7 @@ def gpg(
     A group with equal scores has no gradient but counts in the mean over the batch; the division compensates. Shares
     are counted over all ranks.
 
-    Args:
-        token_rewards: float [N] or [B, T].
-        mask: bool, same shape.
-        uid: B group names.
-        offsets: int64 [B + 1] for the packed form.
-        allow_singleton: accept groups of one sample, with A = 0.
-        all_sum: adds over ranks.
-
-    Raises:
-        UserError: a group of one sample, unless allowed.
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
 
     Source: GPG (arXiv 2504.02546), accurate gradient estimation.
 

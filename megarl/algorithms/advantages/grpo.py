@@ -56,18 +56,12 @@ def grpo(
 
     score = sum of the sample's valid token rewards; std is unbiased. A group must not be split over ranks.
 
-    Args:
-        token_rewards: float [N] or [B, T].
-        mask: bool, same shape.
-        uid: B group names.
-        offsets: int64 [B + 1] for the packed form.
-        norm_by_std: False omits the division (Dr. GRPO).
-        allow_singleton: accept groups of one sample, with A = 0.
-        lone_score: A = score / (1 + 1e-6) for these, and for the only unmasked sample of a group, as in siiRL and verl;
-            without std A = score.
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
 
-    Raises:
-        UserError: a group of one sample, unless allowed.
+    Args:
+        norm_by_std: False omits the division (Dr. GRPO).
+        lone_score: A = score / (1 + 1e-6) for the only sample of a group, and for the only unmasked one of a group,
+            as in siiRL and verl; without std A = score.
 
     Source: DeepSeekMath (arXiv 2402.03300); without std: Understanding R1-Zero-Like Training (arXiv 2503.20783).
 

@@ -28,16 +28,10 @@ def grpo_passk(
 
     Where two samples share the best score, the second best is as good and every sample gets 0.
 
-    Args:
-        token_rewards: float [N] or [B, T].
-        mask: bool, same shape.
-        uid: B group names.
-        offsets: int64 [B + 1] for the packed form.
-        norm_by_std: False omits the division.
-        allow_singleton: accept groups of one sample, with A = 0.
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
 
-    Raises:
-        UserError: a group of one sample, unless allowed.
+    Args:
+        norm_by_std: False omits the division.
 
     Source: arXiv 2503.19595.
 

@@ -26,15 +26,7 @@ def opo(
 
     This baseline has the least variance when a response's squared gradient norm grows with its length.
 
-    Args:
-        token_rewards: float [N] or [B, T].
-        mask: bool, same shape.
-        uid: B group names.
-        offsets: int64 [B + 1] for the packed form.
-        allow_singleton: accept groups of one sample, with A = 0.
-
-    Raises:
-        UserError: a group of one sample, unless allowed.
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
 
     Source: On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585).
 

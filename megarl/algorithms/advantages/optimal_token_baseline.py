@@ -51,19 +51,13 @@ def optimal_token_baseline(
     The loss of a token is multiplied by its importance weight when rollouts are corrected, and so is its gradient:
     `is_weighted` multiplies w by the square of that weight, so that B_t has the least variance for it.
 
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+
     Args:
-        token_rewards: float [N] or [B, T].
         old_logp: same shape, log pi(y) of the sampled tokens.
         sum_pi_squared: same shape, sum over the vocabulary of pi(v)^2.
-        mask: bool, same shape.
-        uid: B group names.
-        offsets: int64 [B + 1] for the packed form.
         is_weights: same shape as the mask, factors of the policy loss; needed with `is_weighted`.
-        allow_singleton: accept groups of one sample, with A = 0.
         is_weighted: see above.
-
-    Raises:
-        UserError: a group of one sample, unless allowed.
 
     Source: Weaver and Tao's optimal baseline (UAI 2001) per position, with the gradient proxy of arXiv 2602.07078.
     """

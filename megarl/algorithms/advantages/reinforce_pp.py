@@ -36,12 +36,11 @@ def reinforce_pp(
 ) -> Estimate:
     """Compute R_t = r_t + gamma R_{t+1} over valid tokens; A = R whitened over all valid tokens of all ranks.
 
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+
     Args:
-        token_rewards: float [N] or [B, T].
         mask: bool, same shape; tokens in a hole are skipped.
-        offsets: int64 [B + 1] for the packed form.
         gamma: discount per valid token.
-        all_sum: adds over ranks.
 
     Source: REINFORCE++ (arXiv 2501.03262).
     """
@@ -63,16 +62,10 @@ def reinforce_pp_baseline(
 ) -> Estimate:
     """Compute A = score - group mean, whitened over all valid tokens of all ranks.
 
-    Args:
-        token_rewards: float [N] or [B, T].
-        mask: bool, same shape.
-        uid: B group names.
-        offsets: int64 [B + 1] for the packed form.
-        allow_singleton: accept groups of one sample, which count as 0 in the whitening.
-        all_sum: adds over ranks.
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
 
-    Raises:
-        UserError: a group of one sample, unless allowed.
+    Args:
+        allow_singleton: accept groups of one sample, which count as 0 in the whitening.
 
     Source: REINFORCE++ (arXiv 2501.03262).
     """

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 def remax(token_rewards: Tensor, mask: Tensor, greedy_score: Tensor, *, offsets: Tensor | None = None) -> Estimate:
     """Compute A = score - score of a greedy rollout of the same prompt.
 
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+
     Args:
-        token_rewards: float [N] or [B, T].
-        mask: bool, same shape.
         greedy_score: float [B], score of the prompt's greedy response.
-        offsets: int64 [B + 1] for the packed form.
 
     Source: ReMax (arXiv 2310.10505).
     """

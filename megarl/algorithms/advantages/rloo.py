@@ -24,15 +24,7 @@ def rloo(
 ) -> Estimate:
     """Compute A = score - mean score of the other samples of the group = n / (n - 1) (score - group mean).
 
-    Args:
-        token_rewards: float [N] or [B, T].
-        mask: bool, same shape.
-        uid: B group names.
-        offsets: int64 [B + 1] for the packed form.
-        allow_singleton: accept groups of one sample, with A = 0.
-
-    Raises:
-        UserError: a group of one sample, unless allowed.
+    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
 
     Source: Back to Basics (arXiv 2402.14740).
     """

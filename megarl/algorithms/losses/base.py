@@ -1,4 +1,16 @@
-"""Common parts of all policy losses: the registry, the clean log-ratio, and the metrics of a clipped ratio."""
+"""Common parts of all policy losses: the registry, the clean log-ratio, and the metrics of a clipped ratio.
+
+A policy loss is `fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (token loss, Metrics)`:
+
+    logp         float [N] or [B, T], differentiable
+    old_logp     same shape, before the update
+    advantages   same shape
+    mask         bool, same shape: valid tokens
+    cfg          settings of the loss
+    offsets      int64 [B + 1] for the packed form [N], which losses of whole sequences need
+
+The token loss has this shape, too, and is zero where the mask hides.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +54,6 @@ class LossSpec(Spec):
     corrects: bool = False
 
 
-#: fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (token loss in the shape of mask, Metrics)
 POLICY_LOSSES = Registry("policy loss", "algorithm.loss.name", LossSpec)
 
 

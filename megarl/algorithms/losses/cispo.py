@@ -25,16 +25,7 @@ def cispo(
 
     The clip bounds a weight and stops no token. `clip_low` of 1 or more means no lower bound.
 
-    Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
-        cfg: clip_low, clip_high.
-        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
-
-    Returns:
-        Token loss, zero where the mask hides, and metrics.
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Source: MiniMax-M1 (arXiv 2506.13585).
 

@@ -114,14 +114,11 @@ def clip_cov(
     Covariances are those of the mini-batch before its update (old_logp), so the choice does not depend on its split
     into micro-batches; the paper takes them from the current policy.
 
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
+
     Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
         cfg: clip_low, clip_high, dual_clip; for the selection cov_fraction, cov_low, cov_high.
         selected: bool, same shape.
-        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
 
     Returns:
         Token loss, zero where the mask hides, and metrics; pg_clipfrac counts selected tokens, too.

@@ -39,16 +39,7 @@ def cpgd(
     clip does not affect. Its gradient is that of the k3 estimate of KL(old || pi), r - 1 - d, with r limited to 1 +
     drift_clip there: a limit on the value would release the tokens that drifted most. The value itself has no meaning.
 
-    Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
-        cfg: clip_low, clip_high, drift_coef, drift_clip.
-        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
-
-    Returns:
-        Token loss, zero where the mask hides, and metrics.
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Source: CPGD (arXiv 2505.12504), equation 2 with one clip range for all tokens, and equation 5 for the drift.
 

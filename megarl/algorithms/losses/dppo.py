@@ -40,13 +40,7 @@ def dppo_tv(
     clip stops rare tokens early and common ones late; this bounds the moved mass. The ratio of a nearly impossible
     token is in the millions while hardly any mass moves, so r is truncated at ratio_cap: see `capped_ratio`.
 
-    Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
-        cfg: trust_region, ratio_cap.
-        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Returns:
         Token loss, zero where the mask hides or the region ends, and metrics; pg_clipfrac_lower is the share of tokens

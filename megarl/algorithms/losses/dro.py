@@ -35,16 +35,7 @@ def dro(
     An off-policy objective without ratios: its optimum moves the log-prob by A / quadratic_coef. The papers define it
     for whole responses, with the square of the summed log-ratio; here, as in Tinker, it applies per token.
 
-    Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
-        cfg: quadratic_coef.
-        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
-
-    Returns:
-        Token loss, zero where the mask hides, and metrics.
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Source: Offline Regularised RL for LLM Alignment (arXiv 2405.19107) and Kimi k1.5 (arXiv 2501.12599); per token:
     tinker-docs.thinkingmachines.ai/tinker/losses/dro.

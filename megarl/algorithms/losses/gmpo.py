@@ -30,16 +30,10 @@ def gmpo(
     sequence's loss, so aggregation seq-mean-token-mean is the mean over sequences of the paper, with ranges of 0.4. For
     A < 0 only `dual_clip` bounds s from above.
 
-    Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
-        cfg: clip_low, clip_high, in log space; dual_clip, of s.
-        offsets: int64 [B + 1] for the packed form.
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
-    Returns:
-        Token loss, zero where the mask hides, and metrics.
+    Args:
+        cfg: clip_low, clip_high, in log space; dual_clip, of s.
 
     Source: Geometric-Mean Policy Optimization (arXiv 2507.20673).
 

@@ -23,16 +23,7 @@ def gpg(
 ) -> tuple[Tensor, Metrics]:
     """Compute -A logp: no ratio, no clip; correct only while the policy is the one that sampled.
 
-    Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
-        cfg: not read.
-        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
-
-    Returns:
-        Token loss, zero where the mask hides, and metrics.
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Source: GPG (arXiv 2504.02546); Williams (1992).
     """

@@ -29,16 +29,7 @@ def gspo(
     that token-level advantages work too. The paper averages within sequences: aggregation seq-mean-token-mean, with
     ranges of about 3e-4 and 4e-4. For A < 0 only `dual_clip` bounds s from above.
 
-    Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
-        cfg: clip_low, clip_high, dual_clip.
-        offsets: int64 [B + 1] for the packed form.
-
-    Returns:
-        Token loss, zero where the mask hides, and metrics.
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Source: GSPO (arXiv 2507.18071), GSPO-token.
 

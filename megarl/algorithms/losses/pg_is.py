@@ -37,17 +37,12 @@ def pg_is(
 
     Only the weight is clipped, so a token's gradient never vanishes.
 
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
+
     Args:
-        logp: float [N] or [B, T], differentiable.
         old_logp: same shape, log-probs of the policy that sampled the tokens.
-        advantages: same shape.
-        mask: bool, same shape.
         cfg: is_level (sequence, token, or none: the caller multiplies by weights) and is_threshold, as in
             `importance_weights`.
-        offsets: int64 [B + 1] for the packed form.
-
-    Returns:
-        Token loss, zero where the mask hides, and metrics.
 
     Source: off-policy REINFORCE with truncated weights, e.g. IMPALA (arXiv 1802.01561), and the mismatch analysis of
     Liu et al. 2025 ("When Speed Kills Stability").

@@ -30,16 +30,10 @@ def ppo(
     """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), and at most -A c where A < 0; r = exp(clamp(logp - old_logp,
     +-20)).
 
-    Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
-        cfg: clip_low, clip_high (0 is legal), dual_clip (c > 1, or None).
-        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
-    Returns:
-        Token loss, zero where the mask hides, and metrics.
+    Args:
+        cfg: clip_low, clip_high (0 is legal), dual_clip (c > 1, or None).
 
     Source: PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729), clip-higher (arXiv 2503.14476).
 

@@ -36,16 +36,7 @@ def sapo(
 
     At r = 1 the gradient is that of the policy gradient; it fades on both sides, faster for larger tau.
 
-    Args:
-        logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
-        mask: bool, same shape.
-        cfg: tau_pos, tau_neg.
-        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
-
-    Returns:
-        Token loss, zero where the mask hides, and metrics.
+    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Source: Soft Adaptive Policy Optimization (arXiv 2511.20347).
 
