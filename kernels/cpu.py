@@ -60,16 +60,7 @@ class CpuKernels:
         """See `add_norm_reference`."""
         out = torch.empty_like(hidden)
         rows, width = hidden.shape
-        self._add_norm(
-            hidden.dtype == torch.bfloat16,
-            hidden.data_ptr(),
-            None if delta is None else delta.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            rows,
-            width,
-            eps,
-        )
+        self._add_norm(hidden.dtype == torch.bfloat16, *_pointers(hidden, delta, weight, out), rows, width, eps)
         return out
 
     def norm_backward(self, x: Tensor, grad: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -77,32 +68,21 @@ class CpuKernels:
         rows, width = x.shape
         dx, threads = torch.empty_like(x), torch.get_num_threads()
         parts = torch.zeros(threads, width)
-        self._norm_backward(
-            x.dtype == torch.bfloat16,
-            x.data_ptr(),
-            grad.data_ptr(),
-            weight.data_ptr(),
-            dx.data_ptr(),
-            parts.data_ptr(),
-            rows,
-            width,
-            threads,
-            eps,
-        )
+        given = _pointers(x, grad, weight, dx, parts)
+        self._norm_backward(x.dtype == torch.bfloat16, *given, rows, width, threads, eps)
         return dx, parts.sum(0)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `silu_mul_reference`."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
-        self._silu_mul(gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
+        self._silu_mul(gate_up.dtype == torch.bfloat16, *_pointers(gate_up, out), rows, width // 2)
         return out
 
     def silu_mul_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of `gate_up` [n, 2f] from that of its gated product [n, f]."""
         out, (rows, width) = torch.empty_like(gate_up), gate_up.shape
-        is_bf16 = gate_up.dtype == torch.bfloat16
-        self._silu_mul_backward(is_bf16, gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), rows, width // 2)
+        self._silu_mul_backward(gate_up.dtype == torch.bfloat16, *_pointers(gate_up, grad, out), rows, width // 2)
         return out
 
     def attend(
@@ -133,25 +113,9 @@ class CpuKernels:
         """
         n, groups, heads, size = qkv.shape
         out = qkv.new_empty(n, groups * (heads - 2) * size)
-        failed = self._attend(
-            qkv.dtype == torch.bfloat16,
-            qkv.data_ptr(),
-            None if norm is None else norm.data_ptr(),
-            rope[0].data_ptr(),
-            rope[1].data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            positions.data_ptr(),
-            out.data_ptr(),
-            n,
-            groups,
-            heads - 2,
-            size,
-            keys.shape[2],
-            window or 0,
-            scale,
-            eps,
-        )
+        given = _pointers(qkv, norm, *rope, keys, values, positions, out)
+        sizes = (n, groups, heads - 2, size, keys.shape[2], window or 0)
+        failed = self._attend(qkv.dtype == torch.bfloat16, *given, *sizes, scale, eps)
         assert not failed, "callers check supports()"
         return out
 
@@ -198,21 +162,16 @@ class CpuKernels:
         q, k = tensors[:2]
         assert q is not None
         assert k is not None
-        pointers = (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
+        table = (ctypes.c_void_p * len(tensors))(*_pointers(*tensors))
         groups = k.shape[1]
-        failed = self._stream(
-            q.dtype == torch.bfloat16,
-            pointers,
-            lse.data_ptr(),
-            starts.data_ptr(),
-            len(starts) - 1,
-            groups,
-            q.shape[1] // groups,
-            q.shape[2],
-            longest,
-            scale,
-        )
+        sizes = (len(starts) - 1, groups, q.shape[1] // groups, q.shape[2], longest)
+        failed = self._stream(q.dtype == torch.bfloat16, table, *_pointers(lse, starts), *sizes, scale)
         assert not failed, "callers check supports()"
+
+
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    """Return where the tensors' data lies; None for none."""
+    return [None if x is None else x.data_ptr() for x in tensors]
 
 
 @functools.cache
