@@ -1,9 +1,10 @@
-"""The protocol of embedders, which turn episodes into vectors."""
+"""The base of embedders, which turn episodes into vectors."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
     from megarl.simulators.protocol import Recording
 
 
-class EpisodeEmbedder(Protocol):
-    """The protocol of an embedder, which makes one embedding of each episode."""
+class EpisodeEmbedder(ABC):
+    """An embedder, which makes one embedding of each episode; as it stands here it learns and records nothing."""
 
+    @abstractmethod
     def embed(self, episodes: Batch) -> Tensor:
         """Return the embeddings float32 [B, E] on the CPU, in the order of the batch.
 
@@ -31,6 +33,7 @@ class EpisodeEmbedder(Protocol):
     def recording(self) -> Recording | None:
         """The part of an episode that simulators must record in addition to the policy's observations; None:
         nothing."""
+        return None
 
     def learn(self, episodes: Batch, step: int) -> Metrics | None:
         """Learn of a training step's episodes, those of this replica; collective over the data-parallel ranks.
@@ -38,12 +41,14 @@ class EpisodeEmbedder(Protocol):
         Returns:
             This rank's metrics; None where nothing is learned.
         """
+        return None
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: nested dicts of tensors and plain numbers; empty where nothing is
         learned."""
+        return {}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have nothing to load)
         """Go on from what `state` gave."""
 
 

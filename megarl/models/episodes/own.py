@@ -28,6 +28,7 @@ from megarl.data.batch import Batch
 from megarl.data.frames import END_FRAMES, FRAMES
 from megarl.data.jagged import Jagged
 from megarl.metrics import Metrics
+from megarl.models.episodes.base import EpisodeEmbedder
 from megarl.models.episodes.states import valid_episodes
 
 #: Pixels of a side; points of an episode, and episodes of the global batch, that one update sees.
@@ -63,7 +64,7 @@ class PointEncoder(nn.Module):
         return F.normalize(self.out(hidden), dim=1)
 
 
-class OwnEmbedder:
+class OwnEmbedder(EpisodeEmbedder):
     """The encoder, and how it learns. Repeatable on CPUs: every draw follows from run, step and update.
 
     Args:
@@ -115,11 +116,6 @@ class OwnEmbedder:
         return made
 
     # -- learning ----------------------------------------------------------------------------------------------------
-
-    @property
-    def recording(self) -> None:
-        """None: the policy's observations are enough."""
-        return None
 
     def learn(self, episodes: Batch, step: int) -> Metrics | None:
         """Make a few updates, each on some episodes of the global batch; see `EpisodeEmbedder`.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch
 from megarl.data.jagged import Jagged
+from megarl.models.episodes.base import EpisodeEmbedder
 
 
-class StateEmbedder:
+class StateEmbedder(EpisodeEmbedder):
     """The embedder that uses the states along the episode, and the last one once more.
 
     The squared distance of two episodes is the mean squared distance over their points plus `end_weight` times that of
@@ -34,21 +33,6 @@ class StateEmbedder:
         # A robot that never leaves the origin has an embedding, too: a constant, which no distance sees.
         made = torch.cat([path.flatten(1), ends * math.sqrt(self._end_weight), torch.ones(len(ends), 1)], 1)
         return made * valid_episodes(episodes)[:, None]
-
-    @property
-    def recording(self) -> None:
-        """None: the policy's observations are enough."""
-        return None
-
-    def learn(self, episodes: Batch, step: int) -> None:
-        """Do nothing: there is nothing to learn."""
-
-    def state(self) -> dict[str, Any]:
-        """Return an empty dict: nothing is learned."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: there is nothing to load."""
 
 
 def valid_episodes(episodes: Batch) -> Tensor:

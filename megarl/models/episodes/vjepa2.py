@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megarl.data.batch import Batch
 from megarl.data.frames import CLIP, END_FRAMES, FRAMES
 from megarl.data.pictures import VideoPipeline
 from megarl.errors import ConfigError
+from megarl.models.episodes.base import EpisodeEmbedder
 from megarl.models.episodes.states import valid_episodes
 from megarl.models.weights.files import resolve_folder
 from megarl.simulators.protocol import Recording
@@ -21,7 +22,7 @@ from megarl.simulators.protocol import Recording
 _PATH = "robot.reward.embedding.path"
 
 
-class VideoEmbedder:
+class VideoEmbedder(EpisodeEmbedder):
     """One clip of an episode and camera, of every environment step or of every policy call.
 
     Args:
@@ -68,16 +69,6 @@ class VideoEmbedder:
         seen = episodes[(CLIP if self._by_steps else FRAMES) + camera]
         frames: Tensor = seen.values[seen.offsets[row] : seen.offsets[row + 1]]
         return frames if self._by_steps else torch.cat([frames, episodes[END_FRAMES + camera][row][None]])
-
-    def learn(self, episodes: Batch, step: int) -> None:
-        """Do nothing: the encoder is already trained."""
-
-    def state(self) -> dict[str, Any]:
-        """Return an empty dict: nothing is learned."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: there is nothing to load."""
 
 
 def _encoder(folder: Path, device: torch.device) -> tuple[Any, Any]:
