@@ -60,8 +60,7 @@ class Decoder:
 
     @cached_property
     def _expert_flops(self) -> float:
-        work = token_flops(self.facts).get("experts")
-        return work.forward if work is not None else 0.0
+        return token_flops(self.facts).get("experts", 0.0)
 
     @cached_property
     def key_bytes(self) -> float:

@@ -21,32 +21,15 @@ SCORES = "scores"
 """Attention of queries over keys and values, which grows with the context."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The FLOPs of a forward pass, and of the backward pass that follows it in training."""
-
-    forward: float
-
-    @property
-    def backward(self) -> float:
-        """Gradients of inputs and weights."""
-        return BACKWARD * self.forward
-
-    @property
-    def train(self) -> float:
-        """Forward and backward."""
-        return self.forward + self.backward
-
-
-def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, Work]:
-    """Return the FLOPs of one token in all layers, by component, those without any left out.
+def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
+    """Return the forward FLOPs of one token in all layers, by component, those without any left out.
 
     Args:
         pairs: keys that its query sees, itself included, where no window hides some; 0: without attention over them.
     """
-    found = {name: Work(2.0 * count) for name, count in facts.multiplied_of.items() if count}
+    found = {name: 2.0 * count for name, count in facts.multiplied_of.items() if count}
     seen = sum(each * (pairs if window is None else min(pairs, window)) for window, each in pair_flops(facts).items())
-    return found | ({SCORES: Work(seen)} if pairs else {})
+    return found | ({SCORES: seen} if pairs else {})
 
 
 def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
@@ -76,7 +59,7 @@ class FlopCounter:
     @classmethod
     def of(cls, facts: ModelFacts) -> FlopCounter:
         """Return the counter of a model."""
-        work = {name: part.forward for name, part in token_flops(facts).items()}
+        work = token_flops(facts)
         head = work.pop("head")
         return cls(sum(work.values()), pair_flops(facts), head)
 

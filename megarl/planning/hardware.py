@@ -6,9 +6,10 @@ my_gpus.yaml    another kind: a mapping with the fields of `Hardware`
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -311,14 +312,7 @@ def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_S
         raise UserError("unknown dtype", where="peak_flops", found=dtype, allowed=sorted(device.DTYPES))
     a = torch.randn(size, size, device=device.device()).to(device.DTYPES[dtype])
     out = torch.empty_like(a)
-    torch.mm(a, a, out=out)
-    device.synchronize()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end or best == float("inf"):
-        torch.mm(a, a, out=out)
-        device.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return 2 * size**3 / best_seconds(lambda: torch.mm(a, a, out=out), seconds)
 
 
 def measure_memory() -> float:
@@ -327,11 +321,26 @@ def measure_memory() -> float:
 
     source = torch.zeros(_COPIED, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    best, end = float("inf"), time.perf_counter() + _MEASURE_S
-    while (start := time.perf_counter()) < end or best == float("inf"):
-        target.copy_(source)
-        best = min(best, time.perf_counter() - start)
-    return 2 * _COPIED / best
+    return 2 * _COPIED / best_seconds(lambda: target.copy_(source), _MEASURE_S)
+
+
+def best_seconds(call: Callable[[], object], seconds: float, repeats: int = 1) -> float:
+    """Return the least seconds of a call on this process's device, of those made in so many `seconds`.
+
+    Args:
+        repeats: calls between two looks at the clock.
+    """
+    from megarl.device import synchronize
+
+    call()
+    synchronize()
+    best, end = math.inf, time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end or best == math.inf:
+        for _ in range(repeats):
+            call()
+        synchronize()
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return best
 
 
 def measure_cores() -> tuple[float, float, float]:

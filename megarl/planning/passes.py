@@ -115,8 +115,7 @@ class ModelPass:
 
     @cached_property
     def _expert_flops(self) -> float:
-        work = token_flops(self.facts).get("experts")
-        return work.forward if work is not None else 0.0
+        return token_flops(self.facts).get("experts", 0.0)
 
     @property
     def _split_residual(self) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from megarl.certificate.findings import Findings
-from megarl.device import DTYPES, device, has_cuda, synchronize
-from megarl.planning.hardware import KINDS, Hardware, measure_peak
+from megarl.device import DTYPES, device, has_cuda
+from megarl.planning.hardware import KINDS, Hardware, best_seconds, measure_peak
 
 _SECONDS = 1.0
 _REPEATS = 10  # calls between two looks at the clock: starting a kernel costs the host some microseconds
@@ -31,12 +30,12 @@ def run(found: Findings, folder: Path) -> None:
     nbytes = 1 << (30 if has_cuda() else 26)
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
-    moved = 2 * nbytes / best_seconds(lambda: target.copy_(source)) / 1e12
+    moved = 2 * nbytes / _best_seconds(lambda: target.copy_(source)) / 1e12
     found.figure("memory, read and written", moved, "TB/s", *beside("memory_tb_s"))
     if has_cuda():
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         for name, a, b in (("from", source, host), ("to", host, source)):
-            rate = nbytes / best_seconds(functools.partial(_copy, a, b)) / 1e9
+            rate = nbytes / _best_seconds(functools.partial(_copy, a, b)) / 1e9
             found.figure(f"copies {name} locked host memory", rate, "GB/s", *beside("host_gb_s"))
     for tokens in (1024, 4096, 16384) if has_cuda() else (512,):
         forward, both = _attention(tokens)
@@ -53,18 +52,8 @@ def hardware_here() -> Hardware | None:
     return max((kind for kind in KINDS.values() if kind.name in name), key=lambda kind: len(kind.name), default=None)
 
 
-def best_seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call, the least that was seen in a while."""
-    repeats = _REPEATS if has_cuda() else 1
-    call()
-    synchronize()
-    best, end = float("inf"), time.perf_counter() + _SECONDS
-    while (start := time.perf_counter()) < end or best == float("inf"):
-        for _ in range(repeats):
-            call()
-        synchronize()
-        best = min(best, (time.perf_counter() - start) / repeats)
-    return best
+def _best_seconds(call: Callable[[], object]) -> float:
+    return best_seconds(call, _SECONDS, _REPEATS if has_cuda() else 1)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -90,4 +79,4 @@ def _attention(tokens: int, heads: int = 32, groups: int = 8, dim: int = 128) ->
         with torch.no_grad():
             attend(q, k, v, packed, dim**-0.5, None)
 
-    return flops / best_seconds(forward), 3.5 * flops / best_seconds(both)
+    return flops / _best_seconds(forward), 3.5 * flops / _best_seconds(both)
