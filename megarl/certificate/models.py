@@ -11,6 +11,7 @@ from torch import Tensor
 from megarl.config.model import ModelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
+from megarl.device import dist_backend
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -51,6 +52,15 @@ MODELS: dict[str, dict[str, Any]] = {
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.0, clip_grad=1.0)
 _SCALE = 4.0  # of random weights, so that every part of the model shows in log-probs
 SEED = 3
+
+
+def single_layout(deadline_s: float) -> Layout:
+    """Return the layout of this one process."""
+    from megarl.comm import single_world
+    from megarl.config.model import ParallelConfig
+    from megarl.training.parallel import init_parallel
+
+    return init_parallel(ParallelConfig(), single_world(dist_backend(), deadline_s))
 
 
 def hf_config(model: str) -> PretrainedConfig:

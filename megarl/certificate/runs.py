@@ -15,9 +15,11 @@ from typing import Any
 from megarl.artifacts.facts import raw_config
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks.program import run_program
+from megarl.config.load import find_recipe, load_config
 from megarl.config.model import ModelConfig
+from megarl.launchers.common import run_workers
 from megarl.machine import visible_gpus
-from megarl.processes import nvidia_devices
+from megarl.processes import nvidia_devices, write_atomically
 
 RECIPE = "grpo_quickstart"
 #: Only training: no cold start, no validation, nothing written but metrics; a score that differs between samples.
@@ -61,6 +63,29 @@ def steps_in(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of the training steps so far."""
     file = run_dir / "metrics.jsonl"
     return [line for line in read_jsonl(file) if line["stage"] == "train"] if file.is_file() else []
+
+
+def in_workers(entry: str, overrides: Sequence[str], run_dir: Path) -> list[dict[str, Any]]:
+    """Run `entry`, a `module:function` of (recipe, run folder), in workers; return the numbers that each has written.
+
+    Raises:
+        RuntimeError: a worker failed.
+    """
+    run_dir.mkdir()
+    config = load_config(find_recipe(RECIPE), list(overrides))
+    code = run_workers("local", entry, config, run_dir)
+    if code != 0:
+        raise RuntimeError(f"workers ended with exit code {code}; what they and their servers wrote: {run_dir}")
+    return [json.loads(_numbers(run_dir, rank).read_text()) for rank in range(config.cluster.nproc)]
+
+
+def write_numbers(run_dir: Path, rank: int, found: object) -> None:
+    """Write the numbers of this worker for `in_workers`."""
+    write_atomically(_numbers(run_dir, rank), json.dumps(found))
+
+
+def _numbers(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"numbers_{rank}.json"
 
 
 def killed(run_dir: Path, overrides: Sequence[str], when: Callable[[], int | None], limit_s: float) -> int:

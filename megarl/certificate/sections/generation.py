@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.certificate.findings import Findings
-from megarl.certificate.models import make_engine
+from megarl.certificate.models import make_engine, single_layout
 from megarl.certificate.sections.kernels import difference
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.device import dist_backend, empty_cache, has_cuda
+from megarl.device import empty_cache, has_cuda
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import Completion, Request
@@ -33,11 +33,7 @@ _DEADLINE_S = 300.0
 
 def run(found: Findings, folder: Path) -> None:
     """Generate with every model in every dtype, with and without CUDA graphs."""
-    from megarl.comm import single_world
-    from megarl.config.model import ParallelConfig
-    from megarl.training.parallel import init_parallel
-
-    layout = init_parallel(ParallelConfig(), single_world(dist_backend(), _DEADLINE_S))
+    layout = single_layout(_DEADLINE_S)
     if not has_cuda():
         found.skip("graphs", "no GPU")
     for model in _MODELS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,9 @@ import torch
 
 from megarl.certificate.findings import Findings, worst
 from megarl.certificate.models import make_batch, make_engine, outputs, step
-from megarl.certificate.runs import gpu_count
-from megarl.config.load import find_recipe, load_config
+from megarl.certificate.runs import gpu_count, in_workers, write_numbers
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.launchers.common import run_workers
-from megarl.processes import write_atomically
 
 _MODELS = ("dense", "mixture")
 _STEPS = 2
@@ -30,7 +26,11 @@ def run(found: Findings, folder: Path) -> None:
     if processes == 1:
         found.skip("layouts", "one GPU, and a layout takes two or more")
         return
-    alone, together = (_ranks(number, folder) for number in (1, processes))
+    settings = ("cluster.threads=1", f"cluster.timeout_s={_DEADLINE_S}")
+    alone, together = (
+        in_workers(f"{__name__}:work", [f"cluster.nproc={number}", *settings], folder / f"processes_{number}")
+        for number in (1, processes)
+    )
     for name, expected in alone[0].items():
         model = name.partition(" ")[0]
         for layout in together[0]:
@@ -74,18 +74,6 @@ def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
                 yield f"{model} {' '.join(f'{key} {value}' for key, value in one.items()) or 'dp only'}", layout
 
 
-def _ranks(processes: int, folder: Path) -> list[dict[str, Any]]:
-    """Return what `work` wrote in each of so many processes."""
-    run_dir = folder / f"processes_{processes}"
-    run_dir.mkdir()
-    settings = [f"cluster.nproc={processes}", "cluster.threads=1", f"cluster.timeout_s={_DEADLINE_S}"]
-    config = load_config(find_recipe("grpo_quickstart"), settings)
-    code = run_workers("local", f"{__name__}:work", config, run_dir)
-    if code != 0:
-        raise RuntimeError(f"{processes} processes ended with exit code {code}")
-    return [json.loads((run_dir / f"numbers_{rank}.json").read_text()) for rank in range(processes)]
-
-
 def work(config: RunConfig, run_dir: Path) -> None:
     """Compute the numbers of every layout and leave this rank's in a file. Runs in each worker."""
     from megarl.runtime.setup import init_processes
@@ -105,7 +93,7 @@ def work(config: RunConfig, run_dir: Path) -> None:
         }
         found[name] = {"samples": numbers, "steps": [step(engine, batch) for _ in range(_STEPS)]}
         layout.close()
-    write_atomically(run_dir / f"numbers_{world.rank}.json", json.dumps(found))
+    write_numbers(run_dir, world.rank, found)
 
 
 def _by_sample(numbers: dict[str, torch.Tensor], lengths: list[int]) -> dict[str, tuple[torch.Tensor, ...]]:

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.certificate.findings import Findings, Skipped, worst
-from megarl.certificate.runs import gpu_count, sizes_of
+from megarl.certificate.runs import gpu_count, in_workers, sizes_of, write_numbers
 from megarl.compat.sglang import find_python
-from megarl.config.load import find_recipe, load_config
 from megarl.config.run import RunConfig
 from megarl.device import has_cuda
 from megarl.errors import ConfigError
-from megarl.launchers.common import run_workers
 from megarl.machine import visible_gpus
-from megarl.processes import nvidia_devices, write_atomically
+from megarl.processes import nvidia_devices
 
 if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
@@ -79,22 +77,11 @@ def _yaml(value: bool) -> str:
 
 def _run_and_check(found: Findings, name: str, overrides: list[str], folder: Path) -> None:
     try:
-        ranks = _numbers(name, overrides, folder)
+        ranks = in_workers(f"{__name__}:work", overrides, folder / name.replace(" ", "_"))
     except RuntimeError as error:  # the others may work
         found.check(f"{name}: runs", False, str(error))
         return
     _check(found, name, ranks)
-
-
-def _numbers(name: str, overrides: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Return what each worker found."""
-    run_dir = folder / name.replace(" ", "_")
-    run_dir.mkdir()
-    config = load_config(find_recipe("grpo_quickstart"), overrides)
-    code = run_workers("local", f"{__name__}:work", config, run_dir)
-    if code != 0:
-        raise RuntimeError(f"{name}: workers ended with exit code {code}; their servers' logs: {run_dir / 'servers'}")
-    return [json.loads((run_dir / f"numbers_{rank}.json").read_text()) for rank in range(config.cluster.nproc)]
 
 
 def _check(found: Findings, name: str, ranks: Sequence[dict[str, Any]]) -> None:
@@ -162,7 +149,7 @@ def work(config: RunConfig, run_dir: Path) -> None:
         world = c.layout.world
         numbers = {"updates": updates, "gap": gap, "versions": versions, "dtype": config.model.dtype}
         numbers |= {"servers": config.rollout.sglang.servers, "crossings": _crossings_here(c)}
-        write_atomically(run_dir / f"numbers_{world.rank}.json", json.dumps(numbers))
+        write_numbers(run_dir, world.rank, numbers)
         world.barrier()
     finally:
         c.close()

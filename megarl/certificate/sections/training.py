@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.certificate.findings import Findings, worst
-from megarl.certificate.models import make_batch, make_engine, outputs, save_model, step
+from megarl.certificate.models import make_batch, make_engine, outputs, save_model, single_layout, step
 from megarl.certificate.reference import Reference
 from megarl.certificate.sections.kernels import difference
-from megarl.device import device, dist_backend
+from megarl.device import device
 
 if TYPE_CHECKING:
     from megarl.models.layer_forms import Form
@@ -29,11 +29,7 @@ _DEADLINE_S = 300.0
 
 def run(found: Findings, folder: Path) -> None:
     """Train every model for some steps in float32 and bf16."""
-    from megarl.comm import single_world
-    from megarl.config.model import ParallelConfig
-    from megarl.training.parallel import init_parallel
-
-    layout = init_parallel(ParallelConfig(), single_world(dist_backend(), _DEADLINE_S))
+    layout = single_layout(_DEADLINE_S)
     for model in _MODELS:
         save_model(model, folder / model, layout)
         reference = Reference(folder / model, critic=model == "critic")
