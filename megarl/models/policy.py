@@ -96,7 +96,15 @@ class PolicyModel(GPTModel):
         else:
             tables = self.rope.cos_sin if len(position_ids) == 1 else self.rope.cos_sin_of_three
             cache["rope"] = tables(position_ids.squeeze(0), self.config.params_dtype)
+        if self.pre_process:
+            assert decoder_input is not None, "the first chunk embeds its tokens"
+            first = self.pg_collection.tp.rank() * len(decoder_input) if self.config.sequence_parallel else 0
+            decoder_input = self._insert(decoder_input, packed_seq_params, first)
         return decoder_input, None, None, None, None, padding_mask
+
+    def _insert(self, hidden: torch.Tensor, packed: PackedSequences, first: int) -> torch.Tensor:
+        """Put what a stream sees into its embeddings [t, 1, hidden], the columns from `first` on; text sees nothing."""
+        return hidden
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Return the hidden states as the decoder leaves them."""

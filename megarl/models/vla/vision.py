@@ -181,11 +181,8 @@ class VlaModel(PolicyModel):
         if self.pre_process:
             self.vision = Vision(shape, config.params_dtype, sequence_parallel=config.sequence_parallel)
 
-    def _preprocess(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        """Preprocess as `PolicyModel` does, with the visual embeddings in their columns."""
-        hidden, *rest = super()._preprocess(*arguments, **named)
-        packed = named.get("packed_seq_params")
-        if not self.pre_process or not isinstance(packed, PackedSequences) or packed.seen is None:
-            return hidden, *rest
-        first = self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
-        return self.vision.insert(hidden, packed.seen, slice(first, first + len(hidden))), *rest
+    def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
+        """Put the visual embeddings into their columns."""
+        if packed.seen is None:
+            return hidden
+        return self.vision.insert(hidden, packed.seen, slice(first, first + len(hidden)))

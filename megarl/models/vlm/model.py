@@ -163,17 +163,8 @@ class VisionLanguageModel(PolicyModel):
         for number in range(deep):
             self.decoder.layers[number].register_forward_hook(_add_features(number), with_kwargs=True)
 
-    def _preprocess(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        """Preprocess as `PolicyModel` does, with the features in their columns."""
-        hidden, *rest = super()._preprocess(*arguments, **named)
-        packed = named.get("packed_seq_params")
-        if not self.pre_process or not isinstance(packed, PackedSequences):
-            return hidden, *rest
-        first = self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
-        return self._insert(hidden, packed, first), *rest
-
     def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
-        """Put features into embeddings [t, 1, hidden], the columns from `first` on."""
+        """Put the features of images into their columns."""
         images = packed.seen
         if images is None:
             if not (torch.is_grad_enabled() and any(param.requires_grad for param in self.visual.parameters())):
