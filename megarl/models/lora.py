@@ -21,7 +21,6 @@ of this process, rows: tokens on their way to an expert.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,9 +44,9 @@ from megarl.architectures.adapters import DOWN, MODULE, is_adapter
 from megarl.config.model import LoraConfig
 from megarl.models.experts import GroupedLinear, expert_groups, grouped_linear
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors, check_targets
-from megarl.models.weights.fill import coordinate, fill
+from megarl.models.weights.fill import coordinate, fill, generator_of
 from megarl.models.weights.peft import AdapterReader
-from megarl.models.weights.plan import Box, Shard
+from megarl.models.weights.plan import Box, Shard, box_shape, box_slices
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
@@ -270,14 +269,12 @@ def init_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig, seed: int) ->
 
     def read(name: str, box: Box) -> Tensor:
         if stored is not None:
-            return stored.read(name)[tuple(slice(*span) for span in box)]
+            return stored.read(name)[box_slices(box)]
         if not name.endswith(DOWN):
-            return torch.zeros(tuple(stop - start for start, stop in box))
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            return torch.zeros(box_shape(box))
         bound = 1 / math.sqrt(shapes[name][1])
-        whole = torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)
-        return whole[tuple(slice(*span) for span in box)]
+        whole = torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator_of(name, seed))
+        return whole[box_slices(box)]
 
     fill(local_adapters(chunks, lora), read)
 

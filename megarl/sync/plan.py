@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megarl.models.weights.plan import Box, Coordinate, hf_tensors, slices_for
+from megarl.models.weights.plan import Box, Coordinate, box_count, hf_tensors, slices_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -151,11 +151,6 @@ def _gathered(route: Route, sender: int) -> int:
                 size = ITEMSIZE[entry.dtype]
                 total += sum(box_count(box) * size for box, giver in route.givers[entry.source] if giver != sender)
     return total
-
-
-def box_count(box: Box) -> int:
-    """Return the elements inside a box."""
-    return math.prod(stop - start for start, stop in box)
 
 
 def holdings(hf: PretrainedConfig, ranks: Sequence[Coordinate]) -> dict[str, Held]:

@@ -21,8 +21,8 @@ from megarl.comm import WorkerGroup
 from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.fill import weight_readers
-from megarl.models.weights.plan import Box
-from megarl.sync.plan import FP8_BLOCK, ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan, box_count
+from megarl.models.weights.plan import Box, box_count, box_slices
+from megarl.sync.plan import FP8_BLOCK, ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan
 from megarl.tracing import beat
 
 Held = Mapping[tuple[str, Box], Tensor]
@@ -162,7 +162,7 @@ class Source:
             self._count(-whole.nbytes)
 
     def _receive(self, move: Move, whole: Tensor) -> Iterator[dist.Work]:
-        target = whole[_slices(move.box)]
+        target = whole[box_slices(move.box)]
         if move.giver == self.rank:
             target.copy_(self.held[move.entry.source, move.box])
             return
@@ -207,10 +207,6 @@ class Source:
     def _count(self, nbytes: int) -> None:
         self._staged += nbytes
         self.peak_staged = max(self.peak_staged, self._staged)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
 
 
 def _slabs(box: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:

@@ -19,17 +19,23 @@ from megarl.models.weights.adapters import adapter_slices, adapter_tensors
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import Reader, coordinate, weight_readers
 from megarl.models.weights.metadata import write_metadata
-from megarl.models.weights.plan import Box, Coordinate, Piece, Shard, hf_tensors, slices_for
+from megarl.models.weights.plan import (
+    Box,
+    Coordinate,
+    Piece,
+    Shard,
+    box_count,
+    box_shape,
+    box_slices,
+    hf_tensors,
+    slices_for,
+)
 from megarl.tracing import beat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _WRITER = 0
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
 
 
 def layout_of_all(mine: Coordinate, world: WorkerGroup) -> list[Coordinate]:
@@ -60,6 +66,16 @@ def _owners(
     return table
 
 
+def _sources(
+    chunks: Sequence[PolicyModel], world: WorkerGroup
+) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[int, list[tuple[_Key, Piece]]]], dict[_Key, Reader]]:
+    """Return the shapes of the model's tensors, who gives their pieces, and what reads this rank's. Collective."""
+    hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
+    owners = _owners(layout_of_all(coordinate(chunks), world), lambda at: slices_for(hf, at, value_head=value_head))
+    read = {(shard.chunk, shard.param): reader for shard, reader in weight_readers(chunks)}
+    return hf_tensors(hf, value_head=value_head), owners, read
+
+
 @torch.no_grad()
 def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every Hugging Face tensor in export order: the whole CPU tensor on rank 0 of `world`, None elsewhere.
@@ -67,10 +83,7 @@ def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterat
     Collective over `world`, all ranks that hold the model; one tensor is in flight at a time. Values are exactly the
     parameters', with adapters added to those that have some.
     """
-    hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
-    read = {(shard.chunk, shard.param): reader for shard, reader in weight_readers(chunks)}
-    owners = _owners(layout_of_all(coordinate(chunks), world), lambda at: slices_for(hf, at, value_head=value_head))
-    yield from _gathered(hf_tensors(hf, value_head=value_head), owners, read, chunks[0].config.params_dtype, world)
+    yield from _gathered(*_sources(chunks, world), chunks[0].config.params_dtype, world)
 
 
 @torch.no_grad()
@@ -90,7 +103,7 @@ def iter_adapter_tensors(
 
 
 def _view(param: torch.Tensor, box: Box) -> torch.Tensor:
-    return param[_slices(box)]
+    return param[box_slices(box)]
 
 
 def _gathered(
@@ -113,7 +126,7 @@ def _gathered(
                 parts = _receive(rank, pieces, dtype, world)
             if whole is not None:
                 for (_, piece), part in zip(pieces, parts, strict=True):
-                    whole[_slices(piece.source_box)] = part
+                    whole[box_slices(piece.source_box)] = part
         yield name, whole
 
 
@@ -130,15 +143,13 @@ def iter_on_all_ranks(
     Args:
         device: of the parameters, or the CPU.
     """
-    hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
-    read = {(shard.chunk, shard.param): reader for shard, reader in weight_readers(chunks)}
-    owners = _owners(layout_of_all(coordinate(chunks), world), lambda at: slices_for(hf, at, value_head=value_head))
+    shapes, owners, read = _sources(chunks, world)
     dtype = chunks[0].config.params_dtype
-    for name, shape in hf_tensors(hf, value_head=value_head).items():
+    for name, shape in shapes.items():
         beat()
         whole: torch.Tensor | None = None
         for rank, pieces in owners[name].items():
-            sizes = [math.prod(stop - start for start, stop in piece.source_box) for _, piece in pieces]
+            sizes = [box_count(piece.source_box) for _, piece in pieces]
             if rank == world.rank:
                 mine = [read[key](piece.target_box).to(device) for key, piece in pieces]
                 flat = torch.cat([part.flatten() for part in mine]) if len(mine) > 1 else mine[0].contiguous().view(-1)
@@ -150,14 +161,14 @@ def iter_on_all_ranks(
                 break
             whole = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole
             for (_, piece), part in zip(pieces, flat.split(sizes), strict=True):
-                target = whole[_slices(piece.source_box)]
+                target = whole[box_slices(piece.source_box)]
                 target.copy_(part.view(target.shape))
         assert whole is not None, f"nobody holds {name}"
         yield name, whole
 
 
 def _receive(rank: int, pieces: list[tuple[_Key, Piece]], dtype: torch.dtype, world: WorkerGroup) -> list[torch.Tensor]:
-    shapes = [tuple(stop - start for start, stop in piece.source_box) for _, piece in pieces]
+    shapes = [box_shape(piece.source_box) for _, piece in pieces]
     buffer = torch.empty(sum(math.prod(shape) for shape in shapes), dtype=dtype)
     parts = world.receive(buffer, src=rank).split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from megarl.artifacts.checkpoint_files import INDEX, file_names, quantized_block
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
 from megarl.errors import ConfigError
-from megarl.models.weights.plan import Box
+from megarl.models.weights.plan import Box, box_slices
 from megarl.tracing import keep_beating
 
 _COMPARED_ROWS = 4096
@@ -163,7 +164,7 @@ class CheckpointReader:
             ConfigError: the tensor is missing, or holds codes of numbers whose scales are not known.
         """
         found = self._slice(name)
-        part = found[tuple(slice(*span) for span in box)] if box is not None else found[...]
+        part = found[box_slices(box)] if box is not None else found[...]
         return part if part.dtype in _CODES else self._dequantized(name, part, box)
 
     def _dequantized(self, name: str, codes: torch.Tensor, box: Box | None) -> torch.Tensor:
@@ -250,7 +251,7 @@ class SafetensorsWriter:
         self._dtype, self._left, offset = dtype, list(shapes.items()), 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, shape in shapes.items():
-            size = dtype.itemsize * _count(shape)
+            size = dtype.itemsize * math.prod(shape)
             header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -299,7 +300,7 @@ class FolderWriter:
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.temporary.mkdir()
         self._dtype, self._groups = dtype, list(_group(shapes, dtype, max_bytes))
-        self._sizes = sum(dtype.itemsize * _count(s) for s in shapes.values())
+        self._sizes = sum(dtype.itemsize * math.prod(s) for s in shapes.values())
         self._shapes, self._done = shapes, 0
         self._writer: SafetensorsWriter | None = None
         self._in_group = 0
@@ -362,19 +363,12 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _count(shape: Iterable[int]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
-
-
 def _group(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> Iterator[list[str]]:
     """Yield the names of the tensors of each file: as many as fit, at least one."""
     names: list[str] = []
     size = 0
     for name, shape in shapes.items():
-        bytes_ = dtype.itemsize * _count(shape)
+        bytes_ = dtype.itemsize * math.prod(shape)
         if names and size + bytes_ > max_bytes:
             yield names
             names, size = [], 0

@@ -18,7 +18,7 @@ from megarl.errors import ConfigError
 from megarl.models.hf import vision_of
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import CheckpointReader
-from megarl.models.weights.plan import Box, Coordinate, Shard, hf_tensors, slices_for
+from megarl.models.weights.plan import Box, Coordinate, Shard, box_count, box_shape, box_slices, hf_tensors, slices_for
 from megarl.processes import is_first_process
 from megarl.tracing import beat
 
@@ -81,7 +81,7 @@ def weight_readers(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Reader]]:
 def _read(weight: torch.Tensor, adapter: Adapter | None, box: Box) -> torch.Tensor:
     if adapter is not None and adapter.enabled:
         return adapter.merged(weight, box)
-    return weight[tuple(slice(*span) for span in box)]
+    return weight[box_slices(box)]
 
 
 @torch.no_grad()
@@ -89,11 +89,11 @@ def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str
     """Copy every piece, read by `read(source, box)`, into place; uncovered rows (vocabulary padding) become zero."""
     for shard, param in shards:
         beat()
-        covered = sum(math.prod(stop - start for start, stop in piece.target_box) for piece in shard.pieces)
+        covered = sum(box_count(piece.target_box) for piece in shard.pieces)
         if covered != param.numel():
             param.zero_()
         for piece in shard.pieces:
-            param[tuple(slice(*span) for span in piece.target_box)].copy_(read(piece.source, piece.source_box))
+            param[box_slices(piece.target_box)].copy_(read(piece.source, piece.source_box))
 
 
 def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
@@ -125,7 +125,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
 
     def read(name: str, box: Box) -> torch.Tensor:
         if name.startswith("score.") and name not in reader:
-            return torch.zeros(tuple(stop - start for start, stop in box))
+            return torch.zeros(box_shape(box))
         return reader.read(name, box)
 
     fill(local_shards(chunks), read)
@@ -144,7 +144,7 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
         if name not in drawn:
             drawn.clear() if len(drawn) > 2 else None  # the three parts of qkv are read in turns
             drawn[name] = draw_tensor(hf_config, name, shapes[name], seed)
-        return drawn[name][tuple(slice(*span) for span in box)]
+        return drawn[name][box_slices(box)]
 
     fill(local_shards(chunks), read)
 
@@ -158,6 +158,10 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
     std = getattr(hf, "initializer_range", 0.02)
     if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
         std /= math.sqrt(2 * hf.num_hidden_layers)
+    return torch.empty(shape).normal_(0.0, std, generator=generator_of(name, seed))
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """Return the generator of the random tensor `name`, which depends on nothing else than this and `seed`."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

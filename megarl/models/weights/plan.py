@@ -6,6 +6,7 @@ padding rows of the vocabulary. Loading, random initialisation, export and weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Box = tuple[tuple[int, int], ...]
+
+
+def box_slices(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box in its tensor."""
+    return tuple(slice(*span) for span in box)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Return the sizes of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def box_count(box: Box) -> int:
+    """Return the elements inside a box."""
+    return math.prod(box_shape(box))
 
 
 @dataclass(frozen=True)

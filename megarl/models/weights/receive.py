@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.fill import local_shards
-from megarl.models.weights.plan import Box, Coordinate, Piece, Shard, hf_tensors, slices_for
+from megarl.models.weights.plan import Box, Coordinate, Piece, Shard, box_count, box_slices, hf_tensors, slices_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +66,7 @@ class WeightWriter:
         """
         self._check(name, tuple(tensor.shape))
         for piece, param in self._places.get(name, ()):
-            param[_slices(piece.target_box)].copy_(tensor[_slices(piece.source_box)])
+            param[box_slices(piece.target_box)].copy_(tensor[box_slices(piece.source_box)])
 
     @torch.no_grad()
     def write_elements(self, name: str, shape: tuple[int, ...], positions: Tensor, values: Tensor) -> None:
@@ -101,28 +100,24 @@ class WeightWriter:
         reader = CheckpointReader(folder)
         for name, places in self._places.items():
             for piece, param in places:
-                param[_slices(piece.target_box)].copy_(reader.read(name, piece.source_box))
+                param[box_slices(piece.target_box)].copy_(reader.read(name, piece.source_box))
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every part that this process holds, under its `part_name`."""
         for name, places in self._places.items():
             for number, (piece, param) in enumerate(places):
-                yield part_name(name, piece.source_box, number), param.detach()[_slices(piece.target_box)]
+                yield part_name(name, piece.source_box, number), param.detach()[box_slices(piece.target_box)]
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if self.shapes.get(name) != shape:
             raise ValueError(f"tensor {name!r} of shape {shape}: this model has it as {self.shapes.get(name)}")
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
-
-
 @torch.no_grad()
 def _clear_padding(shard: Shard, param: Tensor) -> None:
-    if sum(math.prod(stop - start for start, stop in piece.target_box) for piece in shard.pieces) == param.numel():
+    if sum(box_count(piece.target_box) for piece in shard.pieces) == param.numel():
         return
     padding = torch.ones_like(param, dtype=torch.bool)
     for piece in shard.pieces:
-        padding[_slices(piece.target_box)] = False
+        padding[box_slices(piece.target_box)] = False
     param.masked_fill_(padding, 0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import ServerError
-from megarl.models.weights.plan import Box, Coordinate
+from megarl.models.weights.plan import Box, Coordinate, box_slices
 from megarl.models.weights.receive import held_slices, part_name
 from megarl.rollout.embedded.inbox import PEER
 from megarl.sync.checksum import Checksum, make_checksum
@@ -66,7 +66,7 @@ class EngineLayout:
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
         """Yield each box that `rank` holds as a parameter of its own."""
         for number, box in enumerate(self._boxes[rank].get(name, ())):
-            part = tensor[tuple(slice(*span) for span in box)].to(self.dtype)
+            part = tensor[box_slices(box)].to(self.dtype)
             yield part_name(name, box, number), part, part.numel()
 
     def make_checksum(self, nbytes: int) -> Checksum:
