@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megarl.algorithms.rows import Rows, at_least_float32
+from megarl.algorithms.preference import log_ratios
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -38,13 +38,6 @@ class Counts:
     def all(self) -> float:
         """The number of examples of both kinds."""
         return self.desirable + self.undesirable
-
-
-def log_ratios(logp: Tensor, responses: Responses) -> tuple[Tensor, Tensor]:
-    """Return log pi of each whole response, and its log-ratio to the reference; both [B], differentiable."""
-    rows, mask = Rows.of(responses.mask, responses.offsets), responses.mask
-    own = rows.sum(torch.where(mask, at_least_float32(logp), 0))
-    return own, own - rows.sum(torch.where(mask, at_least_float32(responses.ref_logp), 0))
 
 
 def baseline(total: float, examples: float) -> float:

@@ -48,6 +48,13 @@ class Responses:
     ref_logp: Tensor
 
 
+def log_ratios(logp: Tensor, responses: Responses) -> tuple[Tensor, Tensor]:
+    """Return log pi of each whole response, and its log-ratio to the reference; both [B], differentiable."""
+    rows, mask = Rows.of(responses.mask, responses.offsets), responses.mask
+    own = rows.sum(torch.where(mask, at_least_float32(logp), 0))
+    return own, own - rows.sum(torch.where(mask, at_least_float32(responses.ref_logp), 0))
+
+
 def pair_losses(margins: Tensor, settings: PreferenceConfig) -> Tensor:
     """Return the loss of each pair from its margin of log-ratios, both [P]."""
     scaled, wrong = settings.beta * margins, settings.label_smoothing
@@ -71,12 +78,8 @@ def preference_loss(
         counts: `local_pair_counts` added over all ranks of the mini-batch: the loss is a mean over its pairs, and the
             term of the chosen responses one over their tokens.
     """
-    logp = at_least_float32(logp)
-    rows, mask = Rows.of(responses.mask, responses.offsets), responses.mask
-    own = rows.sum(torch.where(mask, logp, 0))
-    reference = rows.sum(torch.where(mask, at_least_float32(responses.ref_logp), 0))
-    lengths = rows.counts(mask)
-    ratios = own - reference
+    own, ratios = log_ratios(logp, responses)
+    lengths = Rows.of(responses.mask, responses.offsets).counts(responses.mask)
     chosen, rejected = (ratios / lengths if settings.means else ratios).view(-1, 2).unbind(1)
     pairs, tokens = (float(count) for count in counts)
     losses = pair_losses(chosen - rejected, settings)

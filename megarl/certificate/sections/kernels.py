@@ -50,7 +50,7 @@ def difference(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
     return float((got.detach().double() - wanted).norm() / (wanted.norm() + floor))
 
 
-def _difference_of(got: Tensor | None, wanted: Tensor | None, floor: float = 0.0) -> float:
+def _difference_of(got: Tensor | None, wanted: Tensor | None, floor: float) -> float:
     """Return `difference`; a missing result or gradient is infinitely far away."""
     return math.inf if got is None or wanted is None else difference(got, wanted, floor)
 
@@ -59,22 +59,21 @@ def _attention(lengths: Sequence[int], dtype: torch.dtype, window: int | None) -
     from megarl.models.attention import attend
     from megarl.models.packing import pack_stream
 
-    total = sum(lengths)
-    shapes = ((total, _HEADS, _DIM), (total, _GROUPS, _DIM), (total, _GROUPS, _DIM))
-    inputs = [torch.randn(shape, device=device()).to(dtype).requires_grad_() for shape in shapes]
     packed = pack_stream(list(lengths), device=device()).params
     reach = window if window is not None and window < max(lengths) else None
-    q, k, v = inputs
-    out = attend(q, k, v, packed, _DIM**-0.5, reach)
-    upstream = torch.randn_like(out)
-    out.backward(upstream)
-    exact = [one.detach().double().requires_grad_() for one in inputs]
-    q, k, v = exact
-    wanted = exact_attention(q, k, v, lengths, window)
-    wanted.backward(upstream.double())
-    floor = _NOTHING * float(upstream.double().norm())
-    pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(inputs, exact, strict=True))]
-    return worst(_difference_of(got, want, floor) for got, want in pairs)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, packed, _DIM**-0.5, reach)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return exact_attention(q, k, v, lengths, window)
+
+    return _with_gradients(ours, exact, _heads(sum(lengths), dtype), _NOTHING)
+
+
+def _heads(tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return random queries, keys and values."""
+    return [torch.randn(tokens, count, _DIM, device=device()).to(dtype) for count in (_HEADS, _GROUPS, _GROUPS)]
 
 
 def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) -> float:
@@ -93,9 +92,7 @@ def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) ->
             out = out.index_copy(0, mine, attend(q[mine], keys, values, packed, _DIM**-0.5, None))
         return out
 
-    total = sum(padded)
-    shapes = ((total, _HEADS, _DIM), (total, _GROUPS, _DIM), (total, _GROUPS, _DIM))
-    inputs = [torch.randn(shape, device=device()).to(dtype) for shape in shapes]
+    inputs = _heads(sum(padded), dtype)
     return _with_gradients(shared, lambda q, k, v: exact_attention(q, k, v, padded, None), inputs)
 
 
@@ -138,8 +135,11 @@ def _head(tokens: int, vocabulary: int, dtype: torch.dtype, temperature: float =
     }
 
 
-def _with_gradients(ours: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor]) -> float:
-    """Return the largest difference of result and gradients."""
+def _with_gradients(
+    ours: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor], nothing: float = 0.0
+) -> float:
+    """Return the largest difference of result and gradients; `nothing`: share of the upstream gradient's norm that is
+    added to that of each."""
     mine = [one.clone().requires_grad_() for one in inputs]
     theirs = [one.double().requires_grad_() for one in inputs]
     out, wanted = ours(*mine), exact(*theirs)
@@ -147,7 +147,8 @@ def _with_gradients(ours: Callable[..., Tensor], exact: Callable[..., Tensor], i
     out.backward(upstream)
     wanted.backward(upstream.double())
     pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]
-    return worst(_difference_of(got, want) for got, want in pairs)
+    floor = nothing * float(upstream.double().norm())
+    return worst(_difference_of(got, want, floor) for got, want in pairs)
 
 
 def _norm(dtype: torch.dtype) -> float:
