@@ -171,13 +171,6 @@ class Space:
         """Roles that train."""
         return tuple(role.value for role in (Role.ACTOR, Role.CRITIC) if role in self.roles)
 
-    def __iter__(self) -> Iterator[Choice]:
-        """Yield every choice, whether or not it fits into memory."""
-        for spread in self.spreads():
-            for parallel in self.layouts(spread):
-                for tokens, recompute, offload in self.engines(spread):
-                    yield Choice(spread, parallel, tokens, recompute, offload)
-
     # -- spreads -------------------------------------------------------------------------------------------------
 
     def spreads(self) -> list[Spread]:
@@ -355,10 +348,6 @@ class Space:
         return True
 
     # -- engines -------------------------------------------------------------------------------------------------
-
-    def engines(self, spread: Spread) -> list[tuple[int, str, bool]]:
-        """Return the tokens of a micro-batch, recomputation, offloading."""
-        return [(tokens, recompute, offload) for tokens, offload in self.budgets(spread) for recompute in RECOMPUTE]
 
     def budgets(self, spread: Spread) -> list[tuple[int, bool]]:
         """Return the tokens of a micro-batch, offloading."""

@@ -209,17 +209,6 @@ class Search:
             if fractions[offload] != 0:
                 yield self._retimed(replace(choice, memory_fraction=fractions[offload]), first)
 
-    def timed(self, choice: Choice) -> tuple[float, StepFormulas] | None:
-        """Return (seconds of a step, its formulas) of one choice, with the cache that its servers have room for; None:
-        it does not fit."""
-        config = choice.apply(self._config, self._hardware, self.space.trains)
-        fraction = self._fraction(self._formulas(config, place(self._graph, config)))
-        if fraction == 0:
-            return None
-        config = replace(choice, memory_fraction=fraction).apply_engine(config, self.space.trains)
-        formulas = self._formulas(config, place(self._graph, config))
-        return (formulas.step_seconds(), formulas) if self._fits(choice, formulas) else None
-
     def _formulas(self, config: RunConfig, placement: Placement) -> StepFormulas:
         known = (self._memo, self._caches)
         return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, *known)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role
-from megarl.planning.assumptions import assume
 from megarl.planning.hardware import KINDS
 
 if TYPE_CHECKING:
@@ -76,14 +75,6 @@ class Assumptions:
     device_hours: float = 0.0
     server_restart_s: float = 120.0
     train_restart_s: float = 300.0
-
-    def having(self, values: Mapping[str, str], where: str = "--assume") -> Assumptions:
-        """Return these assumptions with values replaced by name. `where`: they were given, for messages.
-
-        Raises:
-            ConfigError: there is no such name, or the value is no number from 0 on.
-        """
-        return assume(self, values, where)
 
 
 @dataclass(frozen=True)

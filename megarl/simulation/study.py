@@ -15,7 +15,7 @@ from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.errors import ConfigError
-from megarl.planning.assumptions import pairs
+from megarl.planning.assumptions import assume, pairs
 from megarl.planning.lengths import Lengths, refuse_longer
 from megarl.recipes.build import build_task_graph
 from megarl.simulation.calibrate import Calibration, calibrate
@@ -120,7 +120,7 @@ class Study:
         keys = [one for one in changed if "." in (name := one.partition("=")[0]) or name in sections]
         named = [one for one in changed if one not in keys]
         assumed, more = pairs(self.assumed), pairs(named, WHAT_IF)
-        given = Assumptions().having(assumed).having(more, WHAT_IF)
+        given = assume(assume(Assumptions(), assumed), more, WHAT_IF)
         config = load_config(_file(self.recipe), [*self.overrides, *keys], components=COMPONENTS)
         graph = build_task_graph(config)
         self.refuse(config, graph)
