@@ -18,6 +18,7 @@ from megarl.rollout.sglang.api import ServerApi
 KEY = "key"
 RUN = "run"
 TAG = f"1@{RUN}"  # what they call their weights
+WAIT_S = 120.0  # for a request that is on its way
 PROMPTS = [[10 + i] * (i + 1) for i in range(6)]
 Rule = Callable[["FakeServer", dict[str, Any]], str]
 
@@ -45,7 +46,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.rule, self.payloads, self.lock = rule, list[dict[str, Any]](), threading.Lock()
         self.running = self.most = 0
-        self.hangs = threading.Event()
+        self.hangs, self.over = threading.Event(), threading.Event()
         self.aborts, self.aborted = list[str](), threading.Condition()
         self.health_s, self.looks, self.keeps = 0.0, 0, False
         self.open, self.ended = set[object](), set[object]()
@@ -78,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         time.sleep(self.server.health_s)
         if self.server.hangs.is_set() and self.path != "/health":  # which a colocated server's scheduler does not see
-            time.sleep(5)
+            self.server.over.wait()
         if self.path != "/server_info":
             self._send(200, {})
         elif self.server.info is None:
@@ -106,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             verdict = self.server.rule(self.server, payload)
         if verdict == "wait":
             with self.server.aborted:
-                assert self.server.aborted.wait_for(lambda: payload["rid"] in self.server.aborts, 20)
+                assert self.server.aborted.wait_for(lambda: payload["rid"] in self.server.aborts, WAIT_S)
             verdict = "abort"
         time.sleep(0.01)
         with self.server.lock:
@@ -115,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
         elif verdict == "hang":
             self.server.hangs.set()
-            time.sleep(5)
+            self.server.over.wait()
         elif verdict.isdigit():
             self._send(int(verdict), {"error": "no"})
         else:
@@ -163,6 +164,7 @@ def servers(*rules: Rule) -> Iterator[list[FakeServer]]:
         yield made
     finally:
         for server in made:
+            server.over.set()
             server.shutdown()
             server.server_close()
 

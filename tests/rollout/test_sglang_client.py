@@ -10,7 +10,8 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.engine import Request
-from megarl.rollout.sglang.client import GenerationClient
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.client import Dispatch, GenerationClient
 from megarl.rollout.sglang.samples import ServedSample, samples_of
 from tests.rollout.fake_servers import PROMPTS, TAG, FakeServer, ok, servers, token
 
@@ -87,7 +88,14 @@ def test_when_no_server_is_left_finished_samples_are_kept() -> None:
         assert len(made[0].payloads) == 24 - len(done)
 
 
-def test_a_server_without_a_sign_of_life_is_left_before_the_request_is_late() -> None:
+def test_a_server_without_a_sign_of_life_is_left_before_the_request_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Dispatch._watch
+
+    async def watch_first(self: Dispatch, number: int, server: ServerApi) -> None:
+        if number == 0:  # nobody knows how soon the other one can answer here
+            await watch(self, number, server)
+
+    monkeypatch.setattr(Dispatch, "_watch", watch_first)
     with servers(lambda s, p: "hang", ok) as made:
         samples, failed, _ = generate(made, health_timeout_s=0.5)
         assert_right(samples)
@@ -97,10 +105,10 @@ def test_a_server_without_a_sign_of_life_is_left_before_the_request_is_late() ->
 
 
 def test_a_late_answer_is_a_failure() -> None:
-    with servers(lambda s, p: "hang", ok) as made:
-        samples, failed, _ = generate(made, request_timeout_s=0.5)
-        assert_right(samples)
+    with servers(lambda s, p: "hang") as made:
+        samples, failed, advanced = generate(made, request_timeout_s=0.5)
         assert "no answer to /generate within 0.5 s" in failed[0]
+        assert (advanced, {sample.finish_reason for sample in samples}) == (0, {None})
 
 
 def test_an_interrupted_sample_is_continued() -> None:

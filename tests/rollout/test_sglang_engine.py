@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from tests.dist import run_distributed
-from tests.rollout.fake_servers import PROMPTS, RUN, FakeServer, ok, servers, token
+from tests.rollout.fake_servers import PROMPTS, RUN, WAIT_S, FakeServer, ok, servers, token
 
 pytestmark = pytest.mark.procs
 
@@ -43,7 +45,6 @@ def run_rank(
 ) -> dict[str, Any]:
     """One rank: two replicas at most; rank r belongs to replica rank_replica[r]."""
     import os
-    from pathlib import Path
 
     world = world or team_world(120)
     rank = world.rank
@@ -92,22 +93,37 @@ def test_when_one_rank_is_stuck_all_catch_up_and_no_sample_is_lost() -> None:
         assert [result["catch_ups"] for result in results] == [1, 1]
 
 
-def test_generation_may_take_longer_than_any_wait_for_another_rank() -> None:
+def test_generation_may_take_longer_than_any_wait_for_another_rank(tmp_path: Path) -> None:
+    """No sample is drawn before the ranks have met three times while they wait for it."""
+
     def dawdles(server: FakeServer, payload: dict[str, Any]) -> str:
-        time.sleep(0.2)  # one after the other: 18 samples take 3.6 s
+        count, end = len(list(tmp_path.iterdir())), time.monotonic() + WAIT_S
+        while len(server.payloads) == 1 and len(list(tmp_path.iterdir())) < count + 3:
+            assert time.monotonic() < end, "the ranks do not meet"
+            time.sleep(0.01)
         return "ok"
 
     with servers(dawdles) as made:
-        results = run_distributed(run_impatient, 2, 120, [made[0].api.url])
+        results = run_distributed(run_noting, 2, 120, [made[0].api.url], str(tmp_path))
         assert [result["tokens"] for result in results] == [expected(0)] * 2
 
 
-def run_impatient(urls: list[str]) -> dict[str, Any]:
-    """Two ranks of one replica that wait for each other for 2 s at most."""
+def run_noting(urls: list[str], folder: str) -> dict[str, Any]:
+    """Two ranks of one replica; the second one leaves a file for each time that they meet."""
     from megarl.rollout.sglang import engine
 
-    engine._MEET_EVERY_S = 0.5
-    return run_rank(urls, [0, 0], 3, world=team_world(2.0).subgroup([0, 1], "two impatient ranks"))
+    engine._MEET_EVERY_S = 0.05
+    world, meetings = team_world(120), itertools.count()
+    meet = world.all_gather_json
+
+    def noted(value: Any) -> list[Any]:
+        found = meet(value)
+        if world.rank == 1:
+            Path(folder, f"{next(meetings)}").touch()
+        return found
+
+    world.all_gather_json = noted  # type: ignore[method-assign]
+    return run_rank(urls, [0, 0], 3, world=world)
 
 
 def test_an_error_of_one_rank_is_an_error_of_all() -> None:

@@ -77,7 +77,7 @@ def test_servers_that_hang_are_asked_side_by_side() -> None:
     meet = threading.Barrier(3)  # passed only by three at the same time
 
     def hold() -> None:
-        meet.wait(20)
+        meet.wait(120)
 
     apis = [Told("http://127.0.0.1:1", None, f"server {i}", late=0, hold=hold) for i in range(3)]
     fleet = fleet_of(apis, 60.0)
@@ -115,12 +115,16 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(tmp_path: Path
 
 
 @pytest.mark.parametrize(("end", "starts"), [("kill -9 $$", 3), ("exit 3", 1)])
-def test_one_that_is_always_killed_or_ends_by_itself_is_given_up(tmp_path: Path, end: str, starts: int) -> None:
-    with (
-        fleet_that_ends(tmp_path, end, 9, max_restarts=2) as fleet,
-        pytest.raises(ServerError, match=r"no server is left.*the process ended"),
-    ):
-        fleet.wait_started()
+@pytest.mark.parametrize("late", [False, True])
+def test_one_that_is_always_killed_or_ends_by_itself_is_given_up(
+    tmp_path: Path, end: str, starts: int, late: bool
+) -> None:
+    """Also when it has ended before anybody looks."""
+    with fleet_that_ends(tmp_path, end, 9, max_restarts=2) as fleet:
+        while late and fleet._owned[0].pid is not None:
+            time.sleep(0.01)
+        with pytest.raises(ServerError, match=r"no server is left.*the process ended"):
+            fleet.wait_started()
     assert len((tmp_path / "starts").read_text()) == starts
     assert fleet.servers[0].given_up
 

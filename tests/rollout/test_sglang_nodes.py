@@ -41,12 +41,22 @@ def open_one(folder: str) -> Fleet:
     return open_fleet(config, place, path, path, "float32", cuda=False, host="127.0.0.1", world=world())
 
 
+def wait_noted(folder: str, node: int, times: int) -> None:
+    """Wait until so many processes of a node have noted their command lines."""
+    file, end = Path(folder, "commands"), time.monotonic() + 120
+    while not file.exists() or file.read_text().count(f"--node-rank {node}") < times:
+        assert time.monotonic() < end, f"node {node} has not started {times} times"
+        time.sleep(0.01)
+
+
 def lose_node_1(folder: str) -> dict:
     """Kill the process of node 1, and look at the server on the other rank, too."""
     with open_one(folder) as fleet:
         process, server = fleet._owned[0], fleet.servers[0]
         found = {"url": server.api.url, "state": server.state, "log": process.spec.log.name}
         before = process.pid
+        wait_noted(folder, process.spec.node, 1)
+        world().barrier()
         if process.spec.node == 1:
             os.killpg(process.pid, signal.SIGKILL)
             while process.pid is not None:
@@ -57,6 +67,7 @@ def lose_node_1(folder: str) -> dict:
         fleet.wait_started()
         found |= {"again": server.state, "restarts": server.restarts, "why": server.why}
         found["another"] = process.pid not in (None, before)
+        wait_noted(folder, process.spec.node, 2)
         return found
 
 

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang import engine as engine_module
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.client import Dispatch
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
@@ -70,8 +73,29 @@ def asked(folder: Path, server: Server) -> list[int]:
 
 
 def has_ended(pid: int) -> bool:
-    """Nobody may have waited for it."""
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    """Whether a process that was killed is gone; nobody may have waited for it, and it may take a while."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def watch_only(url: str) -> Callable[..., Any]:
+    """A client's watch of the server there; the others may take their time to say that they live."""
+    watch = Dispatch._watch
+
+    async def look(self: Dispatch, number: int, server: ServerApi) -> None:
+        if server.url == url:
+            await watch(self, number, server)
+        else:
+            await self._wake()
+
+    return look
 
 
 def requests(rank: int) -> list[Request]:
@@ -90,18 +114,18 @@ def refuse(times: int) -> None:
 
 def one_hangs(text: str) -> dict[str, Any]:
     """Rank r draws on server r. The scheduler of server 1 is stopped when its first sample is done; the last samples of
-    both ranks are drawn only when another server has come in its place."""
+    both ranks are drawn only when rank 1 knows of another server in its place."""
     folder, world = Path(text), team_world(120)
     engine_module._MEET_EVERY_S = 0.2
     said = io.StringIO()
     with fleet_of(folder, world, servers=2) as (fleet, config), contextlib.redirect_stdout(said):
         hung, was, calls = scheduler(folder, fleet.servers[1]), fleet.servers[1], list[int]()
         before = was.api.url
+        Dispatch._watch = watch_only(before)  # type: ignore[method-assign]
 
         def catch_up() -> None:
             calls.append(1)
             acknowledge(fleet, 1)
-            (folder / "open").touch()
 
         def advance(samples: int) -> None:
             if world.rank == 1 and not (folder / "stopped").exists():
@@ -112,6 +136,14 @@ def one_hangs(text: str) -> dict[str, Any]:
         engine = SglangEngine(config, fleet, replica, catch_up, RUN)
         engine.weight_version = 1
         engine.recover = refuse  # type: ignore[method-assign]
+        add = engine._client.add
+
+        def add_and_open(servers: dict[int, ServerApi]) -> None:
+            add(servers)
+            if 1 in servers and servers[1].url != before:
+                (folder / "open").touch()
+
+        engine._client.add = add_and_open  # type: ignore[method-assign,assignment]
         drawn = engine.generate(requests(world.rank), SAMPLING, [], advance)
         return {
             "tokens": [[sample.token_ids for sample in group] for group in drawn],
@@ -151,6 +183,7 @@ def test_turns_go_on_on_the_server_that_came_in_the_place_of_one_that_hung(tmp_p
     monkeypatch.setattr("megarl.rollout.sglang.turns._LOOK_EVERY_S", 0.2)
     (tmp_path / "open").touch()
     with alone(tmp_path, lambda fleet: acknowledge(fleet, 1), servers=2) as (fleet, engine):
+        monkeypatch.setattr(Dispatch, "_watch", watch_only(fleet.servers[0].api.url))
         monkeypatch.setattr(engine, "recover", refuse)
         os.kill(scheduler(tmp_path, fleet.servers[0]), signal.SIGSTOP)
         generation, turns = engine.open(SAMPLING, [], 2, 10**6), [0, 0]

@@ -20,10 +20,11 @@ from megarl.errors import ServerError
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.rollout.sglang.turns import ServerTurns
 from tests.dist import run_distributed
 from tests.envs import playing
 from tests.envs.playing import group, rules_of
-from tests.rollout.fake_servers import RUN, FakeServer, ok, servers, token
+from tests.rollout.fake_servers import RUN, WAIT_S, FakeServer, ok, servers, token
 from tests.rollout.test_sglang_engine import acknowledge
 
 pytestmark = pytest.mark.procs
@@ -32,7 +33,6 @@ SAMPLING = SamplingConfig(max_new_tokens=8)
 TALKS = [[70], [71, 71], [71, 71], [72]]  # sequences 1 and 2 begin alike
 HINT = [5, 6]
 TURNS = 3
-_WAIT_S = 20  # for a request that is on its way
 
 
 def make_engine(urls: list[str], replica: Replica, is_first: bool = True, **config: Any) -> SglangEngine:
@@ -94,6 +94,7 @@ def test_an_episode_keeps_its_server_when_connections_end_that_were_idle_between
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("megarl.rollout.sglang.client._IDLE_S", 0.05)
+    monkeypatch.setattr("megarl.rollout.sglang.client.Dispatch._watch", no_watch)  # which has connections, too
     with servers(ok, ok) as made:
         for server in made:
             server.keeps = True
@@ -149,7 +150,7 @@ def test_a_long_turn_holds_up_no_other_episode():
     def held(server: FakeServer, payload: dict[str, Any]) -> str:
         if payload["sampling_params"]["sampling_seed"] == 0:
             server.lock.release()
-            assert last.wait(_WAIT_S)
+            assert last.wait(WAIT_S)
             server.lock.acquire()
         return rule(server, payload)
 
@@ -164,11 +165,14 @@ def started(made: FakeServer, count: int) -> None:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait until it is true."""
-    for _ in range(_WAIT_S * 100):
-        if condition():
-            return
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {WAIT_S} s"
         time.sleep(0.01)
-    raise AssertionError(f"not within {_WAIT_S} s")
+
+
+async def no_watch(*_: object) -> None:
+    """In the place of a client's watch."""
 
 
 def collect(generation: Any, count: int) -> dict[int, Completion]:
@@ -191,7 +195,7 @@ class Patient(Environment):
         if self.number == 3 and action.turn == 1:
             self.last.set()
         if self.number == 0 and action.turn == 0:
-            assert self.last.wait(_WAIT_S)
+            assert self.last.wait(WAIT_S)
         return Step([5, 6], reward=1.0, done=action.turn == 1)
 
 
@@ -206,12 +210,38 @@ def play(engine: SglangEngine, seconds: float | None, stops: Sequence[int]) -> l
         host.close()
 
 
-def test_turns_that_servers_do_not_end_in_time_keep_what_there_is():
-    """Those of the talks that two requests at a time let begin; the others are one end token that is not trained on."""
+def noted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """Sequences that this method of turns on servers was called with, from here on."""
+    sequences, method = list[int](), getattr(ServerTurns, name)
+
+    def note(self: ServerTurns, sequence: int, *rest: Any) -> None:
+        method(self, sequence, *rest)
+        sequences.append(sequence)
+
+    monkeypatch.setattr(ServerTurns, name, note)
+    return sequences
+
+
+def test_turns_that_servers_do_not_end_in_time_keep_what_there_is(monkeypatch: pytest.MonkeyPatch):
+    """Those of the talks that two requests at a time let begin; the others are one end token that is not trained on.
+    The clock jumps to the end of their time when all want to begin and the two have; nothing ends before all are cut.
+    """
     Patient.last = threading.Event()
     Patient.last.set()
-    with servers(lambda server, payload: "wait") as made:
-        played = play(alone(made, max_concurrency=2), 0.5, [2])
+    begun, cut = noted(monkeypatch, "submit"), noted(monkeypatch, "abort")
+
+    def rule(server: FakeServer, payload: dict[str, Any]) -> str:
+        server.lock.release()
+        until(lambda: len(cut) == len(TALKS))
+        server.lock.acquire()
+        return "wait"
+
+    def now() -> float:
+        return time.monotonic() + 3600 * (len(begun) == len(TALKS) and len(made[0].payloads) == 2)
+
+    monkeypatch.setattr("megarl.rollout.groups.time", SimpleNamespace(monotonic=now))
+    with servers(rule) as made:
+        played = play(alone(made, max_concurrency=2), 3000.0, [2])
     assert [(t.ended_by, t.finish_reason) for t in played] == [("seconds", "abort")] * 4
     assert sorted(t.drawn for t in played) == [[False]] * 2 + [[True] * 4] * 2
     for trajectory in played:
@@ -238,7 +268,7 @@ def test_an_aborted_turn_keeps_what_the_server_had_and_one_that_waited_has_nothi
         generation.submit(3, [30], 3, 8)
         assert generation.wait(lambda: True) == {}
         generation.submit(4, [31], 4, 8)  # not even sent
-        for sequence in (1, 2, 3, 4):
+        for sequence in (3, 4, 1, 2):  # first those that wait for the others' places
             generation.abort(sequence)
         cut = collect(generation, 4)
         generation.close()
@@ -308,7 +338,7 @@ def test_a_replica_waits_for_no_other():
 
     def slow(server: FakeServer, payload: dict[str, Any]) -> str:
         server.lock.release()
-        assert over.wait(_WAIT_S)
+        assert over.wait(WAIT_S)
         server.lock.acquire()
         return "ok"
 

@@ -207,7 +207,7 @@ class Fleet:
             ServerError: on every rank, when no server is left.
         """
         end = time.monotonic() + self._config.start_timeout_s  # they start side by side
-        self._check()
+        self._check(give_up=True)
         self.share_failures()
         self._restart()
         for server in self.servers if self.external else ():  # somebody else restarts them; waited for as often as own
