@@ -47,10 +47,12 @@ def misbehave(how: str) -> str:
     raise KeyError(how)
 
 
-def nap(seconds: float) -> str:
-    """Sleep."""
-    time.sleep(seconds)
-    return "rested"
+def meet(folder: str, count: int) -> str:
+    """Wait until so many processes have come."""
+    Path(folder, str(os.getpid())).touch()
+    while len(os.listdir(folder)) < count:
+        time.sleep(0.01)
+    return "met"
 
 
 def untyped(a) -> int:  # type: ignore[no-untyped-def]

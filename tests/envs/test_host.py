@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,6 +19,8 @@ ACTION = Action("1", "1", [1], "stop", 0)
 class Rude(Environment):
     """Ends in the way that its row says."""
 
+    over: ClassVar[threading.Event]
+
     def reset(self, row: dict[str, Any], seed: int) -> Any:
         self.how = row["how"]
 
@@ -27,7 +30,7 @@ class Rude(Environment):
         if self.how == "fine":
             return Step(done=True)
         if self.how == "late":
-            time.sleep(1.0)
+            self.over.wait()
         if self.how == "hangs":
             return asyncio.sleep(60)
         raise {"stops": StopIteration(3), "exits": SystemExit(3), "cancelled": asyncio.CancelledError()}.get(
@@ -77,31 +80,35 @@ def host():
         ("coroutine exits", "step (turn 0) raised SystemExit: 4 ("),
         ("cancelled", "step (turn 0) raised CancelledError ("),
         ("own timeout", "step (turn 0) raised TimeoutError: its own ("),
-        ("late", "step (turn 0) gave no answer within 0.3 s"),
-        ("hangs", "step (turn 0) gave no answer within 0.3 s"),
+        ("late", "step (turn 0) gave no answer within 2 s"),
+        ("hangs", "step (turn 0) gave no answer within 2 s"),
     ],
 )
 def test_whatever_it_does_is_its_episodes_error_and_others_go_on(host, how, error):
-    mine = host(Rude, 0.3)
+    mine, Rude.over = host(Rude, 2.0 if "gave no" in error else 60.0), threading.Event()
     mine.reset({0: ({"how": how}, 0), 1: ({"how": "fine"}, 0)})
-    replies = mine.step({0: ACTION, 1: ACTION})
-    assert replies[0].error.startswith(error)
-    assert "gave no" in error or "test_host.py" in replies[0].error
-    assert replies[1].done
-    assert mine.step({1: ACTION})[1].done
+    try:
+        replies = mine.step({0: ACTION, 1: ACTION})
+        assert replies[0].error.startswith(error)
+        assert "gave no" in error or "test_host.py" in replies[0].error
+        assert replies[1].done
+        assert mine.step({1: ACTION})[1].done
+    finally:
+        Rude.over.set()
 
 
-def test_calls_that_wait_for_a_thread_are_not_late(host):
+def test_calls_that_wait_for_a_thread_are_not_late(host, monkeypatch):
     class Slow(Environment):
-        """Takes most of its time."""
+        """All calls together take longer than one may."""
 
         def step(self, action: Action) -> Step:
-            time.sleep(0.2)
+            time.sleep(0.25)
             return Step(done=True)
 
-    mine = host(Slow, 0.5)
-    mine.reset({number: ({}, 0) for number in range(64)})
-    assert all(reply.done for reply in mine.step(dict.fromkeys(range(64), ACTION)).values())
+    monkeypatch.setattr("megarl.envs.host._THREADS", 1)
+    mine = host(Slow, 2.0)
+    mine.reset({number: ({}, 0) for number in range(9)})
+    assert all(reply.done for reply in mine.step(dict.fromkeys(range(9), ACTION)).values())
 
 
 def test_an_object_that_cannot_be_made_is_an_error_of_reset(host):
@@ -117,23 +124,28 @@ def test_an_object_that_cannot_be_made_is_an_error_of_reset(host):
 class Ends(Environment):
     """Ends the thread of all environments, or keeps it."""
 
-    def reset(self, row: dict[str, Any], seed: int) -> Any:
-        self.seconds = row["seconds"]
+    over: ClassVar[threading.Event]
 
     async def step(self, action: Action) -> Step:
-        if self.seconds:
-            time.sleep(self.seconds)
+        self.over.wait()
         asyncio.get_running_loop().stop()
         await asyncio.sleep(60)
         return Step(done=True)
 
 
-@pytest.mark.parametrize(("seconds", "message"), [(0, "the thread of .*Ends is over"), (2.5, "Ends blocks all others")])
-def test_a_loop_that_is_gone_or_blocked_ends_the_run(host, seconds, message):
-    mine = host(Ends, 0.5 if seconds else None)
-    mine.reset({0: ({"seconds": seconds}, 0)})
-    with pytest.raises(HostError, match=rf"env.name: .*{message}[\s\S]*fix:"):
-        mine.step({0: ACTION})
+@pytest.mark.parametrize(("blocks", "message"), [(False, "thread of .*Ends is over"), (True, "Ends blocks all others")])
+def test_a_loop_that_is_gone_or_blocked_ends_the_run(host, blocks, message):
+    mine, Ends.over = host(Ends), threading.Event()
+    mine.reset({0: ({}, 0)})
+    if blocks:
+        mine.session._host._answer_s = 0.5
+    else:
+        Ends.over.set()
+    try:
+        with pytest.raises(HostError, match=rf"env.name: .*{message}[\s\S]*fix:"):
+            mine.step({0: ACTION})
+    finally:
+        Ends.over.set()
 
 
 @pytest.mark.parametrize("name", ["cached", "errors", "cut", "turns/mean", "tokens/max"])
@@ -150,12 +162,14 @@ class Slow(Environment):
 
 def test_a_pause_between_two_looks_is_no_block():
     """What the trainer does in between may take longer than an answer may."""
-    host = Host(Slow, None, 0.3 * 10)
+    host = Host(Slow, None, 60.0)
     session = host.session()
     Played(session).reset({0: ({}, 0)})
     host._answer_s = 0.3
     session.step(0, Action("", "", [], "stop", 0))
     session.any_answer()
+    while host._asked_at is not None:
+        time.sleep(0.01)
     time.sleep(0.5)
     session.any_answer()  # the loop gave a sign of life long ago
     host.close()

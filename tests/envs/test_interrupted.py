@@ -187,7 +187,7 @@ class Gate(Chain):
 
     def step(self, action: Action) -> Any:  # type: ignore[override]
         if self.name == 0:
-            assert self.go.wait(20)
+            assert self.go.wait(120)
         return super().step(action)
 
 
@@ -213,7 +213,7 @@ def test_a_turn_that_was_not_answered_is_answered_in_the_new_environment(host):
     Gate.go, slow, made = threading.Event(), Host(Gate, Gate.Settings()), ScriptedEngine()
     groups = opened(made, slow)
     groups.add(asked(0, 4))
-    groups.wait(after(30))
+    groups.wait(lambda: len(made.submitted) == 4 and not made.opened[0].turns)
     groups.interrupt()
     kept = through_json(groups.partial())[0]
     groups.close()
@@ -230,14 +230,20 @@ def test_a_turn_that_was_not_answered_is_answered_in_the_new_environment(host):
     groups.close()
 
 
+def all_begun(made: ScriptedEngine) -> bool:
+    """Whether four sequences have begun and one that has been answered is in another turn."""
+    turns = made.opened[0].turns.values()
+    return len({sequence for sequence, *_ in made.submitted}) == 4 and any(len(turn.before) > 2 for turn in turns)
+
+
 def begun(host: Host) -> tuple[ScriptedEngine, list[Trajectory]]:
     """Episodes of group 1 that have answered turns and are in another one."""
     Chain.pause_s = staticmethod(lambda: 0.0)
-    for most in range(1, 60):
+    for _ in range(60):
         made = ScriptedEngine()
         groups = opened(made, host)
         groups.add(asked(1, 4))
-        groups.wait(after(most))
+        groups.wait(lambda made=made: all_begun(made))
         groups.interrupt()
         kept = groups.partial().get(1, [])
         groups.close()
