@@ -182,10 +182,11 @@ def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkey
         sync.close()
 
 
-def test_weights_wait_for_the_end_of_a_generation(tmp_path):
+def test_weights_wait_for_the_end_of_a_generation(tmp_path, monkeypatch):
     with engines_here(tmp_path, 1) as (_, (inbox,), receivers):
-        (receiver,) = receivers.all
-        step = UpdateStep("update to version 1", 0.5)
+        (receiver,), pause = receivers.all, inbox.pause
+        step = UpdateStep("update to version 1", 60.0)
+        monkeypatch.setattr(inbox, "pause", lambda deadline_s: pause(min(deadline_s, 0.2)))
         hold_whole(inbox, "0@run")
         receiver.resume(step)
         refused = pytest.raises(ServerError, match=r"engine 0 .*update to version 1: rank 0: it still generates")
@@ -247,7 +248,7 @@ def test_an_engine_says_what_it_cannot_take(tmp_path):
         with pytest.raises(ServerError, match=r"rank 0: \d+ tensors never came, for example lm_head\.weight"):
             receiver.set_version("1@run", step)
         with pytest.raises(OSError):
-            MessageClient(inbox.address, "another key", 5.0, "engine")
+            MessageClient(inbox.address, "another key", 60.0, "engine")
 
 
 def test_what_was_half_written_has_no_name_and_must_come_whole(tmp_path):
@@ -335,7 +336,7 @@ def test_a_trainer_that_is_killed_in_a_broadcast_holds_nothing_up(tmp_path):
     with engines_here(tmp_path, 1) as (_, (inbox,), _):
         hold_whole(inbox, "1@run")
         inbox.resume()
-        trainer = functools.partial(run_distributed, push_to, 1, 60, str(tmp_path / "model"), inbox.address[1])
+        trainer = functools.partial(run_distributed, push_to, 1, 120, str(tmp_path / "model"), inbox.address[1])
         with pytest.raises(AssertionError, match="-9"):
             trainer(2, True)
         with pytest.raises(WorkerError, match="is paused, holding 1@run"):
