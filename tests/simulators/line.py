@@ -85,7 +85,9 @@ class Line(Simulator):
             hostile["attack"](self._settings["marker"], self._settings["writes"])
         if self._now("escape"):
             child = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL)
-            Path(self._settings["marker"]).write_text(str(child.pid))
+            note = Path(self._settings["marker"])
+            note.with_suffix(".new").write_text(str(child.pid))
+            note.with_suffix(".new").rename(note)
             time.sleep(600)
         if self._now("shrink"):
             _shorten_memory()

@@ -21,16 +21,16 @@ def start(environment: dict[str, str], poll_s: str = "0.05", then: str = "") -> 
 
 @pytest.fixture
 def other() -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
 
 def test_a_child_ends_with_any_of_those_above_it(other: subprocess.Popen[bytes]) -> None:
     above = f"{other.pid}:{began(other.pid)}"
-    with start(as_parent(above), then="; import time; time.sleep(60)") as child:
+    with start(as_parent(above), then="; import time; time.sleep(600)") as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "lives\n"
         other.kill()  # and is not waited for: a zombie has ended
-        assert child.wait(20) == -signal.SIGKILL
+        assert child.wait(120) == -signal.SIGKILL
     other.wait()
 
 
@@ -40,7 +40,7 @@ def test_a_child_whose_parent_was_gone_before_it_began_ends_at_once(other: subpr
     other.wait()
     with start({PARENTS: above}, "60") as child:
         assert child.stdout is not None
-        assert (child.stdout.read(), child.wait(20)) == ("", -signal.SIGKILL)
+        assert (child.stdout.read(), child.wait(120)) == ("", -signal.SIGKILL)
 
 
 def test_a_later_process_with_the_number_of_a_parent_is_none() -> None:
@@ -67,6 +67,6 @@ def test_a_guardian_whose_trainer_was_gone_before_it_began_ends_its_worker(other
     above = f"{other.pid}:{began(other.pid)}"
     other.kill()
     other.wait()
-    code = "from megarl.simulators.reaper import guarded; guarded(); import time; time.sleep(100)"
+    code = "from megarl.simulators.reaper import guarded; guarded(); import time; time.sleep(600)"
     guardian = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {PARENTS: above})
-    assert guardian.wait(50) == -signal.SIGKILL
+    assert guardian.wait(120) == -signal.SIGKILL

@@ -33,7 +33,7 @@ def test_it_starts_without_megarl_and_its_packages(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout)

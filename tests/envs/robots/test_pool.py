@@ -33,7 +33,7 @@ pytestmark = pytest.mark.procs
 
 def settings(**given: Any) -> SimulatorSettings:
     return SimulatorSettings.model_validate(
-        {"name": LINE, "workers": 1, "retries": 0, "answer_s": 20.0, "construct_s": 30.0} | given
+        {"name": LINE, "workers": 1, "retries": 0, "answer_s": 60.0, "construct_s": 120.0} | given
     )
 
 
@@ -44,12 +44,12 @@ def pool_of(**given: Any) -> Iterator[SimulatorPool]:
 
 
 def answer(pool: SimulatorPool, slot: int = 0) -> Answer:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if found := pool.answers(1.0):
             assert list(found) == [slot]
             return found[slot]
-    raise AssertionError(f"slot {slot} gave no answer within 30 s")
+    raise AssertionError(f"slot {slot} gave no answer within 120 s")
 
 
 def episode(pool: SimulatorPool, actions: np.ndarray = SLOW, chunks: int = 3) -> list[Answer]:
@@ -65,7 +65,7 @@ def kill_first(pool: SimulatorPool) -> None:
     process = psutil.Process(pids(pool)[0])
     children = process.children(recursive=True)
     process.kill()
-    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert not psutil.wait_procs(children, timeout=120)[1]
 
 
 def test_an_episode_goes_from_its_trial_to_the_limit_of_environment_steps() -> None:
@@ -187,12 +187,12 @@ def test_an_episode_that_a_simulator_fails_is_never_an_outcome(wrong: str, kind:
 
 
 def test_a_simulator_that_hangs_is_killed_and_says_where_it_was() -> None:
-    with pool_of(wrong="hang", answer_s=1.0) as pool:
+    with pool_of(wrong="hang", answer_s=3.0) as pool:
         (pid,) = pids(pool)
         failure = episode(pool)[-1]
         assert isinstance(failure, Failure)
         assert failure.kind == "hang"
-        assert failure.text == "no answer to step within env.answer_s = 1 s"
+        assert failure.text == "no answer to step within env.answer_s = 3 s"
         assert "line.py" in failure.output
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -259,7 +259,7 @@ def test_a_simulator_that_was_never_constructed_ends_the_run_at_once() -> None:
 
 def act_on_answers(pool: SimulatorPool) -> None:
     """Answer every observation with actions; an episode that fails is not begun again."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while pool.busy and time.monotonic() < deadline:
         for slot, found in pool.answers(1.0).items():
             if isinstance(found, Observation):
@@ -308,16 +308,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_simulator_that_hangs_ends_with_a_trainer_that_is_killed() -> None:
-    run = subprocess.run([sys.executable, "-c", KILLED, LINE], capture_output=True, text=True, check=False, timeout=30)
+    run = subprocess.run([sys.executable, "-c", KILLED, LINE], capture_output=True, text=True, check=False, timeout=240)
     assert run.returncode == -signal.SIGKILL, run.stderr
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while runs(int(run.stdout)):
-        assert time.monotonic() < deadline, "the simulator's process still runs after 30 s"
+        assert time.monotonic() < deadline, "the simulator's process still runs after 120 s"
         time.sleep(0.1)
 
 
 ESCAPED = KILLED.replace('wrong="hang"', 'wrong="escape", marker=sys.argv[2]').replace(
-    "time.sleep(0.5)", "time.sleep(2)"
+    "time.sleep(0.5)", "while not os.path.exists(sys.argv[2]): time.sleep(0.01)"
 )
 
 
@@ -325,16 +325,19 @@ ESCAPED = KILLED.replace('wrong="hang"', 'wrong="escape", marker=sys.argv[2]').r
 def test_what_leaves_the_group_of_a_simulator_ends_with_it(killed: bool, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     code = ESCAPED if killed else ESCAPED.replace("os.kill(os.getpid(), signal.SIGKILL)", "pool.close()")
-    subprocess.run([sys.executable, "-c", code, LINE, str(note)], capture_output=True, check=False, timeout=60)
-    deadline = time.monotonic() + 20
+    subprocess.run([sys.executable, "-c", code, LINE, str(note)], capture_output=True, check=False, timeout=240)
+    deadline = time.monotonic() + 120
     while runs(int(note.read_text())):
-        assert time.monotonic() < deadline, "what the simulator started still runs after 20 s"
+        assert time.monotonic() < deadline, "what the simulator started still runs after 120 s"
         time.sleep(0.1)
 
 
 def runs(pid: int) -> bool:
     """Whether a process is there and not a zombie that nobody has waited for."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_the_simulator_of_the_documentation_works(tmp_path: Path) -> None:
