@@ -130,9 +130,9 @@ def test_statistics_span_ranks(name):
     def on_rank(rank):
         def all_sum(x):
             boxes[rank] = x
-            meet.wait(10)
+            meet.wait(120)
             total = boxes[0] + boxes[1]
-            meet.wait(10)
+            meet.wait(120)
             return total
 
         return estimate(name, fields(shards[rank]), OPTIONS | {"all_sum": all_sum, "allow_singleton": True}).advantages

@@ -187,9 +187,9 @@ def test_batch_normalisation_spans_ranks():
     def on_rank(rank):
         def all_sum(x):
             boxes[rank] = x
-            meet.wait(10)
+            meet.wait(120)
             total = boxes[0] + boxes[1]
-            meet.wait(10)
+            meet.wait(120)
             return total
 
         rows = slice(0, 5) if rank == 0 else slice(5, None)

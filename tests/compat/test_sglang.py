@@ -185,7 +185,7 @@ def test_the_server_gets_its_key_unseen_and_ends_with_a_parent_that_started_it_f
         assert parent.stdout.readline() == "INFO:root:arguments ['--port', '1', '--api-key=***']\n"
         assert "secret" not in " ".join(server.cmdline())
         parent.kill()
-        server.wait(30)
+        server.wait(60)
 
 
 def test_a_server_that_lacks_the_place_of_a_hook_does_not_start() -> None:

@@ -206,5 +206,5 @@ def test_graph_modules_need_neither_torch_nor_ray():
     code = (
         f"import sys; [__import__('megarl.dag.' + m) for m in {modules}]; print({{'torch', 'ray'}} & set(sys.modules))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert out.stdout.strip() == "set()"

@@ -111,7 +111,7 @@ def test_many_lengths_over_512_ranks_with_equal_counts(name, n):
     totals = [lengths[part].sum() for part in parts]
     assert {len(part) for part in parts} == {n // 512, -(-n // 512)}
     assert max(totals) / np.mean(totals) <= 1.02
-    assert best <= 0.05
+    assert best <= 0.25  # a hundredth measured; what grows with lengths x ranks takes seconds
 
 
 def test_nonsense_is_refused():

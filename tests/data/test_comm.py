@@ -1,10 +1,12 @@
 """Groups of workers and their collectives, in one process and between real ones."""
 
+import datetime
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from megarl import tracing
 from megarl.comm import WorkerGroup, team_world
@@ -88,9 +90,10 @@ def _pass_on(pair: WorkerGroup | None) -> float | None:
 
 def _wait_for_nobody(world: WorkerGroup) -> str:
     """What a rank is told whose partner does not come; the others are told nothing."""
-    short = WorkerGroup("the impatient", world.process_group, 0.2)
-    hasty = short.subgroup([0, 1], "two impatient ranks")
-    if world.rank == 0 and hasty is not None:
+    pair = world.subgroup([0, 1], "two ranks")
+    if world.rank == 0 and pair is not None:
+        set_timeout(datetime.timedelta(seconds=0.2), pair.process_group)
+        hasty = WorkerGroup("two impatient ranks", pair.process_group, 0.2)
         with tracing.phase("step/probe"), pytest.raises(WorkerError) as found:
             hasty.all_gather_json(None)
         return str(found.value).partition(": ")[0]
@@ -147,5 +150,5 @@ def _reduced(op: str) -> dict[str, bool]:
 @pytest.mark.procs
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_two_ranks_that_give_each_other_what_they_have_get_what_a_reduction_gives(op):
-    for found in run_distributed(_reduced, 2, 60, op):
+    for found in run_distributed(_reduced, 2, 120, op):
         assert [what for what, right in found.items() if not right] == []

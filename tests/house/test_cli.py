@@ -44,15 +44,17 @@ def test_nothing_heavy_is_imported(statement: str) -> None:
 
 
 def test_help_takes_less_than_half_a_second() -> None:
-    """Of processor time: what else the machine does is not counted."""
+    """Of processor time: what else the machine does is not counted. On a slower one in proportion to what is imported
+    in any case, 0.08 s where this takes 0.3 s."""
 
-    def seconds() -> float:
+    def seconds(*arguments: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "megarl", "--help"], capture_output=True, check=True)
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.5
+    taken = min(seconds("-m", "megarl", "--help") for _ in range(3))
+    assert taken < 0.5 or taken < 6 * seconds("-c", "import argparse, pydantic, yaml")
 
 
 def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,11 +110,11 @@ def test_no_layout_is_below_the_floor_of_its_placement():
     ],
 )
 def test_1024_devices_take_seconds(name, overrides):
-    """1 CPU-second on a quiet machine; other programs make CPU-seconds longer, so that 10 are allowed."""
+    """1 CPU-second on a quiet machine; other programs and slower ones make it more, so that 30 are allowed."""
     hardware = replace(KINDS["h100"], nodes=128)
     before = time.process_time()
     result = search(name, *overrides, hardware=hardware).run()
-    assert time.process_time() - before < 10
+    assert time.process_time() - before < 30
     assert result.compared > 100
     assert result.best[0].plan.devices == 1024
 

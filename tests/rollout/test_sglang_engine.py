@@ -128,7 +128,7 @@ def run_noting(urls: list[str], folder: str) -> dict[str, Any]:
 
 def test_an_error_of_one_rank_is_an_error_of_all() -> None:
     with servers(lambda _, p: "400" if p["sampling_params"].get("sampling_seed", 0) >= 1000 else "ok") as made:
-        assert run_distributed(run_refused, 2, 60, [made[0].api.url]) == [400, 400]
+        assert run_distributed(run_refused, 2, 120, [made[0].api.url]) == [400, 400]
 
 
 def run_refused(urls: list[str]) -> int | None:
@@ -149,7 +149,7 @@ def test_answers_that_are_none_are_an_error_of_all_ranks_that_names_the_server()
 
         with servers(rule) as made:
             url = made[0].api.url
-            for message in run_distributed(run_until_error, 2, 60, [url]):
+            for message in run_distributed(run_until_error, 2, 120, [url]):
                 assert words in message
                 assert url in message
 
@@ -165,7 +165,7 @@ def run_until_error(urls: list[str]) -> str:
 
 def test_a_defect_of_one_rank_is_an_error_of_all() -> None:
     with servers(ok) as made:
-        first, second = run_distributed(run_defect, 2, 60, [made[0].api.url])
+        first, second = run_distributed(run_defect, 2, 120, [made[0].api.url])
         assert first == "ServerError: the client: generation: KeyError: 'defect'"
         assert second == "KeyError: 'defect'"
 

@@ -204,7 +204,7 @@ def opened(urls: list[str]) -> str:
 def test_every_rank_refuses_it() -> None:
     with servers(ok) as made:
         made[0].info["tp_size"] = 4
-        assert run_distributed(opened, 2, 60, [made[0].api.url]) == ["rollout.sglang.tp_size"] * 2
+        assert run_distributed(opened, 2, 120, [made[0].api.url]) == ["rollout.sglang.tp_size"] * 2
 
 
 def test_an_address_of_another_machine_is_refused_with_its_key(tmp_path: Path) -> None:

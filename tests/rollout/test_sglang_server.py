@@ -183,14 +183,18 @@ def test_turns_find_what_came_before_in_the_cache_of_their_server(both: Fleet, m
     generation.close()
 
 
+def decoded(fleet: Fleet) -> list[int]:
+    """How often each server has told that it decodes, which it does after every forty steps."""
+    return [process.spec.log.read_text().count("Decode batch") for process in fleet._owned.values()]
+
+
 def test_an_aborted_turn_keeps_what_the_server_has_drawn(both: Fleet, model: Path) -> None:
-    made = engine(both)
+    made, before = engine(both), decoded(both)
     generation = made.open(SamplingConfig(max_new_tokens=1500, ignore_eos=True), [], 2, 2000)
-    for i in range(2):
+    for i in range(2):  # one on each server
         generation.submit(i, [20 + i] * 5, i, 1500)
     assert generation.any_busy(True)
-    looks = iter([False] * 4)
-    assert generation.wait(lambda: next(looks, True)) == {}  # four looks take a second: some tokens, not 1,500
+    assert generation.wait(lambda: all(now > then for now, then in zip(decoded(both), before, strict=True))) == {}
     for i in range(2):
         generation.abort(i)
     cut: dict[int, Completion] = {}
@@ -282,7 +286,8 @@ def test_when_all_servers_die_the_rest_is_generated_after_restart_and_catch_up(b
                 if process.pid is not None:
                     os.killpg(process.pid, signal.SIGKILL)
 
-    groups = engine(both).generate(requests(), sampling, EOS, kill_all)
+    # Few at a time: when the third one is over most have not begun, however late this process learns of it.
+    groups = engine(both, max_concurrency=4).generate(requests(), sampling, EOS, kill_all)
     assert tokens(groups) == undisturbed
     assert sum(finished) == 24
     assert [server.restarts for server in both.servers] == [count + 1 for count in before]
@@ -367,7 +372,7 @@ def test_not_even_a_hanging_server_outlives_a_killed_trainer(tmp_path: Path, mod
         assert all(key not in " ".join(p.cmdline()) for p in everyone)
         main.suspend()
         trainer.kill()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while alive := [p for p in everyone if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
             assert time.monotonic() < deadline, f"still there: {alive}"
             time.sleep(0.2)

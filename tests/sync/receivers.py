@@ -68,7 +68,7 @@ def receivers(folder: Path, count: int, faults: dict[int, str] | None = None) ->
         for number in range(count):
             task = (str(folder / f"port{number}"), (faults or {}).get(number), dict(os.environ))
             processes.append(start(number, _receive, task, "tests.preload"))
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         for number in range(count):
             while not (folder / f"port{number}").exists():
                 if time.monotonic() > end or not processes[number].is_alive():

@@ -131,12 +131,12 @@ def without_a_way(lost: int) -> str:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_machine_without_a_way_to_the_others_ends_the_run_everywhere(lost):
     way = f"no address of machine{lost} leads to 127.0.0.1: Network is unreachable"
-    assert run_distributed(without_a_way, 2, 60, lost) == [f"machines cannot reach each other: {way}"] * 2
+    assert run_distributed(without_a_way, 2, 120, lost) == [f"machines cannot reach each other: {way}"] * 2
 
 
 @pytest.mark.procs
 def test_machines_reach_each_other():
-    assert run_distributed(without_a_way, 2, 60, -1) == ["127.0.0.1"] * 2
+    assert run_distributed(without_a_way, 2, 120, -1) == ["127.0.0.1"] * 2
 
 
 def relays_of_two_machines(run_dir: str) -> list[str]:

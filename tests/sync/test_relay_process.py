@@ -15,7 +15,7 @@ TRAINER = """
 import os, signal, sys
 from pathlib import Path
 from megarl.sync.transports.delta import start_relay
-print(start_relay(Path(sys.argv[1]), "key", 60.0)[0].pid, flush=True)
+print(start_relay(Path(sys.argv[1]), "key", 240.0)[0].pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -24,7 +24,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_start_of_a_relay_beats_and_leaves_no_file_open(tmp_path, monkeypatch):
     beats: list[str] = []
     monkeypatch.setattr(tracing, "_on_change", [beats.append])
-    process, _ = start_relay(tmp_path, "key", 60.0)
+    process, _ = start_relay(tmp_path, "key", 240.0)
     try:
         assert beats  # the relay imports torch, which takes many polls
         assert str(tmp_path / "relay.log") not in [file.path for file in psutil.Process().open_files()]
@@ -43,8 +43,8 @@ def runs(pid: int) -> bool:
 @pytest.mark.procs
 def test_a_relay_ends_with_a_trainer_that_is_killed(tmp_path):
     command = [sys.executable, "-c", TRAINER, str(tmp_path)]
-    trainer = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], timeout=120)
-    pid, deadline = int(trainer.stdout), time.monotonic() + 30
+    trainer = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], timeout=300)
+    pid, deadline = int(trainer.stdout), time.monotonic() + 120
     while runs(pid):
         assert time.monotonic() < deadline, "the relay lives on"
         time.sleep(0.1)

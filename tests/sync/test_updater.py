@@ -16,17 +16,18 @@ from tests.models.test_layouts import load_folder
 from tests.models.tiny import build_tiny, save_tiny
 from tests.sync.receivers import fleet_of, receivers, weight_sync
 
-SETTINGS = {"dtype": "bf16", "bucket_mb": 5, "verify": "off", "timeout_s": 20.0}
+SETTINGS = {"dtype": "bf16", "bucket_mb": 5, "verify": "off", "timeout_s": 60.0}
+DEADLINE_S = 8.0  # where one hangs; the others have to be done by then on a slow machine, too
 
 
 def held_by(url: str, path: Path) -> dict[str, torch.Tensor]:
-    ServerApi(url).call("/dump", {"path": str(path)}, deadline_s=30, phase="test")
+    ServerApi(url).call("/dump", {"path": str(path)}, deadline_s=60, phase="test")
     return load_file(path)
 
 
 def state_of(url: str) -> dict:
     """What a receiver says of itself; `version` without the name of the run that counted it."""
-    state = ServerApi(url).call("/state", {}, deadline_s=30, phase="test")
+    state = ServerApi(url).call("/state", {}, deadline_s=60, phase="test")
     return state | {"version": state["version"].partition("@")[0]}
 
 
@@ -88,14 +89,14 @@ def test_every_server_holds_the_new_weights(tmp_path, transport):
 def test_a_server_that_fails_does_not_stop_the_others(tmp_path, transport):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)
     faults = {0: "die:2", 1: "refuse:2", 2: "hang:2", 3: "open:0"}
-    cases = [({"pp": 2}, {"transport": transport, "timeout_s": 4.0})]
+    cases = [({"pp": 2}, {"transport": transport, "timeout_s": DEADLINE_S})]
     with receivers(tmp_path / "r", 5, faults) as urls:
         ranks = run_distributed(push_twice, 2, 120, str(tmp_path / "model"), str(tmp_path), urls, cases)
         for ((first, second, _, _),) in ranks:
             assert first["updated"] == second["updated"] == [3, 4]
             assert sorted(first["failed"]) == ["0", "1", "2"]
             assert "no memory left" in first["failed"]["1"]
-            assert "within 4 s" in first["failed"]["2"]
+            assert "within 8 s" in first["failed"]["2"]
         for url in urls[3:]:
             assert_holds(url, tmp_path / "model", tmp_path, plus=1.0)
         assert state_of(urls[1])["paused"]  # answers nothing with half of its weights exchanged
@@ -107,7 +108,7 @@ def test_a_server_that_fails_does_not_stop_the_others(tmp_path, transport):
 def test_a_server_with_which_no_group_can_be_made_does_not_stop_the_others(tmp_path):
     save_tiny(tmp_path / "model", "qwen3")
     faults = {0: "mute:0", 1: "absent:0"}
-    cases = [({}, {"transport": "distributed", "timeout_s": 4.0})]
+    cases = [({}, {"transport": "distributed", "timeout_s": DEADLINE_S})]
     with receivers(tmp_path / "r", 3, faults) as urls:
         (((first, second, *_),),) = run_distributed(
             push_twice, 1, 120, str(tmp_path / "model"), str(tmp_path), urls, cases
@@ -115,7 +116,7 @@ def test_a_server_with_which_no_group_can_be_made_does_not_stop_the_others(tmp_p
         assert first["updated"] == second["updated"] == [2]
         for number in ("0", "1"):
             assert first["failed"][number].startswith(f"server {number} at {urls[int(number)]}: group of the update")
-        assert "within 4 s" in first["failed"]["0"]
+        assert "within 8 s" in first["failed"]["0"]
         assert "the trainer's part" in first["failed"]["1"]
         assert_holds(urls[2], tmp_path / "model", tmp_path, plus=1.0)
 
@@ -213,7 +214,7 @@ def test_the_program_of_a_receiver_takes_an_update(tmp_path):
     port_file = tmp_path / "port"
     with subprocess.Popen([sys.executable, "-m", "megarl.benchmarks.sync.receiver", str(port_file)]) as program:
         try:
-            end = time.monotonic() + 60
+            end = time.monotonic() + 240
             while not port_file.exists():
                 assert time.monotonic() < end
                 assert program.poll() is None

@@ -87,7 +87,7 @@ def _all(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.procs
 def test_every_layout_equals_one_process(tmp_path):
     tensors = save_small(tmp_path)
-    ((expected,),) = run_distributed(_all, 1, 60, str(tmp_path), [{}])
+    ((expected,),) = run_distributed(_all, 1, 120, str(tmp_path), [{}])
     whole = {name: torch.zeros_like(value) for name, value in tensors.items()}
     for name, box, gradient in expected["gradients"]:
         whole[name][_cut(box)] = gradient
