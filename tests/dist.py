@@ -167,7 +167,7 @@ def join_team(teams: Mapping[str, Sequence[int]], ports: Mapping[str, int], run_
     team = next(name for name, ranks in teams.items() if rank in ranks)
     own = {"RANK": teams[team].index(rank), "WORLD_SIZE": len(teams[team]), "MASTER_PORT": ports[team]}
     os.environ.update({key: str(value) for key, value in own.items()})
-    join("gloo", 60, run_dir)
+    join("gloo", 120, run_dir)
     return team
 
 

@@ -36,8 +36,8 @@ def dies(found: Findings, folder: Path) -> None:
 
 def hangs(found: Findings, folder: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    (folder.parent / "child").write_text(str(child.pid))
     found.check("one", True)
+    (folder.parent / "child").write_text(str(child.pid))
     time.sleep(600)
 
 

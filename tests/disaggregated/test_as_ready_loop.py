@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def test_episodes_of_a_slow_environment_are_trained_on_once_and_none_is_lost_in_
 
 def test_an_interrupted_sample_keeps_the_versions_of_its_tokens(recipe, tmp_path):
     """Its log-probs are those of these versions, too; the engine's own tests compare them with a forward pass."""
-    train(recipe, tmp_path, PARTIAL, *LONG)
+    train(recipe, tmp_path, PARTIAL, *LONG, work=stands_still_until_weights_come)
     samples = [sample for step in trained(tmp_path).values() for sample in step]
     assert any(len(sample["versions"]) > 1 for sample in samples), "nothing was interrupted"
     for sample in samples:
@@ -286,6 +287,30 @@ def noting(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str
     before_training(lambda c, samples: note(Path(run_dir), c.step, samples))
     note_judged(Path(run_dir))
     harness.work_of_rank(recipe, run_dir, overrides, teams)
+
+
+def stands_still_until_weights_come(recipe: str, run_dir: str, overrides: list[str], teams: list) -> None:
+    """`noting`; once step 1 has its groups, samples stay as they are until its weights want to come."""
+    from megarl.disaggregated.as_ready_loop import AsReadyLoop
+    from megarl.disaggregated.buffer.channel import GroupChannel
+
+    swap, is_called, given, calls = GroupChannel.swap, AsReadyLoop._is_called, list[int](), list[int]()
+
+    def swapping(self: Any, c: Any, ready: Any, *rest: Any) -> Any:
+        given.extend(number for some in ready for number in some.numbers)
+        return swap(self, c, ready, *rest)
+
+    def called(self: Any) -> bool:
+        if self._gate == 1 and len(given) >= 4:
+            calls.append(len(given))
+        stands = self._gate == 1 and len(calls) > 1  # since the call before samples have got tokens
+        while not (found := is_called(self)) and stands:
+            time.sleep(0.01)
+        return found
+
+    GroupChannel.swap = swapping  # type: ignore[method-assign]
+    AsReadyLoop._is_called = called  # type: ignore[method-assign]
+    noting(recipe, run_dir, overrides, teams)
 
 
 def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:

@@ -19,11 +19,11 @@ from megarl.launchers.common import run_workers
 
 
 def main(
-    launcher: str, entry: str, run_dir: str, nproc: str = "2", timeout_s: str = "60", servers: str | None = None
+    launcher: str, entry: str, run_dir: str, nproc: str = "2", timeout_s: str = "200", servers: str | None = None
 ) -> int:
     sizes = [int(size) for size in nproc.split("+")]
     restarts = int(os.environ.get("RESTARTS", "0"))
-    cluster = ClusterConfig(nproc=sum(sizes), timeout_s=float(timeout_s), start_timeout_s=60, max_restarts=restarts)
+    cluster = ClusterConfig(nproc=sum(sizes), timeout_s=float(timeout_s), start_timeout_s=200, max_restarts=restarts)
     rollout: Any = {} if servers is None else {"engine": "sglang", "sglang": {"servers": int(servers)}}
     budget: Any = {"restarts": int(os.environ.get("TEAM_RESTARTS", "0"))}
     config = RunConfig(name="drive", cluster=cluster, rollout=rollout, placement=budget)

@@ -20,9 +20,9 @@ from megarl.errors import UserError
 from megarl.processes import STORE, TEAM, WORKER, worker_number
 from megarl.rendezvous import join
 from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
-from megarl.tracing import phase, set_step
+from megarl.tracing import beat, phase, set_step
 
-HERE_FOR_LONG_S = 60.0  # far beyond every deadline of the tests
+HERE_FOR_LONG_S = 600.0  # far beyond every deadline of the tests
 
 
 def _wait_for_ever() -> None:
@@ -240,7 +240,11 @@ def wait_until_lost(config: RunConfig, run_dir: Path) -> None:
 
 
 def rank_1_hangs(config: RunConfig, run_dir: Path) -> None:
-    """Rank 1 waits for nothing; rank 0 waits for rank 1."""
+    """Rank 1 waits for nothing; rank 0 waits for rank 1. Both come there at about the same time."""
+    (run_dir / f"here_{os.environ['RANK']}").touch()
+    while len(list(run_dir.glob("here_*"))) < 2:
+        beat()
+        time.sleep(0.05)
     with phase("sync" if os.environ["RANK"] == "0" else "reward"):
         _wait_for_ever()
 

@@ -357,14 +357,22 @@ class Dying:
 
 
 @pytest.mark.parametrize(
-    ("after_s", "told"),
-    [(0.3, "rank 1 was killed by signal 9"), (60, "rank 0 failed in phase train at step 1: RuntimeError: Connection")],
+    ("after_s", "lost_s", "told"),
+    [
+        (0.3, 60.0, "rank 1 was killed by signal 9"),
+        (60, 1.0, "rank 0 failed in phase train at step 1: RuntimeError: Connection"),
+    ],
 )
 def test_word_of_a_death_may_come_after_what_the_peers_saw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], after_s: float, told: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    after_s: float,
+    lost_s: float,
+    told: str,
 ) -> None:
     monkeypatch.setattr(supervise, "SETTLE_S", 0.0)
-    monkeypatch.setattr(supervise, "LOST_S", 1.0)
+    monkeypatch.setattr(supervise, "LOST_S", lost_s)
     lost = failed(0, "Connection closed by peer", 1.0)
     monkeypatch.setattr("megarl.launchers.local.start", lambda job: write_error(tmp_path, lost) or Dying(after_s))
     assert run_workers("local", "m:f", config(nproc=2), tmp_path) == 1

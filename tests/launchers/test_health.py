@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,7 +128,7 @@ def test_long_work_inside_a_phase_is_no_hang(tmp_path: Path) -> None:
             assert watch.check([0]) is None
 
 
-def test_a_download_beats_in_the_background_up_to_its_limit(tmp_path: Path) -> None:
+def test_a_download_beats_in_the_background_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Heartbeat(tmp_path, 0)
 
     def changes() -> int:
@@ -134,11 +136,13 @@ def test_a_download_beats_in_the_background_up_to_its_limit(tmp_path: Path) -> N
         assert beat is not None
         return beat.changes
 
-    with tracing.keep_beating(limit_s=0.2, every_s=0.01):
-        time.sleep(0.4)
-        at_the_limit = changes()
-        time.sleep(0.1)
-        assert changes() == at_the_limit > 2
+    clock = itertools.count()
+    monkeypatch.setattr(tracing, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    with tracing.keep_beating(limit_s=4.0, every_s=0.01):
+        (beating,) = (one for one in threading.enumerate() if one.name == "keep-beating")
+        beating.join(60)
+        assert not beating.is_alive()
+    assert changes() == 1 + 3  # the first one, and those before the fourth second
 
 
 def test_a_failure_keeps_its_phase_and_exit_code(tmp_path: Path) -> None:

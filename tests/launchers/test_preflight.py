@@ -134,7 +134,7 @@ def test_a_wait_of_nccl_that_takes_too_long_raises(tmp_path, monkeypatch):
 
     made = torch.distributed.TCPStore
     monkeypatch.setattr(torch.distributed, "TCPStore", store_on)
-    assert measure(tmp_path, 0, 10.0, 0) == 0
+    assert measure(tmp_path, 0, 60.0, 0) == 0
     assert listens == ["127.0.0.1"], "on the address that it was given, and no other"
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"  # torch's own switch for that
 
@@ -146,11 +146,11 @@ def test_three_nodes_are_measured_against_each_other(tmp_path):
     command = [sys.executable, "-m", "megarl.launchers.preflight", "links", str(tmp_path), "--run-dir", str(tmp_path)]
     nodes = [
         subprocess.Popen(
-            [*command, "--limit-s", "90"], env={**outside, "NODE_RANK": str(k), "SLURMD_NODENAME": f"n{k}"}
+            [*command, "--limit-s", "200"], env={**outside, "NODE_RANK": str(k), "SLURMD_NODENAME": f"n{k}"}
         )
         for k in range(3)
     ]
-    assert [node.wait(120) for node in nodes] == [0, 0, 0]
+    assert [node.wait(500) for node in nodes] == [0, 0, 0]
     found = json.loads((tmp_path / "links.json").read_text())
     assert found["nodes"] == ["n0", "n1", "n2"]
     assert all(abs(offset) < 1 for offset in found["clocks"].values())  # one machine, one clock

@@ -125,7 +125,7 @@ class World:
     def run(self, steps: str, nodes: str = "n1,n2,n3", **launch: object) -> tuple[int, str]:
         """Its exit code, and what it prints."""
         job = self.begin(steps, nodes, **launch)
-        said = job.communicate(timeout=60)[0]
+        said = job.communicate(timeout=120)[0]
         return job.returncode, said
 
     def asked(self, name: str, *words: str) -> list[str]:
@@ -205,7 +205,7 @@ def test_near_the_time_limit_a_checkpoint_is_written_and_the_next_job_submitted(
     job = world.begin("wait", chain=2)
     wait_for(world.folder / "waits")
     job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=60)[0]
+    said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
     assert "asking for a checkpoint, 1" in said or "asking for a checkpoint, 9" in said  # 120 s are left, less 20
     assert "no checkpoint" not in said
@@ -228,7 +228,7 @@ def test_a_run_that_fails_while_its_checkpoint_is_awaited_has_failed(world):
     job = world.begin("fail", chain=2)
     wait_for(world.folder / "waits")
     job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=60)[0]
+    said = job.communicate(timeout=120)[0]
     assert job.returncode == 3, said
     assert "exit code 3; all its nodes answer" in said
     assert not world.asked("sbatch")
@@ -238,7 +238,7 @@ def test_a_node_that_dies_while_a_checkpoint_is_awaited_does_not_end_the_chain(w
     job = world.begin("fail:n2", chain=2, spares=1)
     wait_for(world.folder / "waits")
     job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=60)[0]
+    said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
     assert world.excluded().keys() == {"n2"}
     assert len(world.asked("sbatch")) == 1
@@ -248,12 +248,12 @@ def test_a_node_that_dies_while_a_checkpoint_is_awaited_does_not_end_the_chain(w
 def test_a_warning_that_finds_no_run_yet_submits_the_next_job(world):
     (world.folder / "tests_of_nodes.py").write_text(
         "import os, pathlib, time\n"
-        "def do(given, nodes):\n    pathlib.Path(os.environ['WORLD'], 'tested').touch()\n    time.sleep(50)\n"
+        "def do(given, nodes):\n    pathlib.Path(os.environ['WORLD'], 'tested').touch()\n    time.sleep(600)\n"
     )
     job = world.begin("0", chain=2, preflight=True)
     wait_for(world.folder / "tested")
     job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=15)[0]
+    said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
     assert "the time limit is near before the run is started" in said
     assert (world.run_dir / "launch" / "chain").read_text() == "1\n"
@@ -303,7 +303,7 @@ def test_a_preempted_job_goes_into_the_queue_again_and_submits_nothing(world):
     job = world.begin("wait", chain=2)
     wait_for(world.folder / "waits")
     job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=60)[0]
+    said = job.communicate(timeout=120)[0]
     assert job.returncode == -signal.SIGKILL, said  # by the stand-in of `scontrol requeue`
     assert world.asked("scontrol", "requeue", "7")
     assert not world.asked("sbatch")
@@ -321,7 +321,7 @@ def test_a_cancelled_job_submits_nothing(world):
     job = world.begin("wait", chain=2)
     wait_for(world.folder / "waits")
     job.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM" in job.communicate(timeout=60)[0]
+    assert "stopped by SIGTERM" in job.communicate(timeout=120)[0]
     assert job.returncode == 143
     assert not world.asked("sbatch")
 
@@ -339,7 +339,7 @@ def test_nodes_that_are_asked_while_the_job_is_cancelled_are_not_blamed(world):
     job = world.begin("1", chain=2)
     wait_for(world.folder / "called")
     job.send_signal(signal.SIGTERM)
-    said = job.communicate(timeout=60)[0]
+    said = job.communicate(timeout=120)[0]
     assert job.returncode == 143, said
     assert not world.excluded()
     assert not world.asked("sbatch")
@@ -349,7 +349,7 @@ def test_a_job_that_slurm_runs_again_leaves_out_the_first_node_that_it_lost(worl
     world.run("0", nodes="n1,n2")
     (world.folder / "dead").write_text("n1")
     job = world.begin("0", nodes="n2,n3", again="1")
-    said = job.communicate(timeout=60)[0]
+    said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
     assert "Slurm has started job 7 again (restart 1)" in said
     assert world.excluded() == {"n1": "lost: Slurm says DOWN*"}
@@ -359,7 +359,7 @@ def test_a_slurm_that_does_not_answer_says_nothing_of_the_nodes(world):
     world.run("0", nodes="n1,n2")
     (world.folder / "silent").touch()
     job = world.begin("0", nodes="n1,n2", again="1")
-    said = job.communicate(timeout=60)[0]
+    said = job.communicate(timeout=120)[0]
     assert job.returncode == 1
     assert "Unable to contact slurm controller" in said
     assert not world.excluded()
@@ -368,7 +368,7 @@ def test_a_slurm_that_does_not_answer_says_nothing_of_the_nodes(world):
 def test_a_node_that_slurm_does_not_know_any_more_is_lost(world):
     world.run("0", nodes="n1,gone")
     job = world.begin("0", nodes="n1,n2", again="1")
-    said = job.communicate(timeout=60)[0]
+    said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
     assert world.excluded() == {"gone": "lost: Slurm does not know it any more"}
 
@@ -421,7 +421,7 @@ def test_the_guard_waits_longer_than_a_command_of_slurm_takes():
 
 
 def wait_for(file: Path) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not file.exists():
         assert time.monotonic() < end, f"no {file}"
         time.sleep(0.05)

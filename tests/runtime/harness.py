@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from megarl.processes import has_nvidia_device
+from megarl.processes import has_nvidia_device, write_atomically
 from megarl.rendezvous import write_token
 from megarl.runtime.health import read_beat
 from tests.dist import run_distributed
@@ -36,19 +36,29 @@ data:
   max_prompt_tokens: 8
   batch_size: 4
 # A dense score, so that advantages are not all zero while the model knows nothing.
-reward: {name: "REWARD_FILE:closeness", timeout_s: 50}
+reward: {name: "REWARD_FILE:closeness", timeout_s: 180}
 algorithm: {kl: {use: loss, coef: 0.01}}
 rollout: {sampling: {n: 4, max_new_tokens: 6}}
 validation: {sampling: {max_new_tokens: 6}, every: 2}
 sft: {steps: 3, batch_size: 8, optim: {lr: 1.0e-2}}
 actor: {optim: {lr: 1.0e-3}, engine: {micro_batch_tokens: 64}}
 trainer: {steps: 4, save_every: 1}
-cluster: {nproc: 2, threads: 1, timeout_s: 60}
+cluster: {nproc: 2, threads: 1, timeout_s: 200}
 tracking: {mlflow: false, report: false}
 """
 REWARD = '''
+import time
+from pathlib import Path
+
+def is_held():
+    try:
+        return Path(Path(__file__).with_name("hold").read_text()).exists()
+    except FileNotFoundError:
+        return False
 def closeness(samples):
-    """Share of characters that are digits, and a bonus for the right answer."""
+    """Share of characters that are digits, and a bonus for the right answer; it waits as `held_at` says."""
+    while is_held():
+        time.sleep(0.01)
     return [
         {"overall": sum(c.isdigit() for c in s["response"]) / 6 + float(s["response"] == s["answer"])} for s in samples
     ]
@@ -97,7 +107,21 @@ def start(recipe: Path, run_dir: Path, *overrides: str, **environment: str) -> C
     return Command(["train", recipe, *overrides, "--run-dir", run_dir], recipe.parent, **environment)
 
 
-def finish(process: Command | subprocess.Popen[str], timeout: float = 240) -> str:
+@contextlib.contextmanager
+def held_at(recipe: Path, place: Path) -> Iterator[None]:
+    """Within the block no run of this recipe scores samples while there is a file or folder `place`.
+
+    So it is not over before a test that comes late has looked at it, and has killed one of its processes.
+    """
+    hold = recipe.parent / "hold"
+    write_atomically(hold, str(place))
+    try:
+        yield
+    finally:
+        hold.unlink()
+
+
+def finish(process: Command | subprocess.Popen[str], timeout: float = 400) -> str:
     """Wait for the end; the output. A command that outlives its deadline is killed and fails the test."""
     try:
         return process.communicate(timeout=timeout)[0]
@@ -147,7 +171,7 @@ def train(
         write_token(run_dir)
     with served(config) if apart else contextlib.nullcontext([]) as teams:
         arguments = (str(recipe), str(run_dir), list(overrides), teams)
-        run_distributed(work or work_of_rank, config.cluster.nproc, 240, *arguments)
+        run_distributed(work or work_of_rank, config.cluster.nproc, 400, *arguments)
     return metrics(run_dir)
 
 

@@ -36,21 +36,25 @@ def at_step(run_dir: Path, step: int) -> bool:
     return path.exists() and f'{{"step": {step}, "stage": "train"' in path.read_text()
 
 
+def kill_after_step_2(recipe: Path, run_dir: Path, rank: int, *overrides: str) -> tuple[int | None, str]:
+    """Exit code and output of a run that loses a rank before its last step; nobody waits until `cluster.timeout_s`."""
+    with harness.held_at(recipe, run_dir / "checkpoints" / "step_2"):
+        process = harness.start(recipe, run_dir, *overrides, "cluster.timeout_s=600")
+        harness.wait_for(lambda: at_step(run_dir, 2), process)
+        harness.kill(harness.workers(run_dir)[rank])
+    output = harness.finish(process)
+    return process.returncode, output
+
+
 def test_a_killed_rank_leaves_critic_and_kl_controller_in_its_checkpoint(recipe, tmp_path):
     whole = harness.train(recipe, tmp_path / "whole", *harness.PPO)
-    process = harness.start(recipe, tmp_path / "killed", *harness.PPO)
-    harness.wait_for(lambda: at_step(tmp_path / "killed", 2), process)
-    harness.kill(harness.workers(tmp_path / "killed")[0])
-    harness.finish(process, timeout=30)
+    kill_after_step_2(recipe, tmp_path / "killed", 0, *harness.PPO)
     assert harness.train(recipe, tmp_path / "killed", *harness.PPO) == whole
 
 
 def test_a_killed_rank_is_named_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
-    process = harness.start(recipe, tmp_path)
-    harness.wait_for(lambda: at_step(tmp_path, 2), process)
-    harness.kill(harness.workers(tmp_path)[1])
-    output = harness.finish(process, timeout=30)  # cluster.timeout_s is longer: nobody waits for rank 1
-    assert process.returncode == 1
+    code, output = kill_after_step_2(recipe, tmp_path, 1)
+    assert code == 1
     assert "rank 1" in output
     assert "SIGKILL" in output
     assert "phase" in output
@@ -58,11 +62,8 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_the_same(recipe, undistur
 
 
 def test_a_run_that_is_started_again_is_the_same(recipe, undisturbed, tmp_path):
-    process = harness.start(recipe, tmp_path, "cluster.max_restarts=1", "tracking.report=true")
-    harness.wait_for(lambda: at_step(tmp_path, 2), process)
-    harness.kill(harness.workers(tmp_path)[1])
-    output = harness.finish(process)
-    assert process.returncode == 0, output[-4000:]
+    code, output = kill_after_step_2(recipe, tmp_path, 1, "cluster.max_restarts=1", "tracking.report=true")
+    assert code == 0, output[-4000:]
     assert harness.metrics(tmp_path) == undisturbed
     assert " starts again (1 of 1; from the checkpoint of step " in output
     assert "rank 1 on " in output
@@ -85,12 +86,13 @@ def test_a_run_that_ends_before_the_limit_of_its_job_goes_on_to_the_same_numbers
 
 
 def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
-    process = harness.start(recipe, tmp_path)
     start = tmp_path / "checkpoints" / "step_0" / "meta.json"  # before reference, step-0 validation and step 1
-    harness.wait_for(start.is_file, process)
-    harness.kill(process.pid)
-    process.wait(timeout=10)
-    deadline = time.monotonic() + 30
+    with harness.held_at(recipe, start):
+        process = harness.start(recipe, tmp_path)
+        harness.wait_for(start.is_file, process)
+        harness.kill(process.pid)
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 150
     while harness.workers(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not harness.workers(tmp_path)

@@ -53,14 +53,14 @@ def settings(folder: Path) -> list[str]:
         f"data.image_dir={folder}",
         "data.loader_kwargs={}",
         f"data.batch_size={BATCH}",
-        f"reward={{name: {folder}/score.py:first_letter, timeout_s: 50}}",
+        f"reward={{name: {folder}/score.py:first_letter, timeout_s: 180}}",
         "rollout.sampling={n: 4, temperature: 1.0, max_new_tokens: 3}",
         "actor.engine={micro_batch_tokens: 64}",
         "actor.optim.lr=1e-3",
         "validation.every=2",
         "sft.steps=0",
         f"trainer={{steps: {STEPS}, save_every: 1}}",
-        "cluster={nproc: 1, threads: 1, timeout_s: 60}",
+        "cluster={nproc: 1, threads: 1, timeout_s: 200}",
         "tracking={mlflow: false, report: false}",
     ]
 

@@ -48,10 +48,11 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_its_files_are_the_adapters
     whole = harness.train(recipe, tmp_path / "whole", *settings)
     assert whole[1]["actor/grad_norm"] > 0
     killed = tmp_path / "killed"
-    process = harness.start(recipe, killed, *settings)
-    harness.wait_for(lambda: (killed / "checkpoints/step_2/meta.json").exists(), process)
-    harness.kill(harness.workers(killed)[0])
-    harness.finish(process, timeout=60)
+    with harness.held_at(recipe, killed / "checkpoints/step_2/meta.json"):
+        process = harness.start(recipe, killed, *settings)
+        harness.wait_for((killed / "checkpoints/step_2/meta.json").exists, process)
+        harness.kill(harness.workers(killed)[0])
+    harness.finish(process)
     assert harness.train(recipe, killed, *settings) == whole
 
     names = set()

@@ -56,7 +56,7 @@ def test_a_killed_rank_leaves_the_same_run_after_it_is_resumed(recipe, run_dir, 
     process = harness.start(recipe, tmp_path)
     harness.wait_for(lambda: at_step(tmp_path, 2), process)
     harness.kill(harness.workers(tmp_path)[1])
-    harness.finish(process, timeout=60)
+    harness.finish(process)
     assert harness.train(recipe, tmp_path) == harness.metrics(run_dir)
 
 
@@ -169,7 +169,7 @@ def test_cloning_with_statistics_of_its_demonstrations_goes_on_after_a_kill(reci
         if name == "killed":
             harness.wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "step_2").is_dir(), command)
             harness.kill(harness.workers(tmp_path / "killed")[1])
-            harness.finish(command, timeout=60)
+            harness.finish(command)
             command = Command(["sft", recipe, *settings, "--run-dir", tmp_path / name], recipe.parent)
         output = harness.finish(command)
         assert command.returncode == 0, output[-3000:]

@@ -12,6 +12,7 @@ import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.trained import steps_in
+from tests.disaggregated.test_in_order_loop import wait_for
 from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
 from tests.runtime.harness import of_training
@@ -89,9 +90,10 @@ def test_a_run_whose_rollout_worker_is_killed_goes_on_by_itself_from_its_newest_
     recipe, undisturbed, tmp_path
 ):
     settings, expected = undisturbed
-    process = harness.start(recipe, tmp_path, *settings)
-    harness.wait_for(lambda: (tmp_path / "checkpoints" / "step_2").is_dir(), process)
-    harness.kill(harness.workers(tmp_path)[1])
+    with harness.held_at(recipe, tmp_path / "checkpoints" / "step_2"):
+        process = harness.start(recipe, tmp_path, *settings)
+        harness.wait_for((tmp_path / "checkpoints" / "step_2").is_dir, process)
+        harness.kill(harness.workers(tmp_path)[1])
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
     assert of_training(harness.metrics(tmp_path)) == of_training(expected)
@@ -115,13 +117,14 @@ def test_servers_are_asked_by_one_team_and_filled_by_another(recipe, tmp_path):
 
 
 def killed_in_step_4(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
-    """The run, whose rollout's worker is killed when it draws step 4: the checkpoint of step 2 is complete then."""
+    """The run, whose rollout's worker is killed when it draws step 4, after the checkpoint of step 2."""
     from megarl.runtime.stages import rollout
 
     generate = rollout.generate
 
     def drawing(c: Any, *arguments: Any, **named: Any) -> Any:
         if c.step == 4:
+            wait_for(Path(run_dir) / "checkpoints" / "step_2" / "meta.json")  # this team has written its part
             os.kill(os.getpid(), signal.SIGKILL)
         return generate(c, *arguments, **named)
 

@@ -132,8 +132,13 @@ def while_it_writes_that(step: int, die: Callable[[], None]) -> None:
 def when_something_is_put(step: int, die: Callable[[], None]) -> None:
     from megarl.disaggregated.buffer.channel import GroupChannel
 
-    puts: list[Any] = []
-    before(GroupChannel, "swap", die, lambda self, c, ready, *_: (puts.extend(ready), len(puts) > 4 * step)[1])
+    puts: list[int] = []
+
+    def enough(self: Any, c: Any, ready: Any, *_: Any) -> bool:
+        puts.extend(number for some in ready for number in some.numbers)
+        return len(puts) > 4 * step
+
+    before(GroupChannel, "swap", die, enough)
 
 
 def at_a_gate(step: int, die: Callable[[], None]) -> None:

@@ -74,17 +74,18 @@ def test_grpo_with_its_reference_in_a_team_of_the_same_layout_is_the_same_run(re
 def test_a_run_whose_store_dies_and_whose_reference_is_killed_starts_both_again_and_is_the_same_run(recipe, grpo):
     teams = {"train": (["actor", "rollout"], 2), "frozen": (["reference"], 2)}
     run_dir = recipe.parent / "grpo-killed"
-    process = harness.start(recipe, run_dir, *GRPO, *placed(teams), "cluster.timeout_s=240")
 
     def after(step: int) -> None:
         harness.wait_for(lambda: (run_dir / "metrics.jsonl").is_file() and step in harness.metrics(run_dir), process)
 
-    after(1)
-    store = harness.store_of(process)
-    assert store is not None
-    harness.kill(store)
-    after(2)
-    harness.kill(harness.workers(run_dir)[3])
+    with harness.held_at(recipe, run_dir / "checkpoints" / "step_2"):
+        process = harness.start(recipe, run_dir, *GRPO, *placed(teams), "cluster.timeout_s=240")
+        after(1)
+        store = harness.store_of(process)
+        assert store is not None
+        harness.kill(store)
+        after(2)
+        harness.kill(harness.workers(run_dir)[3])
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
     steps = harness.metrics(run_dir)

@@ -20,7 +20,7 @@ from megarl.tracking.mlflow_log import MlflowLog
 from megarl.tracking.mlflow_store import check_store, unreachable
 from megarl.tracking.names import safe_name
 
-PATIENCE_S = 45.0  # MLflow's own client tries again for minutes
+PATIENCE_S = 120.0  # MLflow's own client tries again for minutes
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def closed_port():
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -112,7 +112,7 @@ def test_what_is_sent_for_long_at_the_end_is_not_taken_for_a_hang(tmp_path, uri,
     beats, log = [], opened(tmp_path, uri)
 
     def send(client, run_id):
-        before, deadline = len(beats), time.monotonic() + 10
+        before, deadline = len(beats), time.monotonic() + 60
         while len(beats) < before + 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -220,7 +220,7 @@ def test_a_call_that_hangs_when_the_server_is_gone_is_left(tmp_path, uri, monkey
 
     def hang(client, run_id):  # as MLflow's client does, which tries again for minutes
         gone.set()
-        hanging.wait(60)
+        hanging.wait(600)
 
     log = opened(tmp_path, uri)
     log._calls.put(hang)
@@ -236,7 +236,7 @@ def test_the_launcher_does_not_wait_for_a_server_that_is_down(tmp_path, caplog):
     (tmp_path / "mlflow.train.json").write_text(f'{{"uri": "{closed_port()}", "run_id": "1", "status": "RUNNING"}}')
     start = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        close_run(tmp_path, "failed", budget_s=30.0)
+        close_run(tmp_path, "failed", budget_s=600.0)
     assert time.monotonic() - start < PATIENCE_S
     assert "its run stays open" in caplog.text
 

@@ -60,7 +60,7 @@ def test_a_run_whose_traces_are_merged_for_long_is_not_taken_for_a_hang(tmp_path
     beats, seen = [], []
 
     def merge(folder):
-        before, deadline = len(beats), time.monotonic() + 10
+        before, deadline = len(beats), time.monotonic() + 60
         while len(beats) < before + 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         seen.append(len(beats) - before)
@@ -142,7 +142,7 @@ def test_mlflow_that_cannot_start_stops_the_run(tmp_path, screen):
     t = tracker(tmp_path, screen, mlflow=True, cfg={"mlflow_uri": f"sqlite:///{tmp_path}/file/x.db"})
 
     def log_until_it_is_noticed():
-        for step in range(300):
+        for step in range(3000):
             t.log(step, {"x": 1.0})
             time.sleep(0.1)
 
@@ -194,7 +194,9 @@ def test_progress_in_a_log_is_rare_lines(screen, monkeypatch):
     with ConsoleView(None, screen).progress("validation", 4) as advance:
         advance(1)
         advance(3)
-    assert screen.file.getvalue().splitlines() == ["validation: 1/4 (25%), 0 s", "validation: 4/4 (100%), 0 s"]
+    first, last = screen.file.getvalue().splitlines()
+    assert re.fullmatch(r"validation: 1/4 \(25%\), \d+ s", first)
+    assert re.fullmatch(r"validation: 4/4 \(100%\), \d+ s", last)
 
 
 def test_progress_on_a_terminal_is_taken_down():

@@ -153,7 +153,7 @@ class HereClient:
 
     def _wait(self, ask: Any) -> Any:
         with self.change:
-            assert self.change.wait_for(lambda: ask() is not None, timeout=20), "nobody gave"
+            assert self.change.wait_for(lambda: ask() is not None, timeout=120), "nobody gave"
             return ask()
 
 

