@@ -10,6 +10,7 @@ from pydantic import Field
 
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Registry, Settings, Spec
+from megarl.algorithms.stats import group_index
 from megarl.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -205,10 +206,9 @@ def kept_samples(
         UserError: the filter is unknown, a key is not its own, or its result has another form.
     """
     chosen = FILTERS.choose(section)
-    own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
     named = FILTERS.parameters(section.component)
     given = {key: value for key, value in fields.items() if key not in OFFERED or key in named}
-    keep = chosen.function(score, uid, **given, **own)
+    keep = chosen.function(score, uid, **given, **chosen.own)
     is_tensor = isinstance(keep, torch.Tensor)
     if not (is_tensor and keep.dtype == torch.bool and keep.shape == score.shape):
         raise UserError(
@@ -231,9 +231,8 @@ def truncated_filter(finish_reason: Sequence[str]) -> Tensor:
 
 def _numbers(uid: Sequence[Hashable], like: Tensor) -> tuple[Tensor, int]:
     """Return the group number of each sample on the device of `like`, and the number of groups."""
-    numbers: dict[Hashable, int] = {}
-    index = torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64, device=like.device)
-    return index, len(numbers)
+    index, numbers = group_index(uid)
+    return index.to(like.device), len(numbers)
 
 
 def _any_in_group(what: Tensor, uid: Sequence[Hashable]) -> Tensor:

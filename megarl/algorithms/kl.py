@@ -82,8 +82,7 @@ def chosen_estimator(section: ComponentSection) -> Estimator:
         UserError: the name is unknown, or a key is not its own.
     """
     chosen = KL.choose(section)
-    own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
-    return partial(chosen.function, **own) if own else chosen.function
+    return partial(chosen.function, **chosen.own) if chosen.own else chosen.function
 
 
 def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:

@@ -60,6 +60,11 @@ class Chosen(Generic[S]):
     spec: S
     settings: Any
 
+    @property
+    def own(self) -> dict[str, Any]:
+        """The component's own settings by name."""
+        return {key: getattr(self.settings, key) for key in self.spec.settings.model_fields}
+
 
 class Registry(Generic[S]):
     """A registry of components of one kind.

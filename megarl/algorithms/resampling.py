@@ -89,8 +89,7 @@ def resampled(section: ComponentSection, scores: Tensor, seed: int) -> Tensor:
     if not len(scores):
         return torch.zeros(0, dtype=torch.int64)
     chosen = RESAMPLING.choose(section)
-    own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
-    weights = chosen.function(scores.double(), **own)
+    weights = chosen.function(scores.double(), **chosen.own)
     fits = isinstance(weights, torch.Tensor) and weights.shape == scores.shape
     if not fits or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise UserError(

@@ -26,6 +26,12 @@ def one_rank(values: Tensor) -> Tensor:
     return values
 
 
+def group_index(uid: Sequence[Hashable]) -> tuple[Tensor, dict[Hashable, int]]:
+    """Number groups in the order of their first samples: return the number of each sample's, int64 [B], and by name."""
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64), numbers
+
+
 @dataclass(frozen=True)
 class GroupStats:
     """Statistics of B scores by group; fully masked samples are excluded from all statistics.
@@ -54,8 +60,7 @@ class GroupStats:
         """
         if len(uid) != len(scores):
             raise ValueError(f"{len(uid)} uids for {len(scores)} samples")
-        numbers: dict[Hashable, int] = {}
-        index = torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64)
+        index, numbers = group_index(uid)
         sizes = torch.bincount(index, minlength=len(numbers))
         if not allow_singleton and bool((sizes == 1).any()):
             lonely = [u for u, number in numbers.items() if sizes[number] == 1]

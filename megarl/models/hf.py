@@ -57,7 +57,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
         return _vision_language(raw, where, model, key)
     if model.path is not None:
         config = read_hf_config(model.path, key, trust_remote_code=model.trust_remote_code)
-        check_supported(config, key)
+        facts_of(config, key)
         if follow_files:
             _follow_files(config, model.path)
     elif model.hf_config is not None:
@@ -183,17 +183,13 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
         ) from error
 
 
-def check_supported(hf: PretrainedConfig, where: str) -> None:
-    """Refuse what the Megatron model would compute differently, naming the key found at `where`.
+def facts_of(hf: PretrainedConfig, where: str = "the model's config") -> ModelFacts:
+    """Return the sizes of a model; `where` names its config in errors.
 
     Raises:
-        ConfigError: as `artifacts.facts.facts_from_config`, for what transformers made of the config.
+        ConfigError: as `artifacts.facts.facts_from_config`, for what transformers made of the config: what the Megatron
+            model would compute differently.
     """
-    facts_of(hf, where)
-
-
-def facts_of(hf: PretrainedConfig, where: str = "the model's config") -> ModelFacts:
-    """Return the sizes of a model; `where` names its config in errors. ConfigError as `check_supported`."""
     raw = {"model_type": hf.model_type, **_attributes(hf)}
     for key in ("layer_types", "quantization_config"):
         if getattr(hf, key, None) is not None:

@@ -120,8 +120,7 @@ def importance_weights(ratios: Ratios, level: str, threshold: Threshold) -> Tens
 def bounded(ratio: Tensor, threshold: Threshold) -> Tensor:
     """Return min(ratio, C), or the ratio inside [low, high] and 0 outside."""
     if isinstance(threshold, Sequence):
-        low, high = threshold
-        return ratio.masked_fill((ratio < low) | (ratio > high), 0)
+        return ratio.masked_fill(is_truncated(ratio, threshold), 0)
     return ratio.clamp(max=threshold)
 
 
