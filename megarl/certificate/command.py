@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.errors import UserError, close_matches
+from megarl.errors import choose
 
 FOLDER = Path("runs/certificate")
 
@@ -69,14 +69,11 @@ def chosen(names: Sequence[str], only: Sequence[str], skip: Sequence[str]) -> li
     """Return the sections that `--only` and `--skip` leave, in their order.
 
     Raises:
-        UserError: one of them is no section.
+        ConfigError: one of them is no section.
     """
     wanted = [name for text in only for name in text.split(",")]
     unwanted = [name for text in skip for name in text.split(",")]
     for option, given in (("--only", wanted), ("--skip", unwanted)):
         for name in given:
-            if name not in names:
-                near = close_matches(name, list(names))
-                fix = f"did you mean {near[0]}?" if near else None
-                raise UserError("there is no such section", where=option, found=name, allowed=list(names), fix=fix)
+            choose(dict.fromkeys(names), name, "there is no such section", where=option)
     return [name for name in names if (not wanted or name in wanted) and name not in unwanted]

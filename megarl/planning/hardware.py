@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError, UserError, close_matches
+from megarl.errors import ConfigError, UserError, choose, close_matches
 
 _SPEC = re.compile(r"([a-z]+\d*[a-z]*)(?:x(\d+)x(\d+))?")
 _WHERE = "--hardware"
@@ -236,11 +236,7 @@ def _read_file(file: Path) -> Hardware:
     known = {one.name: one for one in fields(Hardware)}
     for name, value in values.items():
         where = f"{file}: {name}"
-        if name not in known:
-            near = close_matches(name, list(known))
-            fix = f"did you mean {near[0]}?" if near else None
-            raise ConfigError("hardware has no such key", where=str(file), found=name, allowed=list(known), fix=fix)
-        kind = known[name].type
+        kind = choose(known, name, "hardware has no such key", where=str(file)).type
         if kind == "str":
             right, allowed = isinstance(value, str) and bool(value.strip()), "text"
         elif kind == "bool":
@@ -272,7 +268,6 @@ def this_cpu(
         cores: cores of the machine; None: as many as this process may use.
     """
     from megarl.machine import available_cores, host_memory
-    from megarl.planning.hardware import measure_cores
 
     cores = cores or available_cores()
     used = min(threads or cores / processes, cores / processes)  # more threads than cores work in turn
