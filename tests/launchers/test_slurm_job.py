@@ -102,7 +102,7 @@ class World:
         """Of two nodes."""
         chain, restarts = launch.pop("chain", 0), launch.pop("restarts", 3)
         section = LaunchConfig(slurm=SlurmConfig(chain=chain, restarts=restarts), **{"preflight": False, **launch})
-        config = RunConfig(name="x", cluster=ClusterConfig(nproc=2, nnodes=2, start_timeout_s=20), launch=section)
+        config = RunConfig(name="x", cluster=ClusterConfig(nproc=2, nnodes=2, start_timeout_s=120), launch=section)
         return Submission(config, self.run_dir, "train", "torchrun", self.run_dir)
 
     def begin(self, steps: str, nodes: str = "n1,n2,n3", again: str = "", **launch: object) -> subprocess.Popen[str]:
@@ -406,7 +406,8 @@ def test_the_guard_hears_of_the_driver_while_this_waits_for_answers_of_nodes(wor
 
 
 def test_the_guard_hears_of_the_driver_while_this_waits_for_the_end_of_a_step(nodes, told_alive, monkeypatch):
-    monkeypatch.setattr(nodes_module, "STOP_S", 1.2)
+    monkeypatch.setattr(nodes_module, "STOP_S", 2.0)
+    monkeypatch.setattr(nodes_module, "LOOK_S", 0.05)
     with subprocess.Popen(["bash", "-c", "trap '' TERM; echo ready; sleep 30 & wait; wait"], stdout=-1) as step:
         assert step.stdout is not None
         step.stdout.readline()
@@ -457,7 +458,7 @@ def test_a_node_that_fails_in_the_test_of_links_does_not_end_it(world):
     assert code == 0
     (call,) = world.asked("srun", "links")
     assert "--kill-on-bad-exit=0 --wait=0" in call
-    assert call.endswith("--limit-s 5")  # of cluster.start_timeout_s = 20, which the whole test has
+    assert call.endswith("--limit-s 30")  # of cluster.start_timeout_s = 120, which the whole test has
     assert len(world.asked("srun", "--kill-on-bad-exit=1")) == 1  # the run
 
 

@@ -217,7 +217,7 @@ def of_training(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float
     }
 
 
-def wait_for(condition: Callable[[], Any], process: Command, timeout: float = 180) -> Any:
+def wait_for(condition: Callable[[], Any], process: Command, timeout: float = 400) -> Any:
     """Poll quickly until the condition is true while the command runs."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
