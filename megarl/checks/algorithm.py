@@ -24,32 +24,31 @@ from megarl.errors import ConfigError, UserError
 
 def check_algorithm(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """Check the requirements and conflicts of the chosen estimator, loss, filter and teacher."""
-    _check_estimator(config, checks)
-    _check_teacher(config, roles, checks)
-    _check_distillation(config, checks)
-    _check_filter(config, checks)
-    _check_resampling(config, checks)
-    _check_loss(config, checks)
+    _check_estimator(config, checks.of("estimator"))
+    _check_teacher(config, roles, checks.of("teacher"))
+    _check_distillation(config, checks.of("distillation"))
+    _check_filter(config, checks.of("filter"))
+    _check_resampling(config, checks.of("resampling"))
+    _check_loss(config, checks.of("policy loss"))
 
 
 def _check_estimator(config: RunConfig, checks: Checklist) -> None:
     algorithm, n = config.algorithm, config.rollout.sampling.n
     name, fields = algorithm.advantage.name, estimator_fields(algorithm)
-    chosen = check_component("estimator", algorithm.advantage, ADVANTAGES, checks)
+    chosen = check_component(algorithm.advantage, ADVANTAGES, checks)
     if chosen is None:
         return
     settings = chosen.settings
     try:
         required = ADVANTAGES.required(name)
     except ConfigError as error:
-        checks.from_error("estimator", error)
+        checks.from_error(error)
         return
     if ADVANTAGES.declared(chosen.function) is not None:
         given = [*required, *chosen.spec.settings.model_fields]
-        check_signature("estimator", chosen.function, ADVANTAGES.key, (), given, checks)
+        check_signature(chosen.function, ADVANTAGES.key, (), given, checks)
     if isinstance(settings, GroupSettings) and n < 2 and not settings.allow_singleton:
-        checks.fail(
-            "group size",
+        checks.of("group size").fail(
             "rollout.sampling.n",
             f"{name} compares the samples of a prompt with each other, and there is one",
             found=n,
@@ -60,7 +59,6 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
         _check_parts(config, checks)
     if getattr(settings, "is_weighted", False) and config.rollout_correction.resolved().is_level == "none":
         checks.fail(
-            "estimator",
             "algorithm.advantage.is_weighted",
             f"{name} is to be weighed by the importance weights of rollout correction, and there are none",
             found=True,
@@ -74,8 +72,7 @@ def _check_parts(config: RunConfig, checks: Checklist) -> None:
     algorithm = config.algorithm
     in_reward = algorithm.kl.use == "reward"
     if in_reward or algorithm.overlong.buffer_tokens is not None:
-        checks.fail(
-            "reward parts",
+        checks.of("reward parts").fail(
             "algorithm.kl.use" if in_reward else "algorithm.overlong.buffer_tokens",
             f"{algorithm.advantage.name} reads the parts of the reward, which a penalty on the whole reward does not "
             "reach",
@@ -90,10 +87,9 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
         return
     needed, path, several = Role.TEACHER in roles, config.teacher.path, config.teacher.models
     if several:
-        _check_teachers(config.teacher, checks)
+        _check_teachers(config.teacher, checks.of("teacher"))
     if needed and path is None and not several:
         checks.fail(
-            "teacher",
             "teacher.path",
             "distillation needs a teacher",
             found=None,
@@ -102,7 +98,6 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
         )
     if config.teacher.paths and not needed:
         checks.warn(
-            "teacher",
             "teacher.path",
             "a teacher is named, and nothing uses it",
             found=list(config.teacher.paths.values()),
@@ -114,7 +109,6 @@ def _check_teachers(settings: TeacherConfig, checks: Checklist) -> None:
     """Check several teachers beside each other; their files are checked with those of other models."""
     if settings.path is not None:
         checks.fail(
-            "teacher",
             "teacher.path",
             "several teachers are named, and this one beside them",
             found=settings.path,
@@ -124,7 +118,6 @@ def _check_teachers(settings: TeacherConfig, checks: Checklist) -> None:
     for name in settings.models:
         if not re.fullmatch(r"[\w-]+", name):
             checks.fail(
-                "teacher",
                 f"teacher.models.{name}",
                 "names of teachers are part of those of metrics",
                 found=name,
@@ -137,8 +130,7 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
     """Check an estimator that compares the distributions of a teacher and the policy."""
     name = section.estimator
     if isinstance(section, KLConfig):
-        checks.fail(
-            "KL",
+        checks.of("KL").fail(
             f"{path}.estimator",
             f"{name} compares distributions, and the reference gives log-probs of the sampled tokens only",
             found=name,
@@ -146,8 +138,7 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
             fix=f"set {path}.estimator=low_var_kl, or use it as algorithm.distillation.estimator",
         )
     elif not issubclass(KL.spec(name).settings, DivergenceSettings):
-        checks.fail(
-            "distillation",
+        checks.of("distillation").fail(
             f"{path}.estimator",
             f"{name} compares distributions, and does not say how many tokens of them",
             found=KL.spec(name).settings.__name__,
@@ -156,8 +147,7 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
         )
     elif _ignored_tail(chosen.settings):
         default = type(chosen.settings).model_fields["tail"].default
-        checks.fail(
-            "distillation",
+        checks.of("distillation").fail(
             f"{path}.tail",
             "the whole vocabulary is compared, which leaves no other tokens",
             found=chosen.settings.tail,
@@ -165,8 +155,7 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
             fix=f"leave it out, or set {path}.topk",
         )
     elif section.through == "policy":
-        checks.warn(
-            "distillation",
+        checks.of("distillation").warn(
             f"{path}.through",
             f"{name} is a number about all likely tokens, and as an advantage it is credited to the sampled one",
             found="policy",
@@ -183,7 +172,6 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
     whole = "teacher_hidden" in distillation_fields(config.algorithm)
     if whole and (len(config.teacher.models) > 1 or config.robot is not None):
         checks.fail(
-            "distillation",
             "algorithm.distillation.topk",
             "the whole vocabulary is compared with one teacher of texts only",
             found=None,
@@ -193,7 +181,6 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
     if not section.coef:
         if not section.task_loss:
             checks.fail(
-                "distillation",
                 "algorithm.distillation.task_loss",
                 "without the policy loss of the rewards, and without distillation, nothing is trained",
                 found=False,
@@ -203,7 +190,6 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
         return
     if section.through == "loss" and section.estimator in ("kl", "k1"):
         checks.warn(
-            "distillation",
             "algorithm.distillation.estimator",
             "the gradient of k1 as a loss does not depend on the teacher, and is zero on average",
             found=section.estimator,
@@ -211,7 +197,6 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
         )
     if section.through == "policy" and _chooses_before(loss):
         checks.fail(
-            "distillation",
             "algorithm.distillation.through",
             f"{loss} chooses tokens by the advantages of the rewards, before there are any of the teacher",
             found="policy",
@@ -229,51 +214,50 @@ def _chooses_before(loss: str) -> bool:
 
 
 def _check_filter(config: RunConfig, checks: Checklist) -> None:
-    chosen = check_component("filter", config.algorithm.filter, FILTERS, checks)
+    chosen = check_component(config.algorithm.filter, FILTERS, checks)
     if chosen is not None:
         named = FILTERS.parameters(config.algorithm.filter.name)
         offered = [name for name in OFFERED if name in named]
         given = [*offered, *chosen.spec.reads, *chosen.spec.settings.model_fields]
-        check_signature("filter", chosen.function, FILTERS.key, ("score", "uid"), given, checks)
+        check_signature(chosen.function, FILTERS.key, ("score", "uid"), given, checks)
 
 
 def _check_resampling(config: RunConfig, checks: Checklist) -> None:
     section = config.algorithm.resampling
-    chosen = check_component("resampling", section, RESAMPLING, checks)
+    chosen = check_component(section, RESAMPLING, checks)
     if chosen is not None:
         settings = list(chosen.spec.settings.model_fields)
-        check_signature("resampling", chosen.function, RESAMPLING.key, ("scores",), settings, checks)
+        check_signature(chosen.function, RESAMPLING.key, ("scores",), settings, checks)
 
 
 def _check_loss(config: RunConfig, checks: Checklist) -> None:
     loss = config.algorithm.loss
-    chosen = check_component("policy loss", loss, POLICY_LOSSES, checks)
+    chosen = check_component(loss, POLICY_LOSSES, checks)
     if chosen is None:
         return
     spec, key, known = chosen.spec, "algorithm.loss.name", ("old_logp", "advantages", "mask", "cfg")
     given, made = ("offsets", *spec.reads), spec.prepare is not None
-    check_signature("policy loss", chosen.function, key, ("logp", *known), given, checks, more=made)
+    check_signature(chosen.function, key, ("logp", *known), given, checks, more=made)
     if spec.prepare is not None:
-        check_signature("policy loss", spec.prepare, key, known, ("keys", "all_sum"), checks)
+        check_signature(spec.prepare, key, known, ("keys", "all_sum"), checks)
     if chosen.spec.per_sequence and loss.aggregation != "seq-mean-token-mean":
         checks.warn(
-            "policy loss",
             "algorithm.loss.aggregation",
             f"{loss.name} is a loss per sequence; {loss.aggregation} weighs sequences by something else",
             found=loss.aggregation,
             fix="set algorithm.loss.aggregation=seq-mean-token-mean",
         )
     if chosen.spec.ratio_free:
-        _check_ratio_free(config, checks)
+        _check_ratio_free(config, checks.of("policy loss"))
 
 
 def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
     """Refuse corrections that a loss without a ratio cannot apply."""
+    checks = checks.of("policy loss")
     name, actor = config.algorithm.loss.name, config.actor
     minis = config.data.batch_size // (actor.mini_batch_size or config.data.batch_size) * actor.ppo_epochs
     if minis > 1:
         checks.warn(
-            "policy loss",
             "algorithm.loss.name",
             f"{name} has no ratio to correct for the {minis} optimizer steps on one step's samples",
             found=name,
@@ -282,7 +266,6 @@ def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
     sampling = config.algorithm.dynamic_sampling
     if sampling.enabled and sampling.surplus == "keep" and config.async_.in_order:
         checks.warn(
-            "policy loss",
             "algorithm.dynamic_sampling.surplus",
             f"{name} has no ratio to correct for groups that the policy of an earlier step drew",
             found="keep",
@@ -291,7 +274,6 @@ def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
     knobs = config.rollout_correction.resolved()
     if knobs.bypass and knobs.loss == "ppo":
         checks.warn(
-            "policy loss",
             "algorithm.loss.name",
             f"mode bypass corrects by the ratio of the policy loss, and {name} has none: nothing is corrected",
             found=name,

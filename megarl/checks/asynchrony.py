@@ -18,6 +18,7 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
     Args:
         facts: sizes of the policy; None: unknown here.
     """
+    checks = checks.of("async")
     lag, steps = config.async_.max_staleness, config.trainer.steps
     if lag == 0:
         return
@@ -26,7 +27,6 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
     sampling = config.algorithm.dynamic_sampling
     if not config.async_.in_order and sampling.enabled and sampling.surplus == "drop":
         checks.warn(
-            "async",
             "algorithm.dynamic_sampling.surplus",
             "groups that no step has been trained on yet wait for the next one, and none of them is dropped",
             found="drop",
@@ -34,7 +34,6 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
         )
     if not config.async_.in_order and sampling.enabled and sampling.short == "fill":
         checks.fail(
-            "async",
             "algorithm.dynamic_sampling.short",
             "a step that is generated as ready has no rounds after which it could be filled",
             found="fill",
@@ -43,7 +42,6 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
         )
     if lag >= steps:
         checks.warn(
-            "async",
             KEY,
             f"no sample of a run of {count(steps, 'step')} can be more than {count(steps - 1, 'step')} stale",
             found=lag,
@@ -58,7 +56,6 @@ def _check_engine(config: RunConfig, placement: Placement, facts: ModelFacts | N
     if team.parallel.cp > 1:
         key = f"{layout_key(config, Role.ROLLOUT, team)}.cp"
         checks.fail(
-            "async",
             key,
             "context-parallel ranks of an embedded engine share out the prompts of a step and end them together, so "
             "that no group is ready before the others",
@@ -69,4 +66,4 @@ def _check_engine(config: RunConfig, placement: Placement, facts: ModelFacts | N
         )
     if facts is not None and facts.is_moe:
         for problem in experts_problems(config):
-            checks.from_error("async", problem)
+            checks.from_error(problem)

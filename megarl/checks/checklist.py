@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+import contextlib
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.config.base import ConfigErrors
 from megarl.dag.stage import Role
@@ -32,57 +33,64 @@ class Check:
         return ConfigError(self.message, where=self.key, found=self.found, allowed=self.allowed, fix=self.fix)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Checklist:
-    """A list of checks, in order."""
+    """A list of checks, in order, seen from the subject that further ones are recorded under."""
 
     items: list[Check] = field(default_factory=list)
+    name: str = ""
 
-    def ok(self, name: str, message: str) -> None:
+    def of(self, name: str) -> Checklist:
+        """Return the same list, with the subject `name`."""
+        return Checklist(self.items, name)
+
+    def _add(self, status: Status, message: str, *more: Any) -> None:
+        assert self.name, message
+        self.items.append(Check(status, self.name, message, *more))
+
+    def ok(self, message: str) -> None:
         """Record a check that passed."""
-        self.items.append(Check("ok", name, message))
+        self._add("ok", message)
 
-    def skip(self, name: str, why: str) -> None:
+    def skip(self, why: str) -> None:
         """Record a check that could not be made, and why."""
-        self.items.append(Check("skip", name, why))
+        self._add("skip", why)
 
-    def fail(self, name: str, key: str, what: str, *, found: object, allowed: object = None, fix: str | None) -> None:
+    def fail(self, key: str, what: str, *, found: object, allowed: object = None, fix: str | None) -> None:
         """Record a problem that stops the run. `allowed` is a sentence or the legal values."""
-        self.items.append(Check("fail", name, what, key, found, _words(allowed), fix))
+        self._add("fail", what, key, found, _words(allowed), fix)
 
-    def warn(self, name: str, key: str, what: str, *, found: object = None, fix: str | None = None) -> None:
+    def warn(self, key: str, what: str, *, found: object = None, fix: str | None = None) -> None:
         """Record a setting that is legal but probably not intended."""
-        self.items.append(Check("warn", name, what, key, found, None, fix))
+        self._add("warn", what, key, found, None, fix)
 
     def failed(self, key: str | None) -> bool:
-        """Return whether a problem at `key` is recorded."""
+        """Return whether a problem at `key` is recorded, under any subject."""
         return any(check.status == "fail" and check.key == key for check in self.items)
 
-    def from_error(self, name: str, error: UserError) -> None:
+    def from_error(self, error: UserError) -> None:
         """Record a problem that was raised as an error, or each of several."""
         for one in error.problems if isinstance(error, ConfigErrors) else [error]:
-            self.items.append(Check("fail", name, one.what, one.where, one.found, one.allowed, one.fix))
+            self._add("fail", one.what, one.where, one.found, one.allowed, one.fix)
 
-    def divides(
-        self,
-        name: str,
-        key: str,
-        number: int,
-        divisor: int,
-        noun: str,
-        by: str,
-        other: str | None = None,
-    ) -> bool:
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record a UserError of the block, which ends there."""
+        try:
+            yield
+        except UserError as error:
+            self.from_error(error)
+
+    def divides(self, key: str, number: int, divisor: int, noun: str, by: str, other: str | None = None) -> bool:
         """Check that `number` (of `noun`) is a multiple of `divisor` (set by `by`); name the nearest multiples.
 
         `other`: an alternative to changing `key`, such as `actor.parallel.tp to 2`.
         """
         if number % divisor == 0:
-            self.ok(name, f"{noun} {number} is divisible by {divisor} ({by})")
+            self.ok(f"{noun} {number} is divisible by {divisor} ({by})")
             return True
         near = nearest_multiples(number, divisor)
         self.fail(
-            name,
             key,
             f"{noun} {number} is not divisible by {divisor} ({by})",
             found=number,

@@ -18,17 +18,16 @@ S = TypeVar("S", bound=Spec)
 
 
 def check_function_name(
-    name: str, text: str, key: str, known: Sequence[str], noun: str, checks: Checklist, *, files: bool = False
+    text: str, key: str, known: Sequence[str], noun: str, checks: Checklist, *, files: bool = False
 ) -> bool:
     """Return whether this is a registered name, or a `pkg.mod:fn` (`files`: or a `file.py:fn`) that can be found."""
     if text in known:
-        checks.ok(name, text)
+        checks.ok(text)
         return True
     if is_module_reference(text) or (files and is_file_reference(text)):
-        return check_function(name, text, key, checks)
+        return check_function(text, key, checks)
     forms = ["file.py:fn", "pkg.mod:fn"] if files else ["pkg.mod:fn"]
     checks.fail(
-        name,
         key,
         f"unknown {noun}",
         found=text,
@@ -39,7 +38,7 @@ def check_function_name(
 
 
 def check_component(
-    name: str, section: ComponentSection, registry: Registry[S], checks: Checklist, path: str | None = None
+    section: ComponentSection, registry: Registry[S], checks: Checklist, path: str | None = None
 ) -> Chosen[S] | None:
     """Check the component that a section names: that it exists, that the keys are its own, and that they agree.
 
@@ -47,7 +46,7 @@ def check_component(
     """
     path = path or registry.key.rpartition(".")[0]
     key = f"{path}.{section.named_by}"
-    if not check_function_name(name, section.component, key, registry.names(), registry.kind, checks, files=True):
+    if not check_function_name(section.component, key, registry.names(), registry.kind, checks, files=True):
         return None
     try:
         chosen = registry.choose(section, path)
@@ -58,12 +57,11 @@ def check_component(
     else:
         problems = [*chosen.settings.problems(path)]
     for problem in problems:
-        checks.from_error(name, problem)
+        checks.from_error(problem)
     return None if problems else chosen
 
 
 def check_signature(
-    name: str,
     function: Callable[..., Any],
     key: str,
     positional: Sequence[str],
@@ -87,7 +85,6 @@ def check_signature(
     if not fits:
         called = getattr(function, "__name__", type(function).__name__)
         checks.fail(
-            name,
             key,
             f"{called} does not take the arguments that it is given",
             found=f"{called}{signature}",
@@ -101,12 +98,12 @@ def check_signature(
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_function(name: str, reference: str, key: str, checks: Checklist) -> bool:
+def check_function(reference: str, key: str, checks: Checklist) -> bool:
     """Return whether a reference leads to a function; nothing is imported."""
     try:
         check_reference(reference, key)
     except ConfigError as error:
-        checks.from_error(name, error)
+        checks.from_error(error)
         return False
-    checks.ok(name, f"{key}: {reference}")
+    checks.ok(f"{key}: {reference}")
     return True

@@ -17,11 +17,12 @@ _KEY = "rollout_correction"
 
 def check_correction(config: RunConfig, checks: Checklist) -> None:
     """Check mode and loss, weights, rejection, and the kind of generation that they apply to."""
+    checks = checks.of(_NAME)
     knobs = config.rollout_correction.resolved()
     _check_mode(config, knobs, checks)
     _check_weights(config, knobs, checks)
     _check_rejection(config, knobs, checks)
-    _check_generation(config, checks)
+    _check_generation(config, checks.of("sampling"))
 
 
 def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:
@@ -30,7 +31,6 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
     correcting = [other for other in losses if POLICY_LOSSES.spec(other).corrects]
     if knobs.bypass and knobs.loss == "ppo" and knobs.is_level != "none":
         checks.fail(
-            _NAME,
             f"{_KEY}.is_level",
             "with mode bypass the ratio of the ppo loss is pi_theta / pi_rollout already: weights would count it twice",
             found=knobs.is_level,
@@ -39,7 +39,6 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
         )
     if knobs.loss == "pg" and not knobs.bypass:
         checks.fail(
-            _NAME,
             f"{_KEY}.loss",
             "the pg loss weighs by pi_theta / pi_rollout, which is the ratio of mode bypass",
             found=f"pg with mode {knobs.mode}",
@@ -48,7 +47,6 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
         )
     if knobs.loss == "pg" and name not in (default, *correcting):
         checks.fail(
-            _NAME,
             "algorithm.loss.name",
             f"{_KEY}.loss: pg replaces the policy loss, and another one is named",
             found=name,
@@ -62,7 +60,6 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
         instead = section.model_fields["name"].default
         reader = config.algorithm.advantage.name if estimates else name
         checks.fail(
-            _NAME,
             f"{_KEY}.mode",
             f"{reader} weighs tokens by the probabilities of the trainer, which mode bypass does not compute",
             found="bypass",
@@ -71,7 +68,6 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
         )
     if name in correcting and knobs.loss != "pg":
         checks.fail(
-            _NAME,
             "algorithm.loss.name",
             f"{name} takes its weights from {_KEY}, which does not ask for it",
             found=f"{name} with {_KEY}.loss: {knobs.loss}",
@@ -84,7 +80,6 @@ def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checkli
     threshold = knobs.is_threshold
     if isinstance(threshold, tuple) and not (len(threshold) == 2 and threshold[0] < threshold[1]):
         checks.fail(
-            _NAME,
             f"{_KEY}.is_threshold",
             "two-sided weights need a lower and a larger upper bound",
             found=list(threshold),
@@ -93,7 +88,6 @@ def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checkli
         )
     elif knobs.is_level != "none" and not isinstance(threshold, tuple) and threshold < 1:
         checks.warn(
-            _NAME,
             f"{_KEY}.is_threshold",
             "weights are cut below 1, so even samples without any gap lose weight",
             found=threshold,
@@ -103,7 +97,6 @@ def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checkli
         return
     if knobs.is_level == "none":
         checks.warn(
-            _NAME,
             f"{_KEY}.is_batch_normalize",
             "there are no weights to normalise",
             found=True,
@@ -111,7 +104,6 @@ def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checkli
         )
     elif knobs.bypass and (terms := _unweighted_terms(config)):
         checks.fail(
-            _NAME,
             f"{_KEY}.is_batch_normalize",
             "with mode bypass the mean weight is known only after the last micro-batch, when the gradient holds terms "
             f"that have no weight: {', '.join(terms)}",
@@ -135,7 +127,6 @@ def _unweighted_terms(config: RunConfig) -> list[str]:
 def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:
     if knobs.rs_level != "none" and knobs.rs_threshold is None:
         checks.fail(
-            _NAME,
             f"{_KEY}.rs_threshold",
             f"rejection at level {knobs.rs_level} has no bound",
             found="null",
@@ -144,7 +135,6 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
         )
     elif knobs.rs_level == "none" and (knobs.rs_threshold is not None or knobs.rs_threshold_lower is not None):
         checks.warn(
-            _NAME,
             f"{_KEY}.rs_level",
             "a rejection threshold is given, and no level to apply it to",
             found="none",
@@ -157,7 +147,6 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
         _check_rule(rule, key, checks)
         if (rule["level"], rule["stat"]) in seen:
             checks.fail(
-                _NAME,
                 key,
                 f"two rules bound {rule['level']} {rule['stat']}",
                 found=rule,
@@ -167,7 +156,6 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
         seen.add((rule["level"], rule["stat"]))
     if knobs.veto_threshold >= 1:
         checks.fail(
-            _NAME,
             f"{_KEY}.veto_threshold",
             "every sequence has a token ratio below this, so all would be rejected",
             found=knobs.veto_threshold,
@@ -176,7 +164,6 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
         )
     if knobs.bypass and knobs.rejects and config.rollout_correction.rs_affects_baseline:
         checks.fail(
-            _NAME,
             f"{_KEY}.rs_affects_baseline",
             "with mode bypass samples are rejected in the update, after the baseline was made",
             found=True,
@@ -189,7 +176,6 @@ def _check_rule(rule: dict[str, Any], key: str, checks: Checklist) -> None:
     lower, upper = rule["lower"], rule["upper"]
     if lower is None and upper is None and not key.endswith("rs_threshold"):
         checks.fail(
-            _NAME,
             key,
             "a rule without bounds rejects nothing",
             found=rule,
@@ -198,7 +184,6 @@ def _check_rule(rule: dict[str, Any], key: str, checks: Checklist) -> None:
         )
     if lower is not None and upper is not None and lower > upper:
         checks.fail(
-            _NAME,
             key,
             "the lower bound is above the upper one, so everything would be rejected",
             found=f"lower {lower}, upper {upper}",
@@ -207,7 +192,6 @@ def _check_rule(rule: dict[str, Any], key: str, checks: Checklist) -> None:
         )
     elif lower is None and upper is not None and upper < 1 and rule["stat"] == "k1" and rule["level"] != "seq_max":
         checks.fail(
-            _NAME,
             key,
             f"the upper bound {upper} is below the lower one, 1 / {upper}: everything would be rejected",
             found=upper,
@@ -217,11 +201,11 @@ def _check_rule(rule: dict[str, Any], key: str, checks: Checklist) -> None:
 
 
 def _check_generation(config: RunConfig, checks: Checklist) -> None:
+    checks = checks.of("sampling")
     rollout, knobs = config.rollout, config.rollout_correction.resolved()
     precision = rollout.dtype == "bf16" and config.model.dtype == "fp32"
     if precision and not knobs.active:
         checks.warn(
-            "sampling",
             "rollout.dtype",
             "generation in bf16 and training in fp32 give different log-probabilities, which is slightly off-policy",
             found="bf16",
@@ -230,7 +214,6 @@ def _check_generation(config: RunConfig, checks: Checklist) -> None:
     lag = config.async_.max_staleness
     if lag and not knobs.active:
         checks.warn(
-            "sampling",
             "async.max_staleness",
             "samples are generated with older weights than those that they train, and nothing corrects for that",
             found=lag,
@@ -238,7 +221,6 @@ def _check_generation(config: RunConfig, checks: Checklist) -> None:
         )
     if rollout.stale_steps:
         checks.warn(
-            "sampling",
             "rollout.stale_steps",
             f"generation with weights {rollout.stale_steps} steps old is for experiments with {_KEY}; checkpoints "
             "do not hold the old weights, so such a run cannot be resumed",

@@ -46,6 +46,7 @@ def _connections(size: int, lazy: bool) -> int:
 
 def check_descriptors(config: RunConfig, placement: Placement, checks: Checklist) -> None:
     """Compare a rank's need with this machine's limit, where it matters; workers raise their own limit up to it."""
+    checks = checks.of("file descriptors")
     teams = [team for team in placement.teams if divides_devices(team)]
     if not teams:
         return
@@ -55,10 +56,9 @@ def check_descriptors(config: RunConfig, placement: Placement, checks: Checklist
         return
     text = f"about {needed} of a rank; the limit here is {'none' if hard == resource.RLIM_INFINITY else hard}"
     if hard == resource.RLIM_INFINITY or needed <= hard:
-        checks.ok("file descriptors", text)
+        checks.ok(text)
         return
     checks.fail(
-        "file descriptors",
         devices_key(config, fullest),
         f"a rank needs {text}",
         found=fullest.devices,

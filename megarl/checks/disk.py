@@ -24,6 +24,7 @@ def check_disk(
         job: train or sft; other commands keep no model.
         run_dir: folder of the run; None: one below `tracking.dir`.
     """
+    checks = checks.of("disk")
     if job not in ("train", "sft") or sizes[Role.ACTOR] is None:
         return
     folder = Path(run_dir or config.tracking.dir).expanduser().absolute()
@@ -36,10 +37,9 @@ def check_disk(
     passing = ", one of them only to go on from" if _passing(config, job) else ""
     what = f"{count(kept, 'checkpoint')} of {_gb(one)}{passing}"
     if needed <= free:
-        checks.ok("disk", f"{what}: {_gb(free)} are free in {folder}")
+        checks.ok(f"{what}: {_gb(free)} are free in {folder}")
         return
     checks.warn(
-        "disk",
         "tracking.dir" if run_dir is None else "--run-dir",
         f"the run keeps up to {what} and its model, {_gb(needed)} in all, and there is less room",
         found=f"{_gb(free)} free in {folder}",

@@ -46,20 +46,21 @@ def check_packages(
 
 def _check_logger(name: str, checks: Checklist, *, starts: bool) -> None:
     """Check a tracker: its package is installed, or its reference has the form of one; a worker imports it."""
+    checks = checks.of("packages")
     key = "tracking.loggers"
     if is_file_reference(name) or is_module_reference(name):
         file = source_file(name)
         if file is None:
-            checks.fail("packages", key, "there is no such file or module", found=name, fix="correct the path")
+            checks.fail(key, "there is no such file or module", found=name, fix="correct the path")
     elif name not in LOGGERS:
         allowed = [*LOGGERS, "file.py:Class", "pkg.mod:Class"]
-        checks.fail("packages", key, "there is no such tracker", found=name, allowed=allowed, fix="correct the name")
+        checks.fail(key, "there is no such tracker", found=name, allowed=allowed, fix="correct the name")
     else:
         _require(name, key, name, "take it out of the list", checks)
         if name == "wandb" and not _wandb_has_a_key():
             text = "no API key of W&B is known here, without which the run ends after its first validation"
             fix = "wandb login, or WANDB_MODE=offline for a copy in the run folder"
-            (checks.fail if starts else checks.warn)("packages", key, text, found=name, fix=fix)
+            (checks.fail if starts else checks.warn)(key, text, found=name, fix=fix)
 
 
 def _wandb_has_a_key() -> bool:
@@ -75,11 +76,11 @@ def _wandb_has_a_key() -> bool:
 
 
 def _require(package: str, key: str, found: object, instead: str, checks: Checklist) -> None:
+    checks = checks.of("packages")
     if _is_installed(package.replace("-", "_")):
-        checks.ok("packages", f"{package} is installed ({key})")
+        checks.ok(f"{package} is installed ({key})")
     else:
         checks.fail(
-            "packages",
             key,
             f"this needs the package {package}, which is not installed",
             found=found,
@@ -104,8 +105,7 @@ def check_secrets(config: RunConfig, checks: Checklist) -> None:
     """Refuse credentials in the recipe: the MLflow server's belong in the environment, and user functions take none."""
     uri = config.tracking.mlflow_uri
     if uri is not None and mask(kept := take_out(uri, {})) != kept:
-        checks.fail(
-            "tracking",
+        checks.of("tracking").fail(
             "tracking.mlflow_uri",
             "this address has a secret that would be written to config.yaml, run.json and the report",
             found=mask(uri),
@@ -116,8 +116,7 @@ def check_secrets(config: RunConfig, checks: Checklist) -> None:
         try:
             put_back(uri, os.environ)
         except KeyError:
-            checks.fail(
-                "tracking",
+            checks.of("tracking").fail(
                 "tracking.mlflow_uri",
                 "user name and password of this store are in no file of the run",
                 found=uri,
@@ -129,8 +128,7 @@ def check_secrets(config: RunConfig, checks: Checklist) -> None:
     for key, arguments in {"data.loader_kwargs": config.data.loader_kwargs, **of_rewards}.items():
         for name, value in arguments.items():
             if isinstance(value, str) and value and _SECRET.fullmatch(name):
-                checks.warn(
-                    "secrets",
+                checks.of("secrets").warn(
                     f"{key}.{name}",
                     "this looks like a secret, and config.yaml, report.html and trackers will show it",
                     fix="give the name of an environment variable instead, and let the function read that",

@@ -27,24 +27,22 @@ from megarl.data.render import uses_chat
 from megarl.data.sources import SUFFIXES, TEXT, unknown_form_fix
 from megarl.data.templates import check_chat_template as parse_chat_template
 from megarl.data.templates import read_template
+from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
 from megarl.errors import ConfigError, close_files, count
 from megarl.imports import is_file_reference, is_module_reference
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located, raise_part_problems
 from megarl.rewards.registry import reward_settings
 
-CHARACTERS, WORDS = "chars:", "words:"
-# Tokenizers that a recipe writes out have these tokens in addition to its own: padding, start, end, unknown.
-SPECIAL_TOKENS = 4
 # Models of one family round vocab_size up to different multiples; their tokenizers are compared when the run starts.
 _PADDING = 1024
 
 
 def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist) -> ModelFacts | None:
     """Check the policy's source and return the model's facts, None when they are unknown."""
+    checks = checks.of("model")
     if model.path is not None and model.hf_config is not None:
         checks.fail(
-            "model",
             "model",
             "a model is either loaded or made, and both model.path and model.hf_config are given",
             found=model.path,
@@ -56,46 +54,42 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
         try:
             facts = model_facts(model)
         except ConfigError as error:
-            checks.from_error("model", error)
+            checks.from_error(error)
             return None
     if facts is None:
-        checks.skip(
-            "model", f"{model.path} is not a folder here and is not in the local hub cache: taken as a hub name"
-        )
+        checks.skip(f"{model.path} is not a folder here and is not in the local hub cache: taken as a hub name")
     else:
-        checks.ok("model", f"{facts.source}: {facts.model_type}, {facts.parameters:,} parameters")
+        checks.ok(f"{facts.source}: {facts.model_type}, {facts.parameters:,} parameters")
         problem = model.freeze_problem(sees=bool(facts.visual_parts))
         if problem is not None:
-            checks.from_error("model", problem)
+            checks.from_error(problem)
         check_local_weights("model", model.path, facts, checks)
     if model.hf_config is not None and model.path is None:
-        _check_spelling(model.hf_config, checks)
-    _check_tokenizer(model, facts, checks)
+        _check_spelling(model.hf_config, checks.of("model"))
+    _check_tokenizer(model, facts, checks.of("tokenizer"))
     return facts
 
 
 def check_local_weights(role: str, path: str | None, facts: ModelFacts, checks: Checklist) -> None:
     """Check the weight files of a model on this machine; `role` names it (model, critic, ...)."""
+    checks = checks.of(role)
     folder = Path(path).expanduser() if path is not None else None
     if folder is None or not folder.is_dir():
         return
-    try:
-        checks.ok(role, f"{folder}: {check_weights(folder, facts, value_head=role in ('critic', 'reward_model'))}")
-    except ConfigError as error:
-        checks.from_error(role, error)
+    with checks.recorded():
+        checks.ok(f"{folder}: {check_weights(folder, facts, value_head=role in ('critic', 'reward_model'))}")
 
 
 def check_only_in_training(facts: ModelFacts | None, checks: Checklist) -> None:
     """Refuse to train a model whose config needs a training-time feature of transformers that this trainer lacks."""
     for error in training_problems(facts.only_in_training, facts.source) if facts is not None else ():
-        checks.from_error("training options", error)
+        checks.of("training options").from_error(error)
 
 
 def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
     known = hf_config.get("model_type") in ARCHITECTURES
     for key, fix in unknown_keys(hf_config) if known else ():
         checks.fail(
-            "model",
             f"model.hf_config.{key}",
             f"transformers' {hf_config['model_type']} does not read this key, so it would change nothing",
             found=functools.reduce(lambda section, name: section[name], key.split("."), hf_config),
@@ -104,7 +98,6 @@ def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
     ignored = ignored_keys(hf_config) if known else []
     if ignored:
         checks.warn(
-            "model",
             "model.hf_config",
             f"transformers' {hf_config['model_type']} does not read these keys, so they change nothing",
             found=ignored,
@@ -117,7 +110,6 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
     if name is None:
         if model.path is None:
             checks.fail(
-                "tokenizer",
                 "model.tokenizer",
                 "a fresh model brings no tokenizer",
                 found="null",
@@ -127,15 +119,13 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
         elif (folder := Path(model.path).expanduser()).is_dir():
             _check_tokenizer_files(folder, "model.path", checks)
         return
-    if name.startswith(CHARACTERS):
-        _check_alphabet(name.removeprefix(CHARACTERS), facts, checks)
-    elif name.startswith(WORDS):
-        _check_words(name.removeprefix(WORDS), facts, checks)
+    if name.startswith((CHARS, WORDS)):
+        with checks.recorded():
+            _check_vocabulary(name, facts, checks)
     elif Path(name).expanduser().is_dir():
         _check_tokenizer_files(Path(name).expanduser(), "model.tokenizer", checks)
     elif not is_hub_name(name):
         checks.fail(
-            "tokenizer",
             "model.tokenizer",
             "there is no such tokenizer folder",
             found=name,
@@ -143,65 +133,32 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
             fix="check the path; it is relative to the current folder",
         )
     elif hub_cache_folder(name) is None:
-        checks.skip("tokenizer", f"{name} is a hub name that is not in the local cache")
+        checks.skip(f"{name} is a hub name that is not in the local cache")
 
 
 def _check_tokenizer_files(folder: Path, key: str, checks: Checklist) -> None:
+    checks = checks.of("tokenizer")
     if checks.failed(key):  # the folder is not a model's either
         return
-    try:
+    with checks.recorded():
         check_tokenizer_files(folder, key)
-    except ConfigError as error:
-        checks.from_error("tokenizer", error)
-    else:
-        checks.ok("tokenizer", str(folder))
+        checks.ok(str(folder))
 
 
-def _check_alphabet(alphabet: str, facts: ModelFacts | None, checks: Checklist) -> None:
-    twice = sorted({letter for letter in alphabet if alphabet.count(letter) > 1})
-    if not alphabet or twice:
-        checks.fail(
-            "tokenizer",
-            "model.tokenizer",
-            "the alphabet is empty" if not alphabet else f"the alphabet has {''.join(twice)!r} more than once",
-            found=CHARACTERS + alphabet,
-            allowed="chars: and then each character once",
-            fix=f"write {CHARACTERS}{''.join(dict.fromkeys(alphabet)) or '0123456789+='}",
-        )
-        return
-    _check_vocabulary(count(len(alphabet), "character"), len(alphabet), facts, checks)
-
-
-def _check_words(words: str, facts: ModelFacts | None, checks: Checklist) -> None:
-    each = words.split()
-    twice = sorted({word for word in each if each.count(word) > 1})
-    if not each or twice:
-        checks.fail(
-            "tokenizer",
-            "model.tokenizer",
-            "there are no words" if not each else f"words stand there twice: {', '.join(twice)}",
-            found=WORDS + words,
-            allowed="words: and then each word once, with blanks between them",
-            fix=f"write '{WORDS}{' '.join(dict.fromkeys(each)) or 'push the disc'}'",
-        )
-        return
-    _check_vocabulary(count(len(each), "word"), len(each), facts, checks)
-
-
-def _check_vocabulary(what: str, tokens: int, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check that the model has rows for `tokens`, which are `what`, and for the special ones."""
-    needed = tokens + SPECIAL_TOKENS
+def _check_vocabulary(name: str, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Check a tokenizer that the recipe writes out, and that the model has rows for its tokens and the special ones."""
+    tokens, special = written_tokens(name), len(SPECIAL_TOKENS)
+    what, needed = count(len(tokens), "word" if name.startswith(WORDS) else "character"), len(tokens) + special
     if facts is not None and facts.vocab < needed:
-        checks.fail(
-            "vocabulary",
+        checks.of("vocabulary").fail(
             "model.hf_config.vocab_size",
-            f"the model has fewer tokens than the tokenizer ({what} + {SPECIAL_TOKENS} special)",
+            f"the model has fewer tokens than the tokenizer ({what} + {special} special)",
             found=facts.vocab,
             allowed=f"integer >= {needed}",
             fix=f"set model.hf_config.vocab_size={needed}",
         )
     else:
-        checks.ok("tokenizer", f"{what} + {SPECIAL_TOKENS} special tokens")
+        checks.ok(f"{what} + {special} special tokens")
 
 
 def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
@@ -210,8 +167,7 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
     needed = "train_files" if job in ("train", "sft") else "val_files"
     found_here = data.train_files if needed == "train_files" else data.held_out
     if not found_here and not (job == "sft" and examples):
-        checks.fail(
-            "data",
+        checks.of("data").fail(
             f"data.{needed}",
             "there is no training data" if needed == "train_files" else "there are no held-out prompts",
             found=[],
@@ -224,7 +180,7 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
         found["sft.train_files"] = examples
     for key, sources in found.items():
         for source in sources:
-            _check_source(source, key, checks)
+            _check_source(source, key, checks.of("data"))
 
 
 def _check_held_out(config: RunConfig, checks: Checklist) -> None:
@@ -234,8 +190,7 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
     trained = {_same(source) for source in [*data.train_files, *(config.sft.train_files or [])]}
     both = [source for source in data.val_files if _same(source) in trained and not is_module_reference(source)]
     if both and config.robot is None:
-        checks.warn(
-            "data",
+        checks.of("data").warn(
             "data.val_files",
             "these are trained on, too, so that validation does not tell what the model has learnt",
             found=both,
@@ -261,7 +216,7 @@ def _check_split(config: RunConfig, checks: Checklist) -> None:
     elif data.val_split > 1 and data.val_split != int(data.val_split):
         problem = ("neither a share nor a number of prompts", f"set data.val_split={int(data.val_split)}")
     if problem is not None:
-        checks.fail("data", "data.val_split", problem[0], found=f"{data.val_split:g}", fix=problem[1])
+        checks.of("data").fail("data.val_split", problem[0], found=f"{data.val_split:g}", fix=problem[1])
 
 
 def _same(source: str) -> str:
@@ -276,25 +231,22 @@ def trains_supervised(config: RunConfig, job: str) -> bool:
 
 def _check_source(source: str, key: str, checks: Checklist) -> None:
     if source.startswith(TEXT):
-        checks.ok("data", f"{key}: one prompt")
+        checks.ok(f"{key}: one prompt")
         return
     path = Path(source).expanduser()
     if path.is_file() and path.suffix.lower() not in SUFFIXES:
         fix = unknown_form_fix(path)
-        checks.fail("data", key, "the file's form is not known", found=source, allowed=SUFFIXES, fix=fix)
+        checks.fail(key, "the file's form is not known", found=source, allowed=SUFFIXES, fix=fix)
     elif path.is_dir() and not any(file.suffix.lower() in SUFFIXES for file in path.rglob("*")):
-        checks.fail(
-            "data", key, "the folder holds no data file", found=source, allowed=SUFFIXES, fix="check the folder's name"
-        )
+        checks.fail(key, "the folder holds no data file", found=source, allowed=SUFFIXES, fix="check the folder's name")
     elif path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
-        checks.ok("data", f"{key}: {source}")
+        checks.ok(f"{key}: {source}")
     elif is_module_reference(source):
-        check_function("data", source, key, checks)
+        check_function(source, key, checks)
     elif path.suffix.lower() in SUFFIXES or not HUB_DATA.fullmatch(source) or any(map(Path.is_file, path.parents)):
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         close = close_files(path.name, siblings)
         checks.fail(
-            "data",
             key,
             "there is no such file or folder",
             found=source,
@@ -302,20 +254,18 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
             fix=f"did you mean {path.parent / close[0]}?" if close else "paths are relative to the current folder",
         )
     else:
-        checks.skip("data", f"{key}: {source} is not a local path: taken as a hub name")
+        checks.skip(f"{key}: {source} is not a local path: taken as a hub name")
 
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:
     """Check the rewards' names or functions, their arguments, and their parts, as far as a source shows them."""
-    try:
+    checks = checks.of("reward")
+    with checks.recorded():
         raise_part_problems(config.reward)
-    except ConfigError as error:
-        checks.from_error("reward", error)
-        return
-    for label, reward in config.reward.functions.items():
-        _check_function(config, label, reward, checks)
-    if config.reward.parts and "reward_parts" in estimator_fields(config.algorithm):
-        _check_weighted_parts(config, checks)
+        for label, reward in config.reward.functions.items():
+            _check_function(config, label, reward, checks)
+        if config.reward.parts and "reward_parts" in estimator_fields(config.algorithm):
+            _check_weighted_parts(config, checks.of("reward parts"))
 
 
 def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks: Checklist) -> None:
@@ -324,7 +274,7 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
     key = f"reward.parts.{label}.name" if label else "reward.name"
     if included or is_file_reference(name) or is_module_reference(name):
         tree = None
-        try:
+        with checks.recorded():
             with located(label):
                 if included:
                     _check_deadline(reward_settings(name, reward.kwargs, REWARDS.spec(name)), reward)
@@ -332,16 +282,12 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
                     tree = check_reference(name, "reward.name")
                     if tree is not None:
                         check_reward_kwargs(tree, name, reward.kwargs)
-        except ConfigError as error:
-            checks.from_error("reward", error)
-        else:
-            checks.ok("reward", f"{key}: {name}" if label or not included else name)
+            checks.ok(f"{key}: {name}" if label or not included else name)
             if not label and "reward_parts" in estimator_fields(config.algorithm):
-                _check_parts(config, strings(tree) if tree is not None else None, checks)
+                _check_parts(config, strings(tree) if tree is not None else None, checks.of("reward parts"))
     else:
         missing_function = name.endswith(".py")
         checks.fail(
-            "reward",
             key,
             "the function in the file is not named" if missing_function else "unknown reward",
             found=name,
@@ -370,8 +316,7 @@ def _check_weighted_parts(config: RunConfig, checks: Checklist) -> None:
     known = {"overall", *config.reward.parts}
     missing = [name for name in config.algorithm.advantage.parts if name.partition("/")[0] not in known]
     if missing:
-        checks.fail(
-            "reward parts",
+        checks.of("reward parts").fail(
             "algorithm.advantage.parts",
             "no part of the reward has this name" if len(missing) == 1 else "no parts of the reward have these names",
             found=missing,
@@ -386,7 +331,6 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
     parts = [name for name in config.algorithm.advantage.parts if name != "overall"]
     if reward in REWARDS.names() and parts:
         checks.fail(
-            "reward parts",
             key,
             f"the reward {reward} returns one number, overall, and no parts",
             found=parts,
@@ -396,7 +340,6 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
     missing = [name for name in parts if names is not None and name not in names]
     if reward not in REWARDS.names() and missing:
         checks.warn(
-            "reward parts",
             key,
             f"the source of {reward} does not hold {'this name' if len(missing) == 1 else 'these names'}",
             found=missing,
@@ -429,12 +372,12 @@ def check_other_models(
             found = model_facts(ModelConfig(path=path, freeze=config.model.freeze))
         except ConfigError as error:
             where = error.where if error.where != "model.path" else key
-            checks.from_error(
-                role, ConfigError(error.what, where=where, found=error.found, allowed=error.allowed, fix=error.fix)
+            checks.of(role).from_error(
+                ConfigError(error.what, where=where, found=error.found, allowed=error.allowed, fix=error.fix)
             )
             continue
         if found is None:
-            checks.skip(role, f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
+            checks.of(role).skip(f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
             continue
         sizes[work] = max(filter(None, (largest, found)), key=lambda one: one.parameters)
         if role == "critic":
@@ -444,16 +387,16 @@ def check_other_models(
         else:
             fits = _fits_the_policy(role, key, found, facts, checks)
         if fits:
-            checks.ok(role, f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
+            checks.of(role).ok(f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
             check_local_weights(role, path, found, checks)
     return sizes
 
 
 def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
     """Return whether the policy's tokens fit this model; a critic has one value for each."""
+    checks = checks.of(role)
     if role == "critic" and found.labels not in (None, 1):
         checks.fail(
-            role,
             "critic.path",
             "this classifier gives several numbers per token, and a critic gives one",
             found=f"{found.labels} labels",
@@ -466,7 +409,6 @@ def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts 
     why = "distillation compares token by token" if role == "teacher" else "both read the same tokens"
     other_form = " (or set reward_model.form=chat or text)" if role == "reward_model" else ""
     checks.fail(
-        role,
         key,
         f"{role} and policy have different vocabularies, and {why}",
         found=f"{found.vocab} tokens",
@@ -481,8 +423,7 @@ def _is_reward_model(key: str, found: ModelFacts, policy: ModelFacts | None, che
     role = Role.REWARD_MODEL.value
     if found.labels == 1:
         return _fits_the_policy(role, key, found, policy, checks)
-    checks.fail(
-        role,
+    checks.of(role).fail(
         key,
         "this is no classifier: it has no score" if found.labels is None else "this classifier gives several numbers",
         found=found.source if found.labels is None else f"{found.labels} labels",
@@ -496,8 +437,7 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
     """Check the folders of a checkpoint and of the run."""
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
-        checks.fail(
-            "resume",
+        checks.of("resume").fail(
             "trainer.resume",
             "there is no such checkpoint folder",
             found=resume,
@@ -506,8 +446,7 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
         )
     elif resume not in ("auto", "never") and not (Path(resume).expanduser() / "meta.json").is_file():
         inside = sorted(Path(resume).expanduser().glob("**/step_*/meta.json"), key=lambda file: file.stat().st_mtime)
-        checks.fail(
-            "resume",
+        checks.of("resume").fail(
             "trainer.resume",
             "this folder is not a complete checkpoint: it has no meta.json",
             found=resume,
@@ -515,16 +454,14 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
             fix=f"did you mean {inside[-1].parent}?" if inside else "name the folder of one step",
         )
     if Path(config.tracking.dir).is_file():
-        checks.fail(
-            "run folder",
+        checks.of("run folder").fail(
             "tracking.dir",
             "this is a file, and run folders are made below it",
             found=config.tracking.dir,
             fix="name a folder",
         )
     if Path(config.name).name != config.name or config.name in ("", ".", ".."):
-        checks.fail(
-            "run folder",
+        checks.of("run folder").fail(
             "name",
             "the run's name is also the name of its folder",
             found=config.name,
@@ -535,34 +472,29 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
 
 def check_chat_template(config: RunConfig, checks: Checklist) -> None:
     """Check that prompts go through a chat template, which changes the model's input."""
+    checks = checks.of("chat template")
     data, brings = config.data, brings_chat_template(config.model)
     if data.override_chat_template is not None:
         key = "data.override_chat_template"
-        try:
+        with checks.recorded():
             parse_chat_template(read_template(data.override_chat_template, key), key)
-        except ConfigError as error:
-            checks.from_error("chat template", error)
-        else:
-            checks.ok("chat template", key)
+            checks.ok(key)
     elif brings is None:
-        checks.skip("chat template", "known when the tokenizer is here")
+        checks.skip("known when the tokenizer is here")
     elif uses_chat(data, brings):
-        checks.ok("chat template", "the tokenizer's, around every prompt")
+        checks.ok("the tokenizer's, around every prompt")
     elif brings and config.model.named_base:
-        checks.ok("chat template", "none: model.path names a base model; data.chat_template=true uses the tokenizer's")
+        checks.ok("none: model.path names a base model; data.chat_template=true uses the tokenizer's")
     elif brings:
-        checks.ok("chat template", "none; the tokenizer's is not used")
+        checks.ok("none; the tokenizer's is not used")
 
 
 def check_end_tokens(config: RunConfig, checks: Checklist) -> None:
     """Check that the model's end tokens can be read; without a tokenizer of transformers they are only numbers."""
+    checks = checks.of("end tokens")
     folder = None if config.model.path is None else local_folder(config.model.path)
     if folder is None or not (folder / GENERATION_CONFIG).is_file():
         return
-    try:
-        ids = end_token_ids(folder)
-    except ConfigError as error:
-        checks.from_error("end tokens", error)
-        return
-    names = ", ".join(map(str, ids)) or "none"
-    checks.ok("end tokens", f"{names} of {GENERATION_CONFIG}, the tokenizer's, and that of the chat template")
+    with checks.recorded():
+        names = ", ".join(map(str, end_token_ids(folder))) or "none"
+        checks.ok(f"{names} of {GENERATION_CONFIG}, the tokenizer's, and that of the chat template")

@@ -14,6 +14,7 @@ from megarl.planning.step import occupied
 
 def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks: Checklist) -> None:
     """Report it for a recipe for GPUs, and warn when it is more than machines have."""
+    checks = checks.of("machines")
     cluster = config.cluster
     if cluster.device_memory_gb is None or config.launch.slurm.teams:  # these have machines of several kinds
         return
@@ -29,10 +30,9 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     machines = f"{count(cluster.nnodes, 'machine')} of {count(here, 'GPU')}"
     parts = f"{here - lent} for workers, {lent} for servers beside them"
     if here <= _usual_gpus(config):
-        checks.ok("machines", f"{machines} ({parts})")
+        checks.ok(f"{machines} ({parts})")
         return
     checks.warn(
-        "machines",
         "cluster.nnodes",
         f"the run needs {machines} ({parts}), and as a rule a machine has {USUAL_GPUS}",
         found=cluster.nnodes,

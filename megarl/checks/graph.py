@@ -23,7 +23,7 @@ def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
     """Build the graph of `algorithm.pipeline`; return it or its error, None (recorded) for an unknown name."""
     name = config.algorithm.pipeline
     if not check_function_name(
-        "pipeline", name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks, files=True
+        name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks.of("pipeline"), files=True
     ):
         return None
     try:
@@ -38,9 +38,9 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
         _check_estimator(config, built, checks)
     elif isinstance(built, UserError):
         if not checks.failed(built.where):
-            checks.from_error("task graph", built)
+            checks.of("task graph").from_error(built)
     elif built is not None and (built.has_responses or config.preference is not None):
-        _check_pairs(config, built, checks)
+        _check_pairs(config, built, checks.of("preferences"))
         _check_sampling(config, built, checks)
         _check_filter(config, built, checks)
         _check_resampling(config, built, checks)
@@ -55,8 +55,7 @@ def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Chec
     """Explain that the estimator reads a field that no node of the pipeline writes."""
     name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
     if missing.field == "values":
-        checks.fail(
-            "estimator",
+        checks.of("estimator").fail(
             "algorithm.advantage.name",
             f"{name} needs the values of a critic, and the {pipeline} pipeline has none",
             found=name,
@@ -64,8 +63,7 @@ def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Chec
             fix="set algorithm.pipeline=ppo, or another estimator",
         )
     elif missing.field == "greedy_score":
-        checks.fail(
-            "estimator",
+        checks.of("estimator").fail(
             "algorithm.pipeline",
             f"{name} needs a greedy rollout of every prompt, and the {pipeline} pipeline makes none",
             found=pipeline,
@@ -73,15 +71,14 @@ def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Chec
             fix="set algorithm.pipeline=grpo, or another estimator",
         )
     elif missing.field != "reward_parts" or not checks.failed("algorithm.advantage.parts"):
-        checks.from_error("task graph", missing)
+        checks.of("task graph").from_error(missing)
 
 
 def _check_critic(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
     name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
     readers = [node for node in graph if "values" in node.reads and node.role is not Role.CRITIC]
     if name in ADVANTAGES.names() and Role.CRITIC in graph.roles and not readers:
-        checks.warn(
-            "estimator",
+        checks.of("estimator").warn(
             "algorithm.advantage.name",
             f"the {pipeline} pipeline trains a critic that {name} does not use",
             found=name,
@@ -91,11 +88,11 @@ def _check_critic(config: RunConfig, graph: TaskGraph, checks: Checklist) -> Non
 
 def _check_sampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
     """Check that dynamic sampling is both a node and a setting: one without the other has no effect."""
+    checks = checks.of("dynamic sampling")
     algorithm, pipeline = config.algorithm, config.algorithm.pipeline
     samples_again = Role.DYNAMIC_SAMPLING in graph.roles
     if samples_again and not algorithm.dynamic_sampling.enabled:
         checks.warn(
-            "dynamic sampling",
             "algorithm.dynamic_sampling.enabled",
             f"the {pipeline} pipeline runs with its group filter off",
             found=False,
@@ -103,7 +100,6 @@ def _check_sampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> N
         )
     if algorithm.dynamic_sampling.enabled and not samples_again and pipeline in PIPELINES:
         checks.fail(
-            "dynamic sampling",
             "algorithm.dynamic_sampling.enabled",
             f"the {pipeline} pipeline has no such node, so the setting would do nothing",
             found=True,
@@ -115,8 +111,7 @@ def _check_sampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> N
 def _check_resampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
     """Check that a user's pipeline has a node for the resampling setting."""
     if config.algorithm.resampling.active and not any(COPIES in node.writes for node in graph):
-        checks.fail(
-            "resampling",
+        checks.of("resampling").fail(
             "algorithm.resampling.name",
             "no node of this pipeline resamples, so the setting would do nothing",
             found=config.algorithm.resampling.name,
@@ -129,8 +124,7 @@ def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> Non
     """Check the filter setting. Included pipelines call the node `filter`; a user's may filter in another way."""
     chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline
     if chosen.active and pipeline in PIPELINES and "filter" not in graph:
-        checks.fail(
-            "filter",
+        checks.of("filter").fail(
             "algorithm.filter",
             f"the {pipeline} pipeline has no filter",
             found=chosen.model_dump(),
@@ -147,7 +141,6 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
     preference, pipeline = config.preference, config.algorithm.pipeline
     if preference is None or not graph.has_responses:
         checks.fail(
-            "preferences",
             "algorithm.pipeline" if preference is not None else "preference",
             f"the {pipeline} pipeline generates its responses, so the data of the section preference would not be read"
             if preference is not None
@@ -172,18 +165,18 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
     for key, (found, wanted, why) in wrong.items():
         if found != wanted:
             checks.fail(
-                "preferences",
                 key,
                 f"with preference pairs {why}",
                 found=found,
                 allowed=wanted,
                 fix="leave it out",
             )
-    _check_loss(config, preference, checks)
+    _check_loss(config, preference, checks.of("preferences"))
 
 
 def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checklist) -> None:
     """Check that a loss of pairs uses all keys that are set."""
+    checks = checks.of("preferences")
     ignored = ["beta", "sft_coef", "length_normalised"] if preference.scores else ["margin_key", "center_coef"]
     ignored += ["sft_coef", "length_normalised"] if preference.labelled else ["desirable_weight", "undesirable_weight"]
     if preference.loss not in ("sigmoid", "robust"):
@@ -192,7 +185,6 @@ def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checkli
         found, default = getattr(preference, name), type(preference).model_fields[name].default
         if found != default:
             checks.fail(
-                "preferences",
                 f"preference.{name}",
                 f"the loss {preference.loss} does not use it",
                 found=found,
@@ -202,7 +194,6 @@ def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checkli
     if preference.scores and (config.sft.steps or config.data.image_key is not None):
         key = "sft.steps" if config.sft.steps else "data.image_key"
         checks.fail(
-            "preferences",
             key,
             "a reward model has no vocabulary to learn responses with, and reads text",
             found=config.sft.steps or config.data.image_key,
@@ -213,11 +204,10 @@ def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checkli
         )
     if preference.labelled and config.data.batch_size < 2:
         checks.fail(
-            "preferences",
             "data.batch_size",
             "KTO estimates a KL from responses to other prompts of the batch, and there is no other one",
             found=config.data.batch_size,
             allowed="at least 2, better 16 or more",
             fix="set data.batch_size=16",
         )
-    checks.ok("preferences", f"loss {preference.loss}" + ("" if preference.scores else f", beta {preference.beta:g}"))
+    checks.ok(f"loss {preference.loss}" + ("" if preference.scores else f", beta {preference.beta:g}"))

@@ -25,12 +25,12 @@ _MIXTURE_BLOCKS = 3
 
 def check_images(config: RunConfig, placement: Placement | None, facts: ModelFacts | None, checks: Checklist) -> None:
     """Check that the model of a recipe with images sees them, and that engine and layout can."""
+    checks = checks.of(_NAME)
     key, encoder = config.data.image_key, None if facts is None else facts.encoder
     if key is None and encoder is None:
         return
     if facts is not None and encoder is None:
         checks.fail(
-            _NAME,
             "data.image_key",
             "the model sees no images",
             found=f"{key!r} for a {facts.model_type}",
@@ -45,9 +45,9 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
         if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:  # else it is another machine's
             problems += _interpreter_problems(config.rollout.sglang)
     for problem in problems:
-        checks.from_error(_NAME, problem)
+        checks.from_error(problem)
     if facts is not None and encoder is not None and _deep_layers_fit(config, facts, checks) and not problems:
-        checks.ok(_NAME, f"{encoder.model_type}, {facts.visual_parameters:,} parameters of its encoder")
+        checks.ok(f"{encoder.model_type}, {facts.visual_parameters:,} parameters of its encoder")
 
 
 def _server_problems(servers: SGLangConfig, encoder: VisionEncoder) -> list[ConfigError]:
@@ -127,7 +127,6 @@ def _deep_layers_fit(config: RunConfig, facts: ModelFacts, checks: Checklist) ->
     if layers >= deep:
         return True
     checks.fail(
-        _NAME,
         "actor.parallel.pp",
         "the first pipeline stage has fewer layers than get features of the vision encoder",
         found=f"{layers} layers",

@@ -39,8 +39,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
     """Check the number of processes against the machines."""
     cluster = config.cluster
     if cluster.nnodes > cluster.nproc:
-        checks.fail(
-            "machines",
+        checks.of("machines").fail(
             "cluster.nnodes",
             f"{count(cluster.nproc, 'process')} cannot be spread over {cluster.nnodes} machines",
             found=cluster.nnodes,
@@ -48,11 +47,10 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             fix="cluster.nproc counts the processes of all machines together",
         )
     elif not config.launch.slurm.teams:  # these have nodes of their own, see megarl.launchers.slurm
-        _check_even(config, checks)
+        _check_even(config, checks.of("machines"))
     too_many = cluster.device_memory_gb is not None and cluster.nproc > USUAL_GPUS  # for one machine
     if launcher == "local" and cluster.nnodes > 1:
-        checks.fail(
-            "launcher",
+        checks.of("launcher").fail(
             "cluster.nnodes",
             "the local launcher starts processes on this machine only",
             found=cluster.nnodes,
@@ -60,19 +58,18 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             fix=f"use {'' if config.placement.asks_for_teams else '--launcher torchrun or '}--launcher ray"
             + ("" if too_many else ", or set cluster.nnodes=1"),
         )
-    _check_restarts(config, checks, launcher)
+    _check_restarts(config, checks.of("restarts"), launcher)
 
 
 def _check_even(config: RunConfig, checks: Checklist) -> None:
     """Check that every machine has equally many workers. With teams, other numbers of workers need other teams."""
     nproc, nnodes, teams = config.cluster.nproc, config.cluster.nnodes, config.placement.teams
     if nproc % nnodes == 0 or not teams:
-        checks.divides("machines", "cluster.nproc", nproc, nnodes, "cluster.nproc", "cluster.nnodes")
+        checks.divides("cluster.nproc", nproc, nnodes, "cluster.nproc", "cluster.nnodes")
         return
     settings = settings_of_workers(config, sum(team.devices for team in teams.values()))
     other = "change placement.teams, cluster.nproc and cluster.nnodes together"
     checks.fail(
-        "machines",
         "cluster.nnodes",
         f"cluster.nproc {nproc} is not divisible by {nnodes} (cluster.nnodes)",
         found=nnodes,
@@ -87,7 +84,6 @@ def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) 
         return
     if launcher == "torchrun" and cluster.nnodes > 1:
         checks.fail(
-            "restarts",
             "cluster.max_restarts",
             "torchrun has a launcher on every machine, and they do not start a run again together",
             found=cluster.max_restarts,
@@ -96,7 +92,6 @@ def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) 
         )
     elif not (config.trainer.save_every or config.trainer.resume_every):
         checks.warn(
-            "restarts",
             "trainer.save_every",
             "a run that is started again goes on from its newest checkpoint, and this one saves none before its end",
             found=config.trainer.save_every,
@@ -110,8 +105,7 @@ def check_deadlines(config: RunConfig, checks: Checklist) -> None:
     if config.robot is not None:
         return  # no reward function; `check_robot` looks at the simulators'
     if cluster.nproc > 1 and rewards >= cluster.timeout_s:
-        checks.fail(
-            "deadlines",
+        checks.of("deadlines").fail(
             "reward.timeout_s",
             f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before the rewards do",
             found=rewards,
@@ -149,8 +143,7 @@ def _check_devices(
         larger = next((tp for tp in tensor_sizes(facts) if tp > parallel.tp), None)
         replica = (larger or 0) * parallel.pp * parallel.cp
         more = f", or to {larger} with {key}={-(-team.devices // replica) * replica}" if larger else ""
-        checks.fail(
-            f"{name} tensor split",
+        checks.of(f"{name} tensor split").fail(
             f"{layout}.tp",
             f"{problem.what}; nor do {workers} make whole replicas of {size} ({split})",
             found=parallel.tp,
@@ -159,8 +152,8 @@ def _check_devices(
         )
     else:
         other = None if smaller is None else f"{layout}.tp to {smaller}"
-        if checks.divides(f"{name} replicas", key, team.devices, size, key, f"{layout}: {split}", other):
-            checks.ok(f"{name} data parallel", f"{workers} = {split} * dp {team.replicas}")
+        if checks.of(f"{name} replicas").divides(key, team.devices, size, key, f"{layout}: {split}", other):
+            checks.of(f"{name} data parallel").ok(f"{workers} = {split} * dp {team.replicas}")
     _check_rules(layout, name, parallel, checks)
     _check_experts_layout(team.devices, layout, name, parallel, checks)
 
@@ -178,7 +171,7 @@ def _check_dispatch(config: RunConfig, team: TeamPlan, sizes: Sizes, checks: Che
     for role, facts in asked.items():
         problem = dispatch_problem(layout_key(config, role, team), team.parallel, facts, config.model.dtype, here)
         if problem is not None:
-            checks.from_error("dispatch", problem)
+            checks.of("dispatch").from_error(problem)
             return
 
 
@@ -193,8 +186,8 @@ def _tensor_sizes(team: TeamPlan, facts: ModelFacts | None) -> list[int]:
 def _check_model(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts | None, checks: Checklist) -> None:
     """Check one model against a layout. `key` is the layout's dotted key, such as `actor.parallel`."""
     if facts is None:
-        checks.skip(
-            f"{role} model split", "the model's sizes are not known here: heads, layers and widths are unchecked"
+        checks.of(f"{role} model split").skip(
+            "the model's sizes are not known here: heads, layers and widths are unchecked"
         )
         return
     _check_tensor(key, role, parallel, facts, checks)
@@ -205,10 +198,10 @@ def _check_model(key: str, role: str, parallel: ParallelConfig, facts: ModelFact
 def _check_rules(key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
     interleaving = interleaving_problem(key, parallel)
     if interleaving is not None:
-        checks.from_error(f"{role} interleaving", interleaving)
+        checks.of(f"{role} interleaving").from_error(interleaving)
     sequence = sequence_problem(key, parallel)
     if sequence is not None:
-        checks.from_error(f"{role} sequence parallel", sequence)
+        checks.of(f"{role} sequence parallel").from_error(sequence)
 
 
 def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
@@ -218,11 +211,10 @@ def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelCon
     etp = parallel.expert_tp
     split, size = f"etp {etp} * ep {parallel.ep} * pp {parallel.pp}", etp * parallel.ep * parallel.pp
     if nproc % size == 0:
-        checks.ok(f"{role} expert data parallel", f"{count(nproc, 'process')} = {split} * expert dp {nproc // size}")
+        checks.of(f"{role} expert data parallel").ok(f"{count(nproc, 'process')} = {split} * expert dp {nproc // size}")
         return
     fit = [ep for ep in divisors(nproc) if nproc % (etp * ep * parallel.pp) == 0]
-    checks.fail(
-        f"{role} expert data parallel",
+    checks.of(f"{role} expert data parallel").fail(
         f"{key}.ep",
         f"{count(nproc, 'process')} cannot be divided by {size} ({split})",
         found=parallel.ep,
@@ -235,27 +227,26 @@ def _check_tensor(key: str, role: str, parallel: ParallelConfig, facts: ModelFac
     problem, widths = tensor_problem(key, parallel, facts), tensor_widths(facts)
     if problem is not None:
         if not checks.failed(f"{key}.tp"):
-            checks.from_error(f"{role} tensor split", problem)
+            checks.of(f"{role} tensor split").from_error(problem)
     else:
         text = ", ".join(f"{name} {width}" for name, width in widths.items())
-        checks.ok(f"{role} tensor split", f"tp {parallel.tp} divides {text}")
+        checks.of(f"{role} tensor split").ok(f"tp {parallel.tp} divides {text}")
 
 
 def _check_pipeline(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
     problem, chunks = pipeline_problem(key, parallel, facts), parallel.pp * (parallel.vpp or 1)
     if problem is not None:
-        checks.from_error(f"{role} pipeline split", problem)
+        checks.of(f"{role} pipeline split").from_error(problem)
     else:
-        checks.ok(f"{role} pipeline split", f"{facts.layers} layers = {chunks} chunks of {facts.layers // chunks}")
+        checks.of(f"{role} pipeline split").ok(f"{facts.layers} layers = {chunks} chunks of {facts.layers // chunks}")
 
 
 def _check_moe(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
     problems = expert_problems(key, parallel, facts)
     for problem in problems:
-        checks.from_error(f"{role} experts", problem)
+        checks.of(f"{role} experts").from_error(problem)
     if facts.is_moe and not problems:
-        checks.ok(
-            f"{role} experts",
+        checks.of(f"{role} experts").ok(
             f"{facts.experts} experts = ep {parallel.ep} * {facts.experts // parallel.ep}, "
             f"width {facts.ffn} over etp {parallel.expert_tp}",
         )

@@ -34,10 +34,10 @@ def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan)
 
 def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
     """Check that servers of a run on several machines are where workers of the rollout team lend them GPUs."""
+    checks = checks.of("placement")
     servers = config.rollout.sglang
     if not lends(config, team):
         checks.fail(
-            "placement",
             f"placement.teams.{team.name}.roles",
             f"on {config.cluster.nnodes} machines servers are started on the GPUs of workers that only send requests, "
             f"and the workers of the team {team.name} need theirs",
@@ -47,7 +47,6 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
         )
     elif servers.gpus is not None or servers.first_gpu_given:
         checks.fail(
-            "placement",
             "rollout.sglang.gpus" if servers.gpus is not None else "rollout.sglang.extra_args",
             f"the team {team.name} may have other GPUs on each of its machines",
             found=servers.gpus or servers.extra_args,
@@ -70,7 +69,6 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
         fitting = sorted([*machines, *[0] * nnodes], reverse=True)[nnodes - 1] * nnodes
         wider = nnodes < len(machines) and ranks <= team.devices and nnodes + 1
         checks.fail(
-            "placement",
             "rollout.sglang.tp_size",
             f"a server is on {where}, where the team {team.name} has {count(fitting, 'worker')} at most",
             found=servers.tp_size,
@@ -87,7 +85,6 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
     if settings is not None:
         fix = f"set {key}={needed} {settings}, or rollout.sglang.servers={most}"
     checks.fail(
-        "placement",
         key,
         f"the workers of the team {team.name} lend their GPUs to {count(servers.servers, 'server')} of "
         f"{count(ranks, 'rank')}, which need {needed}{spread}",
@@ -99,10 +96,10 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
 
 def check_request_workers(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
     """Check a team whose workers only send requests to servers: they hold no model and lend the servers their GPUs."""
+    checks = checks.of("placement")
     layout, servers, key = config.rollout.parallel, config.rollout.sglang, devices_key(config, team)
     if layout is not None and layout != ParallelConfig():
         checks.warn(
-            "placement",
             "rollout.parallel",
             f"servers do not look at it: it groups the workers of the team {team.name}, which only send requests",
             found=layout.model_dump(exclude_defaults=True),
@@ -114,7 +111,6 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
         fewer = _fewest(config, placement, team)
         if fewer is not None:
             checks.warn(
-                "placement",
                 key,
                 f"under Ray the workers of the team {team.name} reserve {count(team.devices, 'GPU')}, and the servers "
                 "of rollout.sglang.urls are on others",
@@ -131,7 +127,6 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
     if most:
         more = f"set rollout.sglang.servers={most}" if most > servers.servers else "change rollout.sglang.tp_size"
         checks.warn(
-            "placement",
             "rollout.sglang.servers",
             f"{team.devices - used} of the {count(team.devices, 'GPU')} that the workers of the team {team.name} lend "
             f"have no server",

@@ -15,6 +15,7 @@ _NAME = "adapters"
 
 def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
     """Check section `model.lora`, where there is one."""
+    checks = checks.of(_NAME)
     lora = config.model.lora
     if lora is None:
         return
@@ -22,7 +23,6 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
         _check_targets(lora, facts, checks)
     if config.robot is not None:
         checks.fail(
-            _NAME,
             "model.lora",
             "adapters are for policies that write text",
             found="set, with a section `robot`",
@@ -32,7 +32,6 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
     experts = "experts" in (lora.targets or ())
     if lora.dropout and experts:
         checks.fail(
-            _NAME,
             "model.lora.dropout",
             "PEFT has no dropout in adapters of experts",
             found=f"{lora.dropout:g}",
@@ -45,7 +44,6 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
         tp = config.parallel_of(role).tp
         if lora.dropout and tp > 1:
             checks.fail(
-                _NAME,
                 "model.lora.dropout",
                 "tensor-parallel ranks would drop different parts of one input",
                 found=f"{lora.dropout:g} with {role}.parallel.tp={tp}",
@@ -55,7 +53,6 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
             break
     if facts is not None and facts.encoder is not None:
         checks.fail(
-            _NAME,
             "model.lora",
             "adapters of vision-language models were not tried against PEFT",
             found=facts.encoder.model_type,
@@ -69,7 +66,6 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
 def _check_expert_layout(role: str, parallel: ParallelConfig, checks: Checklist) -> None:
     if parallel.expert_tp not in (1, parallel.tp):
         checks.fail(
-            _NAME,
             f"{role}.parallel.etp",
             "adapters of experts are divided as the rest of the model, or not at all",
             found=parallel.expert_tp,
@@ -85,7 +81,6 @@ def _check_targets(lora: LoraConfig, facts: ModelFacts, checks: Checklist) -> No
     missing = [target for target in lora.targets or () if target not in present]
     if missing or lora.targets == []:
         checks.fail(
-            _NAME,
             "model.lora.targets",
             f"this model has no layers that are {' or '.join(missing) or 'a target'}",
             found=lora.targets,
@@ -93,14 +88,13 @@ def _check_targets(lora: LoraConfig, facts: ModelFacts, checks: Checklist) -> No
             fix=f"name what it has, or set model.lora.targets=null: {', '.join(default)}",
         )
     else:
-        checks.ok(_NAME, f"rank {lora.rank} on {', '.join(lora.targets or default)}")
+        checks.ok(f"rank {lora.rank} on {', '.join(lora.targets or default)}")
 
 
 def _check_critic(config: RunConfig, placement: Placement, checks: Checklist) -> None:
     home = placement.of_role(Role.CRITIC)
     if home is not None and home != placement.of_role(Role.ACTOR) and config.critic.path is None:
         checks.fail(
-            _NAME,
             "critic.path",
             "a critic with adapters in a team of its own has nowhere to read its base model when it resumes",
             found="null",

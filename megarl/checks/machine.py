@@ -48,20 +48,20 @@ def check_machine(
         machine: that of this process; None: it is none of the run's, and only the devices that the recipe names count.
         starts: the run starts on this machine; False: a dry run.
     """
+    checks = checks.of("machine")
     if machine is None:
         placed = None if config.cluster.device_memory_gb is None else _divided(sizes, placement, checks)
         if placed is not None:
             _check_devices(config, sizes, placed, None, checks, job=job, starts=False)
         return
     cluster = config.cluster
-    _check_store(config, placement, machine, launcher, checks, starts)
+    _check_store(config, placement, machine, launcher, checks.of("shared memory"), starts)
     wanted = cluster.device_memory_gb
     if launcher == "ray":
         starts = False  # Ray chooses the machines
     if wanted is not None and not machine.has_gpu:
         if starts:
             checks.fail(
-                "machine",
                 "cluster.device_memory_gb",
                 f"the recipe is for {count(cluster.nproc, 'GPU')}, and this machine has none",
                 found=wanted,
@@ -70,12 +70,12 @@ def check_machine(
                 f"purpose set cluster.device_memory_gb=null, and about one process per core: {machine.cores} here",
             )
             return
-        checks.ok("machine", f"for GPUs of {wanted:g} GB, which this machine does not have; nothing is held against it")
+        checks.ok(f"for GPUs of {wanted:g} GB, which this machine does not have; nothing is held against it")
     gpu = machine.has_gpu or wanted is not None
     if launcher == "ray" and not gpu:
-        checks.skip("machine", "not known: Ray chooses the machines")
+        checks.skip("not known: Ray chooses the machines")
     elif not gpu:
-        _check_cores(config, machine, checks, starts)
+        _check_cores(config, machine, checks.of("machine"), starts)
     placed = _divided(sizes, placement, checks)
     if placed is None:
         return
@@ -94,7 +94,7 @@ def _divided(sizes: Sizes, placement: Placement | None, checks: Checklist) -> Pl
     unknown = sizes[Role.ACTOR] is None
     if not unknown and placement is not None and all(map(divides_devices, placement.teams)):
         return placement
-    checks.skip("memory", "not known: " + ("the model's sizes" if unknown else "the layout does not divide"))
+    checks.of("memory").skip("not known: " + ("the model's sizes" if unknown else "the layout does not divide"))
     return None
 
 
@@ -113,7 +113,6 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
     if needed > cluster.timeout_s and starts:
         most = max(1, int(machine.cores * cluster.timeout_s / _START_S))
         checks.fail(
-            "machine",
             "cluster.nproc",
             f"{here} processes need about {needed:.0f} s to start on {count(machine.cores, 'core')}, and give up after "
             f"cluster.timeout_s = {cluster.timeout_s:g} s",
@@ -123,7 +122,6 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
         )
     elif here > _SLOW * machine.cores:
         checks.warn(
-            "machine",
             "cluster.nproc",
             f"there is no GPU here, and {here} processes on {count(machine.cores, 'core')} work in turn, which is slow",
             found=cluster.nproc,
@@ -131,10 +129,9 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
         )
     else:
         note = "; they work in turn, and about one per core is quick" if here > machine.cores else ""
-        checks.ok("machine", f"{count(here, 'process')} on {count(machine.cores, 'core')}, no GPU{note}")
+        checks.ok(f"{count(here, 'process')} on {count(machine.cores, 'core')}, no GPU{note}")
     if cluster.threads is not None and cluster.threads * here > machine.cores and not starts:
         checks.warn(  # at a start the launcher says so, of the threads that the workers get
-            "machine",
             "cluster.threads",
             f"{count(here, 'process')} of {count(cluster.threads, 'thread')} share {count(machine.cores, 'core')}, "
             "which is many times slower than one thread per core",
@@ -166,7 +163,6 @@ def _check_store(
     problem = refuse_too_large(config, placement, free)
     if problem is None and free is not None and free < LEAST:  # as in containers, unless they are asked for more
         checks.warn(
-            "shared memory",
             "placement",
             f"Ray's object store takes {LEAST / 1e6:.0f} MB at least, and /dev/shm has less: the samples between teams "
             "go through files in Ray's temporary folder, which may be slow",
@@ -174,14 +170,12 @@ def _check_store(
             fix="enlarge /dev/shm (docker run --shm-size=1g)",
         )
     elif problem is None:
-        checks.ok("shared memory", "holds the samples between teams, or they may go to disk")
+        checks.ok("holds the samples between teams, or they may go to disk")
     elif starts:
-        checks.from_error("shared memory", problem)
+        checks.from_error(problem)
     else:
         where = problem.where or ""
-        checks.warn(
-            "shared memory", where, problem.what, found=f"{problem.found}; here {problem.allowed}", fix=problem.fix
-        )
+        checks.warn(where, problem.what, found=f"{problem.found}; here {problem.allowed}", fix=problem.fix)
 
 
 def _check_devices(
@@ -205,7 +199,7 @@ def _check_devices(
         if room is not None and not config.rollout.sglang.extra_args and device.needed.least <= room.bytes:
             certain = starts and machine is not None and machine.gpu_certain
             refuse = config.cluster.device_memory_gb is not None or certain
-            _check_cache(config, sizes, device, checks, refuse=refuse)
+            _check_cache(config, sizes, device, checks.of("memory"), refuse=refuse)
 
 
 def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checklist, *, refuse: bool) -> None:
@@ -227,9 +221,9 @@ def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checkl
     )
     if refuse:
         allowed = f"{least:g} or more" if least < 1 else "more ranks for a server, or shorter samples"
-        checks.fail("memory", key, message, found=found, allowed=allowed, fix=fix)
+        checks.fail(key, message, found=found, allowed=allowed, fix=fix)
     else:
-        checks.warn("memory", key, message, found=found, fix=fix)
+        checks.warn(key, message, found=found, fix=fix)
 
 
 def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, checks: Checklist, starts: bool) -> None:
@@ -251,6 +245,7 @@ def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, ch
 
 def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, refuse: bool) -> None:
     """Compare an estimate with `capacity` bytes of `what`."""
+    checks = checks.of("memory")
     needed = memory.needed
     if needed.least > capacity:
         key = needed.largest()[0].keys.partition(",")[0]
@@ -261,7 +256,6 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
         fix = f"change what takes the most: {'; '.join(dict.fromkeys(part.keys for part in needed.largest()))}"
         if refuse:
             checks.fail(
-                "memory",
                 _key(key),
                 message,
                 found=f"{needed.least / 1e9:,.1f} GB",
@@ -269,7 +263,7 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
                 fix=fix,
             )
         else:
-            checks.warn("memory", _key(key), message, found=f"{needed.least / 1e9:,.1f} GB", fix=fix)
+            checks.warn(_key(key), message, found=f"{needed.least / 1e9:,.1f} GB", fix=fix)
         return
     # Terms that shrink by themselves or sum many others count with their certain part.
     moments = {moment.name: held(moment.terms) for moment in memory.moments}
@@ -277,14 +271,13 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
     if moments[name] > TIGHT * capacity:
         moment = next(moment for moment in memory.moments if moment.name == name)
         checks.warn(
-            "memory",
             _key(moment.largest()[0].keys.partition(",")[0]),
             f"{name} may take {moments[name] / 1e9:,.1f} GB, more than {TIGHT:.0%} of the {capacity / 1e9:,.1f} of "
             f"{what}: {_largest(moment)}",
             fix=f"when it runs out: {'; '.join(dict.fromkeys(part.keys for part in moment.largest()))}",
         )
     else:
-        checks.ok("memory", f"{name} takes about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}")
+        checks.ok(f"{name} takes about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}")
 
 
 def _estimate_text(moment: Moment) -> str:

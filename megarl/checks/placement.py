@@ -21,12 +21,12 @@ def check_placement(
     Only `megarl train` has several teams. Other commands have one team of all workers, with the actor's layout; `sft`
     generates nothing.
     """
+    checks = checks.of("placement")
     if job != "train":
         own = (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT, *asked_models(config, job))
         return together(config, own)
     if config.placement.measured is not None and config.placement.auto != "measured":
         checks.warn(
-            "placement",
             "placement.measured",
             "nothing is shared out by what this run has measured",
             found=config.placement.measured,
@@ -38,10 +38,10 @@ def check_placement(
         found = place(graph, config)
     except ConfigError as error:
         if not checks.failed(error.where):
-            checks.from_error("placement", error)
+            checks.from_error(error)
         return None
     if found.separate:
-        checks.ok("placement", ", ".join(f"{team.name} {count(team.devices, 'worker')}" for team in found.teams))
+        checks.ok(", ".join(f"{team.name} {count(team.devices, 'worker')}" for team in found.teams))
         _check_launcher(found, launcher, checks)
         _check_servers(config, found, checks)
         _check_rollout(config, found, checks)
@@ -57,7 +57,6 @@ def asked_models(config: RunConfig, job: str) -> frozenset[Role]:
 def _check_launcher(placement: Placement, launcher: str | None, checks: Checklist) -> None:
     if launcher == "torchrun":
         checks.fail(
-            "placement",
             "placement",
             f"torchrun starts one world of workers, and this recipe has {len(placement.teams)}, one per team",
             found=f"--launcher torchrun with the teams {', '.join(team.name for team in placement.teams)}",
@@ -76,7 +75,6 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
         only = generating.roles == (Role.ROLLOUT,)
         whole = f", with its devices, and leave the team {generating.name} out" if only else ""
         checks.fail(
-            "placement",
             key,
             "servers on the trainer's devices take turns with the actor, and the rollout is in another team",
             found=True,
@@ -86,7 +84,6 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
         )
     elif servers.servers * servers.ranks > actor.devices:
         checks.fail(
-            "placement",
             "rollout.sglang.servers",
             f"the servers have {count(servers.servers * servers.ranks, 'rank')} on the devices of the team "
             f"{actor.name}, which has {actor.devices}",
@@ -103,7 +100,6 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
         return
     if config.rollout.engine == "embedded" and config.sync.fp8:
         checks.fail(
-            "placement",
             "sync.fp8",
             f"the team {team.name} decodes with an embedded engine, which takes no FP8 values",
             found=True,
@@ -113,7 +109,6 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
     held = config.model.dtype
     if config.rollout.engine == "embedded" and config.sync.dtype not in ("model", held):
         checks.fail(
-            "placement",
             "sync.dtype",
             f"the team {team.name} decodes with an embedded engine, which holds weights in {held} (model.dtype): sent "
             f"in {config.sync.dtype} they are rounded, or take more bytes for the same values",
@@ -125,7 +120,6 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
     spread = parallel.ep > 1 or parallel.pp > 1 or parallel.model_parallel_size > here
     if config.rollout.engine == "embedded" and team.devices > here and spread:
         checks.fail(
-            "placement",
             devices_key(config, team),
             f"a replica of the team {team.name}, and replicas that share experts, take weights on one machine only, "
             f"and the ranks of this layout are spread over several of {here} workers each",
@@ -145,7 +139,6 @@ def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -
         team = placement.of_role(role)
         if team is not None and team.roles == (role,) and engine.offload:
             checks.warn(
-                "placement",
                 f"{role.value}.engine.offload",
                 f"nothing takes turns with the {role.value} in the team {team.name}: moving its state to host memory "
                 "and back takes time, and makes room for nobody",

@@ -15,18 +15,17 @@ from megarl.artifacts.robot_policy import (
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.data.demonstration_sources import EXPERTS
-from megarl.errors import ConfigError, UserError
+from megarl.errors import ConfigError
 
 _LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
 
 
 def check_policy(config: RunConfig, checks: Checklist) -> None:
     """Check the folder of a policy on this machine; a model that cannot be read is left to another check."""
+    checks = checks.of("robot")
     data = None
-    try:
+    with checks.recorded():
         data = _check_statistics(config)
-    except UserError as error:
-        checks.from_error("robot", error)
     try:
         found = raw_config(config.model)
         facts = None if found is None else facts_from_config(*found)
@@ -34,14 +33,12 @@ def check_policy(config: RunConfig, checks: Checklist) -> None:
         return
     if found is None or facts is None or "text_config" not in found[0]:
         return
-    try:
+    with checks.recorded():
         shape = VisionShape.from_config(found[0], facts.hidden, found[1])
         _check_columns(config, shape, facts.max_positions)
         _check_pictures(config, shape)
         if data is not None:
             refuse_other_state(data, shape.state)
-    except ConfigError as error:
-        checks.from_error("robot", error)
 
 
 def _check_pictures(config: RunConfig, shape: VisionShape) -> None:

@@ -28,11 +28,11 @@ def check_reward_model(
         found: sizes of the reward model; None: unknown here.
         job: train, sft, eval or generate.
     """
+    checks = checks.of(_WHAT)
     section, part = config.reward_model, config.reward.of_model
     if part is None:
         if section.path is not None:
             checks.warn(
-                _WHAT,
                 "reward_model.path",
                 "a reward model is named, and nothing uses it",
                 found=section.path,
@@ -42,7 +42,6 @@ def check_reward_model(
     key = f"reward.parts.{part}.name" if part else "reward.name"
     if section.path is None:
         checks.fail(
-            _WHAT,
             "reward_model.path",
             f"{key} asks for a reward model",
             found=None,
@@ -51,7 +50,6 @@ def check_reward_model(
         )
     if config.robot is not None or not uses_reward(config):
         checks.fail(
-            _WHAT,
             key,
             "the environment scores the samples of this recipe",
             found="reward_model",
@@ -59,7 +57,6 @@ def check_reward_model(
         )
     elif roles is not None and Role.REWARD_MODEL not in roles:
         checks.fail(
-            _WHAT,
             key,
             "a reward model's score is made by nodes of the task graph, and this pipeline lacks them",
             found=f"reward_model with algorithm.pipeline={config.algorithm.pipeline}",
@@ -75,7 +72,6 @@ def _check_form(config: RunConfig, checks: Checklist) -> None:
     section = config.reward_model
     if config.has_turns and section.form != "tokens":
         checks.fail(
-            _WHAT,
             "reward_model.form",
             "episodes have turns and observations, which are known as tokens",
             found=section.form,
@@ -84,7 +80,6 @@ def _check_form(config: RunConfig, checks: Checklist) -> None:
         )
     if config.data.image_key is not None:
         checks.fail(
-            _WHAT,
             "data.image_key",
             "a reward model reads text",
             found=config.data.image_key,
@@ -103,7 +98,6 @@ def _check_length(config: RunConfig, found: ModelFacts | None, checks: Checklist
     for key, limit in limits.items():
         if limit is not None and limit < longest:
             checks.fail(
-                _WHAT,
                 key,
                 "the reward model takes fewer tokens than the longest sample has",
                 found=f"{limit} tokens",
@@ -131,7 +125,6 @@ def _check_held_out(config: RunConfig, placement: Placement | None, job: str, ch
     others = [label for label in config.reward.parts if label != part]
     if not others:
         checks.fail(
-            _WHAT,
             "reward.parts",
             f"held-out samples are scored where they are generated, and {why}",
             found="only the reward model gives a reward",
@@ -141,7 +134,6 @@ def _check_held_out(config: RunConfig, placement: Placement | None, job: str, ch
         )
     elif chosen_by == part:
         checks.fail(
-            _WHAT,
             "validation.select_by",
             f"held-out samples are chosen among where they are generated, and {why}",
             found=chosen_by,

@@ -17,7 +17,6 @@ from megarl.dag.stage import Role
 from megarl.data.frames import SIMULATOR
 from megarl.data.sources import TEXT
 from megarl.envs.robots.settings import SimulatorSettings
-from megarl.errors import ConfigError
 
 #: Losses with one term per token, independent of the token's sequence.
 TOKEN_LOSSES = ("ppo", "cispo", "dro", "gpg", "pg_is", "sapo")
@@ -25,13 +24,13 @@ TOKEN_LOSSES = ("ppo", "cispo", "dro", "gpg", "pg_is", "sapo")
 
 def check_robot(config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool = False) -> None:
     """Check a recipe with the section `robot`, or simulator data without it. `starts`: the run starts here."""
+    checks = checks.of("robot")
     data = config.data
     wanted = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     if config.robot is None:
         for key, sources in wanted.items():
             if SIMULATOR in sources:
                 checks.fail(
-                    "robot",
                     "robot",
                     f"{key} asks for start states of a simulator, and no simulator is named",
                     found="null",
@@ -47,7 +46,6 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
     for key, sources in wanted.items():
         if sources not in ([SIMULATOR], []) or (key == "data.train_files" and not sources):
             checks.fail(
-                "robot",
                 key,
                 "the rows of a robot's run are start states of its simulator",
                 found=sources,
@@ -60,7 +58,6 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
             )
     if config.sft.steps and SIMULATOR in (config.sft.train_files or [SIMULATOR]):
         checks.fail(
-            "robot",
             "sft.train_files",
             "a robot's policy learns from demonstrations before it learns by itself",
             found=config.sft.train_files or "null",
@@ -69,7 +66,7 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
         )
     if not any(check.status == "fail" for check in checks.items[before:]):
         robot = config.robot
-        checks.ok("robot", f"{robot.simulator['name']}, {robot.chunk} actions of {robot.dim} numbers in a policy call")
+        checks.ok(f"{robot.simulator['name']}, {robot.chunk} actions of {robot.dim} numbers in a policy call")
 
 
 def _check_settings(config: RunConfig, checks: Checklist) -> None:
@@ -78,24 +75,21 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
     assert robot is not None
     if not robot.cameras:
         fix = "name those that the policy was trained with, in their order"
-        checks.fail("robot", "robot.cameras", "the policy sees nothing", found=[], allowed="cameras", fix=fix)
+        checks.fail("robot.cameras", "the policy sees nothing", found=[], allowed="cameras", fix=fix)
     for where, own, model in (
         ("robot.simulator", robot.simulator, SimulatorSettings),
         ("robot.reward.srpo", robot.reward.srpo, ProgressSettings),
         ("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings),
     ):
-        try:
+        with checks.recorded():
             settings = settings_at(where, own, model)
             if isinstance(settings, SimulatorSettings | EmbeddingSettings):
                 settings.check(where)
             if isinstance(settings, SimulatorSettings):
                 _check_deadlines(config, settings, checks)
-        except ConfigError as error:
-            checks.from_error("robot", error)
     bank, name = robot.reward.srpo.get("bank"), robot.reward.embedding.get("name")
     if robot.reward.name == "progress" and bank and name == "own":
         checks.fail(
-            "robot",
             "robot.reward.srpo.bank",
             "an encoder that learns makes other embeddings in each step, and kept ones cannot be compared with them",
             found=bank,
@@ -113,9 +107,9 @@ def _check_interpreter(config: RunConfig, checks: Checklist, starts: bool) -> No
     what = "there is no such interpreter here"
     fix = "make the simulator's environment (docs/embodied.md), and name its bin/python"
     if starts:
-        checks.fail("robot", key, what, found=python, allowed="a program that may be run", fix=fix)
+        checks.fail(key, what, found=python, allowed="a program that may be run", fix=fix)
     else:
-        checks.skip("robot", f"{key}: {python} is not here; it is looked for where the run starts")
+        checks.skip(f"{key}: {python} is not here; it is looked for where the run starts")
 
 
 def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Checklist) -> None:
@@ -125,7 +119,6 @@ def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Che
         waits = getattr(settings, name) * (settings.retries + 1)
         if waits > limit:
             checks.fail(
-                "robot",
                 f"robot.simulator.{name}",
                 f"the other processes give up after cluster.timeout_s = {limit:g} s, before the simulators do",
                 found=f"{getattr(settings, name):g}, and {settings.retries} retries",
@@ -185,4 +178,4 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
         if wrong:
             what = f"a recipe with the section `robot` cannot have this: {why}"
             fix = f"set {key}={str(allowed).partition(',')[0]}"
-            checks.fail("robot", key, what, found=found, allowed=allowed, fix=fix)
+            checks.fail(key, what, found=found, allowed=allowed, fix=fix)

@@ -14,6 +14,7 @@ NAME = "servers"
 
 def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
     """Check that servers have GPUs of their own, or share on purpose. `asking`: workers that leave their GPUs."""
+    checks = checks.of(NAME)
     servers, cluster = config.rollout.sglang, config.cluster
     workers, here = (cluster.nproc - asking) // cluster.nnodes, servers.servers * servers.nnodes // cluster.nnodes
     if servers.urls or servers.first_gpu_given or (asking and cluster.nnodes > 1):  # there they are on lent GPUs
@@ -22,10 +23,9 @@ def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
     if servers.gpus is None:
         _check_room(needed, workers, servers.colocated, checks)
     elif len(set(servers.gpus)) < len(servers.gpus):
-        checks.warn(NAME, key, "ranks of servers share a GPU", found=servers.gpus, fix="name every device once")
+        checks.warn(key, "ranks of servers share a GPU", found=servers.gpus, fix="name every device once")
     elif not servers.colocated and min(servers.gpus, default=workers) < workers:
         checks.warn(
-            NAME,
             key,
             f"servers share GPUs with the trainer, which is on the first {workers} of a machine, and take most of "
             "their memory",
@@ -41,7 +41,6 @@ def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -
     if not present or needed <= (workers if colocated else present - workers):
         return
     checks.fail(
-        NAME,
         "rollout.sglang.gpus",
         f"the servers of a machine need {count(needed, 'GPU')}, and it has {present}, of which the trainer has "
         f"{workers}",
@@ -59,13 +58,13 @@ def _compact(devices: Iterable[int]) -> str:
 
 def check_colocated(config: RunConfig, checks: Checklist) -> None:
     """Check that servers on the trainer's GPUs, one rank on each, leave memory there."""
+    checks = checks.of(NAME)
     servers = config.rollout.sglang
     if not servers.colocated:
         return
     key = "rollout.sglang.colocated"
     if servers.urls:
         checks.fail(
-            NAME,
             key,
             "only servers that megarl starts have the memory saver for sure",
             found=True,
@@ -77,7 +76,6 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
     if gpus and here * servers.ranks > workers and servers.gpus is None and not servers.first_gpu_given:
         most = workers // servers.ranks * nnodes
         checks.fail(
-            NAME,
             "rollout.sglang.servers",
             f"{count(here, 'server')} of {count(servers.ranks, 'rank')} on the GPUs of {count(workers, 'worker')}",
             found=servers.servers,
@@ -88,14 +86,12 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
         )
     if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):  # else memory is checked
         checks.warn(
-            NAME,
             key,
             "the optimizer's state stays on the devices while the servers generate there",
             fix="set actor.engine.offload=true",
         )
     if servers.memory_fraction is None:
         checks.warn(
-            NAME,
             key,
             "on GPUs a server takes most of the memory unless it is told how much",
             fix="set rollout.sglang.memory_fraction to what the actor's parameters leave",

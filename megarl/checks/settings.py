@@ -37,8 +37,7 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
             replicas = team.replicas if team is not None and divides_devices(team) else 1
             fit = [size for size in whole if size % replicas == 0] or whole
             nearest = min((abs(size - mini), size) for size in fit)[1]
-            checks.fail(
-                "mini-batches",
+            checks.of("mini-batches").fail(
                 key,
                 f"a step of {data.batch_size} prompts cannot be split into mini-batches of {mini}",
                 found=mini,
@@ -46,8 +45,7 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
                 fix=f"set {key} to {nearest}",
             )
         if getattr(config, key.partition(".")[0]).shuffle and (mini is None or mini == data.batch_size):
-            checks.warn(
-                "mini-batches",
+            checks.of("mini-batches").warn(
                 key.replace("mini_batch_size", "shuffle"),
                 "all prompts of a step are in one mini-batch, so there is no order",
                 found=True,
@@ -59,7 +57,7 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
         sizes = batch_sizes(config, team.roles)
         by = f"the data parallel size{f' of the team {team.name}' if placement.separate else ''}"
         for key, size in sizes.items() if divides_devices(team) else ():
-            checks.divides("batch", key, size, team.replicas, key, by)
+            checks.of("batch").divides(key, size, team.replicas, key, by)
 
 
 def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
@@ -70,15 +68,15 @@ def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
         _check_aggregation("critic", config.critic, config, checks)
     _check_dapo(config, checks)
     _check_kl_estimators(config, checks)
-    _check_kl_controller(config, checks)
-    _check_kl_use(config, roles, checks)
+    _check_kl_controller(config, checks.of("KL"))
+    _check_kl_use(config, roles, checks.of("KL"))
 
 
 def _check_aggregation(key: str, loss: PolicyLossConfig | CriticConfig, config: RunConfig, checks: Checklist) -> None:
+    checks = checks.of("aggregation")
     longest = config.response_tokens(config.rollout.sampling)
     if loss.aggregation == "seq-mean-token-sum-norm" and loss.sum_norm is None:
         checks.fail(
-            "aggregation",
             f"{key}.sum_norm",
             "seq-mean-token-sum-norm divides by a constant that is not given",
             found="null",
@@ -87,7 +85,6 @@ def _check_aggregation(key: str, loss: PolicyLossConfig | CriticConfig, config: 
         )
     elif loss.sum_norm is not None and loss.aggregation != "seq-mean-token-sum-norm":
         checks.warn(
-            "aggregation",
             f"{key}.sum_norm",
             f"{loss.aggregation} does not use this divisor",
             found=loss.sum_norm,
@@ -99,8 +96,7 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
     algorithm, sampling = config.algorithm, config.rollout.sampling
     longest = config.response_tokens(sampling)
     if algorithm.dynamic_sampling.enabled and sampling.n < 2:
-        checks.fail(
-            "dynamic sampling",
+        checks.of("dynamic sampling").fail(
             "rollout.sampling.n",
             "a group of one sample has no variance, so every group would be dropped",
             found=sampling.n,
@@ -109,8 +105,7 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
         )
     low, high = algorithm.dynamic_sampling.low, algorithm.dynamic_sampling.high
     if low is not None and high is not None and low > high:
-        checks.fail(
-            "dynamic sampling",
+        checks.of("dynamic sampling").fail(
             "algorithm.dynamic_sampling.low",
             f"no group has a mean between {low} and {high}",
             found=low,
@@ -119,8 +114,7 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
         )
     buffer = algorithm.overlong.buffer_tokens
     if buffer is not None and buffer >= longest:
-        checks.fail(
-            "overlong penalty",
+        checks.of("overlong penalty").fail(
             "algorithm.overlong.buffer_tokens",
             f"the penalty zone is as long as the longest response ({longest} tokens)",
             found=buffer,
@@ -138,10 +132,9 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
     for name, path, section, off in sections:
         estimator, key = section.estimator, f"{path}.estimator"
         if off and estimator in KL.names():
-            checks.ok(name, "off")
+            checks.of(name).ok("off")
         elif estimator == "full" and section is kl:
-            checks.fail(
-                name,
+            checks.of(name).fail(
                 key,
                 "the full KL needs both distributions of every token, and a pipeline has the log-probs of the sampled "
                 "tokens only",
@@ -150,18 +143,17 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
                 fix=f"set {key}=low_var_kl",
             )
         else:
-            chosen = check_component(name, section, KL, checks, path)
+            chosen = check_component(section, KL, checks.of(name), path)
             if chosen is not None and chosen.spec.distributions:
                 check_distributions(path, section, chosen, checks)
             elif chosen is not None:
-                check_signature(name, chosen.function, key, ("d",), list(chosen.spec.settings.model_fields), checks)
+                check_signature(chosen.function, key, ("d",), list(chosen.spec.settings.model_fields), checks.of(name))
 
 
 def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:
     kl = config.algorithm.kl
     if kl.adaptive and kl.use != "reward":
         checks.fail(
-            "KL",
             "algorithm.kl.adaptive",
             "the adaptive controller belongs to KL as a reward term",
             found=f"use: {kl.use}",
@@ -171,7 +163,6 @@ def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:
     samples = config.data.batch_size * config.rollout.sampling.n
     if kl.adaptive and 0.2 * samples >= kl.horizon:
         checks.fail(
-            "KL",
             "algorithm.kl.horizon",
             f"the controller changes coef by up to 0.2 * samples / horizon, and a step of {samples} samples could make "
             "it zero or negative",
@@ -186,7 +177,6 @@ def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     kl = config.algorithm.kl
     if roles is not None and Role.REFERENCE not in roles and config.reference.path is not None:
         checks.warn(
-            "KL",
             "reference.path",
             "a reference model is named, and nothing uses it",
             found=config.reference.path,
@@ -194,7 +184,6 @@ def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
         )
     if kl.use != "none" and kl.coef == 0:
         checks.warn(
-            "KL",
             "algorithm.kl.coef",
             "the reference model is computed and its weight is 0",
             found=kl.coef,
@@ -202,7 +191,6 @@ def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
         )
     if kl.use == "reward" and kl.estimator.endswith("+"):
         checks.warn(
-            "KL",
             "algorithm.kl.estimator",
             "a reward has no gradient, so the straight-through form changes nothing",
             found=kl.estimator,
@@ -212,6 +200,7 @@ def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
     """Check lengths against the model, and sampling settings that change the meaning of the gradient."""
+    checks = checks.of("sampling")
     training, own = config.rollout.sampling, config.validation.sampling
     if config.robot is None:  # the length of a policy call is known with the model
         _check_lengths("rollout.sampling", training, config, facts, checks)
@@ -223,7 +212,6 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
         _check_limits(config.rollout.limits, checks)
     if training.temperature == 0:
         checks.fail(
-            "sampling",
             "rollout.sampling.temperature",
             "greedy samples of a prompt are all the same, so there is nothing to learn from",
             found=training.temperature,
@@ -233,7 +221,6 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
     for key, temperature in (("rollout", training.temperature), ("validation", own.temperature)):
         if 0 < temperature < _COLDEST:
             checks.fail(
-                "sampling",
                 f"{key}.sampling.temperature",
                 "logits divided by so little are no numbers any more",
                 found=temperature,
@@ -243,7 +230,6 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
     corrected = training.logprobs == "processed" and config.rollout_correction.resolved().active
     if (training.top_p < 1 or training.top_k > 0) and not corrected:
         checks.warn(
-            "sampling",
             "rollout.sampling.top_p" if training.top_p < 1 else "rollout.sampling.top_k",
             "tokens are sampled from a truncated distribution and scored under the full one, which is off-policy",
             found=training.top_p if training.top_p < 1 else training.top_k,
@@ -252,7 +238,6 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
         )
     if training.min_new_tokens > 0:
         checks.warn(
-            "sampling",
             "rollout.sampling.min_new_tokens",
             "tokens are sampled without end tokens at first and scored with them, which is off-policy",
             found=training.min_new_tokens,
@@ -265,16 +250,14 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
     """Check the number of samples of a held-out prompt."""
     held_out = config.validation_sampling
     if config.validation.select_by is not None and held_out.n == 1:
-        checks.fail(
-            "validation",
+        checks.of("validation").fail(
             "validation.select_by",
             "there is nothing to choose: validation draws one sample per prompt",
             found=config.validation.select_by,
             fix="set validation.sampling={n: 8, temperature: 1.0}, or remove it",
         )
     if held_out.temperature == 0 and held_out.n > 1:
-        checks.warn(
-            "sampling",
+        checks.of("sampling").warn(
             "validation.sampling.n",
             "greedy samples of a prompt are all the same",
             found=held_out.n,
@@ -285,12 +268,12 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
 def _check_lengths(
     key: str, sampling: SamplingConfig, config: RunConfig, facts: ModelFacts | None, checks: Checklist
 ) -> None:
+    checks = checks.of("lengths")
     new, prompt = sampling.max_new_tokens, config.data.max_prompt_tokens
     if sampling.min_new_tokens > new and not checks.failed(
         "rollout.sampling.min_new_tokens"
     ):  # validation may inherit it
         checks.fail(
-            "lengths",
             f"{key}.min_new_tokens",
             f"it exceeds max_new_tokens ({new})",
             found=sampling.min_new_tokens,
@@ -305,7 +288,6 @@ def _check_lengths(
     if prompt + new > facts.max_positions:
         room = facts.max_positions - prompt
         checks.fail(
-            "lengths",
             limit,
             f"prompt and response ({prompt} + {new} tokens) exceed the model's {facts.max_positions} positions",
             found=new,
@@ -313,7 +295,7 @@ def _check_lengths(
             fix=f"set {limit}={room}" if room > 0 else "lower data.max_prompt_tokens",
         )
     else:
-        checks.ok("lengths", f"{key}: {prompt} + {new} tokens fit {facts.max_positions} positions")
+        checks.ok(f"{key}: {prompt} + {new} tokens fit {facts.max_positions} positions")
 
 
 def _check_limits(limits: LimitsConfig, checks: Checklist) -> None:
@@ -321,8 +303,7 @@ def _check_limits(limits: LimitsConfig, checks: Checklist) -> None:
     for key in limits.model_fields_set:
         default, found = LimitsConfig.model_fields[key].default, getattr(limits, key)
         if found != default:
-            checks.fail(
-                "limits",
+            checks.of("limits").fail(
                 f"rollout.limits.{key}",
                 "it limits episodes of several turns, and the recipe names no environment",
                 found=found,
@@ -334,8 +315,7 @@ def _check_limits(limits: LimitsConfig, checks: Checklist) -> None:
 def _check_stop_tokens(key: str, ids: list[int], facts: ModelFacts | None, checks: Checklist) -> None:
     outside = [] if facts is None else [token for token in ids if not 0 <= token < facts.vocab]
     if outside and facts is not None:
-        checks.fail(
-            "stop tokens",
+        checks.of("stop tokens").fail(
             f"{key}.stop_token_ids",
             f"token ids outside the vocabulary of {facts.vocab}",
             found=outside,
@@ -354,8 +334,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
         _check_optim("critic.optim", config.critic.optim, config.updates(config.critic), checks)
         _check_rate("critic.optim", config.critic.optim, config, checks)
     if rests >= config.trainer.steps:
-        checks.warn(
-            "critic warm-up",
+        checks.of("critic warm-up").warn(
             "critic.warmup_steps",
             f"the run ends after {config.trainer.steps} steps, before the actor starts to train",
             found=rests,
@@ -367,8 +346,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
         _check_rate("sft.optim", sft.optim, config, checks)
     if sft.stop_at_accuracy is not None and sft.steps and not (sft.eval_every and evaluated):
         missing = "sft.eval_every" if not sft.eval_every else "data.val_files"
-        checks.fail(
-            "supervised phase",
+        checks.of("supervised phase").fail(
             missing,
             "sft.stop_at_accuracy needs evaluations on held-out prompts",
             found=0 if not sft.eval_every else [],
@@ -376,8 +354,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
             fix=f"set {missing}, or sft.stop_at_accuracy=null",
         )
     if config.validation.every and not evaluated:
-        checks.warn(
-            "validation",
+        checks.of("validation").warn(
             "data.val_files",
             f"validation.every is {config.validation.every}, and there are no held-out prompts",
             found=[],
@@ -388,8 +365,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
     """Check the requirements of a command other than train: steps to take, or a trained model."""
     if job == "sft" and config.sft.steps == 0:
-        checks.fail(
-            "supervised phase",
+        checks.of("supervised phase").fail(
             "sft.steps",
             "megarl sft takes no step, so it would export the model it was given",
             found=0,
@@ -397,8 +373,7 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
             fix="set sft.steps, for example to 500",
         )
     if job != "train" and config.preference is not None and config.trains_reward_model:
-        checks.fail(
-            "model",
+        checks.of("model").fail(
             "preference.loss",
             f"the recipe trains a reward model, which scores responses, and megarl {job} needs a language model",
             found=config.preference.loss,
@@ -407,8 +382,7 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
             "(AutoModelForSequenceClassification)",
         )
     elif job in ("eval", "generate") and config.model.path is None and config.trainer.resume in ("auto", "never"):
-        checks.fail(
-            "model",
+        checks.of("model").fail(
             "model.path",
             f"megarl {job} would work with fresh random weights",
             found="null",
@@ -422,8 +396,7 @@ def _check_rate(key: str, optim: OptimConfig, config: RunConfig, checks: Checkli
     limit = _FRESH_LR if config.model.path is None else _TRAINED_LR
     if optim.lr > limit:
         kind = "fresh" if config.model.path is None else "trained"
-        checks.warn(
-            "learning rate",
+        checks.of("learning rate").warn(
             f"{key}.lr",
             f"a {kind} model is far more likely to break than to learn above {limit:g}",
             found=optim.lr,
@@ -432,9 +405,9 @@ def _check_rate(key: str, optim: OptimConfig, config: RunConfig, checks: Checkli
 
 
 def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) -> None:
+    checks = checks.of("schedule")
     if optim.min_lr > optim.lr:
         checks.fail(
-            "schedule",
             f"{key}.min_lr",
             f"the learning rate would rise from {optim.lr} to {optim.min_lr}",
             found=optim.min_lr,
@@ -444,7 +417,6 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) ->
     warmup, end = optim.warmup(steps), optim.decay_steps or steps
     if optim.warmup_ratio is not None and optim.warmup_steps:
         checks.fail(
-            "schedule",
             f"{key}.warmup_ratio",
             "the warm-up is given twice, as steps and as a share of the run",
             found=f"warmup_ratio {optim.warmup_ratio} and warmup_steps {optim.warmup_steps}",
@@ -453,7 +425,6 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) ->
         )
     if optim.schedule != "constant" and optim.decay_steps is not None and warmup >= end:
         checks.fail(
-            "schedule",
             f"{key}.warmup_steps",
             f"the warm-up is as long as the whole schedule of {end} optimizer steps",
             found=warmup,
@@ -463,7 +434,6 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) ->
     elif warmup >= steps:
         cut = f"; it is cut to {steps - 1}" if optim.schedule != "constant" and optim.decay_steps is None else ""
         checks.warn(
-            "schedule",
             f"{key}.warmup_steps",
             f"the run ends after {steps} optimizer steps, before the warm-up does{cut}",
             found=warmup,
@@ -473,6 +443,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) ->
 
 def check_watched_metrics(config: RunConfig, placement: Placement | None, job: str, checks: Checklist) -> None:
     """Check what `trainer.best_metric` and `trainer.early_stop` watch."""
+    checks = checks.of("early stop")
     trainer = config.trainer
     if trainer.best_metric is not None:
         end = "no checkpoint would be the best"
@@ -486,14 +457,11 @@ def check_watched_metrics(config: RunConfig, placement: Placement | None, job: s
     _check_held_out_metric(config, job, checks, "early stop", key, stop.metric, end, "name one of these")
     if stop.patience is None and stop.target is None:
         fix = "set trainer.early_stop.patience=5, or a target"
-        checks.fail(
-            "early stop", "trainer.early_stop.patience", "nothing would end the run early", found="null", fix=fix
-        )
+        checks.fail("trainer.early_stop.patience", "nothing would end the run early", found="null", fix=fix)
     every = "sft.eval_every" if job == "sft" else "validation.every"
     measured = config.data.held_out and (config.sft.eval_every if job == "sft" else config.validation.every)
     if stop.metric.startswith("val/") and not measured and job in ("train", "sft"):
         checks.fail(
-            "early stop",
             key,
             "nothing is validated before the last step, so the run would never end early",
             found=stop.metric,
@@ -502,7 +470,6 @@ def check_watched_metrics(config: RunConfig, placement: Placement | None, job: s
     separate = job == "train" and placement is not None and placement.separate
     if separate and config.data.held_out and config.validation.every != 1 and not stop.metric.startswith("val/"):
         checks.warn(
-            "early stop",
             key,
             "with several teams a metric of training ends the run without a validation of its last step",
             found=stop.metric,
@@ -529,8 +496,7 @@ def _check_held_out_metric(
         return
     near = close_matches(measure, measures)
     meant = f"{kind or 'val'}/{near[0]}" if near else ""
-    checks.fail(
-        subject,
+    checks.of(subject).fail(
         key,
         f"no validation of this recipe has this metric, so {end}",
         found=name,

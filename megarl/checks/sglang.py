@@ -57,6 +57,7 @@ def check_servers(
         facts: of the model; None: unknown.
         here: the run may be on this machine, whose GPUs and packages count.
     """
+    checks = checks.of(_NAME)
     if config.rollout.engine != "sglang":
         generating = None if placement is None else placement.of_role(Role.ROLLOUT)
         _check_unused(config, checks, pushes=generating is not None and Role.ACTOR not in generating.roles)
@@ -86,7 +87,6 @@ def _check_unused(config: RunConfig, checks: Checklist, *, pushes: bool) -> None
     keys += [] if pushes else _changed("sync", config.sync)
     if keys:
         checks.warn(
-            _NAME,
             "rollout.engine",
             f"no server takes part, so nothing uses {', '.join(keys)}",
             found=config.rollout.engine,
@@ -106,7 +106,6 @@ def _check_ignored(config: RunConfig, checks: Checklist) -> None:
     keys = [key for key in _changed("rollout.sglang", servers) if key.rpartition(".")[2] in _STARTED]
     if servers.urls and keys:
         checks.warn(
-            _NAME,
             "rollout.sglang.urls",
             f"these servers run already, so nothing uses {', '.join(keys)}",
             found=servers.urls,
@@ -114,7 +113,6 @@ def _check_ignored(config: RunConfig, checks: Checklist) -> None:
         )
     if servers.api_key_env is not None and not servers.urls:
         checks.warn(
-            _NAME,
             "rollout.sglang.api_key_env",
             "it is for servers that run already; those of a run get a key of their own",
             found=servers.api_key_env,
@@ -130,7 +128,6 @@ def _check_transport_key(
     if found is not None and transport not in users:
         what = "takes tensor or distributed, which do not use it" if transport == "auto" else "does not use it"
         checks.warn(
-            _NAME,
             key,
             f"the transport {transport} {what}",
             found=found,
@@ -144,7 +141,6 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         wrong = [f"{url}: {why}" for url in servers.urls if (why := url_problem(url, "rollout.sglang.api_key_env"))]
         if wrong or len({url.rstrip("/") for url in servers.urls}) < len(servers.urls):
             checks.fail(
-                _NAME,
                 "rollout.sglang.urls",
                 "these are not addresses of different servers",
                 found=wrong or servers.urls,
@@ -152,22 +148,18 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
                 fix="write every address with http:// or https:// in front, without a key, and once",
             )
             return
-        try:
+        with checks.recorded():
             servers.external_key()
-        except ConfigError as error:
-            checks.from_error(_NAME, error)
-            return
-        checks.ok(_NAME, f"{', '.join(servers.urls)}: asked when the run starts")
+            checks.ok(f"{', '.join(servers.urls)}: asked when the run starts")
         return
     try:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         # A recipe for GPUs needs servers for GPUs, also in a dry run on a machine without one.
         cuda = True if config.cluster.device_memory_gb is not None or (nvidia_devices() and not hidden) else None
         python = find_python(servers.python, cuda=cuda)
-        checks.ok(_NAME, f"their interpreter is {python}, with sglang {sglang_version(python, cuda=cuda)}")
+        checks.ok(f"their interpreter is {python}, with sglang {sglang_version(python, cuda=cuda)}")
         if cuda and servers.colocated and config.sync.transport == "delta":
             checks.fail(
-                _NAME,
                 "sync.transport",
                 "weights of servers on the trainer's GPUs leave them in each update, so that nothing is left to change",
                 found="delta",
@@ -183,20 +175,19 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
                 check_same_nccl(python)
     except ConfigError as error:
         if not here or (config.cluster.device_memory_gb is not None and not nvidia_devices()):  # for another machine
-            checks.warn(_NAME, "rollout.sglang.python", f"not here: {error.what}", fix=error.fix)
+            checks.warn("rollout.sglang.python", f"not here: {error.what}", fix=error.fix)
         else:
-            checks.from_error(_NAME, error)
+            checks.from_error(error)
 
 
 def _check_cuda(config: RunConfig, python: Path, checks: Checklist) -> None:
     """Warn of a driver, toolkit or torch with which servers on this machine's GPUs may not start or take weights."""
     for problem in (driver_problem(), toolkit_problem(python=python)):
         if problem is not None:
-            checks.warn(_NAME, problem.where or "", problem.what, found=problem.found, fix=problem.fix)
+            checks.warn(problem.where or "", problem.what, found=problem.found, fix=problem.fix)
     ours, theirs = installed_version("torch"), version_in(python, "torch")
     if config.sync.transport not in ("disk", "delta") and ours and theirs and _public(ours) != _public(theirs):
         checks.warn(
-            _NAME,
             "rollout.sglang.python",
             "weights go from one torch to another on GPUs, which was not tried",
             found=f"trainer {ours}, servers {theirs}",
@@ -213,7 +204,6 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
     if servers.tp_size % servers.ep_size:
         checks.fail(
-            _NAME,
             "rollout.sglang.ep_size",
             f"expert-parallel ranks are among the {servers.tp_size} tensor-parallel ones",
             found=servers.ep_size,
@@ -222,7 +212,6 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
         )
     if servers.dp_size > 1:
         checks.fail(
-            _NAME,
             "rollout.sglang.dp_size",
             "SGLang does not take new weights in a server with several replicas",
             found=servers.dp_size,
@@ -234,7 +223,6 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
         return
     if servers.host in EVERY_INTERFACE:
         checks.fail(
-            _NAME,
             "rollout.sglang.host",
             "servers must not listen on every interface",
             found=servers.host,
@@ -243,7 +231,6 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
         )
     if servers.host is not None and nnodes > 1:
         checks.fail(
-            _NAME,
             "rollout.sglang.host",
             f"one address cannot be that of {nnodes} machines",
             found=servers.host,
@@ -255,13 +242,12 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
         return
     per, by = nnodes // math.gcd(nnodes, servers.nnodes), "cluster.nnodes"
     by += " / rollout.sglang.nnodes" if servers.nnodes > 1 else ""
-    if not checks.divides(_NAME, key, servers.servers, per, "the number", by):
+    if not checks.divides(key, servers.servers, per, "the number", by):
         return
     needed = servers.servers * servers.ranks // nnodes
     _check_waiting(config, needed, checks)
     if servers.gpus is not None and len(servers.gpus) != needed:
         checks.fail(
-            _NAME,
             "rollout.sglang.gpus",
             f"a machine has {count(needed, 'rank')} of servers (servers * tp_size * dp_size / cluster.nnodes)",
             found=servers.gpus,
@@ -279,7 +265,6 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
     key = "rollout.sglang.nnodes"
     if servers.tp_size % servers.nnodes:
         checks.fail(
-            _NAME,
             key,
             f"the machines of a server share its {servers.tp_size} tensor-parallel ranks",
             found=servers.nnodes,
@@ -288,7 +273,6 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
         )
     if not servers.urls and servers.nnodes > machines:
         checks.fail(
-            _NAME,
             key,
             f"the run has {count(machines, 'machine')} (cluster.nnodes)",
             found=servers.nnodes,
@@ -297,7 +281,6 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
         )
     if servers.colocated:
         checks.fail(
-            _NAME,
             key,
             "servers on the trainer's GPUs get their weights through the memory of one machine",
             found=servers.nnodes,
@@ -307,7 +290,6 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
         )
     if config.sync.transport in ("tensor", "delta"):
         checks.fail(
-            _NAME,
             "sync.transport",
             f"a server on {count(servers.nnodes, 'machine')} takes nothing through the memory of one of them",
             found=config.sync.transport,
@@ -321,7 +303,6 @@ def _check_waiting(config: RunConfig, needed: int, checks: Checklist) -> None:
     servers, here = config.rollout.sglang, config.cluster.nproc // config.cluster.nnodes
     if servers.colocated and config.cluster.device_memory_gb is not None and needed < here:
         checks.warn(
-            _NAME,
             "rollout.sglang.servers",
             f"{here - needed} of the {count(here, 'GPU')} of a machine have no server, and wait while others generate",
             found=servers.servers,
@@ -334,7 +315,6 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     servers = config.rollout.sglang
     if facts.heads % servers.tp_size:
         checks.fail(
-            _NAME,
             "rollout.sglang.tp_size",
             f"the ranks of a server share the model's {facts.heads} attention heads",
             found=servers.tp_size,
@@ -343,7 +323,6 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
         )
     if servers.ep_size > 1 and (not facts.experts or facts.experts % servers.ep_size):
         checks.fail(
-            _NAME,
             "rollout.sglang.ep_size",
             f"expert-parallel ranks share the model's {facts.experts} experts",
             found=servers.ep_size,
@@ -352,7 +331,6 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
         )
     if facts.is_moe and facts.dense_layers:  # SGLang 0.5.23 reads neither key
         checks.fail(
-            _NAME,
             "model: mlp_only_layers, decoder_sparse_step",
             "servers would give experts to layers that have none",
             found=f"{facts.dense_layers} of {count(facts.layers, 'layer')} without experts",
@@ -370,7 +348,6 @@ def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
     servers = config.rollout.sglang
     if wrong := unsplittable(facts, servers.tp_size, servers.ep_size):
         checks.fail(
-            _NAME,
             "sync.fp8",
             f"a rank of a server would hold parts of blocks of {FP8_BLOCK} x {FP8_BLOCK} weights: {', '.join(wrong)}",
             found=True,
@@ -387,7 +364,6 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
     own = draft.algorithm == "NGRAM"
     if own != (draft.draft_path is None):
         checks.fail(
-            _NAME,
             "rollout.sglang.speculative.draft_path",
             f"{draft.algorithm} has {'no' if own else 'a'} draft model",
             found=draft.draft_path,
@@ -399,7 +375,6 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
     if (set(given) - {"draft_tokens"}) if own else 0 < len(given) < len(shape):
         what = "the tree of NGRAM has a number of tokens only" if own else "SGLang chooses all three numbers, or none"
         checks.fail(
-            _NAME,
             "rollout.sglang.speculative",
             what,
             found=", ".join(given),
@@ -408,7 +383,6 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
         )
     elif draft.topk == 1 and draft.draft_tokens != (chain := (draft.steps or 0) + 1):
         checks.fail(
-            _NAME,
             "rollout.sglang.speculative.draft_tokens",
             f"a chain (topk: 1) of {draft.steps} steps is checked with the token before it",
             found=draft.draft_tokens,
@@ -417,7 +391,6 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
         )
     if not own and config.sync.transport == "disk":
         checks.fail(
-            _NAME,
             "sync.transport",
             "SGLang has the draft read the folder, too, which has the model's weights",
             found="disk",
@@ -432,7 +405,6 @@ def _check_arguments(config: RunConfig, checks: Checklist) -> None:
         # The server's parser also takes the beginning of a name.
         if name.startswith("--") and any(ours.startswith(name) for ours in _OURS):
             checks.fail(
-                _NAME,
                 "rollout.sglang.extra_args",
                 "this argument comes from other keys of the recipe, or from megarl itself",
                 found=argument,
@@ -448,7 +420,6 @@ def _check_interrupted(config: RunConfig, facts: ModelFacts, checks: Checklist) 
     room = min(limit for limit in limits if limit is not None) - _KEPT_FREE
     if config.async_.partial and longest > room:
         checks.fail(
-            _NAME,
             "async.partial",
             f"prompt and response have up to {longest} tokens, and servers take interrupted samples of up to {room}",
             found=True,
@@ -461,7 +432,6 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
     servers, cluster, longest = config.rollout.sglang, config.cluster, config.longest_sequence()
     if servers.context_length is not None and servers.context_length < longest:
         checks.fail(
-            _NAME,
             "rollout.sglang.context_length",
             f"prompt and response together have up to {longest} tokens",
             found=servers.context_length,
@@ -470,7 +440,6 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
         )
     if servers.max_total_tokens is not None and servers.max_total_tokens < longest:
         checks.fail(
-            _NAME,
             "rollout.sglang.max_total_tokens",
             f"a single sample has up to {longest} tokens",
             found=servers.max_total_tokens,
@@ -484,7 +453,6 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
     for key, (found, what) in deadlines.items():
         if cluster.nproc > 1 and found >= cluster.timeout_s:
             checks.fail(
-                _NAME,
                 key,
                 f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before {what} does",
                 found=found,
@@ -499,7 +467,6 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
     for key, least in sections.items():
         if least:
             checks.fail(
-                _NAME,
                 f"{key}.min_new_tokens",
                 "SGLang has no shortest length for servers without a tokenizer",
                 found=least,
@@ -508,7 +475,6 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
             )
     if rollout.logprobs == "processed":
         checks.fail(
-            _NAME,
             "rollout.sampling.logprobs",
             "servers return log-probs of the full distribution at the sampling temperature",
             found="processed",
@@ -517,7 +483,6 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
         )
     if config.rollout.stale_steps:
         checks.fail(
-            _NAME,
             "rollout.stale_steps",
             "servers get the new weights after every step",
             found=config.rollout.stale_steps,
@@ -531,7 +496,6 @@ def _check_pause(config: RunConfig, checks: Checklist) -> None:
     servers, switch = config.rollout.sglang, "--disable-radix-cache"
     if config.sync.pause == "in_place" and (servers.urls or switch not in servers.extra_args):
         checks.fail(
-            _NAME,
             "sync.pause",
             "the prefix cache of the old weights would stay, and answer requests after the synchronisation",
             found="in_place",
@@ -546,7 +510,6 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     sync, model = config.sync, config.model.dtype
     if sync.address in EVERY_INTERFACE:
         checks.fail(
-            _NAME,
             "sync.address",
             "weights must not be offered on every interface",
             found=sync.address,
@@ -555,7 +518,6 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
         )
     elif sync.address is not None and config.cluster.nnodes > 1:
         checks.fail(
-            _NAME,
             "sync.address",
             f"the trainer runs on {config.cluster.nnodes} machines, and this is the address of one of them at most",
             found=sync.address,
@@ -564,7 +526,6 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
         )
     elif sync.address is not None and sync.transport in ("auto", "distributed") and not _is_known(sync.address):
         checks.warn(
-            _NAME,
             "sync.address",
             "this machine knows no address of that name",
             found=sync.address,
@@ -575,7 +536,6 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     _check_pause(config, checks)
     if sync.fp8 and sync.verify != "off":
         checks.warn(
-            _NAME,
             "sync.verify",
             "with sync.fp8 no checksums are compared; what is left is the gap of a probe, sync/probe_gap",
             found=sync.verify,
@@ -583,7 +543,6 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
         )
     elif sent != held and sync.verify != "off":
         checks.fail(
-            _NAME,
             "sync.dtype",
             f"checksums are of {sent}, and the servers hold {held} (rollout.dtype)",
             found=sync.dtype,

@@ -108,11 +108,11 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
     rows = Checklist()
     try:
         if _check_inputs(config, arguments.command):
-            rows.ok("rows", "columns and tokens, as far as they can be read here")
+            rows.of("rows").ok("columns and tokens, as far as they can be read here")
         else:
-            rows.skip("rows", "these sources are read when the run starts")
+            rows.of("rows").skip("these sources are read when the run starts")
     except UserError as error:
-        rows.from_error("rows", error)
+        rows.of("rows").from_error(error)
     plan = make_plan(
         config, arguments.launcher or config.launch.launcher, arguments.command, rows.items, full=arguments.full
     )

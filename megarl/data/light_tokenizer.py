@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +14,21 @@ from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
-class CharacterTokenizer:
-    """The tokens of `tokenizer.character_tokenizer`."""
+class WrittenTokenizer:
+    """The tokens of `tokenizer.character_tokenizer`, or of `word_tokenizer`: those that a recipe writes out."""
 
     bos_token_id, unk_token_id = 1, 3
     has_chat_template = False
 
-    def __init__(self, alphabet: str) -> None:
-        self._ids = {character: number for number, character in enumerate(alphabet, len(SPECIAL_TOKENS))}
+    def __init__(self, name: str) -> None:
+        kind, _, text = name.partition(":")
+        self._split: Callable[[str], Sequence[str]] = str.split if f"{kind}:" == WORDS else list
+        self._ids = {token: number for number, token in enumerate(self._split(text), len(SPECIAL_TOKENS))}
 
     def __call__(self, text: str | Sequence[str], **settings: Any) -> dict[str, Any]:
         """Return `input_ids` of a text, or of each of a list."""
         if isinstance(text, str):
-            return {"input_ids": [self._ids.get(character, self.unk_token_id) for character in text]}
-        return {"input_ids": [self(one)["input_ids"] for one in text]}
-
-
-class WordTokenizer:
-    """The tokens of `tokenizer.word_tokenizer`."""
-
-    bos_token_id, unk_token_id = 1, 3
-    has_chat_template = False
-
-    def __init__(self, words: str) -> None:
-        self._ids = {word: number for number, word in enumerate(words.split(), len(SPECIAL_TOKENS))}
-
-    def __call__(self, text: str | Sequence[str], **settings: Any) -> dict[str, Any]:
-        """Return `input_ids` of a text, or of each of a list."""
-        if isinstance(text, str):
-            return {"input_ids": [self._ids.get(word, self.unk_token_id) for word in text.split()]}
+            return {"input_ids": [self._ids.get(token, self.unk_token_id) for token in self._split(text)]}
         return {"input_ids": [self(one)["input_ids"] for one in text]}
 
 
@@ -83,7 +69,7 @@ def _has_chat_template(folder: Path) -> bool:
     return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
 
 
-LightTokenizer = CharacterTokenizer | WordTokenizer | FileTokenizer
+LightTokenizer = WrittenTokenizer | FileTokenizer
 
 
 def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
@@ -92,10 +78,8 @@ def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
     name = model.tokenizer or model.path
     if name is None or model.trust_remote_code:
         return None
-    if name.startswith(CHARS):
-        return CharacterTokenizer(name.removeprefix(CHARS))
-    if name.startswith(WORDS):
-        return WordTokenizer(name.removeprefix(WORDS))
+    if name.startswith((CHARS, WORDS)):
+        return WrittenTokenizer(name)
     folder = _folder(name)
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None

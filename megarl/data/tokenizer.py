@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,36 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def written_tokens(name: str) -> list[str]:
+    """Return the tokens that `chars:...` or `words:...` writes out, without the special ones.
+
+    Raises:
+        ConfigError: there is none, one is there twice, or it is half of a character.
+    """
+    words = name.startswith(WORDS)
+    kind, noun, between = (WORDS, "word", " ") if words else (CHARS, "character", "")
+    text = name.removeprefix(kind)
+    tokens = text.split() if words else list(text)
+    whole = "the list of words" if words else "the alphabet"
+    twice = sorted(token for token, times in Counter(tokens).items() if times > 1)
+    if not tokens or twice:
+        raise ConfigError(
+            f"{whole} holds {noun}s twice: {', '.join(map(repr, twice))}" if twice else f"{whole} is empty",
+            where="model.tokenizer",
+            found=name,
+            allowed=f"'{kind}' and then each {noun} once{', with blanks between them' if words else ''}",
+            fix=f"write {kind + between.join(dict.fromkeys(tokens))!r}" if twice else f"list the {noun}s of all texts",
+        )
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(
+            f"{whole} holds half of a surrogate pair, which is no character",
+            where="model.tokenizer",
+            found=name,
+            fix="write the whole character",
+        )
+    return tokens
+
+
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
     """Return a tokenizer with one token per character: <pad>=0, <bos>=1, <eos>=2, <unk>=3, then the alphabet in its
     order.
@@ -68,54 +99,27 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
     It adds no special tokens by itself, decodes back to the same text, and reloads through AutoTokenizer.
 
     Raises:
-        ConfigError: the alphabet is empty or holds a character twice.
+        ConfigError: as `written_tokens`.
     """
-    twice = sorted({character for character in alphabet if alphabet.count(character) > 1})
-    if not alphabet or twice:
-        raise ConfigError(
-            "the alphabet holds characters twice" if twice else "the alphabet is empty",
-            where="model.tokenizer",
-            found=CHARS + alphabet,
-            allowed="'chars:' and then each character once",
-            fix=f"keep one of each: {''.join(twice)!r}" if twice else "list the characters of prompts and responses",
-        )
-    if any("\ud800" <= character <= "\udfff" for character in alphabet):
-        raise ConfigError(
-            "the alphabet holds half of a surrogate pair, which is no character",
-            where="model.tokenizer",
-            found=CHARS + alphabet,
-            fix="write the whole character",
-        )
+    tokens = written_tokens(CHARS + alphabet)
     from tokenizers import Regex, decoders, pre_tokenizers
 
-    return _one_each(alphabet, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse())
+    return _one_each(tokens, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse())
 
 
 def word_tokenizer(words: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with one token per word: <pad>=0, <bos>=1, <eos>=2, <unk>=3, then the words in their order.
+    """Return a tokenizer with one token per word, numbered as those of `character_tokenizer`.
 
     Words are what stands between blanks, in texts, too: "square." is another word than "square". It decodes to the
     words with one blank between two, adds no special tokens by itself, and reloads through AutoTokenizer.
 
-    Args:
-        words: with blanks between them.
-
     Raises:
-        ConfigError: there is no word, or one of them twice.
+        ConfigError: as `written_tokens`.
     """
-    each = words.split()
-    twice = sorted({word for word in each if each.count(word) > 1})
-    if not each or twice:
-        raise ConfigError(
-            "the list holds words twice" if twice else "the list of words is empty",
-            where="model.tokenizer",
-            found=WORDS + words,
-            allowed="'words:' and then each word once, with blanks between them",
-            fix=f"keep one of each: {', '.join(twice)}" if twice else "list the words of prompts and responses",
-        )
+    tokens = written_tokens(WORDS + words)
     from tokenizers import pre_tokenizers
 
-    return _one_each(each, pre_tokenizers.WhitespaceSplit())
+    return _one_each(tokens, pre_tokenizers.WhitespaceSplit())
 
 
 def _one_each(tokens: Iterable[str], splits: Any, decoder: Any = None) -> PreTrainedTokenizerBase:

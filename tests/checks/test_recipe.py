@@ -209,9 +209,9 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
         ),
         (["model.path=Qwen/Qwen3-8B"], "model", ["both model.path and model.hf_config"]),
         (["model.tokenizer=null"], "model.tokenizer", ["brings no tokenizer"]),
-        (["model.tokenizer=chars:aba"], "model.tokenizer", ["'a' more than once", "chars:ab"]),
-        (["model.tokenizer=words:up down up"], "model.tokenizer", ["twice: up", "words:up down"]),
-        (["model.tokenizer=words:"], "model.tokenizer", ["there are no words"]),
+        (["model.tokenizer=chars:aba"], "model.tokenizer", ["characters twice: 'a'", "chars:ab"]),
+        (["model.tokenizer=words:up down up"], "model.tokenizer", ["twice: 'up'", "words:up down"]),
+        (["model.tokenizer=words:"], "model.tokenizer", ["list of words is empty"]),
         (
             ["model.tokenizer=words:a b c", "model.hf_config.vocab_size=6"],
             "model.hf_config.vocab_size",

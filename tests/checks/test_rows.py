@@ -18,7 +18,7 @@ from megarl.checks.references import check_arguments
 from megarl.checks.rows import check_rows
 from megarl.config.base import ConfigErrors
 from megarl.config.load import load_config
-from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer
+from megarl.data.light_tokenizer import WrittenTokenizer, FileTokenizer
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import ConfigError, DataError, UserError
 
@@ -241,7 +241,7 @@ def test_tokens_are_counted_for_two_seconds_at_most(check):
 
 
 def test_character_tokens_are_those_of_the_real_tokenizer():
-    real, light = character_tokenizer("abc+"), CharacterTokenizer("abc+")
+    real, light = character_tokenizer("abc+"), WrittenTokenizer("chars:abc+")
     texts = ["a+b", "", "c?"]
     assert light(texts)["input_ids"] == real(texts)["input_ids"]
     assert light("ca")["input_ids"] == real("ca")["input_ids"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from megarl.config.model import ModelConfig
-from megarl.data.light_tokenizer import WordTokenizer
+from megarl.data.light_tokenizer import WrittenTokenizer
 from megarl.data.tokenizer import character_tokenizer, load_tokenizer, word_tokenizer
 from megarl.errors import ConfigError
 
@@ -43,7 +43,7 @@ def test_one_token_per_word(tmp_path):
 
 def test_words_are_known_without_transformers():
     words = "a b cd"
-    real, light = word_tokenizer(words), WordTokenizer(words)
+    real, light = word_tokenizer(words), WrittenTokenizer(f"words:{words}")
     for texts in ("cd a  b", ["b", "", "\tx a"]):
         assert light(texts)["input_ids"] == real(texts)["input_ids"]
 
@@ -67,10 +67,10 @@ def test_the_model_folder_is_the_default(tmp_path):
     [
         (ModelConfig(), "model.tokenizer: no tokenizer"),
         (ModelConfig(tokenizer="chars:"), "the alphabet is empty"),
-        (ModelConfig(tokenizer="chars:abca"), "characters twice(?s:.*)keep one of each: 'a'"),
+        (ModelConfig(tokenizer="chars:abca"), "characters twice: 'a'(?s:.*)write 'chars:abc'"),
         (ModelConfig(tokenizer="chars:ab\ud83d"), "the alphabet holds half of a surrogate pair"),
         (ModelConfig(tokenizer="words: "), "the list of words is empty"),
-        (ModelConfig(tokenizer="words:up to up"), "words twice(?s:.*)keep one of each: up"),
+        (ModelConfig(tokenizer="words:up to up"), "words twice: 'up'(?s:.*)write 'words:up to'"),
         (ModelConfig(tokenizer="./not/there"), "model.tokenizer: the tokenizer cannot be loaded"),
     ],
 )

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megarl.data.light_tokenizer import CharacterTokenizer
+from megarl.data.light_tokenizer import WrittenTokenizer
 from megarl.errors import ConfigError
 from megarl.models.vla.calls import CallLayout, PolicyFamily, policy_family, prompt_ids, prompt_text
 
@@ -68,7 +68,7 @@ def test_the_prompt_is_written_in_small_letters():
 @pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
 def test_bos_and_the_last_token_are_there_once(name):
     family = policy_family(name)
-    tokenizer = CharacterTokenizer("".join(sorted(set(prompt_text("abc", family)))))
+    tokenizer = WrittenTokenizer("chars:" + "".join(sorted(set(prompt_text("abc", family)))))
     plain = tokenizer(prompt_text("abc", family))["input_ids"]
 
     def complete(text):
