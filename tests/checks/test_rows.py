@@ -18,7 +18,7 @@ from megarl.checks.references import check_arguments
 from megarl.checks.rows import check_rows
 from megarl.config.base import ConfigErrors
 from megarl.config.load import load_config
-from megarl.data.light_tokenizer import WrittenTokenizer, FileTokenizer
+from megarl.data.light_tokenizer import FileTokenizer, WrittenTokenizer
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import ConfigError, DataError, UserError
 
