@@ -240,6 +240,10 @@ class PreferenceConfig(Section):
         """Whether log-ratios are means over tokens."""
         return self.loss == "ipo" if self.length_normalised is None else self.length_normalised
 
+    def limit(self, positions: int | None) -> int | None:
+        """Return the most tokens of a sequence, of a model of so many positions; None: any number."""
+        return min((one for one in (positions, self.max_tokens) if one is not None), default=None)
+
 
 class SFTConfig(Section):
     """Supervised fine-tuning: a cold start before RL, or `megarl sft` by itself."""

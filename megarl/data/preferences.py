@@ -1,8 +1,10 @@
-"""Preference pairs as data to train on: each is two samples of one group, the chosen response first."""
+"""Preferences as data to train on.
+
+Pairs are two samples of one group, the chosen response first; labelled examples (KTO) are desirable or not.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +12,10 @@ import torch
 
 from megarl.config.data import DataConfig
 from megarl.config.training import PreferenceConfig
-from megarl.data.batch import Batch
-from megarl.data.labelled import LabelledDataset
-from megarl.data.pairs import as_pairs
-from megarl.data.prompts import read_split, tokens_text
-from megarl.data.sft import SFTDataset
+from megarl.data.batch import Batch, Jagged
+from megarl.data.pairs import as_examples, as_pairs, label_of
+from megarl.data.prompts import dropped, fingerprint, read_split, tokens_text
+from megarl.data.sft import SFTDataset, within_tokens
 from megarl.errors import DataError, count
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
     from megarl.data.image_prompts import ImagePrompts
     from megarl.data.render import Split
+
+
+_TOO_LONG = "with a prompt or a sequence that is too long"
 
 
 def open_preferences(
@@ -77,12 +81,9 @@ class PairDataset:
         )
         longest = torch.maximum(self._chosen.response_ids.lengths, self._rejected.response_ids.lengths)
         self._lengths = self._chosen.prompt_ids.lengths + longest
-        limits = [limit for limit in (max_tokens, settings.max_tokens) if limit is not None]
-        self._kept = self._that_fit(min(limits), config.overlong) if limits else list(range(len(self._lengths)))
+        self._kept = within_tokens(settings.limit(max_tokens), self._lengths.tolist(), self._chosen.rows, config)
         self.overlong = self._chosen.overlong + len(self._lengths) - len(self._kept)
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{self._chosen.fingerprint} {self._rejected.fingerprint} {self._kept}".encode())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = fingerprint(f"{self._chosen.fingerprint} {self._rejected.fingerprint} {self._kept}")
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -90,12 +91,8 @@ class PairDataset:
     def describe(self) -> str:
         """Return one line for the log: how many pairs, how long, how many dropped."""
         lengths = self._lengths[torch.tensor(self._kept)]
-        parts = [f"{self.split}: {count(len(self), 'pair')} of at most {tokens_text(lengths)} a sequence"]
-        if self.equal:
-            parts.append(f"{self.equal} with equal responses dropped")
-        if self.overlong:
-            parts.append(f"{self.overlong} with a prompt or a sequence that is too long dropped")
-        return "; ".join(parts)
+        text = f"{self.split}: {count(len(self), 'pair')} of at most {tokens_text(lengths)} a sequence"
+        return text + dropped((self.equal, "with equal responses"), (self.overlong, _TOO_LONG))
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the pairs at `indices`, each as two samples, the chosen response first.
@@ -113,17 +110,64 @@ class PairDataset:
             pairs.set("margin", torch.tensor(margins, dtype=torch.float32))
         return pairs
 
-    def _that_fit(self, limit: int, overlong: str) -> list[int]:
-        """Return the indices of the pairs of at most `limit` tokens in each of their two sequences."""
-        lengths = self._lengths.tolist()
-        kept = [i for i, length in enumerate(lengths) if length <= limit]
-        if kept and (len(kept) == len(lengths) or overlong == "filter"):
-            return kept
-        first = next(i for i, length in enumerate(lengths) if length > limit)
-        raise DataError(
-            f"prompt and response are too long ({len(lengths) - len(kept)} of {count(len(lengths), 'such pair')})",
-            where=self._chosen.rows[first].where,
-            found=f"{lengths[first]} tokens",
-            allowed=f"{limit} tokens (the model's positions, or preference.max_tokens)",
-            fix="set data.overlong: filter" if kept else "shorten the responses, or raise preference.max_tokens",
-        )
+
+class LabelledDataset(SFTDataset):
+    """All examples of a split, less the overlong ones; of files of pairs the chosen responses, then the rejected ones.
+
+    Attributes:
+        labels: bool [examples], which are desirable.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        settings: PreferenceConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        split: Split = "train",
+        max_tokens: int | None = None,
+        stop_ids: Sequence[int] = (),
+        images: ImagePrompts | None = None,
+    ) -> None:
+        """Read, render and tokenise prompts and responses; arguments are those of PairDataset.
+
+        Raises:
+            DataError: a row is neither an example nor a pair, is longer than it may be (data.overlong: error), or none
+                is left.
+            ConfigError: no files for the split.
+        """
+        rows = as_examples(read_split(config, split), config, settings)
+        key, limit = settings.completion_key, settings.limit(max_tokens)
+        super().__init__(config, tokenizer, key, split, limit, stop_ids=stop_ids, images=images, rows=rows)
+        self.split = split
+        self.labels = torch.tensor([label_of(row, settings) for row in self.rows], dtype=torch.bool)
+        self.fingerprint = fingerprint(self.labels, self.fingerprint)
+
+    def describe(self) -> str:
+        """Return one line for the log: how many examples, how many desirable, how long, how many dropped."""
+        lengths = self.prompt_ids.lengths + self.response_ids.lengths
+        text = f"{self.split}: {count(len(self), 'example')} of {tokens_text(lengths)}"
+        text += f", {int(self.labels.sum())} desirable"
+        return text + dropped((self.overlong + self.too_long, _TOO_LONG))
+
+    def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
+        """Return the examples at `indices`: SFTDataset's batch plus `sample_id` and `label`."""
+        batch = super().batch(indices, epoch)
+        batch.set("sample_id", [f"{uid}#0" for uid in batch["uid"]])
+        batch.set("label", self.labels[torch.tensor(indices, dtype=torch.int64)])
+        return batch
+
+    def set_mismatched(self, batch: Batch, others: Sequence[int]) -> None:
+        """Give each sample of `batch` the response of the example in its place of `others`, too; of one that is too
+        long after this prompt the beginning."""
+        places = torch.tensor(others, dtype=torch.int64)
+        responses, learnt = self.response_ids.select(places), self._learnt.select(places)
+        if self.max_tokens is not None:
+            room = (self.max_tokens - batch["prompt_ids"].lengths).tolist()
+            responses, learnt = _cut(responses, room), _cut(learnt, room)
+        batch.set("mismatched_ids", responses)
+        batch.set("mismatched_mask", responses.like(learnt.values))
+
+
+def _cut(rows: Jagged, limits: Sequence[int]) -> Jagged:
+    """Return the beginning of each row, at most so many numbers."""
+    return Jagged.from_list([row[:limit] for row, limit in zip(rows.unbind(), limits, strict=True)], dtype=rows.dtype)

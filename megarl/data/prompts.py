@@ -84,7 +84,7 @@ class PromptDataset:
         self.given = [given[i] for i in kept]
         self.prompt_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)
         self.answers = [reference_of(row, config.answer_key, demanded=answered) for row in self.rows]
-        self.fingerprint = _fingerprint(self.prompt_ids)
+        self.fingerprint = fingerprint(self.prompt_ids.offsets, self.prompt_ids.values)
         hidden = (hidden_columns(row, config.prompt_key, config.answer_key) for row in self.rows)
         self._hidden = list(dict.fromkeys(name for names in hidden for name in names))
 
@@ -94,11 +94,10 @@ class PromptDataset:
     def describe(self) -> str:
         """Return one line for the log: how many prompts, how long, whether a chat template was used, how many
         dropped."""
-        dropped = f"; {self.overlong} longer than {self.config.max_prompt_tokens} dropped" if self.overlong else ""
-        if self._hidden:
-            dropped += f"; rewards find the columns {', '.join(self._hidden)} in sample['row']"
         prompts = f"{count(len(self), 'prompt')} of {tokens_text(self.prompt_ids.lengths)}"
-        return f"{self.split}: {prompts}{self._template}{dropped}"
+        text = f"{self.split}: {prompts}{self._template}"
+        text += dropped((self.overlong, f"longer than {self.config.max_prompt_tokens}"))
+        return text + f"; rewards find the columns {', '.join(self._hidden)} in sample['row']" * bool(self._hidden)
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the prompts at `indices`: prompt_ids, images, columns uid, prompt_text, answer, data_source, row.
@@ -166,11 +165,17 @@ def _data_source(row: Row) -> str:
     return path.stem if path.parent.name in ("", "..") else f"{path.parent.name}/{path.stem}"
 
 
-def _fingerprint(prompts: Jagged) -> str:
+def fingerprint(*parts: Tensor | str) -> str:
+    """Return a hash of tensors and texts."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(prompts.offsets.numpy().tobytes())
-    digest.update(prompts.values.numpy().tobytes())
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part.numpy().tobytes())
     return digest.hexdigest()
+
+
+def dropped(*counts: tuple[int, str]) -> str:
+    """Return the end of a line for the log: how many rows were dropped, and why, where there are any."""
+    return "".join(f"; {number} {why} dropped" for number, why in counts if number)
 
 
 def tokens_text(lengths: Tensor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from megarl.data.messages import (
     response_of,
     without_weight,
 )
-from megarl.data.prompts import PromptDataset, tokens_text
+from megarl.data.prompts import PromptDataset, dropped, fingerprint, tokens_text
 from megarl.data.render import Split, tokenize, uses_chat
 from megarl.data.rows import Row
 from megarl.data.templates import ChatTemplate
@@ -41,8 +40,6 @@ class SFTDataset(PromptDataset):
     Prompt and response are tokenised apart, as they are in RL, so that a model meets the same prompt tokens in both. A
     response may be messages: those of others than the assistant stand between its turns as in RL, and are not learnt.
     """
-
-    _limit = "max_position_embeddings"  # the name of what bounds an example
 
     def __init__(
         self,
@@ -85,7 +82,8 @@ class SFTDataset(PromptDataset):
             ids, learnt = self._of_turns(talks, tokenizer, [tokenizer.eos_token_id, *stop_ids])
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens
-        kept = list(range(len(ids))) if max_tokens is None else self._that_fit(ids, max_tokens)
+        lengths = [prompt + len(own) for prompt, own in zip(self.prompt_ids.lengths.tolist(), ids, strict=True)]
+        kept = within_tokens(max_tokens, lengths, self.rows, config)
         self.too_long = len(ids) - len(kept)
         self.rows = [self.rows[i] for i in kept]
         self.texts = [self.texts[i] for i in kept]
@@ -95,35 +93,15 @@ class SFTDataset(PromptDataset):
         self.responses = [responses[i] for i in kept]
         self.response_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)
         self._learnt = Jagged.from_list([learnt[i] for i in kept], dtype=torch.bool)
-        digest = hashlib.blake2b(self.response_ids.values.numpy().tobytes(), digest_size=16)
-        digest.update(self.response_ids.offsets.numpy().tobytes() + self.fingerprint.encode())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = fingerprint(self.response_ids.values, self.response_ids.offsets, self.fingerprint)
 
     def describe(self) -> str:
         """Return one line for the log: how many examples, how long, how many dropped."""
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
-        parts = [f"sft: {count(len(self), 'example')} of {tokens_text(lengths)}{self._template}"]
-        if self.overlong:
-            parts.append(f"{self.overlong} prompts longer than {self.config.max_prompt_tokens} dropped")
-        if self.too_long:
-            parts.append(f"{self.too_long} longer than the model's {self.max_tokens} positions dropped")
-        return "; ".join(parts)
-
-    def _that_fit(self, responses: list[list[int]], limit: int) -> list[int]:
-        """Return the indices of the examples of at most `limit` tokens."""
-        prompts = self.prompt_ids.lengths.tolist()
-        lengths = [prompt + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-        kept = [i for i, length in enumerate(lengths) if length <= limit]
-        if kept and (len(kept) == len(lengths) or self.config.overlong == "filter"):
-            return kept
-        first = next(i for i, length in enumerate(lengths) if length > limit)
-        raise DataError(
-            f"prompt and response are longer than the model takes ({len(lengths) - len(kept)} of {len(lengths)} such "
-            "examples)",
-            where=self.rows[first].where,
-            found=f"{lengths[first]} tokens",
-            allowed=f"{limit} tokens ({self._limit})",
-            fix="set data.overlong: filter" if kept else "shorten the examples, or train a model that takes more",
+        text = f"sft: {count(len(self), 'example')} of {tokens_text(lengths)}{self._template}"
+        return text + dropped(
+            (self.overlong, f"prompts longer than {self.config.max_prompt_tokens}"),
+            (self.too_long, f"longer than the model's {self.max_tokens} positions"),
         )
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
@@ -177,6 +155,27 @@ class SFTDataset(PromptDataset):
             ids.append(tokens)
             learnt.append(said)
         return ids, learnt
+
+
+def within_tokens(limit: int | None, lengths: Sequence[int], rows: Sequence[Row], config: DataConfig) -> list[int]:
+    """Return the indices of the examples, or pairs, of at most `limit` tokens; None: of all.
+
+    Raises:
+        DataError: a longer one with data.overlong: error, or all are.
+    """
+    kept = [i for i, length in enumerate(lengths) if limit is None or length <= limit]
+    if kept and (len(kept) == len(lengths) or config.overlong == "filter"):
+        return kept
+    first = next(i for i, length in enumerate(lengths) if limit is not None and length > limit)
+    raise DataError(
+        f"prompt and response are too long ({len(lengths) - len(kept)} of {len(lengths)} such rows)",
+        where=rows[first].where,
+        found=f"{lengths[first]} tokens",
+        allowed=f"{limit} tokens (the model's max_position_embeddings, or preference.max_tokens)",
+        fix="set data.overlong: filter"
+        if kept
+        else "shorten the rows, train a model that takes more, or raise preference.max_tokens",
+    )
 
 
 def _end(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int:

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.config.run import RunConfig
-    from megarl.data.labelled import LabelledDataset
     from megarl.data.loader import PromptLoader
-    from megarl.data.preferences import PairDataset
+    from megarl.data.preferences import LabelledDataset, PairDataset
     from megarl.data.prompts import PromptDataset
     from megarl.disaggregated.rollout_team import LoaderElsewhere
     from megarl.offload_schedule import OffloadSchedule

@@ -20,10 +20,9 @@ from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
 from megarl.data.end_tokens import end_tokens
 from megarl.data.image_prompts import ImagePrompts
-from megarl.data.labelled import LabelledDataset
 from megarl.data.loader import PromptLoader
 from megarl.data.messages import PromptColumn
-from megarl.data.preferences import PairDataset, open_preferences
+from megarl.data.preferences import LabelledDataset, PairDataset, open_preferences
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
 from megarl.data.teachers import check_teachers

@@ -16,8 +16,7 @@ from megarl.tracing import phase
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
-    from megarl.data.labelled import LabelledDataset
-    from megarl.data.preferences import PairDataset
+    from megarl.data.preferences import LabelledDataset, PairDataset
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 

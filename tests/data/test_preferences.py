@@ -6,10 +6,9 @@ import pytest
 
 from megarl.config.data import DataConfig
 from megarl.config.training import PreferenceConfig
-from megarl.data.labelled import LabelledDataset
 from megarl.data.loader import PromptLoader, rounds
 from megarl.data.pairs import as_examples, as_pairs
-from megarl.data.preferences import PairDataset
+from megarl.data.preferences import LabelledDataset, PairDataset
 from megarl.data.rows import Row
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import DataError
@@ -163,7 +162,7 @@ def test_examples_have_the_response_before_them_in_the_global_batch_on_any_numbe
     joined = [row.tolist() for half in halves for row in half["mismatched_ids"].unbind()]
     assert joined == [row.tolist() for row in one["mismatched_ids"].unbind()]
     settings = PreferenceConfig(loss="kto", max_tokens=5)
-    with pytest.raises(DataError, match="longer than the model takes") as error:
+    with pytest.raises(DataError, match="prompt and response are too long") as error:
         LabelledDataset(config.model_copy(update={"overlong": "error"}), settings, tokenizer)
     assert "preference.max_tokens" in str(error.value)
 
