@@ -28,26 +28,16 @@ _LOSSES = {"dpo": ("sigmoid", "robust", "hinge", "ipo"), "kto": ("kto",), "rewar
 
 
 def build_dpo(config: RunConfig) -> TaskGraph:
-    """Return the task graph of one training step of DPO.
-
-    Raises:
-        ConfigError: the recipe has no section `preference`, or one with another pipeline's loss.
-    """
-    _check_section(config, "dpo")
-    p = Pipeline("dpo", "direct preference optimisation", config)
+    """Return the task graph of one training step of DPO; errors as `_pipeline`."""
+    p = _pipeline("dpo", "direct preference optimisation", config)
     p.add(logprob.ref_logp)
     p.add(preference.dpo_train)
     return p.build(preference.PAIR_FIELDS)
 
 
 def build_kto(config: RunConfig) -> TaskGraph:
-    """Return the task graph of one training step of KTO.
-
-    Raises:
-        ConfigError: the recipe has no section `preference`, or one with another pipeline's loss.
-    """
-    _check_section(config, "kto")
-    p = Pipeline("kto", "policy from desirable and undesirable responses", config)
+    """Return the task graph of one training step of KTO; errors as `_pipeline`."""
+    p = _pipeline("kto", "policy from desirable and undesirable responses", config)
     p.add(logprob.ref_logp)
     p.add(kto.mismatched_ref_logp)
     p.add(kto.kto_train)
@@ -55,18 +45,18 @@ def build_kto(config: RunConfig) -> TaskGraph:
 
 
 def build_reward_model(config: RunConfig) -> TaskGraph:
-    """Return the task graph of one training step of a reward model.
-
-    Raises:
-        ConfigError: the recipe has no section `preference`, or one with another pipeline's loss.
-    """
-    _check_section(config, "reward_model")
-    p = Pipeline("reward_model", "a sequence classifier that scores responses", config)
+    """Return the task graph of one training step of a reward model; errors as `_pipeline`."""
+    p = _pipeline("reward_model", "a sequence classifier that scores responses", config)
     p.add(preference.reward_model_train)
     return p.build(preference.PAIR_FIELDS)
 
 
-def _check_section(config: RunConfig, pipeline: str) -> None:
+def _pipeline(pipeline: str, title: str, config: RunConfig) -> Pipeline:
+    """Return a pipeline without nodes.
+
+    Raises:
+        ConfigError: the recipe has no section `preference`, or one with another pipeline's loss.
+    """
     losses = _LOSSES[pipeline]
     if config.preference is None:
         raise ConfigError(
@@ -87,3 +77,4 @@ def _check_section(config: RunConfig, pipeline: str) -> None:
             allowed=", ".join(losses),
             fix=f"set preference.loss={losses[0]}, or algorithm.pipeline={other}",
         )
+    return Pipeline(pipeline, title, config)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from megarl.artifacts.facts import is_hub_name, model_facts
+from megarl.artifacts.trained import steps_in
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 
@@ -57,7 +58,7 @@ def _check_source(source: Path) -> None:
         return
     if not source.is_dir() and is_hub_name(str(source)):
         return
-    newest = [max(found, key=_step) for root in (source, source / "checkpoints") if (found := _checkpoints(root))]
+    newest = [root / f"step_{steps[-1]}" for root in (source, source / "checkpoints") if (steps := steps_in(root))]
     inside = [*newest, *(file.parent for file in source.glob("hf/config.json"))]
     raise ConfigError(
         "this folder holds neither a model nor a checkpoint" if source.is_dir() else "there is no such folder",
@@ -66,11 +67,3 @@ def _check_source(source: Path) -> None:
         allowed="a folder with config.json and *.safetensors, a hub name, a checkpoint (step_N), or a PEFT adapter",
         fix=f"did you mean {inside[-1]}?" if inside else "check the path; it is relative to the current folder",
     )
-
-
-def _checkpoints(root: Path) -> list[Path]:
-    return [file.parent for file in root.glob("step_*/meta.json") if file.parent.name[5:].isdigit()]
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name[5:])

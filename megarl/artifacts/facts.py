@@ -26,7 +26,7 @@ from megarl.architectures.values import (
 from megarl.architectures.vision import VisionShape
 from megarl.architectures.vision_language import DECODERS, VisionEncoder, decoder_config
 from megarl.artifacts.checkpoint_files import quantized_block
-from megarl.artifacts.other_folders import no_model
+from megarl.artifacts.model_files import no_model
 from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError, close_matches

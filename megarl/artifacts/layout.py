@@ -50,6 +50,21 @@ def sequence_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
     )
 
 
+def image_problems(layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
+    """Return what keeps a vision-language model from the layouts of the recipe's teams."""
+    if all(layout.cp == 1 for layout in layouts):
+        return []
+    return [
+        ConfigError(
+            "images are not split over context-parallel ranks",
+            where="actor.parallel.cp",
+            found="above 1",
+            allowed="1",
+            fix="use tp or pp for long sequences",
+        )
+    ]
+
+
 def tensor_widths(facts: ModelFacts) -> dict[str, int]:
     """Return the widths that tensor parallelism divides, by name."""
     widths = {"attention heads": facts.heads, "key/value heads": facts.kv_heads}

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, count
-
-if TYPE_CHECKING:
-    from megarl.config.run import RunConfig
 
 
 def with_steps(config: RunConfig) -> RunConfig:

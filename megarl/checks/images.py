@@ -6,11 +6,10 @@ import math
 
 from megarl.architectures.vision_language import DECODERS, VisionEncoder
 from megarl.artifacts.facts import ModelFacts
-from megarl.artifacts.layout import divisors
+from megarl.artifacts.layout import divisors, image_problems
 from megarl.checks.checklist import Checklist
 from megarl.compat.cuda import version_in
 from megarl.compat.sglang import find_python, install_fix
-from megarl.config.images import image_problems
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.dag.placement import Placement
@@ -39,7 +38,7 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
         )
         return
     layouts = [config.actor.parallel] if placement is None else [team.parallel for team in placement.teams]
-    problems = image_problems(config, layouts)
+    problems = image_problems(layouts)
     if encoder is not None and config.rollout.engine == "sglang":
         problems += [*_server_problems(config.rollout.sglang, encoder), *_partial_problems(config)]
         if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:  # else it is another machine's

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.artifacts.facts import hub_cache_folder, is_hub_name
+from megarl.artifacts.facts import local_folder
 from megarl.config.model import ModelConfig
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS
 
@@ -80,7 +80,7 @@ def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
         return None
     if name.startswith((CHARS, WORDS)):
         return WrittenTokenizer(name)
-    folder = _folder(name)
+    folder = local_folder(name)
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     try:
@@ -97,16 +97,8 @@ def brings_chat_template(model: ModelConfig) -> bool | None:
         return None
     if name.startswith((CHARS, WORDS)):
         return False
-    folder = _folder(name)
+    folder = local_folder(name)
     try:
         return None if folder is None else _has_chat_template(folder)
     except (OSError, ValueError, AttributeError):  # a broken tokenizer_config.json: the workers' message says how
         return None
-
-
-def _folder(name: str) -> Path | None:
-    """Return the folder of a tokenizer's files on this machine."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    return hub_cache_folder(name) if is_hub_name(name) else None

@@ -22,7 +22,7 @@ from megarl.architectures.vision_language import (
 )
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
-from megarl.artifacts.other_folders import no_model
+from megarl.artifacts.model_files import no_model
 from megarl.artifacts.robot_policy import PREPROCESSOR, ROBOT_POLICY, read_preprocessor
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig

@@ -12,9 +12,9 @@ import torch
 
 from megarl.algorithms.kl import KLController
 from megarl.architectures.vision_language import DECODERS
+from megarl.artifacts.layout import image_problems
 from megarl.comm import team_world
 from megarl.config.base import raise_problems
-from megarl.config.images import image_problems
 from megarl.config.run import RunConfig, steps_text
 from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
@@ -286,7 +286,7 @@ def _refuse_known_late(config: RunConfig, team: OwnTeam, hf_config: PretrainedCo
     problem = config.model.freeze_problem(sees=bool(visual_tensors(hf_config)))
     raise_problems([] if problem is None else [problem])
     if encoder_of(hf_config) is not None:
-        raise_problems(image_problems(config, [team.plan.parallel]))
+        raise_problems(image_problems([team.plan.parallel]))
 
 
 def _end_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> list[int]:

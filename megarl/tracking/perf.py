@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 
 from megarl import device
 from megarl.planning.hardware import measure_peak
+from megarl.processes import write_atomically
 
 # Dense matrix TFLOP/s from the vendors' data sheets (no sparsity): (bf16, tf32, fp32). First match wins, so a longer
 # name stands before a shorter one.
@@ -83,18 +85,9 @@ def _remembered_peak(dtype: str) -> float:
         known = {}
     if key not in known:
         known[key] = measure_peak(dtype)
-        _remember(path, known)
+        with contextlib.suppress(OSError):  # a read-only home: measure again next time
+            write_atomically(path, json.dumps(known, indent=1))
     return float(known[key])
-
-
-def _remember(path: Path, known: dict[str, float]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(known, indent=1))
-        os.replace(temporary, path)
-    except OSError:  # a read-only home: measure again next time
-        return
 
 
 def perf_metrics(

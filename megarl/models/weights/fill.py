@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from megarl.architectures.adapters import MODULE, is_adapter
-from megarl.artifacts.unread_tensors import refuse_unread
+from megarl.artifacts.checkpoint_files import refuse_unread
 from megarl.errors import ConfigError
 from megarl.models.hf import vision_of
 from megarl.models.policy import PolicyModel
