@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from megarl import __version__
@@ -147,34 +148,31 @@ def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
     doctor.set_defaults(run=_doctor)
     checks = doctor.add_subparsers(dest="check", metavar="CHECK")
     _add_parity(checks)
-    gpu = checks.add_parser(
-        "gpu",
-        help="certify this machine: what works on its GPUs, and how fast",
-        description=certificate.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    certificate.add_arguments(gpu)
-    gpu.set_defaults(run=certificate.run)
+    text = "certify this machine: what works on its GPUs, and how fast"
+    _add_module(checks, "gpu", text, certificate, certificate.run)
 
 
 def _add_formulas(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the commands that predict a run."""
-    plan = commands.add_parser(
-        "plan",
-        help="what a step takes on some hardware, by formulas; with --search the layouts that are fastest",
-        description=planning.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    text = "what a step takes on some hardware, by formulas; with --search the layouts that are fastest"
+    _add_module(commands, "plan", text, planning, planning.run)
+    text = "what a run would do with its time on other devices, links, or with other settings"
+    _add_module(commands, "simulate", text, simulation, _simulate)
+
+
+def _add_module(
+    commands: argparse._SubParsersAction[Parser],
+    name: str,
+    text: str,
+    module: ModuleType,
+    run: Callable[[argparse.Namespace], int],
+) -> None:
+    """Add a command that a module describes and gives its arguments."""
+    one = commands.add_parser(
+        name, help=text, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    planning.add_arguments(plan)
-    plan.set_defaults(run=planning.run)
-    simulate = commands.add_parser(
-        "simulate",
-        help="what a run would do with its time on other devices, links, or with other settings",
-        description=simulation.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    simulation.add_arguments(simulate)
-    simulate.set_defaults(run=_simulate)
+    module.add_arguments(one)
+    one.set_defaults(run=run)
 
 
 def _add_parity(checks: argparse._SubParsersAction[Parser]) -> None:

@@ -125,6 +125,15 @@ def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float =
     return difflib.get_close_matches(word, list(options), n, cutoff)
 
 
+def shortened(text: str, limit: int = 120) -> str:
+    """Return a text, cut to so many characters.
+
+    >>> shortened("x" * 10, 8)
+    'xxxxx...'
+    """
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def count(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural.
 

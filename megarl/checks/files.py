@@ -16,6 +16,7 @@ from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
 from megarl.checks.weights import check_weights
+from megarl.config.base import as_config_error
 from megarl.config.data import RewardConfig
 from megarl.config.model import ModelConfig
 from megarl.config.other_names import method_fix
@@ -372,9 +373,7 @@ def check_other_models(
             found = model_facts(ModelConfig(path=path, freeze=config.model.freeze))
         except ConfigError as error:
             where = error.where if error.where != "model.path" else key
-            checks.of(role).from_error(
-                ConfigError(error.what, where=where, found=error.found, allowed=error.allowed, fix=error.fix)
-            )
+            checks.of(role).from_error(as_config_error(error, where=where))
             continue
         if found is None:
             checks.of(role).skip(f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")

@@ -39,13 +39,11 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
     elif isinstance(built, UserError):
         if not checks.failed(built.where):
             checks.of("task graph").from_error(built)
-    elif built is not None and (built.has_responses or config.preference is not None):
-        _check_pairs(config, built, checks.of("preferences"))
-        _check_sampling(config, built, checks)
-        _check_filter(config, built, checks)
-        _check_resampling(config, built, checks)
     elif built is not None:
-        _check_critic(config, built, checks)
+        if built.has_responses or config.preference is not None:
+            _check_pairs(config, built, checks.of("preferences"))
+        else:
+            _check_critic(config, built, checks)
         _check_sampling(config, built, checks)
         _check_filter(config, built, checks)
         _check_resampling(config, built, checks)

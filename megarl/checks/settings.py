@@ -328,11 +328,9 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """Check learning rates, supervised phase and evaluation."""
     has_critic = Role.CRITIC in (roles or ())
     rests = config.critic.warmup_steps if has_critic else 0
-    _check_optim("actor.optim", config.actor.optim, config.updates(config.actor, rests), checks)
-    _check_rate("actor.optim", config.actor.optim, config, checks)
+    _check_optim("actor.optim", config.actor.optim, config.updates(config.actor, rests), config, checks)
     if has_critic:
-        _check_optim("critic.optim", config.critic.optim, config.updates(config.critic), checks)
-        _check_rate("critic.optim", config.critic.optim, config, checks)
+        _check_optim("critic.optim", config.critic.optim, config.updates(config.critic), config, checks)
     if rests >= config.trainer.steps:
         checks.of("critic warm-up").warn(
             "critic.warmup_steps",
@@ -342,8 +340,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
         )
     sft, evaluated = config.sft, bool(config.data.held_out)
     if sft.steps:
-        _check_optim("sft.optim", sft.optim, sft.steps, checks)
-        _check_rate("sft.optim", sft.optim, config, checks)
+        _check_optim("sft.optim", sft.optim, sft.steps, config, checks)
     if sft.stop_at_accuracy is not None and sft.steps and not (sft.eval_every and evaluated):
         missing = "sft.eval_every" if not sft.eval_every else "data.val_files"
         checks.of("supervised phase").fail(
@@ -391,8 +388,8 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
         )
 
 
-def _check_rate(key: str, optim: OptimConfig, config: RunConfig, checks: Checklist) -> None:
-    """Warn of large rates: AdamW moves every weight by about the learning rate per step, whatever the gradient."""
+def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, checks: Checklist) -> None:
+    # AdamW moves every weight by about the learning rate per step, whatever the gradient.
     limit = _FRESH_LR if config.model.path is None else _TRAINED_LR
     if optim.lr > limit:
         kind = "fresh" if config.model.path is None else "trained"
@@ -402,9 +399,6 @@ def _check_rate(key: str, optim: OptimConfig, config: RunConfig, checks: Checkli
             found=optim.lr,
             fix=f"set {key}.lr={'1e-3' if kind == 'fresh' else '1e-6'}",
         )
-
-
-def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) -> None:
     checks = checks.of("schedule")
     if optim.min_lr > optim.lr:
         checks.fail(

@@ -69,9 +69,9 @@ class ConfigErrors(ConfigError):
         super().__init__("\n".join([f"{len(problems)} problems in the configuration", *numbered]))
 
 
-def as_config_error(error: UserError) -> ConfigError:
-    """Return the same problem as a ConfigError, so that it can be listed with others."""
-    return ConfigError(error.what, where=error.where, found=error.found, allowed=error.allowed, fix=error.fix)
+def as_config_error(error: UserError, where: str | None = None) -> ConfigError:
+    """Return the same problem as a ConfigError, so that it can be listed with others; `where`: at another place."""
+    return ConfigError(error.what, where=where or error.where, found=error.found, allowed=error.allowed, fix=error.fix)
 
 
 def raise_problems(problems: Sequence[ConfigError]) -> None:

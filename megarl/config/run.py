@@ -9,7 +9,6 @@ from typing import Any, Literal, TextIO
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.config.asynchrony import AsyncConfig
 from megarl.config.base import Seconds, Section
 from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
@@ -17,7 +16,7 @@ from megarl.config.launch import LaunchConfig
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.placement import PlacementConfig
 from megarl.config.robot import RobotConfig
-from megarl.config.rollout import SINGLE_TURN, RolloutConfig, SamplingConfig, ValidationConfig
+from megarl.config.rollout import SINGLE_TURN, AsyncConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
 from megarl.config.training import (
     ActorConfig,

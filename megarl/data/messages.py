@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.data.row_images import MARK, is_image
 from megarl.data.rows import MEDIA_FIX, Row
-from megarl.errors import DataError
+from megarl.errors import DataError, shortened
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"
@@ -83,7 +83,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
         raise DataError(
             f"the messages in column {column!r} end with the assistant's, so that the prompt holds the response",
             where=row.where,
-            found=_short(messages[-1]["content"]),
+            found=shortened(messages[-1]["content"]),
             allowed="a prompt that ends with the user's message, or a tool's",
             fix=f"for supervised fine-tuning set sft.response_key to {column!r}, too: the prompt is then what comes "
             "before the assistant's first message. For RL, take the assistant's last message out of the column",
@@ -93,7 +93,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
         raise DataError(
             f"the conversation in column {column!r} begins with the assistant's message, so that there is no prompt",
             where=row.where,
-            found=_short(messages[0]["content"]),
+            found=shortened(messages[0]["content"]),
             fix="take the row out, or put the user's message first",
         )
     return without_weight(prompt)
@@ -156,7 +156,7 @@ def response_messages(
         raise DataError(
             f"the response in column {key!r} begins with messages that are not the prompt's",
             where=row.where,
-            found=[f"{message['role']}: {_short(message['content'], 60)}" for message in before],
+            found=[f"{message['role']}: {shortened(message['content'], 60)}" for message in before],
             allowed="messages that begin with the assistant's, or with all messages of the prompt",
             fix=f"set data.prompt_key to {key!r}, too, if it holds the whole conversation",
         )
@@ -179,7 +179,7 @@ def _refuse_unlearnt(messages: list[Message], key: str, row: Row) -> None:
         raise DataError(
             f"two messages of the assistant follow each other in column {key!r}, and a model says one at a time",
             where=row.where,
-            found=[_short(message["content"], 60) for message in messages[twice - 1 : twice + 1]],
+            found=[shortened(message["content"], 60) for message in messages[twice - 1 : twice + 1]],
             fix="join them into one message, or take the row out",
         )
     if not any(is_learnt(message) for message in messages if message["role"] == ASSISTANT):
@@ -264,10 +264,6 @@ def _wrong_type(value: Any, row: Row, column: str) -> DataError:
         found=value if len(repr(value)) < 200 else type(value).__name__,
         allowed=_FORM,
     )
-
-
-def _short(text: str, limit: int = 120) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 @dataclass(frozen=True)

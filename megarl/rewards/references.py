@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.rows import Row
-from megarl.errors import DataError
+from megarl.errors import DataError, shortened
 from megarl.imports import source_file
 from megarl.rewards.answers import answer_texts
 from megarl.rewards.registry import REWARDS
@@ -70,7 +70,7 @@ def _check_answers_of(reward: RewardConfig, key: str | None, answers: Iterable[t
             raise DataError(
                 f"the reward {reward.name} cannot use the answer in {key!r}: {error}",
                 where=row.where,
-                found=value if len(repr(value)) < 200 else repr(value)[:197] + "...",
+                found=value if len(repr(value)) < 200 else shortened(repr(value), 200),
                 allowed="text that is not empty, or a finite number" + (", or a list of those" * (several == "any")),
                 fix=_fix(value, key),
             ) from error

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from megarl.config.data import BY_MODEL
-from megarl.errors import ConfigError, RewardError
+from megarl.errors import ConfigError, RewardError, shortened
 from megarl.metrics import Metrics
 from megarl.rewards.pool import ScorerPool
 from megarl.rewards.registry import REWARDS, Scorer, load_scorer, mode_of, time_limit_s
@@ -231,9 +231,9 @@ def _describe(name: str, samples: list[Sample], index: int, failure: ScoringFail
     lines = [
         f"reward {name!r}: sample {index} of {len(samples)} {_verb(failure.reason)}",
         f"  uid:      {sample.get('uid')!r}",
-        f"  prompt:   {_start(sample.get('prompt'))}",
-        f"  response: {_start(sample.get('response'))}",
-        f"  answer:   {_start(sample.get('answer'))}",
+        f"  prompt:   {shortened(repr(sample.get('prompt')))}",
+        f"  response: {shortened(repr(sample.get('response')))}",
+        f"  answer:   {shortened(repr(sample.get('answer')))}",
     ]
     if failure.where:
         lines.append(f"  at:       {failure.where}")
@@ -245,8 +245,3 @@ def _describe(name: str, samples: list[Sample], index: int, failure: ScoringFail
 
 def _verb(reason: str) -> str:
     return f"failed: the function {reason}" if reason.startswith(("raised", "returned", "did not")) else reason
-
-
-def _start(value: object, limit: int = 120) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

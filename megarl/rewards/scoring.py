@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, shortened
 from megarl.imports import location
 from megarl.rewards.registry import REWARDS, Scorer
 from megarl.simulators.plain import Malformed, cut, flag, number, short, text
@@ -90,7 +90,9 @@ def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[ScoringFailure |
     def call() -> None:
         values = scorer.function(samples, **scorer.kwargs)
         if isinstance(values, dict) or not hasattr(values, "__len__") or isinstance(values, str):
-            raise _Refused(f"returned {_short(values)} for {len(samples)} samples instead of a list of results")
+            raise _Refused(
+                f"returned {shortened(repr(values), 80)} for {len(samples)} samples instead of a list of results"
+            )
         if len(values) != len(samples):
             raise _Refused(f"returned {len(values)} results for {len(samples)} samples")
         returned.extend(values)
@@ -131,7 +133,7 @@ def _checked(value: Any) -> Result:
     if not isinstance(value, dict):
         return {"overall": _finite(value, "")}
     if "overall" not in value:
-        raise _Refused(f"returned a dict without 'overall': {_short(value)}")
+        raise _Refused(f"returned a dict without 'overall': {shortened(repr(value), 80)}")
     if len(value) > MAX_PARTS:
         raise _Refused(f"returned {len(value)} parts; allowed: {MAX_PARTS}")
     result: Result = {}
@@ -148,18 +150,13 @@ def _checked(value: Any) -> Result:
 
 def _finite(value: Any, part: str) -> float:
     if value is None or isinstance(value, (str, bytes, complex)) or not hasattr(value, "__float__"):
-        raise _Refused(f"returned {_short(value)}{part}, which is not a number")
+        raise _Refused(f"returned {shortened(repr(value), 80)}{part}, which is not a number")
     number = float(value)
     if not math.isfinite(number):
         raise _Refused(f"returned {number}{part}")
     if abs(number) > LARGEST:
         raise _Refused(f"returned {number:g}{part}; allowed: up to {LARGEST:g}, whose squares float32 can hold")
     return number
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 _REASON, _WHERE = 2000, 1000  # characters

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.comm import WorkerGroup
-from megarl.config.asynchrony import AsyncConfig
+from megarl.config.rollout import AsyncConfig
 from megarl.config.run import RunConfig, TrainerConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role

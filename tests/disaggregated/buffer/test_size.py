@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from megarl.config.asynchrony import AsyncConfig
 from megarl.config.model import ParallelConfig
+from megarl.config.rollout import AsyncConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan, place
 from megarl.data.batch import Batch, Jagged
