@@ -248,12 +248,11 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
             fix="set algorithm.loss.aggregation=seq-mean-token-mean",
         )
     if chosen.spec.ratio_free:
-        _check_ratio_free(config, checks.of("policy loss"))
+        _check_ratio_free(config, checks)
 
 
 def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
     """Refuse corrections that a loss without a ratio cannot apply."""
-    checks = checks.of("policy loss")
     name, actor = config.algorithm.loss.name, config.actor
     minis = config.data.batch_size // (actor.mini_batch_size or config.data.batch_size) * actor.ppo_epochs
     if minis > 1:

@@ -201,7 +201,6 @@ def _check_rule(rule: dict[str, Any], key: str, checks: Checklist) -> None:
 
 
 def _check_generation(config: RunConfig, checks: Checklist) -> None:
-    checks = checks.of("sampling")
     rollout, knobs = config.rollout, config.rollout_correction.resolved()
     precision = rollout.dtype == "bf16" and config.model.dtype == "fp32"
     if precision and not knobs.active:

@@ -66,7 +66,7 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
             checks.from_error(problem)
         check_local_weights("model", model.path, facts, checks)
     if model.hf_config is not None and model.path is None:
-        _check_spelling(model.hf_config, checks.of("model"))
+        _check_spelling(model.hf_config, checks)
     _check_tokenizer(model, facts, checks.of("tokenizer"))
     return facts
 
@@ -164,11 +164,12 @@ def _check_vocabulary(name: str, facts: ModelFacts | None, checks: Checklist) ->
 
 def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
     """Check every source of training and held-out rows; `job` (train, sft, eval, generate) needs one of the two."""
+    checks = checks.of("data")
     data, examples = config.data, config.sft.train_files or []
     needed = "train_files" if job in ("train", "sft") else "val_files"
     found_here = data.train_files if needed == "train_files" else data.held_out
     if not found_here and not (job == "sft" and examples):
-        checks.of("data").fail(
+        checks.fail(
             f"data.{needed}",
             "there is no training data" if needed == "train_files" else "there are no held-out prompts",
             found=[],
@@ -181,7 +182,7 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
         found["sft.train_files"] = examples
     for key, sources in found.items():
         for source in sources:
-            _check_source(source, key, checks.of("data"))
+            _check_source(source, key, checks)
 
 
 def _check_held_out(config: RunConfig, checks: Checklist) -> None:
@@ -191,7 +192,7 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
     trained = {_same(source) for source in [*data.train_files, *(config.sft.train_files or [])]}
     both = [source for source in data.val_files if _same(source) in trained and not is_module_reference(source)]
     if both and config.robot is None:
-        checks.of("data").warn(
+        checks.warn(
             "data.val_files",
             "these are trained on, too, so that validation does not tell what the model has learnt",
             found=both,
@@ -217,7 +218,7 @@ def _check_split(config: RunConfig, checks: Checklist) -> None:
     elif data.val_split > 1 and data.val_split != int(data.val_split):
         problem = ("neither a share nor a number of prompts", f"set data.val_split={int(data.val_split)}")
     if problem is not None:
-        checks.of("data").fail("data.val_split", problem[0], found=f"{data.val_split:g}", fix=problem[1])
+        checks.fail("data.val_split", problem[0], found=f"{data.val_split:g}", fix=problem[1])
 
 
 def _same(source: str) -> str:

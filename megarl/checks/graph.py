@@ -169,12 +169,11 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
                 allowed=wanted,
                 fix="leave it out",
             )
-    _check_loss(config, preference, checks.of("preferences"))
+    _check_loss(config, preference, checks)
 
 
 def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checklist) -> None:
     """Check that a loss of pairs uses all keys that are set."""
-    checks = checks.of("preferences")
     ignored = ["beta", "sft_coef", "length_normalised"] if preference.scores else ["margin_key", "center_coef"]
     ignored += ["sft_coef", "length_normalised"] if preference.labelled else ["desirable_weight", "undesirable_weight"]
     if preference.loss not in ("sigmoid", "robust"):

@@ -75,7 +75,7 @@ def check_machine(
     if launcher == "ray" and not gpu:
         checks.skip("not known: Ray chooses the machines")
     elif not gpu:
-        _check_cores(config, machine, checks.of("machine"), starts)
+        _check_cores(config, machine, checks, starts)
     placed = _divided(sizes, placement, checks)
     if placed is None:
         return

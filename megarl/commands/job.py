@@ -105,14 +105,14 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
     from megarl.checks.hub import check_hub
     from megarl.config.base import raise_problems
 
-    rows = Checklist()
+    rows = Checklist(name="rows")
     try:
         if _check_inputs(config, arguments.command):
-            rows.of("rows").ok("columns and tokens, as far as they can be read here")
+            rows.ok("columns and tokens, as far as they can be read here")
         else:
-            rows.of("rows").skip("these sources are read when the run starts")
+            rows.skip("these sources are read when the run starts")
     except UserError as error:
-        rows.of("rows").from_error(error)
+        rows.from_error(error)
     plan = make_plan(
         config, arguments.launcher or config.launch.launcher, arguments.command, rows.items, full=arguments.full
     )
