@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 
-def sample_seed(run_seed: int, uid: str, sample: int, turn: int = 0) -> int:
-    """Seed in [0, 2**63) of one turn of sample `sample` of prompt `uid`.
+@dataclass(frozen=True)
+class Seeds:
+    """Seeds of all that is random in a run: they follow from its seed and from names, not from ranks or places.
 
-    `uid` names the prompt and the epoch it is met in. The training step does not enter: a sample is the same whenever
-    it is sampled, earlier or later than its step.
+    `uid` names a prompt and the epoch it is met in. The training step does not enter the seeds of samples: a sample is
+    the same whenever it is sampled, earlier or later than its step. All seeds are in [0, 2**63).
 
-    >>> sample_seed(0, "a", 0) == sample_seed(0, "a", 0) != sample_seed(0, "a", 1)
+    >>> Seeds(0).sample("a", 0) == Seeds(0).sample("a", 0) != Seeds(0).sample("a", 1)
     True
     """
-    return _seed("sample", run_seed, uid, sample, turn)
 
+    run: int
 
-def env_seed(run_seed: int, uid: str) -> int:
-    """Seed in [0, 2**63) of the environment of prompt `uid`; its samples share it, and start from one state."""
-    return _seed("env", run_seed, uid)
+    def sample(self, uid: str, sample: int, turn: int = 0) -> int:
+        """Seed of one turn of sample number `sample` of prompt `uid`."""
+        return self._seed("sample", uid, sample, turn)
 
+    def env(self, uid: str) -> int:
+        """Seed of the environment of prompt `uid`; its samples share it, and start from one state."""
+        return self._seed("env", uid)
 
-def teacher_seed(run_seed: int, uid: str) -> int:
-    """Seed in [0, 2**63) of which teacher prompt `uid` has; its samples share it."""
-    return _seed("teacher", run_seed, uid)
+    def teacher(self, uid: str) -> int:
+        """Seed of which teacher prompt `uid` has; its samples share it."""
+        return self._seed("teacher", uid)
 
+    def tokens(self, update: int, sample_id: str) -> int:
+        """Seed of what a loss draws for the tokens of a sample in optimizer step `update`."""
+        return self._seed("tokens", update, sample_id)
 
-def token_seed(run_seed: int, update: int, sample_id: str) -> int:
-    """Seed in [0, 2**63) of what a loss draws for the tokens of a sample in optimizer step `update`."""
-    return _seed("tokens", run_seed, update, sample_id)
+    def order(self, role: str, step: int, epoch: int) -> int:
+        """Seed of the order in which a role trains on the prompts of a step."""
+        return self._seed("order", role, step, epoch)
 
+    def resampling(self, step: int) -> int:
+        """Seed of the draws that make the batch of a step out of its samples."""
+        return self._seed("resampling", step)
 
-def order_seed(run_seed: int, role: str, step: int, epoch: int) -> int:
-    """Seed in [0, 2**63) of the order in which a role trains on the prompts of a step."""
-    return _seed("order", run_seed, role, step, epoch)
-
-
-def resampling_seed(run_seed: int, step: int) -> int:
-    """Seed in [0, 2**63) of the draws that make the batch of a step out of its samples."""
-    return _seed("resampling", run_seed, step)
-
-
-def _seed(*parts: str | int) -> int:
-    # Joined by a byte that neither numbers nor our uids hold, so different parts give different texts.
-    text = "\x1f".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    def _seed(self, kind: str, *parts: str | int) -> int:
+        # Joined by a byte that neither numbers nor our uids hold, so different parts give different texts.
+        text = "\x1f".join(map(str, (kind, self.run, *parts)))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megarl.config.run import RunConfig
 from megarl.metrics import Metrics
 from megarl.offload_schedule import OffloadSchedule
-from megarl.rollout import seeds
+from megarl.rollout.seeds import Seeds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,37 +36,6 @@ def _text() -> SequenceLayout:
     from megarl.training.sequence_layout import TEXT
 
     return TEXT
-
-
-@dataclass(frozen=True)
-class Seeds:
-    """Seeds of all that is random in a run: they follow from its seed and from names, not from ranks or places."""
-
-    run: int
-
-    def sample(self, uid: str, sample: int, turn: int = 0) -> int:
-        """Seed of one turn of sample number `sample` of prompt `uid`."""
-        return seeds.sample_seed(self.run, uid, sample, turn)
-
-    def env(self, uid: str) -> int:
-        """Seed of the environment of prompt `uid`."""
-        return seeds.env_seed(self.run, uid)
-
-    def teacher(self, uid: str) -> int:
-        """Seed of which teacher prompt `uid` has."""
-        return seeds.teacher_seed(self.run, uid)
-
-    def tokens(self, update: int, sample_id: str) -> int:
-        """Seed of what a loss draws for the tokens of a sample in optimizer step `update`."""
-        return seeds.token_seed(self.run, update, sample_id)
-
-    def order(self, role: str, step: int, epoch: int) -> int:
-        """Seed of the order in which a role trains on the prompts of a step."""
-        return seeds.order_seed(self.run, role, step, epoch)
-
-    def resampling(self, step: int) -> int:
-        """Seed of the draws that make the batch of a step out of its samples."""
-        return seeds.resampling_seed(self.run, step)
 
 
 @dataclass

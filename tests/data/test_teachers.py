@@ -6,7 +6,7 @@ from megarl.config.training import TeacherConfig
 from megarl.data.rows import Row
 from megarl.data.teachers import check_teachers, choose_teacher
 from megarl.errors import DataError
-from megarl.rollout.seeds import teacher_seed
+from megarl.rollout.seeds import Seeds
 
 
 def config(math=1.0, code=1.0, **more) -> TeacherConfig:
@@ -22,12 +22,12 @@ def test_a_row_names_its_teacher_also_inside_a_column():
 @pytest.mark.parametrize(("math", "code"), [(3.0, 1.0), (0.0, 2.0), (1.0, 0.0)])
 def test_others_are_drawn_by_the_weights_and_by_their_uid(math, code):
     drawn = [
-        choose_teacher(config(math, code), {"teacher": None}, teacher_seed(7, f"train-0-{i}")) for i in range(4000)
+        choose_teacher(config(math, code), {"teacher": None}, Seeds(7).teacher(f"train-0-{i}")) for i in range(4000)
     ]
     share = math / (math + code)
     # Five standard deviations of a share of 4,000 draws; none where it is certain.
     assert abs(drawn.count("math") / 4000 - share) <= 5 * (share * (1 - share) / 4000) ** 0.5
-    assert drawn[:50] == [choose_teacher(config(math, code), {}, teacher_seed(7, f"train-0-{i}")) for i in range(50)]
+    assert drawn[:50] == [choose_teacher(config(math, code), {}, Seeds(7).teacher(f"train-0-{i}")) for i in range(50)]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from statistics import NormalDist
 
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.buffer.flow import Flow
-from megarl.rollout.seeds import env_seed, sample_seed
+from megarl.rollout.seeds import Seeds
 from megarl.staleness import InOrder, StalenessSettings, make_policy
 
 SEED = 0  # of the run
@@ -61,8 +61,8 @@ class Work:
         """Return the seconds of the samples of prompt `number` of the run, the row with this number of its data."""
         uid = f"train-0-{number}"
         if self.thinks:
-            return [self.answer_s(env_seed(SEED, uid), sample) + TOKEN_S for sample in range(self.samples)]
-        return [TOKEN_S * self.tokens(sample_seed(SEED, uid, sample)) for sample in range(self.samples)]
+            return [self.answer_s(Seeds(SEED).env(uid), sample) + TOKEN_S for sample in range(self.samples)]
+        return [TOKEN_S * self.tokens(Seeds(SEED).sample(uid, sample)) for sample in range(self.samples)]
 
     def answer_s(self, seed: int, sample: int) -> float:
         """Return the seconds of the environment with this seed, for a sample of its group."""

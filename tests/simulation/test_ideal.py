@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.seeds import env_seed
+from megarl.rollout.seeds import Seeds
 from tests.simulation.ideal import CASES, SEED, TOKEN_S, Work, flowing, in_order, makespan, synchronous
 
 
@@ -52,7 +52,7 @@ def test_phases_are_balanced_where_the_case_says_so():
 
 def test_an_environment_takes_the_seconds_of_its_sample_and_decoding_those_of_a_token():
     work = CASES["environments"]
-    seconds = [work.answer_s(env_seed(SEED, "train-0-3"), sample) for sample in range(work.samples)]
+    seconds = [work.answer_s(Seeds(SEED).env("train-0-3"), sample) for sample in range(work.samples)]
     assert work.seconds(3) == [TOKEN_S + each for each in seconds]
     assert len(set(seconds)) > 1
 
