@@ -39,8 +39,7 @@ def test_every_sample_runs_once_with_its_prompt_in_its_row(shapes, slots, budget
         assert all(rows[row] == s.request for row, s in enumerate(running) if s.prompt_tokens > 1)
         done = random.sample(range(len(running)), random.randint(1, len(running)))
         before = list(running)
-        holes, movers = scheduler.finish(done)
-        for hole, mover in zip(holes, movers, strict=True):
+        for mover, hole in scheduler.finish(done):
             rows[hole] = rows[mover]
         assert {s.id for s in scheduler.running} == {s.id for row, s in enumerate(before) if row not in done}
     assert seen == list(range(sum(n for _, n in shapes)))

@@ -6,6 +6,7 @@ key/value head, D head size, L cached positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,6 +114,34 @@ class DecodeAttention:
         return attend_cpu(q.reshape(n * groups, per, size), keys, values, self._bias[window], self._scale).view(n, -1)
 
 
+class _Padding:
+    """Packed sequences side by side, [m, P], padded to the longest.
+
+    Padding repeats the first token of its sequence: finite, and overwritten or masked wherever it lands.
+
+    Attributes:
+        real: bool [m, P], the places that hold a token of the stream.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.shape = (len(lengths), max(lengths))
+        sizes = torch.tensor(lengths)
+        place = torch.arange(self.shape[1])
+        self.real = place < sizes[:, None]
+        start = (sizes.cumsum(0) - sizes)[:, None]
+        self._padded = torch.where(self.real, start + place, start).flatten().to(device)
+        self._packed = self.real.flatten().nonzero()[:, 0].to(device)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return packed x [t, ...] as [m, P, ...]."""
+        return x[self._padded].view(*self.shape, *x.shape[1:])
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """Return the context [t, G*q*D] of packed q [t, G, q, D]; see `attend_prompts`."""
+        out = attend_prompts(self.pad(q).permute(0, 2, 3, 1, 4), keys, values, mask, scale)
+        return out.permute(0, 3, 1, 2, 4).reshape(math.prod(self.shape), -1)[self._packed]
+
+
 class PromptAttention:
     """The attention of packed prompts that start at position 0; each prompt's keys and values go to all of its rows.
 
@@ -124,30 +153,20 @@ class PromptAttention:
     def __init__(self, cache: KVCache, lengths: Sequence[int], rows: Sequence[Sequence[int]], scale: float) -> None:
         self._cache, self._scale = cache, scale
         device = cache.device
-        self._shape = (len(lengths), max(lengths))
-        sizes = torch.tensor(lengths)
-        place = torch.arange(self._shape[1])
-        real = place < sizes[:, None]
-        start = sizes.cumsum(0) - sizes
-        # Padding repeats the first token of its prompt: finite, and overwritten or masked wherever it lands.
-        self._padded = torch.where(real, start[:, None] + place, start[:, None]).flatten().to(device)
-        self._packed = real.flatten().nonzero()[:, 0].to(device)
+        self._padding = _Padding(lengths, device)
         self._stream = pack_stream(lengths, device=device).params
         self._rows = torch.tensor([row for group in rows for row in group], device=device)
         self._source = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=device)
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """See `Attend`."""
-        m, longest = self._shape
         q, k, v = norm.split(qkv, rope)
         out = varlen_attention(q.flatten(1, 2), k, v, self._stream, self._scale, window)
-        k, v = (x[self._padded].view(m, longest, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+        k, v = (self._padding.pad(x).transpose(1, 2) for x in (k, v))
         self._cache.fill(layer, self._rows, k[self._source], v[self._source])
         if out is not None:
             return out.flatten(1)
-        q = q[self._padded].view(m, longest, *q.shape[1:]).permute(0, 2, 3, 1, 4)
-        out = attend_prompts(q, k, v, window, self._scale)
-        return out.permute(0, 3, 1, 2, 4).reshape(m * longest, -1)[self._packed]
+        return self._padding.attend(q, k, v, window_mask(k.shape[2], window, q.device), self._scale)
 
 
 class ExtendAttention:
@@ -164,24 +183,18 @@ class ExtendAttention:
     ) -> None:
         self._cache, self._scale = cache, scale
         device = cache.device
-        self._shape = (len(lengths), max(lengths))
-        sizes, first = torch.tensor(lengths), torch.tensor(starts)
-        place = torch.arange(self._shape[1])
-        real = place < sizes[:, None]
-        begin = sizes.cumsum(0) - sizes
-        self._padded = torch.where(real, begin[:, None] + place, begin[:, None]).flatten().to(device)
-        self._packed = real.flatten().nonzero()[:, 0].to(device)
-        positions = torch.where(real, first[:, None] + place, first[:, None])
+        self._padding = _Padding(lengths, device)
+        sizes, first, real = torch.tensor(lengths), torch.tensor(starts)[:, None], self._padding.real
+        positions = torch.where(real, first + torch.arange(real.shape[1]), first)
         self._positions = positions.to(device)
         self._rows = torch.tensor(list(rows), device=device)
         self._token_rows = torch.repeat_interleave(self._rows, sizes.to(device))
         self._token_positions = positions[real].to(device)
-        self._reach = int((first + sizes).max())
+        self._reach = int((first[:, 0] + sizes).max())
         self._bias: dict[int | None, Tensor] = {}
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """See `Attend`."""
-        m, longest = self._shape
         q, k, v = norm.split(qkv, rope)
         keys, values = self._cache.keys(layer), self._cache.values(layer)
         keys[self._token_rows, :, self._token_positions] = k
@@ -189,19 +202,9 @@ class ExtendAttention:
         keys, values = (x[self._rows, :, : self._reach] for x in (keys, values))
         if window not in self._bias:
             bias = length_bias(self._positions.flatten(), self._reach, window, q.dtype)
+            m, longest = self._padding.shape
             self._bias[window] = bias.view(m, 1, longest, self._reach)
-        groups, per, size = q.shape[1:]
-        q = q[self._padded].view(m, longest, groups, per, size).permute(0, 2, 3, 1, 4)
-        wide = lambda x: x[:, :, None].expand(-1, -1, per, -1, -1).reshape(m, groups * per, -1, size)  # noqa: E731
-        out = F.scaled_dot_product_attention(
-            q.reshape(m, groups * per, longest, size),
-            wide(keys),
-            wide(values),
-            attn_mask=self._bias[window],
-            scale=self._scale,
-        )
-        out = out.view(m, groups, per, longest, size).permute(0, 3, 1, 2, 4)
-        return out.reshape(m * longest, -1)[self._packed]
+        return self._padding.attend(q, keys, values, self._bias[window], self._scale)
 
 
 def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -239,28 +242,26 @@ def attend_gpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias.expand(-1, -1, q.shape[2], -1), scale=scale)
 
 
-def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float) -> Tensor:
-    """Return the causal attention over right-padded prompts.
+def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return bool [length, length]: the places that each place of a prompt reads; None: all up to itself."""
+    if window is None or length <= window:
+        return None
+    at = torch.arange(length, device=device)
+    return (at <= at[:, None]) & (at > at[:, None] - window)
+
+
+def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Return the attention over right-padded sequences.
 
     Args:
         q: [m, G, q, P, D].
-        keys, values: [m, G, P, D].
+        keys, values: [m, G, L, D].
+        mask: of SDPA, for [m, G*q, P, L]; None: causal, with L = P.
 
     Returns:
         [m, G, q, P, D]; padding rows hold anything finite.
     """
-    m, groups, per, length, size = q.shape
-    wide = lambda x: x[:, :, None].expand(-1, -1, per, -1, -1).reshape(m, groups * per, length, size)  # noqa: E731
-    mask = None
-    if window is not None and length > window:
-        at = torch.arange(length, device=q.device)
-        mask = (at <= at[:, None]) & (at > at[:, None] - window)
-    out = F.scaled_dot_product_attention(
-        q.reshape(m, groups * per, length, size),
-        wide(keys),
-        wide(values),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-    )
+    k, v = (x[:, :, None].expand(-1, -1, q.shape[2], -1, -1).flatten(1, 2) for x in (keys, values))
+    causal = mask is None
+    out = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale)
     return out.view(q.shape)

@@ -91,8 +91,8 @@ class Scheduler:
             passes[-1].rows.append(fresh[request])
         return passes
 
-    def finish(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Drop finished rows. Returns (holes, movers): row movers[i] must be copied to holes[i], all at once."""
+    def finish(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Drop finished rows. Returns the (source, target) rows that must be copied, all at once."""
         gone = set(rows)
         kept = len(self.running) - len(gone)
         holes = sorted(row for row in gone if row < kept)
@@ -100,4 +100,4 @@ class Scheduler:
         for hole, mover in zip(holes, movers, strict=True):
             self.running[hole] = self.running[mover]
         del self.running[kept:]
-        return holes, movers
+        return list(zip(movers, holes, strict=True))

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from megarl.models.vlm.model import Images
 
 _CHECK_EVERY_GPU = 8
+#: Tokens, their log-probs, and what ended them.
+Drawn = tuple[list[int], list[float], FinishReason]
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Session:
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
     @torch.inference_mode()
-    def run(self) -> list[tuple[list[int], list[float], FinishReason]]:
+    def run(self) -> list[Drawn]:
         """Return the tokens, log-probs and finish reason of every sample, in the order of requests and seeds."""
         steps = 0
         while True:
@@ -290,28 +292,36 @@ class Session:
         if not finished:
             return
         self._advance(len(finished))
-        holes, movers = self._scheduler.finish(finished)
+        self._move(self._scheduler.finish(finished), len(self._scheduler.running))
+
+    def _move(self, moves: Sequence[tuple[int, int]], running: int | None = None) -> None:
+        """Copy (source, target) rows, all at once; `running`: rows that still run where some have ended."""
         state = self._state
-        if holes:
-            targets, sources = (torch.tensor(x, device=self._stage.device) for x in (holes, movers))
+        if moves:
+            sources, targets = torch.tensor(moves, device=self._stage.device).unbind(1)
             self._cache.copy_rows(sources, targets)
             state.numbers[:, targets] = state.numbers[:, sources]
             state.done[targets] = state.done[sources]
-        left = len(self._scheduler.running)
-        self._reach = int(state.position[:left].max()) if left else 0
+        if running is not None:
+            self._reach = int(state.position[:running].max()) if running else 0
 
-    def _results(self) -> list[tuple[list[int], list[float], FinishReason]]:
-        """Return the results cut at the first end token; tokens that ran on between two checks are dropped."""
-        self._mesh.from_last_stage(self._logprobs)
+    def _results(self) -> list[Drawn]:
+        """Return what all samples have drawn."""
+        room = torch.tensor(self._sampling.max_new_tokens) if self._room is None else self._room[:-1].cpu()
+        return self._cut(self._tokens[:-1], self._mesh.from_last_stage(self._logprobs)[:-1], room)
+
+    def _cut(self, tokens: Tensor, logprobs: Tensor, room: Tensor) -> list[Drawn]:
+        """Return rows cut at the first end token, else after their `room`; those that ran on until a check are longer.
+
+        Args:
+            tokens, logprobs: [n, tokens].
+            room: int64 [n] or one for all, on the CPU.
+        """
         most = self._sampling.max_new_tokens
-        tokens, logprobs = self._tokens[:-1, :most].cpu(), self._logprobs[:-1, :most].cpu()
-        stop = torch.isin(tokens, self._stops.cpu())
-        limit: int | Tensor = most
-        if self._room is not None:
-            limit = self._room[:-1].cpu()
-            stop &= torch.arange(tokens.shape[1]) < limit[:, None]
+        tokens, logprobs = tokens[:, :most].cpu(), logprobs[:, :most].cpu()
+        stop = torch.isin(tokens, self._stops.cpu()) & (torch.arange(most) < room[..., None])
         ended = stop.any(1)
-        lengths = torch.where(ended, stop.int().argmax(1) + 1, limit).tolist()
+        lengths = torch.where(ended, stop.int().argmax(1) + 1, room).tolist()
         return [
             (tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if ended[i] else "length")
             for i, n in enumerate(lengths)

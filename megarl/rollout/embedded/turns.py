@@ -18,15 +18,13 @@ from megarl.config.rollout import SamplingConfig
 from megarl.rollout.embedded.attention import ExtendAttention
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.rows import CacheRows, RowAssignment
-from megarl.rollout.embedded.session import Session, SessionLimits, seen
-from megarl.rollout.engine import FinishReason
+from megarl.rollout.embedded.session import Drawn, Session, SessionLimits, seen
 from megarl.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImageSet
     from megarl.models.vlm.model import Images
 
-Drawn = tuple[list[int], list[float], FinishReason]
 _LOOK_EVERY = 8  # decode steps between two questions whether to go on: these may be collective
 _TOGETHER = 8  # answers come in groups of at least an eighth of what runs: reading several costs little more than one
 
@@ -189,36 +187,14 @@ class TurnSession(Session):
         if not finished:
             return {}
         sequences = [self._rows.holders[row] for row in finished]
-        drawn = dict(zip(sequences, self._turns(sequences), strict=True))
+        place = torch.tensor(sequences, device=self._stage.device)
+        logprobs = self._mesh.from_last_stage(self._logprobs[place])
+        drawn = dict(zip(sequences, self._cut(self._tokens[place], logprobs, self._rooms[place].cpu()), strict=True))
         for sequence, (tokens, _, _) in drawn.items():
             self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1  # the last token was not fed
-        self._move(self._rows.retire(finished))
-        left = self._rows.running
-        self._reach = int(self._state.position[:left].max()) if left else 0
+        moves = self._rows.retire(finished)
+        self._move(moves, self._rows.running)
         return drawn
-
-    def _turns(self, sequences: list[int]) -> list[Drawn]:
-        """Return the sampled tokens, cut at the first end token or where there is no more room."""
-        place = torch.tensor(sequences, device=self._stage.device)
-        most = self._sampling.max_new_tokens
-        tokens, room = self._tokens[place, :most].cpu(), self._rooms[place].cpu()
-        logprobs = self._mesh.from_last_stage(self._logprobs[place, :most]).cpu()
-        stop = torch.isin(tokens, self._stops.cpu()) & (torch.arange(most) < room[:, None])
-        ended = stop.any(1)
-        lengths = torch.where(ended, stop.int().argmax(1) + 1, room).tolist()
-        return [
-            (tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if ended[i] else "length")
-            for i, n in enumerate(lengths)
-        ]
-
-    def _move(self, moves: list[tuple[int, int]]) -> None:
-        if not moves:
-            return
-        sources, targets = torch.tensor(moves, device=self._stage.device).unbind(1)
-        self._cache.copy_rows(sources, targets)
-        state = self._state
-        state.numbers[:, targets] = state.numbers[:, sources]
-        state.done[targets] = state.done[sources]
 
 
 def _passes(lengths: Sequence[int], budget: int) -> list[slice]:
