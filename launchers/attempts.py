@@ -32,7 +32,6 @@ def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
     """Describe the resume point of the next attempt, and return `trainer.resume` for it.
 
     Args:
-        run_dir: the run folder.
         resume: `trainer.resume` that it was started with.
         begun: the run has begun; else the checkpoints in the folder are of an earlier run.
     """
@@ -49,12 +48,7 @@ def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
 
 
 class Attempts:
-    """One command's attempts at a run.
-
-    Args:
-        start: the launcher's function.
-        job: the job to run.
-    """
+    """One command's attempts at a run."""
 
     def __init__(self, start: Callable[[Job], Workers], job: Job) -> None:
         self._start, self._job = start, job

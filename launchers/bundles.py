@@ -71,7 +71,6 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
 
     Args:
         config: of the run; the workers of one machine are on one node.
-        teams: of the run.
         nodes: resources of each node of the Ray cluster.
 
     Raises:

@@ -232,8 +232,6 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
     Args:
         launcher: one of `LAUNCHERS`.
         entry: `pkg.mod:fn(config, run_dir)`.
-        config: of the run.
-        run_dir: its folder.
         placement: the teams; None: all workers are one team.
 
     Raises:

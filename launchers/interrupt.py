@@ -28,11 +28,6 @@ _LIMITED = (signal.SIGTERM, signal.SIGHUP)
 def save_first(workers: Workers, job: Job, number: int) -> None:
     """Let a run write a checkpoint if it would lose steps otherwise; return when it has, or will not.
 
-    Args:
-        workers: of the run.
-        job: their job.
-        number: the received signal.
-
     Raises:
         Stopped: a second signal was received.
     """

@@ -58,7 +58,6 @@ class KubernetesJob:
     """The job to submit.
 
     Attributes:
-        config: of the run.
         name: of the objects.
         run_dir: its folder, as the pods' path.
         command: train, sft or eval.
@@ -198,7 +197,6 @@ def doubtful(config: RunConfig, command: str = "train", placement: Placement | N
     """Return warnings about settings that Kubernetes accepts and that are probably not intended.
 
     Args:
-        config: of the run.
         command: train, sft or eval.
         placement: its teams; None: unknown, or there is only one.
     """

@@ -41,7 +41,6 @@ def check_fields(settings: KubernetesConfig, launcher: str) -> None:
     """Check the added fields of pods and containers against those written here, and against each other.
 
     Args:
-        settings: section with these fields.
         launcher: starts the workers; torchrun in a JobSet.
 
     Raises:

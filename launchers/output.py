@@ -25,7 +25,6 @@ class OutputLog:
     """A log of the workers' raw output, by their numbers. Threads may share it.
 
     Args:
-        path: file of whole lines.
         name: returns a worker's name, which precedes its lines.
         split: only JSON objects of rank 0 go to standard output, its other lines to the error output.
     """

@@ -42,7 +42,6 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     """Run one process of one node; the first one of the first node writes links.json.
 
     Args:
-        folder: for the results.
         gpus: processes of each node; 0: one, without a GPU.
         limit_s: deadline of each wait on another node.
         local: number of this process on its node.

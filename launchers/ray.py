@@ -102,7 +102,6 @@ def start(job: Job, *, own: bool = False) -> RayWorkers:
     """Reserve the devices, start the actors and their work.
 
     Args:
-        job: to run.
         own: use a Ray started for the job on this machine, even if RAY_ADDRESS is set.
 
     Raises:

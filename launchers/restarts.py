@@ -44,13 +44,7 @@ class TeamWorkers(Protocol):
 
 
 class Restarts:
-    """The restarts of one run.
-
-    Args:
-        workers: of the run.
-        job: of the run.
-        watch: on the workers.
-    """
+    """The restarts of one run."""
 
     def __init__(self, workers: Workers, job: Job, watch: Watch) -> None:
         self._job, self._watch = job, watch
@@ -59,11 +53,6 @@ class Restarts:
 
     def after_death(self, failure: RankFailure, why: str, ended: dict[int, int]) -> bool:
         """Restart the team of `failure`; return False if it must not be, and the run ends.
-
-        Args:
-            failure: the first failure.
-            why: the same in one line.
-            ended: exit codes of the workers that have ended.
 
         Raises:
             WorkerError: the team did not start.

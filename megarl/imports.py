@@ -59,7 +59,6 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
     A callable is returned unchanged. Files are relative to the current folder, in which modules are looked up, too.
 
     Args:
-        path: import path, or the callable itself.
         where: its configuration key or node, for the message.
 
     Raises:

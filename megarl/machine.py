@@ -23,7 +23,6 @@ class Machine:
     """Resources that processes on this machine may use together.
 
     Attributes:
-        cores: CPU cores.
         memory: bytes of host memory, installed or allowed by a cgroup.
         has_gpu: an NVIDIA driver is loaded, and CUDA_VISIBLE_DEVICES does not hide all of its GPUs.
         gpu_memory: bytes of the smallest visible GPU; None: there is none, or its driver does not say.
@@ -65,11 +64,7 @@ def available_cores() -> int:
 
 
 def host_memory(root: Path = _ROOT) -> float:
-    """Return the bytes that processes here may use together: installed memory, or the smallest memory cgroup's limit.
-
-    Args:
-        root: parent of `proc` and `sys`.
-    """
+    """Return the bytes that processes here may use together: installed memory, or the smallest memory cgroup's limit."""
     installed = _fields(root / "proc/meminfo").get("MemTotal:", 0) * 1024
     if not installed:  # not Linux
         installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -136,7 +136,6 @@ class OffloadSchedule:
         """Register a model and move it to where the current phase needs it.
 
         Args:
-            name: one of `MODELS`.
             model: has all its parts on the device.
             offloads: its parts may be offloaded.
         """

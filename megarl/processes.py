@@ -103,7 +103,6 @@ def worker_name(number: int, team: str | None, rank: int) -> str:
     Args:
         number: among the workers of all teams.
         team: its team; None: there is only one team.
-        rank: in its team.
     """
     return f"rank {rank}" if team is None else f"worker {number} ({team}, rank {rank})"
 
@@ -160,11 +159,7 @@ def has_nvidia_device() -> bool:
 
 
 def nvidia_devices(root: Path = Path("/dev")) -> int:
-    """Return the number of NVIDIA GPUs of this machine, regardless of CUDA_VISIBLE_DEVICES.
-
-    Args:
-        root: folder of the device files.
-    """
+    """Return the number of NVIDIA GPUs of this machine, regardless of CUDA_VISIBLE_DEVICES."""
     return sum(file.name.removeprefix("nvidia").isdecimal() for file in root.glob("nvidia*"))
 
 
@@ -179,9 +174,6 @@ def oom_kills(root: Path = Path("/")) -> int:
 
     Only differences are meaningful. A container's own limit may show only in the cgroup (`memory.events` of version 2,
     `memory.oom_control` of version 1). 0 if unknown.
-
-    Args:
-        root: parent of `proc` and `sys`.
     """
     return sum(_counter(file, "oom_kill") for file in (root / "proc/vmstat", *_cgroup_counters(root)))
 
@@ -237,8 +229,6 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
     """Write `content` so that a reader of `path` sees the old file or the whole new one, never a part.
 
     Args:
-        path: the file.
-        content: all of it.
         durable: it is on disk on return, so that a power cut leaves no empty file either.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

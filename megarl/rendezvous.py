@@ -187,10 +187,7 @@ def prove(store: Store, token: bytes, rank: int, world: int, timeout_s: float) -
     """Prove to rank 0 that this rank knows the run's token, and learn that all ranks and rank 0 do; collective.
 
     Args:
-        store: shared by all ranks.
         token: secret of the run.
-        rank: of this process.
-        world: number of ranks.
         timeout_s: deadline of the whole exchange.
 
     Raises:

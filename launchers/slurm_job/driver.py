@@ -28,11 +28,7 @@ class Over(Exception):
 
 
 class SlurmJob:
-    """One job.
-
-    Args:
-        run_dir: of the run.
-    """
+    """One job."""
 
     def __init__(self, run_dir: Path) -> None:
         self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]

@@ -47,8 +47,6 @@ class Nodes:
     """The nodes of a job.
 
     Args:
-        files: of the run.
-        job: its number.
         look: called several times a second while nodes are tested; its exception ends the tests without blaming a node.
     """
 
@@ -65,8 +63,6 @@ class Nodes:
         """Start node.sh on these nodes.
 
         Args:
-            nodes: of the job.
-            more: arguments of node.sh.
             output: name of the file of RUN_DIR/launch for its output, with TEAM for the kind of its nodes. Such a step
                 ends when one of its tasks fails, or one of its nodes; without, it is a test that outlives its tasks.
         """

@@ -57,7 +57,6 @@ class Executor:
     """The object that runs a graph again and again; `statuses` and `seconds` tell about the nodes in the last walk.
 
     Args:
-        graph: to walk.
         roles: by the names under which stages take them (`megarl.dag.stage.ROLES`).
         nodes: those that this worker's team walks, in the graph's order; None: all.
         channel: to and from other teams; None: there are none.

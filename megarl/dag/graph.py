@@ -14,9 +14,7 @@ class TaskGraph:
     """The nodes and the edges that follow from what they declare (`megarl.dag.edges`), without cycles.
 
     Args:
-        id: name.
         description: its purpose, in a few words.
-        nodes: in reading order.
         entry: fields of the batch that enters the graph.
 
     Raises:

@@ -123,9 +123,7 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
     """Return the samples after `node`: those of `batch` with what it wrote, or what it made of them if it resamples.
 
     Args:
-        node: the node that ran.
         batch: the samples before it.
-        output: its return value.
         before: `writes_in_place` before it ran.
 
     Raises:

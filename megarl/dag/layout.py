@@ -21,7 +21,6 @@ class Drawing:
     """The pixel coordinates of a drawing.
 
     Attributes:
-        width, height: width and height of the whole drawing.
         boxes: top left corner of each node.
         sizes: width and height of each node.
         captions: second line of each box.

@@ -27,7 +27,6 @@ class Measured:
     """The earlier run.
 
     Attributes:
-        timings: timings of its steps.
         workers: that worked on each node, by its id.
         served: nodes whose work servers do on devices of their own: more workers would not make them faster.
     """

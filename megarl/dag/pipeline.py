@@ -15,7 +15,6 @@ class Pipeline:
     """A list of nodes on its way to a TaskGraph.
 
     Args:
-        id: name.
         description: its purpose, in a few words.
         config: the run's configuration, for stages whose fields depend on it.
 

@@ -40,9 +40,7 @@ class TeamPlan:
     Attributes:
         name: in messages and metrics.
         roles: models that it holds, as far as the graph works with them.
-        devices: its workers.
         first: number of its first worker among those of all teams, which are counted team by team.
-        parallel: layout of its models.
         nodes: the nodes that it walks, in the graph's order.
         cuts: where mini-batches of the models that it trains begin among the prompts of a step, but the first.
     """

@@ -84,8 +84,6 @@ class Scoring:
     """Groups that have come as far as the node that waits for their rewards.
 
     Attributes:
-        numbers: of their prompts.
-        batch: their samples.
         metrics: of these samples, as far as they have come.
         aside: what other teams use of them (`GroupChannel.aside`).
     """
@@ -101,12 +99,8 @@ class AsReadyLoop:
     """The loop of a rollout's team until the last weights have come. All ranks of a replica make the same calls.
 
     Attributes:
-        c: this rank's state.
         executor: walks this team's nodes after the one that generates, as far as they do not wait for rewards.
         scored: walks those after them.
-        channel: of the executor.
-        recorder: of this rank.
-        checkpoints: this team's part of them.
         held: what a checkpoint has of groups that were begun; None: nothing, or it has been taken up.
     """
 

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointPart:
-    """A `SavedRun`: saves and restores what this team has of it. All methods are collective over the team.
-
-    Args:
-        c: of a team that is not the actor's.
-    """
+    """A `SavedRun`: saves and restores what this team has of it. All methods are collective over the team."""
 
     def __init__(self, c: RankState) -> None:
         self._c, self._world = c, c.layout.world
@@ -84,7 +80,6 @@ class CheckpointPart:
         The next steps run while it is written; after the last one it is complete.
 
         Args:
-            step: of the checkpoint.
             numbers, accuracy: only the actor's team decides by them.
             last: no step follows.
             files: asked for the contents by name of what this rank adds, if the step is saved.

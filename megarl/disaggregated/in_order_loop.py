@@ -59,11 +59,6 @@ class InOrderLoop:
     """The steps of a rollout's team. All methods are collective over it.
 
     Attributes:
-        c: this rank's state.
-        executor: walks this team's nodes.
-        channel: of the executor.
-        recorder: of this rank.
-        checkpoints: this team's part of them.
         held: what a checkpoint has for the first steps.
     """
 

@@ -33,11 +33,7 @@ SAMPLES, WEIGHTS = "samples", "weights"
 
 
 class TeamTime:
-    """The time of one rank of one of several teams.
-
-    Args:
-        team: of this rank.
-    """
+    """The time of one rank of one of several teams."""
 
     def __init__(self, team: OwnTeam) -> None:
         self._team, self._name = team, f"team/{team.plan.name}"
@@ -92,11 +88,7 @@ def _kind(event: PhaseEvent) -> str:
 
 
 class AllTeams:
-    """The comparison of teams that the leading one adds to what each has counted.
-
-    Args:
-        teams: names of all teams of the run.
-    """
+    """The comparison of teams that the leading one adds to what each has counted."""
 
     def __init__(self, teams: Iterable[str]) -> None:
         self._busy: dict[str, float | None] = dict.fromkeys(teams)

@@ -148,8 +148,6 @@ class LoaderElsewhere:
 
     Args:
         context: of this rank; its step says which state is asked for.
-        mail: between the two.
-        team: name of the rollout's.
         policy: by which it runs ahead, in order; None: it tells where it stands at a step that may be saved.
     """
 

@@ -27,9 +27,6 @@ class InOrderUpdates:
 
     With k > 1 the rollout's team may still generate with the version before when a new one is there. Then training goes
     on, and a copy of the new one waits in host memory until its turn has come; there are k copies at most.
-
-    Args:
-        c: this rank's state.
     """
 
     def __init__(self, c: RankState) -> None:
@@ -86,11 +83,7 @@ class InOrderUpdates:
 
 
 class AsReadyUpdates:
-    """The actor's end of the gates (see `as_ready_loop`) at which a rollout's team takes weights. Collective.
-
-    Args:
-        c: this rank's state.
-    """
+    """The actor's end of the gates (see `as_ready_loop`) at which a rollout's team takes weights. Collective."""
 
     def __init__(self, c: RankState) -> None:
         self._c, self._gate, self._version, self._policy = c, 1, c.context.step, policy_of(c.config)
@@ -114,7 +107,6 @@ class AsReadyUpdates:
         """Send the weights after `step` where they have to go, or where the rollout's team is ready for them.
 
         Args:
-            step: that has been trained.
             saves: a checkpoint of it may be written.
         """
         c = self._c

@@ -63,7 +63,6 @@ class EpisodeRules:
         turns: tokens of what environments say.
         texts: of token ids, without and with special tokens.
         share: gives every rank of the replica the first one's JSON value; collective over the replica.
-        limits: of every episode.
         on_error: `fail` ends the run when an environment fails, `mark` the episode.
         replayable: `Environment.replayable`.
         images: the way to images; None: environments say text.

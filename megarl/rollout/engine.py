@@ -24,7 +24,6 @@ class Request:
 
     Attributes:
         room: tokens of a sample, at most; None: `sampling.max_new_tokens`, which it never exceeds.
-        images: of the prompt.
     """
 
     prompt_ids: list[int]

@@ -53,10 +53,7 @@ class Group:
         number: of the group; none that is under way has it.
         prompt_ids: what samples begin with; an environment may put its first observation into their place.
         seeds: `seeds[i](k)` is the seed of segment k of sample i, in [0, 2**63).
-        uid: names it in messages.
         row: what the environment's `reset` is given.
-        env_seed: of the environment.
-        images: of the prompt.
     """
 
     number: int

@@ -90,10 +90,6 @@ class Checkpoints:
 
     Other teams have a `CheckpointPart` (megarl/disaggregated/checkpoint_part.py).
 
-    Args:
-        c: of the actor's team.
-        roles: of the nodes that the run walks.
-
     Attributes:
         source: the checkpoint that `find` found.
         best: best value of `trainer.best_metric` so far; larger is better, and of equal ones the later is kept.

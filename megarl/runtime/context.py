@@ -43,9 +43,6 @@ class StepContext:
     """The first argument of every stage. Models and servers are not here: a stage names the roles that it works with.
 
     Attributes:
-        config: of the run.
-        layout: the ranks of this run, and this one among them.
-        hf_config: of the policy.
         offload: has on the device what each phase needs; roles enter its phases by themselves.
         kl_controller: weight of the KL penalty in the reward.
         resting: steps at the start in which the policy is not trained, while a critic warms up.

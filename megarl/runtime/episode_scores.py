@@ -38,9 +38,7 @@ class EpisodeScores:
 
     Args:
         embedder: what episodes are compared by; None: success counts.
-        scorer: makes scores of it.
         coef: what they are multiplied by.
-        layout: of the team.
         compared: keys of the embedding, as the recipe has them.
     """
 

@@ -42,10 +42,6 @@ if TYPE_CHECKING:
 class TokenExchange:
     """See `megarl.dag.executor.Exchange`.
 
-    Args:
-        graph: that the team walks.
-        nodes: what it walks of it.
-
     Attributes:
         makers: the nodes after which samples are exchanged.
     """

@@ -29,10 +29,6 @@ def export(c: RankState, checkpoints: Path) -> None:
     team, which writes what it holds.
 
     The actor may hold the best weights afterwards: nothing is trained or saved after this.
-
-    Args:
-        c: this rank's state, after its last step.
-        checkpoints: the run's folder of checkpoints.
     """
     if not c.config.trainer.export_hf:
         return

@@ -68,7 +68,6 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
     one's. What is kept lies in a place of its own until `take_up_reference`: the start may still be refused.
 
     Args:
-        c: this rank's state.
         resumed_from: RUN_DIR/checkpoints/step_N; None: no resume.
         begun: it is of a step of RL; the actor of step 0 is where RL starts.
 
@@ -402,8 +401,6 @@ def record_frozen(c: RankState, name: str, key: str, source: str, checkpoint: st
     """Note the files of a frozen model for the run's checkpoints (`RankState.frozen`). Collective over its team.
 
     Args:
-        c: of its team.
-        name: of the model.
         key: of the recipe that names it; empty: the run keeps it in its folder.
         source: a folder, or a name on the hub.
         checkpoint: that the run goes on from; None: it begins.

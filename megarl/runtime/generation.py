@@ -50,7 +50,6 @@ def start_servers(c: RankState, key: str | None = None, host: str | None = None)
     """Start the servers of the run, and wait until they answer. Collective.
 
     Args:
-        c: this rank's state, in the team that generates.
         key: their API key, which another team knows, too; None: they get one of their own.
         host: the address at which workers of other teams reach them; None: loopback.
     """

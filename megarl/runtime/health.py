@@ -307,8 +307,6 @@ class Watch:
     Times are this process's own monotonic clock, so clocks of other machines do not matter.
 
     Args:
-        run_dir: where the ranks report in.
-        ranks: numbers of all workers.
         timeout_s: without progress.
         start_timeout_s: to report in.
         names: how messages name workers.

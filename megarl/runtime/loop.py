@@ -55,13 +55,7 @@ if TYPE_CHECKING:
 
 
 def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
-    """Train with a recipe's task graph until `trainer.steps`, from the newest checkpoint when there is one.
-
-    Args:
-        config: of a run whose roles are all in one team.
-        run_dir: the run folder.
-        graph: the recipe's.
-    """
+    """Train with a recipe's task graph until `trainer.steps`, from the newest checkpoint when there is one."""
     placement = place(graph, config)
     c = build_team(config, run_dir, graph, OwnTeam(placement.teams[0], placement))
     try:

@@ -52,8 +52,6 @@ class RankState:
 
     Attributes:
         team: this rank's team; what another one holds is not here.
-        context: what stages are given of it.
-        tokenizer: of the policy.
         held: this team's roles, by the names under which stages take them.
         sync: brings the parameters to where samples are drawn; see `megarl.runtime.generation`.
         loader: training data, in the team that draws samples; None: there is none.

@@ -41,9 +41,7 @@ class Recorder:
     """Turns a rank's metrics into logged numbers. Only worker 0 has a tracker.
 
     Args:
-        c: this rank's state.
         stage: `train` or `sft`, see `megarl.tracking.tracker.Tracker`.
-        total_steps: steps of the stage.
         resume_step: the step that a resumed run continues after.
         part: of the run, see there.
     """

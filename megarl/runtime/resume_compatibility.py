@@ -325,10 +325,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
     """Refuse to resume where what was drawn for the next step cannot be trained on in this run.
 
     Args:
-        step: of the checkpoint.
         saved: what `describe_buffered` said when it was written.
-        config: of this run.
-        placement: of this run.
 
     Raises:
         ConfigError: a setting is another one, the rollout is in the actor's team now, or hands over something else.
@@ -367,11 +364,6 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
 
 def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
     """Refuse to resume in order where a run as ready left out prompts, which would never be drawn.
-
-    Args:
-        step: of the checkpoint, which holds no samples.
-        prompts: how many it left out.
-        config: of this run.
 
     Raises:
         ConfigError: there are some.

@@ -117,7 +117,6 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
     """Make the reward model of this run. Collective over its team.
 
     Args:
-        c: of its team.
         checkpoint: that the run goes on from; None: it begins.
 
     Raises:

@@ -59,14 +59,7 @@ BOUNDS = "action_bounds.json"
 
 @dataclass(frozen=True)
 class Body:
-    """How the policy of a recipe acts, whatever simulator it is in.
-
-    Attributes:
-        codec: its tokens, and what is executed.
-        family: how its calls look.
-        view: what it sees.
-        sequences: its calls as sequences of the model.
-    """
+    """How the policy of a recipe acts, whatever simulator it is in."""
 
     codec: ActionCodec
     family: PolicyFamily
@@ -210,9 +203,7 @@ class Robots:
     Attributes:
         pool: simulators; only on the first rank of a replica.
         tasks: what is played, on every rank.
-        body: how the policy acts.
         trials: start states, by split.
-        prompt_ids: tokens of an instruction.
         player: plays; None until there is a policy.
         policy: acts; None as well.
         counts: what was played last.

@@ -246,7 +246,6 @@ class RolloutRole:
 
     Attributes:
         engine: the trainer's own parameters or servers; `weight_version` is that of the weights that it draws with.
-        tokenizer: of the policy.
         eos_ids: tokens that end a response (`megarl.data.end_tokens`), the tokenizer's own first.
         episodes: the recipe's environment; None when a sample is one prompt and one response.
         robots: simulators in which it acts; None: it writes text.

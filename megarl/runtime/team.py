@@ -19,8 +19,6 @@ class OwnTeam:
     """The team of this worker, among all of the run.
 
     Attributes:
-        plan: roles, layout and nodes of this team.
-        placement: all teams.
         store: what the teams exchange goes through it; None: there is only this team.
         restarts: how often this team has begun again because a process of it died.
         begins_again: it may (`megarl.dag.placement.begins_again`).

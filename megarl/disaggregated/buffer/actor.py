@@ -35,16 +35,7 @@ RESTARTS = 10
 
 
 class StoreActor:
-    """See `megarl.disaggregated.buffer.core.Core`, whose methods these are; every one is told which worker calls.
-
-    Args:
-        name: of the store.
-        placement: of the run.
-        groups_per_step: of the run.
-        share: of the run.
-        journal: its file.
-        flow: of the run.
-    """
+    """See `megarl.disaggregated.buffer.core.Core`, whose methods these are; every one is told which worker calls."""
 
     def __init__(
         self,
@@ -70,7 +61,6 @@ class StoreActor:
         """See `DurableCore.change`; references in a list, or Ray would fetch the bytes.
 
         Args:
-            team, rank, serial, call, refs: see there.
             start: how often the team had begun again when this worker started; of an earlier one nothing counts.
         """
         if start != self._core.ask("starts", team):
@@ -166,11 +156,8 @@ def start_store(
 
     Args:
         name: by which `StoreClient.connect` finds it; no two runs of a cluster share one.
-        placement: of the run.
         groups_per_step: most groups that a step has, `data.batch_size`.
-        share: `placement.share`.
         journal: file that the store writes; another store's is replaced. Nobody needs it after the run.
-        environment: variables of its process.
         flow: groups come as they get ready; None: step by step.
 
     Returns:

@@ -53,9 +53,6 @@ class TeamChannel:
     Records in `context.metrics`, in 10^9 bytes: `store/given_gb`, given by this rank, `store/read_gb`, read by it.
 
     Args:
-        graph: that the teams walk.
-        placement: of its nodes.
-        client: of this worker.
         replica: number of the replica that this worker is part of.
         is_lead: it gives for its replica.
         keeps: `given` is wanted.
@@ -242,8 +239,6 @@ class FinishedGroups:
     """Groups that are finished.
 
     Attributes:
-        numbers: of their prompts.
-        groups: what they hold.
         samples: of all of them, in their order, with what goes, by key of handover.
         metrics: of these samples; they count with the first group.
     """
@@ -275,8 +270,6 @@ class GroupChannel:
     Records in `context.metrics` `store/given_gb`, 10^9 bytes given by this rank.
 
     Args:
-        placement: of the nodes.
-        client: of this worker.
         is_lead: it gives for its replica.
 
     Attributes:
@@ -301,11 +294,6 @@ class GroupChannel:
 
     def collect(self, numbers: Sequence[int], batch: Batch, metrics: Metrics) -> FinishedGroups | None:
         """Return what was put aside as the groups of the prompts `numbers`, in the order of `batch`.
-
-        Args:
-            numbers: of the prompts.
-            batch: the samples after all nodes.
-            metrics: of these samples.
 
         Returns:
             None: another rank gives for this replica.

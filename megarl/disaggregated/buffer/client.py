@@ -43,10 +43,7 @@ class StoreClient:
     """One worker's connection; made by `connect`. Every call blocks.
 
     Args:
-        actor: the store's handle.
         name: of the store, for messages.
-        team: of this worker.
-        rank: of this worker in its team.
         deadline_s: `cluster.timeout_s`.
         start: how often this team has begun again.
 
@@ -71,9 +68,6 @@ class StoreClient:
     @classmethod
     def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> StoreClient:
         """Connect to the store that `start_store` started under this name; this process has initialised Ray.
-
-        Args:
-            name, team, rank, deadline_s, start: see the class.
 
         Raises:
             StoreError: there is no such store, or it does not answer within `deadline_s`.
@@ -127,9 +121,7 @@ class StoreClient:
         """Hand over this replica's groups of one node, all at once; a replica that has none gives none.
 
         Args:
-            step: of the training.
             key: of the handover (`megarl.dag.placement.Handover.key`).
-            groups: to hand over.
             payloads: of each group: what `fetch` returns. Their blocks stay in this machine's object store; another
                 machine pulls a block whole.
 
@@ -168,9 +160,7 @@ class StoreClient:
         """Wait until all groups of the step are there, and return those of part `part` of this team, in order.
 
         Args:
-            step: of the training.
             samples: the node that made the samples.
-            part: number of the replica.
         """
         return self._wait(f"the groups of {samples!r} in step {step}", "assignment", self.team, step, samples, part)
 
@@ -262,14 +252,7 @@ class StoreClient:
     # -- calls and waits ---------------------------------------------------------------------------------------------
 
     def _change(self, what: str, method: str, *arguments: Any, refs: Sequence[Any] = ()) -> Any:
-        """Call what changes something and waits for no other team, one call at a time; it takes effect once.
-
-        Args:
-            what: it does.
-            method: of the core.
-            arguments: plain values.
-            refs: to bytes that it gives.
-        """
+        """Call what changes something and waits for no other team, one call at a time; it takes effect once."""
         call = json.dumps([method, *arguments], separators=(",", ":"))
         with self._changing:
             self._serial += 1
@@ -399,8 +382,6 @@ class Mailbox:
     """A worker's look-out for mail, under one name at a time.
 
     Args:
-        actor: the store's handle.
-        team: of the worker.
         slice_s: seconds after which a call comes back without mail.
     """
 

@@ -47,7 +47,6 @@ class GroupInfo(NamedTuple):
     """One group of samples, as the store knows it.
 
     Attributes:
-        uid: of its samples.
         ordinal: its place among the groups of the step.
         sample_ids: of its samples, in their order.
         tokens: of all its samples, prompts included.
@@ -324,9 +323,6 @@ class Core:
         """Take finished groups with all that is handed over of them, and let others begin; see `Flow`.
 
         Args:
-            team: that of the rollout.
-            rank: in it.
-            finished: groups.
             refs: by key of handover: one for each group.
             useless: prompts whose samples no step is to be trained on.
             version: of the weights that other groups may begin with.

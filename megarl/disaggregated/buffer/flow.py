@@ -23,7 +23,6 @@ class Finished(NamedTuple):
     """A group whose samples are all there.
 
     Attributes:
-        number: of its prompt.
         info: what it holds; its ordinal means nothing.
         metrics: of its samples, as text; None: they count with another group.
     """
@@ -38,7 +37,6 @@ class FlowGroup:
     """A group that has begun and that no step has been trained on.
 
     Attributes:
-        number: of its prompt.
         version: of the weights that its first tokens were generated with.
         info: None: it is not finished.
         refs: to its bytes, by handover.

@@ -31,7 +31,6 @@ class Journal:
     """The journal of one writer. It reads before it writes: `records` first, to the end.
 
     Args:
-        path: of the file.
         of: whose it is. What another has left there is replaced.
 
     Attributes:
@@ -133,13 +132,7 @@ Worker = tuple[str, int]
 
 @dataclass(eq=False)
 class Payload:
-    """The bytes of one call, as long as the core holds a piece of it.
-
-    Attributes:
-        team: of its giver.
-        rank: of its giver.
-        serial: number of the call.
-    """
+    """The bytes of one call, as long as the core holds a piece of it."""
 
     team: str
     rank: int
@@ -230,9 +223,7 @@ class DurableCore:
 
     Args:
         make: a new core, the same whenever it is called.
-        path: of the journal.
         name: of the store. The journal of another one is replaced.
-        room: see `ROOM`.
 
     Raises:
         StoreError: the journal is damaged, or cannot be written.
@@ -264,11 +255,8 @@ class DurableCore:
         """Do a call, if it is not a repeated one.
 
         Args:
-            team: of the worker.
-            rank: of the worker.
             serial: number of the call, one more than that of the call before; or the same: it is repeated.
             call: JSON of a list: the name of the method, and its arguments without references.
-            refs: of the call.
 
         Returns:
             The answer, and what has come by it; None: references came again, and anything may have come by that.

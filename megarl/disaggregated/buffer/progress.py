@@ -12,7 +12,6 @@ class Ping(NamedTuple):
     Attributes:
         changes: counts what it has done; waiting in the store does not count.
         phase: what it is doing.
-        step: of the training.
         waits_for: what it waits for in the store; empty: it does not.
     """
 

@@ -44,10 +44,6 @@ def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
     """Size of the object store of a Ray that is started for a run: `steps_held` of all handovers, and at least `LEAST`.
 
     Where it is exceeded, handing samples over fails; with `placement.spill` Ray moves objects to disk.
-
-    Args:
-        config: of the run.
-        placement: its teams; None: there is one.
     """
     if placement is None:
         return LEAST
@@ -58,8 +54,6 @@ def refuse_too_large(config: RunConfig, placement: Placement | None, free: int |
     """Why Ray cannot be started here with the object store that the run needs; None: it can, or may use the disk.
 
     Args:
-        config: of the run.
-        placement: its teams; None: there is one.
         free: bytes of shared memory; None: there is no such file system.
     """
     wanted = object_store_bytes(config, placement)

@@ -40,8 +40,6 @@ class EmbeddedEngine:
 
     Args:
         chunks: this process's PolicyModels, unwrapped, in pipeline order.
-        config: batch limits and decoding dtype.
-        layout: layout of the chunks.
 
     Attributes:
         weight_version: stamped on completions; each update of the parameters counts it up.

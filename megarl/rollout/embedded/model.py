@@ -143,8 +143,6 @@ class DecoderStage:
 
     Args:
         chunks: pipeline chunks of this stage, in order.
-        mesh: process groups.
-        dtype: decoding dtype.
         rows: sequences that are decoded together, at most.
         steps: decoding steps to expect; a few do not repay packing.
     """

@@ -23,9 +23,6 @@ class MoE:
     """The router and local experts of one layer, read from a Megatron MoELayer.
 
     Args:
-        module: the MoELayer.
-        config: Megatron's.
-        mesh: process groups.
         grouped: makes the function (x [n, in], ends) that multiplies rows by what a projection has for their experts.
 
     Raises:

@@ -15,8 +15,6 @@ class PushedWeights:
     """The weights that an embedded engine generates with: one version, from one `follow` to the next.
 
     Args:
-        engine: draws.
-        inbox: takes its weights.
         deadline_s: deadline in seconds of the wait for a version that was pushed.
 
     >>> # pushed.follow(4)                 # the trainer has pushed its weights after step 4

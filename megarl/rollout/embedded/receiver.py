@@ -39,8 +39,6 @@ class EngineLayout:
     """A `ReceiverLayout`: each rank of an engine holds parts by its place in the engine's parallel layout.
 
     Attributes:
-        coordinates: coordinates of the ranks.
-        dtype: dtype of the engine's parameters.
         hf: configuration of the model, the same for all engines of a run.
         on_gpu: its parameters are on GPUs, which have another checksum.
     """
@@ -78,10 +76,7 @@ class EngineReceiver:
     """One engine, see `megarl.sync.receiver.Receiver`.
 
     Args:
-        number: in the list of receivers.
         addresses: addresses of the inboxes of its ranks, all of them on one host.
-        key: that the inboxes were made with.
-        layout: its split of the model.
     """
 
     def __init__(self, number: int, addresses: Sequence[Address], key: str, layout: EngineLayout) -> None:
@@ -195,10 +190,7 @@ class EngineReceivers:
 
         Args:
             engines: addresses of the ranks' inboxes, by engine.
-            key: that the inboxes were made with.
-            hf: configuration of the model.
             deadline_s: for each engine.
-            cannot_map: see the class.
 
         Raises:
             ServerError: an engine does not answer.

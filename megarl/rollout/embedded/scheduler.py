@@ -44,8 +44,6 @@ class Scheduler:
     """The scheduler: first come, first served over a fixed number of rows.
 
     Args:
-        requests: prompts with their seeds.
-        slots: rows of the cache.
         max_prefill_tokens: prompt tokens (padded to the longest of the pass) in one prefill pass.
     """
 

@@ -38,13 +38,10 @@ class Episode:
     """The observations and actions of an episode. All lists have one entry per policy call.
 
     Attributes:
-        spec: spec of the task.
-        trial: the start state.
         seen: observations before the calls.
         chunks: the policy's output.
         executed: environment steps of each chunk.
         end: the observation after the last action; None: it is under way.
-        success: the task is done.
         progress: how much of it at the end, where the simulator knows; else NaN.
         failure: why it cannot be scored; empty: it can.
         failure_kind: in one word, see `megarl.envs.robots.Failure`.

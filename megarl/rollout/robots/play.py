@@ -47,8 +47,6 @@ class EpisodeStart:
 
     Attributes:
         sample_id: names it in messages.
-        task, trial: the task and trial to play.
-        prompt_ids: tokens of the task's instruction.
         seed: seed of policy call k.
     """
 
@@ -66,8 +64,6 @@ class PlayCounts:
     Attributes:
         wait_s: the policy had nothing to do, and waited for physics and pictures.
         act_s: in the policy.
-        calls: policy calls.
-        steps: environment steps.
         failures: episodes that cannot be scored, by kind.
     """
 
@@ -83,9 +79,6 @@ class Player:
 
     Args:
         pool: the simulators; None on all ranks but the first of a replica.
-        policy: acts.
-        group: ranks of the replica.
-        view: the policy's view of an observation.
         prompt_ids: tokens of an instruction, of episodes that have one of their own.
         halves: physics of one half of the slots goes on while the policy acts for the other.
         on_error: `fail` ends the run when a simulator fails, `mark` the episode.

@@ -21,8 +21,6 @@ class PolicyCall:
     """One question to a policy. Its answer is a function of the weights, of this, and of the sampling settings.
 
     Attributes:
-        prompt_ids: tokens of the instruction.
-        observation: the present observation.
         seed: seed of this call, 0 <= seed < 2**63; other calls at the same time do not matter.
     """
 
@@ -73,7 +71,6 @@ class SamplingPolicy:
 
     Args:
         sample: samples all tokens of rows, given those that stand there now.
-        codec: tokens to actions.
         cameras: names, in the order in which the policy sees them.
         chunk: actions of a call, K.
         parallel: all tokens of a call are predicted at once; else one after another, each from the earlier ones.

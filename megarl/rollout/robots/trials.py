@@ -26,10 +26,8 @@ class Trials:
     """The (task, start state) pairs of a split, task after task; see `megarl.data.loader.Indexed`.
 
     Attributes:
-        split: `train` or `val`.
         pairs: pairs of all tasks.
         prompts: tokens of each task's instruction.
-        texts: the instructions.
         sets: names of the sets of validation that pairs belong to, of those that bear more than the task's name.
         fingerprint: hash of tasks, prompts and start states.
     """
@@ -83,8 +81,6 @@ def part_trials(
     """Return the start states of each task for training and for measuring; the same whatever other tasks there are.
 
     Args:
-        tasks: the tasks to play.
-        seed: seed of the run.
         held_out: start states of each task that are measured and not trained on.
         trained: start states of each task; None: all others.
         val_trained: of these, such that are measured, too.

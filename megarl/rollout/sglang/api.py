@@ -63,7 +63,6 @@ class ServerApi:
             payload: body; None sends none.
             deadline_s: seconds for the whole exchange.
             phase: the current activity, for the message.
-            method: HTTP method.
 
         Raises:
             ServerError: not reached, no whole answer within the deadline, an HTTP status of 300 or more (a redirect

@@ -41,9 +41,6 @@ _REFUSED = range(400, 500)  # a mistake in the request: no other server would ta
 class GenerationClient:
     """The client that sends samples to servers. One event loop per call of `run`, which blocks until nothing more can
     be done.
-
-    Args:
-        config: concurrency and deadlines.
     """
 
     def __init__(self, config: SGLangConfig) -> None:
@@ -106,7 +103,6 @@ class Dispatch:
     """The samples on their way to servers, inside one event loop.
 
     Args:
-        config: concurrency and deadlines.
         servers: that may be asked, by number.
         tag: the tag that these give to their weights.
         done: called, in the event loop, with every sample that is finished.

@@ -68,15 +68,11 @@ class SglangEngine:
     """A `RolloutEngine` over a Fleet. `generate` is collective over all ranks of the run.
 
     Args:
-        config: concurrency and deadlines.
-        fleet: the servers.
-        replica: this rank's place.
         catch_up: brings the servers that are not current to the weights of `weight_version`; collective. None: nobody
             can while samples are generated.
         run: this run's name in what servers call their weights (`version_tag`); an answer with others is refused.
 
     Attributes:
-        replica: this rank's place.
         weight_version: version of the weights to generate with; only servers that have acknowledged it are asked.
             Whoever updates the servers sets it.
     """

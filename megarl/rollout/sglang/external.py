@@ -29,7 +29,6 @@ def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | No
     Args:
         fleet: of servers that answer, or have failed.
         examine: `differences` on rank 0, which asks for all; None on the others.
-        world: all ranks of the run.
 
     Raises:
         ConfigError: on every rank, when one server differs, or does not say how it was started.
@@ -64,7 +63,6 @@ def differences(
     A dtype of `auto` does not fit: the server does not tell what it stands for.
 
     Args:
-        config: `rollout.sglang`.
         dtype: dtype of the weights that servers are to hold: float32 or bfloat16.
         longest: tokens of the longest sequence; 0 is not checked.
         images: prompts may have some.

@@ -26,7 +26,6 @@ def deal(servers: int, ranks: int, workers: Sequence[int], nnodes: int = 1) -> l
     """Return which nodes of which servers are on every machine, (server, node): equally many where machines are alike.
 
     Args:
-        servers: servers of the run.
         ranks: ranks of a server on one machine, each of which has a GPU.
         workers: workers of the team that starts the servers, by machine. They may lend their GPUs: the next server goes
             where most of these are left.
@@ -61,12 +60,9 @@ def server_gpus(
     A colocated one also sees the rest of the trainer's: ranks on all of them hand it memory to map.
 
     Args:
-        config: `rollout.sglang`.
         servers: servers of this machine; of one on several machines this machine has a part.
         local: 0, 1, ... on this machine.
         workers: trainer ranks of this machine.
-        environment: environment of this process.
-        present: GPUs of this machine.
 
     Raises:
         ConfigError: this machine has too few.

@@ -36,11 +36,7 @@ _TEXTS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 
 @dataclass(frozen=True)
 class ServedImages:
-    """The images of a prompt in the form that servers take; samples of the prompt share it.
-
-    Attributes:
-        images: of the prompt.
-    """
+    """The images of a prompt in the form that servers take; samples of the prompt share it."""
 
     images: ImageSet
 

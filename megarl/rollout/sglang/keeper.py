@@ -56,7 +56,6 @@ class Keeper:
     """The trainer's end. Calls may come from several threads.
 
     Args:
-        folder: for the log.
         deadline_s: deadline in seconds of each step that brings a server back.
     """
 

@@ -57,12 +57,9 @@ def open_fleet(
     """Return the servers of the run, started if they are ours, all of them answering. Collective over `group`.
 
     Args:
-        config: `rollout.sglang`.
-        place: place of this rank.
         run_dir: logs go to its folder `servers`.
         model: Hugging Face folder, readable on every machine.
         dtype: float32, bfloat16 or float16.
-        cuda: servers run on GPUs.
         random_weights: see ServerSpec; for a first synchronisation that brings every weight.
         longest: tokens of the longest sequence, which servers that run already must take; 0: any.
         images: prompts may have some.

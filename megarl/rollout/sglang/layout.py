@@ -57,7 +57,6 @@ class ServerLayout:
     """A `ReceiverLayout`: `tp` ranks, whose experts are spread `ep` ways.
 
     Attributes:
-        sizes: sizes of the model.
         on_gpu: the servers compute on GPUs, which have another checksum.
     """
 

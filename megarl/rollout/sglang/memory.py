@@ -19,7 +19,6 @@ class ServerMemory:
     """The memory of servers on shared devices. Methods are collective over all ranks of the run.
 
     Args:
-        fleet: the servers.
         deadline_s: deadline in seconds of each call, none of which moves weights: `rollout.sglang.health_timeout_s`.
         world: all ranks; each speaks to the servers whose number is its own modulo the number of ranks.
     """

@@ -42,7 +42,6 @@ class SglangReceiver:
 
     Args:
         server: its address changes when it is restarted.
-        layout: its split of the model.
         keeper: told of every update of this server, if it outlives the trainer.
         answer_s: deadline of calls that move no weights: a server that hangs is not waited for like one that loads.
     """
@@ -232,12 +231,7 @@ class SglangReceiver:
 
 
 class SglangReceivers:
-    """The servers of a fleet, see `megarl.sync.receiver.Receivers`.
-
-    Args:
-        fleet: the same servers on every rank.
-        layout: each one's split of the model.
-    """
+    """The servers of a fleet, see `megarl.sync.receiver.Receivers`."""
 
     def __init__(self, fleet: Fleet, layout: ServerLayout) -> None:
         self.fleet = fleet

@@ -29,7 +29,6 @@ class Router(Generic[Name]):
     sample waits for it rather than prefill the prompt somewhere else; prompts are spread by load in the first place.
 
     Args:
-        names: the servers.
         capacity: samples in flight per server.
     """
 

@@ -35,7 +35,6 @@ class ServedSample:
         aborted: it is to end with what there is of it.
         cached: tokens of the prompt that the server had in its prefix cache.
         room: tokens, at most; None: as the sampling settings say.
-        images: of the prompt.
         drafts: tokens that a draft has proposed (speculative decoding), and how many of them the model has taken.
     """
 

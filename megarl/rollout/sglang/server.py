@@ -47,13 +47,10 @@ class ServerSpec:
     """The settings that one server, or its part on one machine, is started with.
 
     Attributes:
-        number: among all servers of the run.
-        config: `rollout.sglang`.
         model: Hugging Face folder; with `random_weights` only its configuration is read.
         dtype: dtype of weights and computation: float32, bfloat16 or float16.
         host: address to listen on.
         api_key: every request must carry it; not shown in `repr`.
-        log_dir: folder of the log.
         cuda: runs on GPUs, on `gpus` as CUDA_VISIBLE_DEVICES names them (None: those this process sees).
         random_weights: do not read weights; the first update brings them all.
         node: 0, 1, ... of the server's machines.

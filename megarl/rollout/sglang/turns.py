@@ -161,12 +161,7 @@ class _Report:
 
 
 class ServerTurns:
-    """A `Generation` over the servers of `engine`. `any_busy` says whether there is anything to `wait` for.
-
-    Args:
-        engine: servers, this rank's place, deadlines.
-        stop_ids: end tokens.
-    """
+    """A `Generation` over the servers of `engine`. `any_busy` says whether there is anything to `wait` for."""
 
     goes_on: ClassVar[bool] = True
     in_rounds: ClassVar[bool] = False

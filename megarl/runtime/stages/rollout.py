@@ -178,10 +178,7 @@ def generate(
     """`sampling.n` samples of each of `prompts`, one prompt after the other.
 
     Args:
-        c: of the step.
-        rollout: draws them.
         prompts: B prompts.
-        sampling: how tokens are drawn.
         scored: episodes of robots get scores by `robot.reward`, and have all that it looks at.
 
     Returns:
