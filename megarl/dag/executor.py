@@ -15,12 +15,11 @@ what is there when a node runs is what it should read.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.dag.graph import TaskGraph
-from megarl.dag.node import Node, Status
+from megarl.dag.node import Node
 from megarl.errors import MegarlError
 from megarl.tracing import phase
 
@@ -54,7 +53,7 @@ class Exchange(Protocol):
 
 
 class Executor:
-    """The object that runs a graph again and again; `statuses` and `seconds` tell about the nodes in the last walk.
+    """The object that runs a graph again and again.
 
     Args:
         roles: by the names under which stages take them (`megarl.dag.stage.ROLES`).
@@ -74,8 +73,6 @@ class Executor:
         self.graph, self._roles = graph, roles or {}
         self._channel, self._exchange = channel, exchange
         self.nodes = graph.order() if nodes is None else list(nodes)
-        self.statuses: dict[str, Status] = {}
-        self.seconds: dict[str, float] = {}
 
     def run(self, context: Any, prompts: Batch | None, more: Iterator[Batch] | None = None) -> Batch:
         """Return one walk.
@@ -89,43 +86,21 @@ class Executor:
             The samples with all fields that are there at the end.
 
         Raises:
-            NodeError: a node failed. Errors of this package pass through with the node added as a note. The node is
-                FAILED, its descendants SKIPPED, nodes that had not started PENDING or READY.
+            NodeError: a node failed. Errors of this package pass through with the node added as a note.
         """
-        self.statuses = {id: Status.PENDING if self.graph.parents(id) else Status.READY for id in self.nodes}
-        self.seconds = {}
         batch = None if prompts is None else prompts.copy()
         for id in self.nodes:
             node = self.graph[id]
             if self._channel is not None:
                 batch = self._channel.take(context, node, batch)
             assert batch is not None, "the first node of a team is given prompts, or samples of another team"
-            batch = self._run_node(node, context, batch, more)
+            with phase(node.id):
+                batch = self._call(node, context, batch, more)
             if self._exchange is not None and node.declared.resamples:
                 batch = self._exchange.share(context, node, batch)
             if self._channel is not None:
                 self._channel.give(context, node, batch)
         assert batch is not None, "a team walks at least one node"
-        return batch
-
-    def _run_node(self, node: Node, context: Any, batch: Batch, more: Iterator[Batch] | None) -> Batch:
-        self.statuses[node.id] = Status.RUNNING
-        start = time.perf_counter()
-        try:
-            with phase(node.id):
-                batch = self._call(node, context, batch, more)
-        except BaseException:
-            self.statuses[node.id] = Status.FAILED
-            later = [id for id in self.graph.downstream(node.id) if id in self.statuses]
-            self.statuses |= dict.fromkeys(later, Status.SKIPPED)
-            raise
-        finally:
-            self.seconds[node.id] = time.perf_counter() - start
-        self.statuses[node.id] = Status.COMPLETED
-        for child in self.graph.children(node.id):
-            mine = [id for id in self.graph.parents(child) if id in self.statuses]
-            if child in self.statuses and all(self.statuses[id] is Status.COMPLETED for id in mine):
-                self.statuses[child] = Status.READY
         return batch
 
     def _call(self, node: Node, context: Any, batch: Batch, more: Iterator[Batch] | None) -> Batch:

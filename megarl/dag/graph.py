@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from megarl.dag.edges import Inputs, derive
 from megarl.dag.node import Node
@@ -34,11 +34,7 @@ class TaskGraph:
         self.entry = tuple(entry)
         self._inputs = derive(list(self), self.entry, self._where)
         self._parents = {id: inputs.waits for id, inputs in self._inputs.items()}
-        self._children: dict[str, list[str]] = {id: [] for id in self.nodes}
-        for id, parents in self._parents.items():
-            for parent in parents:
-                self._children[parent].append(id)
-        self._order = self._kahn()
+        self._order = self._sorted()
 
     @property
     def _where(self) -> str:
@@ -84,27 +80,15 @@ class TaskGraph:
         self[id]
         return self._inputs[id]
 
-    def children(self, id: str) -> list[str]:
-        """Return the nodes that wait for this one directly."""
-        self[id]
-        return list(self._children[id])
-
     def upstream(self, id: str) -> list[str]:
         """Return all ancestors, in topological order."""
-        return self._reach(id, self.parents)
-
-    def downstream(self, id: str) -> list[str]:
-        """Return all descendants, in topological order."""
-        return self._reach(id, self.children)
-
-    def _reach(self, id: str, step: Callable[[str], list[str]]) -> list[str]:
         found: set[str] = set()
-        todo = step(id)
+        todo = self.parents(id)
         while todo:
             other = todo.pop()
             if other not in found:
                 found.add(other)
-                todo += step(other)
+                todo += self._parents[other]
         return [other for other in self._order if other in found]
 
     def layers(self) -> list[list[str]]:
@@ -127,26 +111,19 @@ class TaskGraph:
             if not any(parent in self.upstream(other) for other in parents)
         ]
 
-    def _kahn(self) -> list[str]:
-        open_deps = {id: len(parents) for id, parents in self._parents.items()}
-        ready = [id for id, count in open_deps.items() if count == 0]
-        order: list[str] = []
-        place = {id: number for number, id in enumerate(self.nodes)}
-        while ready:
-            id = min(ready, key=place.__getitem__)
-            ready.remove(id)
-            order.append(id)
-            for child in self._children[id]:
-                open_deps[child] -= 1
-                if open_deps[child] == 0:
-                    ready.append(child)
-        if len(order) < len(self.nodes):
-            raise UserError(
-                f"the dependencies form a cycle: {' -> '.join(self._cycle(set(self.nodes) - set(order)))}",
-                where=self._where,
-                fix="remove one of these dependencies",
-            )
-        return order
+    def _sorted(self) -> list[str]:
+        """Return the nodes so that each comes after those it waits for: always the first listed one that may."""
+        order: dict[str, None] = {}
+        while left := [id for id in self.nodes if id not in order]:
+            ready = next((id for id in left if all(parent in order for parent in self._parents[id])), None)
+            if ready is None:
+                raise UserError(
+                    f"the dependencies form a cycle: {' -> '.join(self._cycle(set(left)))}",
+                    where=self._where,
+                    fix="remove one of these dependencies",
+                )
+            order[ready] = None
+        return list(order)
 
     def _cycle(self, left: set[str]) -> list[str]:
         """Return one cycle among nodes that never became ready, written in the direction data would flow."""

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from megarl.dag.stage import ROLES, Contract, Kind, Role, contract_of
@@ -15,17 +14,6 @@ from megarl.imports import import_callable
 
 _WITH_MODEL = (Role.ACTOR, Role.CRITIC, Role.ROLLOUT, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL)
 _TRAINED = tuple(role.value for role in _WITH_MODEL if role is not Role.ROLLOUT)
-
-
-class Status(Enum):
-    """The state of a node in one walk of the graph."""
-
-    PENDING = "pending"
-    READY = "ready"
-    RUNNING = "running"
-    COMPLETED = "completed"
-    FAILED = "failed"
-    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
