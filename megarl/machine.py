@@ -64,7 +64,7 @@ def available_cores() -> int:
 
 
 def host_memory(root: Path = _ROOT) -> float:
-    """Return the bytes that processes here may use together: what is installed, or the smallest memory cgroup's limit."""
+    """Return the bytes that processes here may use together: those installed, or the smallest memory cgroup's limit."""
     installed = _fields(root / "proc/meminfo").get("MemTotal:", 0) * 1024
     if not installed:  # not Linux
         installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

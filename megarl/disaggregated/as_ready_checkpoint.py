@@ -39,16 +39,9 @@ def files_of_flow(
     drafts: Mapping[int, Sequence[Trajectory]],
     carried: Metrics,
 ) -> dict[str, bytes]:
-    """Name and content of all that this rank adds to the checkpoint of step `version`.
+    """Name and content of all that this rank adds to the checkpoint of step `version`, whose weights nobody has used.
 
-    Finished groups are in the store.
-
-    Args:
-        c: in a team whose samples go to training as they get ready; the actor's waits for these files.
-        version: of the weights, which nobody has generated with.
-        under_way: versions of the weights that the first tokens of unfinished groups were generated with, by number.
-        drafts: of these.
-        carried: metrics of samples that came to nothing, which no finished group has.
+    Finished groups are in the store; `under_way`: `versions` of the others. The rest as in `flow_files`.
     """
     from megarl.disaggregated.buffer.channel import unused_groups
 
@@ -142,7 +135,6 @@ class BufferedGroups:
         versions: of the weights that the first tokens of every group were generated with, by number.
         finished: numbers of those that are finished.
         drafts: of the others, as far as something was generated.
-        outdated: number of the others whose drafts an older version wrote, which cannot go on.
         again: prompts that nobody had begun to generate again.
         carried: metrics of samples that came to nothing, which no finished group has.
     """
@@ -150,7 +142,6 @@ class BufferedGroups:
     versions: dict[int, int]
     finished: dict[int, tuple[list[Any], dict[str, Any]]]
     drafts: dict[int, list[Trajectory]]
-    outdated: int
     again: list[int]
     carried: Metrics
     _batch: Batch | None
@@ -185,7 +176,6 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
     versions: dict[int, int] = {}
     finished: dict[int, tuple[list[Any], dict[str, Any]]] = {}
     drafts: dict[int, list[Trajectory]] = {}
-    outdated = 0
     again: list[int] = []
     carried = Metrics()
     batches = []
@@ -194,19 +184,16 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
         versions |= {int(number): version for number, version in told["versions"].items()}
         patches = _read_patches(folder / _images_file(part))
         for number, some in told["drafts"].items():
-            if all("segments" in draft for draft in some):
-                drafts[int(number)] = [Trajectory.from_json(draft, patches) for draft in some]
-            else:
-                outdated += 1
+            drafts[int(number)] = [Trajectory.from_json(draft, patches) for draft in some]
         again += told["again"]
-        carried.merge(Metrics.from_json(told.get("carried", {})))  # an older version did not keep them
+        carried.merge(Metrics.from_json(told["carried"]))
         for one in told["finished"]:
             for place, (number, group) in enumerate(zip(one["numbers"], one["groups"], strict=True)):
                 finished[number] = group, {} if place else one["metrics"]
         if told["finished"]:
             batches.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
     batch = Batch.concat(batches) if batches else None
-    return BufferedGroups(versions, finished, drafts, outdated, again, carried, batch)
+    return BufferedGroups(versions, finished, drafts, again, carried, batch)
 
 
 def _read_patches(file: Path) -> dict[int, Tensor]:

@@ -172,8 +172,6 @@ class AsReadyLoop:
                 print(
                     f"{len(late)} groups of the checkpoint come too late with these settings, and are generated again"
                 )
-            if held is not None and held.outdated:
-                print(f"{held.outdated} groups of the checkpoint are half done by an older version, and begin again")
             store.post(OPENED, late)
         late = store.read(OPENED)
         if held is None:

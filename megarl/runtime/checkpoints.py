@@ -297,19 +297,17 @@ class Checkpoints:
         check_same_statistics(c.hf_config, source)
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare
-        if same and state["best"] is not None and self._has(state.get("best_step")):
-            self.best, self.best_step = state["best"], state.get("best_step")
+        if same and state["best"] is not None and self._has(state["best_step"]):
+            self.best, self.best_step = state["best"], state["best_step"]
         self.accuracy = state.get("accuracy")
 
-    def _has(self, best_step: int | None) -> bool:
+    def _has(self, best_step: int) -> bool:
         """Does this run continue with the checkpoint of `best_step` in its folder? Else another may become the best.
 
         A kill between checkpoint and best.json, a damaged checkpoint or one of another run can part the two.
         """
         from megarl.artifacts.trained import steps_in
 
-        if best_step is None:  # saved by a version that did not note it
-            return True
         found = self._continues and best_step in steps_in(self._root)
         return self._world.broadcast_json(found if self._world.rank == 0 else None)
 

@@ -22,20 +22,17 @@ def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> Crit
     team from the model at `start`. A resumed run then reads it from its `checkpoint`.
     """
     from megarl.device import DTYPES
-    from megarl.models.config import load_hf_config
     from megarl.models.hf import check_trainable
     from megarl.runtime.frozen_models import record_base
-    from megarl.runtime.setup import check_embeddings, sequence_layout_of
+    from megarl.runtime.setup import read_other_config, sequence_layout_of
     from megarl.training.engine import MegatronEngine
 
     config, source = c.config.critic, c.config.critic.path
     with phase("load_critic"), c.offload.phase("load"):
         hf_config = c.hf_config
-        if source is not None:  # not the policy's configuration: RoPE or windows may differ
-            own = c.config.model.model_copy(update={"path": source, "hf_config": None})
-            hf_config = load_hf_config(own, "critic.path")
+        if source is not None:
+            hf_config = read_other_config(c, source, "critic.path")
             check_trainable(hf_config, source)
-            check_embeddings(hf_config, c.hf_config, "critic.path")
         engine = MegatronEngine(
             hf_config,
             c.config.parallel_of("critic"),

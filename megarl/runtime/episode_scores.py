@@ -137,8 +137,7 @@ class EpisodeScores:
             found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
             told = file.metadata()
         found |= json.loads(told["plain"])
-        # An older version did not note it.
-        before = _with_defaults(json.loads(told["compared"])) if "compared" in told else self._compared
+        before = _with_defaults(json.loads(told["compared"]))
         if before != self._compared:
             raise ConfigError(
                 "the checkpoint's encoder or bank of successes is of another embedding",

@@ -30,7 +30,7 @@ from megarl.models.lora import largest_up
 from megarl.offload_schedule import ACTOR, CRITIC
 from megarl.processes import write_atomically
 from megarl.runtime.roles import BaseReferenceRole, ReferenceRole, TeacherRole
-from megarl.runtime.setup import build_engine, check_embeddings
+from megarl.runtime.setup import build_frozen, read_other_config
 from megarl.tracing import keep_beating, phase
 from megarl.training.checksums import FileChecksum, checksums_of, faults, few
 
@@ -218,28 +218,13 @@ def make_reference(c: RankState, begin: RunStart) -> ReferenceRole:
     Raises:
         ConfigError: as `record_frozen`.
     """
-    from megarl.models.config import load_hf_config
-    from megarl.models.weights import load_weights
-
     if begin.reference_key == _BASE:
         c.frozen["reference"] = asdict(Frozen(_BASE, "", {}))
         return BaseReferenceRole(c.actor.engine, c.context)
     source = now_at(c.run_dir, begin.reference or "")
     record_frozen(c, "reference", begin.reference_key, source, begin.source)
     with phase("load_reference"), c.offload.phase("load"):
-        # Not the policy's configuration: RoPE or windows may differ.
-        hf_config = load_hf_config(
-            c.config.model.model_copy(update={"path": source, "hf_config": None}), "reference.path"
-        )
-        check_embeddings(hf_config, c.hf_config, "reference.path")
-        engine = build_engine(
-            c.config,
-            hf_config,
-            c.layout,
-            lambda chunks: load_weights(chunks, source),
-            trainable=False,
-            name="reference",
-        )
+        engine = build_frozen(c, read_other_config(c, source, "reference.path"), source, "reference")
         return ReferenceRole(engine, c.context, offloads=c.config.actor.engine.offload)
 
 
@@ -527,22 +512,14 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
 
 
 def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
-    from megarl.models.config import load_hf_config
-    from megarl.models.weights import load_weights
-
-    hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), key)
     check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, path, key), path, key)
-    check_embeddings(hf_config, c.hf_config, key)
-    return build_engine(
-        c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
-    )
+    return build_frozen(c, read_other_config(c, path, key), path, "teacher")
 
 
 def read_teacher_head(c: RankState) -> Tensor | None:
     """Read the output embedding of the teacher, of the tokens whose logits this rank of the actor computes; None on a
     rank that computes none."""
     from megarl.architectures.tensors import EMBEDDINGS, HEAD
-    from megarl.models.config import load_hf_config
     from megarl.models.hf import checkpoint_name
     from megarl.models.weights.files import CheckpointReader
 
@@ -551,8 +528,7 @@ def read_teacher_head(c: RankState) -> Tensor | None:
     chunk = engine.chunks[-1]
     if not chunk.post_process:
         return None
-    hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), key)
-    check_embeddings(hf_config, c.hf_config, key)
+    hf_config = read_other_config(c, path, key)
     name = checkpoint_name(hf_config, EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
     rows = CheckpointReader(path).read(name, (chunk.vocab_range, (0, hf_config.hidden_size)))
     return rows.to(device=engine.device, dtype=engine.dtype)

@@ -306,7 +306,7 @@ def describe_buffered(config: RunConfig, placement: Placement, step: int) -> dic
 
 def steps_held(saved: Mapping[str, Any] | None) -> int:
     """Steps for which a checkpoint has samples, by what `describe_buffered` said when it was written."""
-    return 0 if saved is None else saved.get("steps", 1)  # an older version knew one
+    return 0 if saved is None else saved["steps"]
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
     Raises:
         ConfigError: a setting is another one, the rollout is in the actor's team now, or hands over something else.
     """
-    order, held = saved.get("order", "in_order"), steps_held(saved)  # an older version knew no other order
+    order, held = saved["order"], steps_held(saved)
     if (order == "in_order") != config.async_.in_order:
         raise ConfigError(
             f"the checkpoint holds samples that were drawn ahead of training, from step {step + 1} on, in another "
@@ -349,7 +349,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
             allowed=f"{held - 1} or more",
             fix=f"set async.max_staleness={held - 1}; a run that goes on from its first checkpoint may have one less",
         )
-    before = saved.get("settings", {})  # an older version did not note them
+    before = saved["settings"]
     for key, now in _settings(config).items():
         if key in before and before[key] != now:
             raise ConfigError(

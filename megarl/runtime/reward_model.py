@@ -16,7 +16,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.rewards.classifier import shown_text
 from megarl.runtime.frozen_models import differing_tokens, load_tokenizer_of, record_frozen
 from megarl.runtime.roles import ModelRole
-from megarl.runtime.setup import build_engine, check_embeddings
+from megarl.runtime.setup import build_frozen, check_embeddings
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
@@ -124,7 +124,6 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
             no chat template, or as `record_frozen`.
     """
     from megarl.models.config import load_hf_config
-    from megarl.models.weights import load_weights
 
     settings = c.config.reward_model
     path = settings.path
@@ -145,14 +144,7 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
                 found="chat",
                 fix="set it to text",
             )
-        engine = build_engine(
-            c.config,
-            hf_config,
-            c.layout,
-            lambda chunks: load_weights(chunks, path),
-            trainable=False,
-            name=offload_schedule.REWARD_MODEL,
-        )
+        engine = build_frozen(c, hf_config, path, offload_schedule.REWARD_MODEL)
         return RewardModelRole(engine, c.context, tokenizer, offloads=c.config.actor.engine.offload)
 
 

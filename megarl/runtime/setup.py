@@ -349,6 +349,22 @@ def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str
         )
 
 
+def read_other_config(c: RankState, path: str, key: str) -> PretrainedConfig:
+    """Read the configuration of another model than the policy, which `key` names; refuses it as `check_embeddings`.
+
+    RoPE or windows may differ from the policy's.
+    """
+    hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), key)
+    check_embeddings(hf_config, c.hf_config, key)
+    return hf_config
+
+
+def build_frozen(c: RankState, hf_config: PretrainedConfig, path: str, name: str) -> MegatronEngine:
+    """Build a model that does not learn, of the weights at `path`, under its role's `name`."""
+    read: Weights = lambda chunks: load_weights(chunks, path)  # noqa: E731
+    return build_engine(c.config, hf_config, c.layout, read, trainable=False, name=name)
+
+
 def weights_of(config: RunConfig, hf_config: PretrainedConfig) -> Weights:
     """Return how the policy's weights begin: read from `model.path`, or random from `model.init_seed`."""
     source = config.model.path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -90,24 +89,6 @@ def test_every_group_goes_on_at_one_replica(tmp_path, now):
 def test_what_samples_measured_that_came_to_nothing_is_not_lost(tmp_path):
     write(tmp_path)
     assert read_buffered_groups(tmp_path, 2).carried.result() == {"groups": 10 + 11}
-    for part in range(2):  # an older version did not keep it
-        file = tmp_path / f"flow_{part}.json"
-        told = json.loads(file.read_text())
-        del told["carried"]
-        file.write_text(json.dumps(told))
-    assert read_buffered_groups(tmp_path, 2).carried.result() == {}
-
-
-def test_samples_that_an_older_version_had_begun_begin_again(tmp_path):
-    write(tmp_path)
-    file = tmp_path / "flow_0.json"
-    told = json.loads(file.read_text())
-    old = {"token_ids": [5], "logprobs": [-0.5], "versions": [[0, 1]], "finish_reason": None, "turns": 1}
-    told["drafts"] = {str(UNDER_WAY): [old, old]}
-    file.write_text(json.dumps(told))
-    held = read_buffered_groups(tmp_path, 2)
-    assert (held.drafts.keys(), held.outdated) == ({BEGUN}, 1)
-    assert UNDER_WAY in held.versions
 
 
 def test_only_the_first_rank_of_a_replica_writes(tmp_path):

@@ -291,7 +291,7 @@ def test_left_over_samples_are_dropped_without_dynamic_sampling(
     assert checkpoints._c.context.surplus == ("samples" if used else None)
 
 
-@pytest.mark.parametrize(("best_step", "best", "kept"), [(2, 0.8, 2), (7, -math.inf, None), (None, 0.8, None)])
+@pytest.mark.parametrize(("best_step", "best", "kept"), [(2, 0.8, 2), (7, -math.inf, None)])
 def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, best_step, best, kept):
     from megarl.training import checkpoint
 

@@ -213,11 +213,6 @@ class ServerProcess:
         return self._process is not None
 
     @property
-    def was_killed(self) -> bool:
-        """A signal has ended it, from outside or SGLang's own when one of its processes died."""
-        return self._process is not None and (self._process.poll() or 0) < 0
-
-    @property
     def ended_by_itself(self) -> bool:
         """It ended, and would do so the next time."""
         code = None if self._process is None else self._process.poll()
