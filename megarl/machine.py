@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megarl.imports import installed_version
-from megarl.processes import has_nvidia_device, shared_memory_free
+from megarl.processes import has_nvidia_device, memory_cgroups, shared_memory_free
 
 _ROOT = Path("/")
+#: Names of limit, use and inactive pages, by the version of cgroups.
+_COUNTERS = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,8 @@ def free_host_memory(root: Path = _ROOT) -> float:
 def _cgroups(root: Path) -> list[tuple[float, float]]:
     """Return (limit, bytes in use that are not reclaimable at once) of every limited memory cgroup of this process."""
     found = []
-    for folder, top, names in _cgroup_folders(root):
-        limit_name, used_name, inactive = names
+    for folder, top, version in memory_cgroups(root):
+        limit_name, used_name, inactive = _COUNTERS[version]
         while True:
             with contextlib.suppress(OSError, ValueError):  # not every level has the files, and "max" is no number
                 limit = int((folder / limit_name).read_text())
@@ -92,26 +97,6 @@ def _cgroups(root: Path) -> list[tuple[float, float]]:
                 break
             folder = folder.parent
     return found
-
-
-def _cgroup_folders(root: Path) -> list[tuple[Path, Path, tuple[str, str, str]]]:
-    """Return (own folder, top folder, names of limit, use and inactive pages) of each hierarchy that counts memory."""
-    folders = []
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0":
-                top = root / "sys/fs/cgroup"
-                names = ("memory.max", "memory.current", "inactive_file")
-            elif "memory" in controllers.split(","):
-                top = root / "sys/fs/cgroup/memory"
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            else:
-                continue
-            own = top / path.lstrip("/")
-            # Inside a container the path may be the host's; its own cgroup is then mounted at the top.
-            folders.append((own if own.is_dir() else top, top, names))
-    return folders
 
 
 def _fields(file: Path) -> dict[str, int]:

@@ -175,25 +175,27 @@ def oom_kills(root: Path = Path("/")) -> int:
     Only differences are meaningful. A container's own limit may show only in the cgroup (`memory.events` of version 2,
     `memory.oom_control` of version 1). 0 if unknown.
     """
-    return sum(_counter(file, "oom_kill") for file in (root / "proc/vmstat", *_cgroup_counters(root)))
+    events = {1: "memory.oom_control", 2: "memory.events"}
+    files = [own / events[version] for own, _, version in memory_cgroups(root)]
+    return sum(_counter(file, "oom_kill") for file in (root / "proc/vmstat", *files))
 
 
-def _cgroup_counters(root: Path) -> list[Path]:
-    """Return the files that count out-of-memory kills in the cgroup of this process."""
-    files: list[Path] = []
+def memory_cgroups(root: Path) -> list[tuple[Path, Path, int]]:
+    """Return (own folder, top folder, version 1 or 2) of each hierarchy of cgroups that counts memory of this process."""
+    found = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             if number == "0":
-                top, name = root / "sys/fs/cgroup", "memory.events"
+                top, version = root / "sys/fs/cgroup", 2
             elif "memory" in controllers.split(","):
-                top, name = root / "sys/fs/cgroup/memory", "memory.oom_control"
+                top, version = root / "sys/fs/cgroup/memory", 1
             else:
                 continue
+            own = top / path.lstrip("/")
             # Inside a container the path may be the host's; its own cgroup is then mounted at the top.
-            own = top / path.lstrip("/") / name
-            files.append(own if own.is_file() else top / name)
-    return files
+            found.append((own if own.is_dir() else top, top, version))
+    return found
 
 
 def _counter(file: Path, name: str) -> int:

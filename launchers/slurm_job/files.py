@@ -79,10 +79,14 @@ class Folder:
         return {str(line["node"]): str(line.get("reason", "")) for line in lines}
 
     def add(self, file: Path, line: dict[str, Any]) -> None:
-        """Add a line to such a file; a full disk is reported on the console and changes nothing else."""
+        """Add a line to such a file."""
+        self._write(file, json.dumps(line))
+
+    def _write(self, file: Path, line: str, mode: str = "a") -> None:
+        """Write a line; a full disk is reported on the console and changes nothing else."""
         try:
-            with file.open("a") as out:
-                out.write(json.dumps(line) + "\n")
+            with file.open(mode) as out:
+                out.write(line + "\n")
         except OSError as error:
             print(f"megarl: {file} cannot be written: {error}", flush=True)
 
@@ -119,19 +123,12 @@ class Folder:
             return 0
 
     def set_chain(self, left: int) -> None:
-        """Record this number; a full disk is reported on the console."""
-        try:
-            (self.path / "chain").write_text(f"{left}\n")
-        except OSError as error:
-            print(f"megarl: {self.path / 'chain'} cannot be written: {error}", flush=True)
+        """Record this number."""
+        self._write(self.path / "chain", f"{left}", "w")
 
     def note_job(self, number: str) -> None:
-        """Add a job to the list of submitted jobs; a full disk is reported on the console."""
-        try:
-            with (self.path / "jobs.txt").open("a") as file:
-                file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.plan['nodes']}\n")
-        except OSError as error:
-            print(f"megarl: {self.path / 'jobs.txt'} cannot be written: {error}", flush=True)
+        """Add a job to the list of submitted jobs."""
+        self._write(self.path / "jobs.txt", f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.plan['nodes']}")
 
     def newest(self) -> int:
         """Return the step of the newest complete checkpoint; -1: there is none."""

@@ -4,11 +4,14 @@
     rollout's team    follow, open the engine              ready         generate, `async.max_staleness` steps ahead
     other teams       follow, make their models            ready         steps: walk
 
-What goes between teams, and who waits for whom, is in docs/architecture.md.
+What goes between teams, and who waits for whom, is in docs/architecture.md. A team that begins again because a process
+of it died (`OwnTeam.restarts`) reads the same announcement, goes on after the last step that was over, and nobody waits
+for it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING
 from megarl.config.run import RunConfig
 from megarl.dag.executor import Executor
 from megarl.dag.placement import begins_again, place
+from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups, goes_as_ready
 from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
 from megarl.disaggregated.buffer.client import StoreClient
@@ -24,7 +28,6 @@ from megarl.disaggregated.generation import open_rollout, publish
 from megarl.disaggregated.in_order_loop import InOrderLoop, find_buffered_steps, generates_apart, store_of
 from megarl.disaggregated.recorder import TeamRecorder
 from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader
-from megarl.disaggregated.start import all_ready, announce_start, follow_start
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
 from megarl.errors import ConfigError
 from megarl.processes import FINISHED, RESTARTS, STORE, TEAM
@@ -50,6 +53,8 @@ from megarl.tracing import phase, set_step
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.rank_state import RankState
+
+_START, _READY = "start", "ready"
 
 
 def join_run(config: RunConfig, graph: TaskGraph) -> OwnTeam:
@@ -107,6 +112,31 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     finally:
         drop_refused_start(c)
         c.close()
+
+
+def announce_start(c: RankState, start: RunStart) -> None:
+    """Tell the other teams where the run begins. Collective over the actor's team."""
+    c.team.post(c.layout, _START, dataclasses.asdict(start))
+
+
+def follow_start(c: RankState) -> RunStart:
+    """Return the start that the actor's team has announced."""
+    with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
+        start = RunStart(**c.team.read(_START))
+    c.context.step = max(start.resumed_at or 0, c.team.finished)
+    return start
+
+
+def all_ready(c: RankState) -> None:
+    """Every team has its models: the actor's waits for that, the others say it, with the checksums of those that do not
+    learn. Collective over a team."""
+    c.layout.world.barrier()
+    if not c.team.leads:
+        c.team.post(c.layout, f"{_READY}/{c.team.plan.name}", c.frozen)
+        return
+    for team in c.team.others:
+        with phase("await_teams", waits_for=team.name):
+            c.frozen |= c.team.read(f"{_READY}/{team.name}")
 
 
 def resume(c: RankState, checkpoints: SavedRun, source: Path, *, begun: bool) -> None:

@@ -31,7 +31,7 @@ from megarl.tracing import phase
 if TYPE_CHECKING:
     from megarl.comm import WorkerGroup
     from megarl.config.run import RunConfig
-    from megarl.rollout.embedded.pushed import PushedWeights
+    from megarl.rollout.embedded.inbox import PushedWeights
     from megarl.runtime.context import StepContext
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
@@ -54,8 +54,7 @@ def open_engine(c: RankState) -> PushedWeights:
         ConfigError: replicas that share experts are on several machines.
     """
     from megarl.rollout.embedded.engine import EmbeddedEngine
-    from megarl.rollout.embedded.inbox import WeightInbox
-    from megarl.rollout.embedded.pushed import PushedWeights
+    from megarl.rollout.embedded.inbox import PushedWeights, WeightInbox
 
     config, layout, engine = c.config, c.layout, c.rollout.engine
     assert isinstance(engine, EmbeddedEngine), "servers take weights by themselves"

@@ -58,6 +58,10 @@ class Completion:
     cached: int | None = None
 
 
+def ignore_progress(samples: int) -> None:
+    """Ignore progress: nobody asked for it."""
+
+
 class RolloutEngine(Protocol):
     """An engine that generates samples. Every rank of a model replica calls `generate` with the same arguments."""
 
@@ -68,7 +72,7 @@ class RolloutEngine(Protocol):
         requests: Sequence[Request],
         sampling: SamplingConfig,
         eos_ids: Sequence[int],
-        advance: Callable[[int], None] | None = None,
+        advance: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
         """Return the completions in the order of `requests` and of their seeds; `sampling.n` is not read.
 

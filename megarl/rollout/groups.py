@@ -32,7 +32,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import PLAIN, Trajectory
 from megarl.errors import MegarlError
 from megarl.rollout.answers import Answer, Answers, EpisodeRules, apply_answer
-from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine
+from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine, ignore_progress
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImageSet
@@ -253,7 +253,7 @@ class Groups:
             self._decode(generation, enough or (lambda: False))
         return self._take_complete()
 
-    def finish(self, advance: Callable[[int], None] = lambda count: None) -> list[list[Trajectory]]:
+    def finish(self, advance: Callable[[int], None] = ignore_progress) -> list[list[Trajectory]]:
         """Return the samples of all groups that were added, in the order of their numbers, when all are over. Not when
         it is open.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megarl.metrics import Metrics
     from megarl.models.policy import PolicyModel
     from megarl.rewards.parts import Rewards
-    from megarl.rollout.embedded.pushed import PushedWeights
+    from megarl.rollout.embedded.inbox import PushedWeights
     from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
     from megarl.runtime.context import StepContext

@@ -12,7 +12,7 @@ from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated.start import all_ready, announce_start, follow_start
+from megarl.disaggregated.entry import all_ready, announce_start, follow_start
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import frozen_models
 from megarl.runtime.frozen_models import RunStart, keep_run_start

@@ -21,7 +21,7 @@ from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.parallel import Mesh
 from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.embedded.turns import TurnSession
-from megarl.rollout.engine import Completion, Generation, Request
+from megarl.rollout.engine import Completion, Generation, Request, ignore_progress
 from megarl.rollout.rounds import Rounds
 
 if TYPE_CHECKING:
@@ -62,13 +62,13 @@ class EmbeddedEngine:
         requests: Sequence[Request],
         sampling: SamplingConfig,
         eos_ids: Sequence[int],
-        advance: Callable[[int], None] | None = None,
+        advance: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
         """See `RolloutEngine`."""
         shares = share_out(requests, self._mesh.cp.size)
         mine = [requests[i] for i in shares[self._mesh.cp.rank]]
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
-        parts = [self._run(mine, sampling, stop_ids, advance or _ignore)]
+        parts = [self._run(mine, sampling, stop_ids, advance)]
         if self._mesh.cp.group is not None:
             parts = self._mesh.cp.group.all_gather_json(parts[0])
         samples = iter(in_order(parts, requests, shares))
@@ -162,10 +162,6 @@ class _Turns:
 
     def close(self) -> None:
         """See `Generation`: nothing decodes between two calls of `wait`."""
-
-
-def _ignore(samples: int) -> None:
-    """Ignore progress: nobody asked for it."""
 
 
 def run_lanes(jobs: Sequence[Callable[[], Any]]) -> list[Any]:

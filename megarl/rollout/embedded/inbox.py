@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from megarl.sync.messages import Refused, answer
 from megarl.sync.protocol import read_tag
 from megarl.sync.shared import open_handle
 from megarl.sync.transports.distributed import broadcast_within, join, leave
+
+if TYPE_CHECKING:
+    from megarl.rollout.embedded.engine import EmbeddedEngine
 
 PEER = "engine"  # what this side is called in proofs and messages
 
@@ -322,3 +325,40 @@ class _Conversation:
             leave(self._groups.pop(name)[0])  # takes nccl's kernel off the device
             raise Refused(f"the trainer's broadcast did not come within {deadline_s:g} s") from None
         self._inbox.take_flat(flat, tensors, update)
+
+
+class PushedWeights:
+    """The weights that an embedded engine generates with: one version, from one `follow` to the next.
+
+    Args:
+        deadline_s: deadline in seconds of the wait for a version that was pushed.
+
+    """
+
+    def __init__(self, engine: EmbeddedEngine, inbox: WeightInbox, deadline_s: float) -> None:
+        self._engine, self._inbox, self._deadline_s = engine, inbox, deadline_s
+        self._version = 0
+
+    def follow(self, version: int) -> None:
+        """Draw with `version` from here on, which is there, or comes within the deadline. Collective over the engine.
+
+        Raises:
+            WorkerError: it did not come.
+        """
+        self._version = version
+        with self.held():
+            self._engine.weight_version = version
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the parameters those of the followed version as long as the block runs. Collective.
+
+        Raises:
+            WorkerError: they are not.
+        """
+        with self._inbox.generating(self._deadline_s, version=self._version):
+            yield
+
+    def close(self) -> None:
+        """Take no more weights."""
+        self._inbox.close()

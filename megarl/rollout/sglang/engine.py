@@ -26,7 +26,7 @@ from megarl.comm import WorkerGroup
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
-from megarl.rollout.engine import Completion, Generation, Request
+from megarl.rollout.engine import Completion, Generation, Request, ignore_progress
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.client import Dispatch, GenerationClient, for_others
 from megarl.rollout.sglang.fleet import Fleet, LostServer, Server
@@ -92,7 +92,7 @@ class SglangEngine:
         requests: Sequence[Request],
         sampling: SamplingConfig,
         eos_ids: Sequence[int],
-        advance: Callable[[int], None] | None = None,
+        advance: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
         """See `RolloutEngine`.
 
@@ -108,7 +108,7 @@ class SglangEngine:
             if not servers or all(sample.finish_reason is not None for sample in samples):
                 return None
             tag = version_tag(self.weight_version, self._run_name)
-            return pool.submit(self._client.run, samples, servers, sampling, stop_ids, advance or _ignore, tag)
+            return pool.submit(self._client.run, samples, servers, sampling, stop_ids, advance, tag)
 
         times = 0
         while True:
@@ -255,7 +255,3 @@ class SglangEngine:
         done = self.replica.group.broadcast_json(done)
         parts = iter(Completion(**fields) for fields in done)
         return [[next(parts) for _ in request.seeds] for request in requests]
-
-
-def _ignore(samples: int) -> None:
-    """Ignore progress: nobody asked for it."""
