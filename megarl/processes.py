@@ -181,7 +181,7 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 
 def memory_cgroups(root: Path) -> list[tuple[Path, Path, int]]:
-    """Return (own folder, top folder, version 1 or 2) of each hierarchy of cgroups that counts memory of this process."""
+    """Return (own folder, top folder, version 1 or 2) of each hierarchy of cgroups that counts this process's use."""
     found = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
