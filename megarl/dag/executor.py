@@ -75,15 +75,12 @@ class Executor:
         self.nodes = graph.order() if nodes is None else list(nodes)
 
     def run(self, context: Any, prompts: Batch | None, more: Iterator[Batch] | None = None) -> Batch:
-        """Return one walk.
+        """Walk the graph once, and return the samples with all fields that are there at the end.
 
         Args:
             context: first argument of every node's function.
             prompts: this rank's part of what enters the graph; None: its team begins with what another one made.
             more: the prompts after these, for a stage that declares `refills`.
-
-        Returns:
-            The samples with all fields that are there at the end.
 
         Raises:
             NodeError: a node failed. Errors of this package pass through with the node added as a note.

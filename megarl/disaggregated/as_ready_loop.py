@@ -58,11 +58,6 @@ PLACE = "flow_place"  # of the loader, when prompts begin to be handed out
 _LOOK_S = 0.1  # between two looks for whether the weights are wanted
 
 
-def goes_as_ready(c: RankState) -> bool:
-    """Samples go to training as they get ready."""
-    return not c.config.async_.in_order
-
-
 def find_buffered_groups(source: Path) -> BufferedGroups | None:
     """Return the groups of a checkpoint that no step was trained on; None: it has none."""
     from megarl.disaggregated.as_ready_checkpoint import read_buffered_groups

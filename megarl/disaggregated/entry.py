@@ -20,7 +20,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.executor import Executor
 from megarl.dag.placement import begins_again, place
 from megarl.dag.stage import Role
-from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups, goes_as_ready
+from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups
 from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
 from megarl.disaggregated.buffer.client import StoreClient
 from megarl.disaggregated.checkpoint_part import CheckpointPart
@@ -153,7 +153,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: 
     recorder.channel = channel = _open_channel(c, graph)
     executor = Executor(graph, c.roles, team.plan.nodes, channel, token_exchange(c, graph))
     weights: AsReadyUpdates | InOrderUpdates | None = None  # only the actor's team has some to give
-    if team.leads and goes_as_ready(c):
+    if team.leads and not config.async_.in_order:
         weights = AsReadyUpdates(c)
         recorder.sampled = weights.metrics
     elif team.leads:
@@ -198,7 +198,7 @@ def _generate_apart(
 ) -> None:
     """Generate in a team of its own until the weights of the last step have come."""
     source, team = None if start.source is None else Path(start.source), c.team
-    if not goes_as_ready(c):
+    if c.config.async_.in_order:
         recorder.channel = channel = _open_channel(c, graph)
         executor = Executor(graph, c.roles, team.plan.nodes, channel, token_exchange(c, graph))
         held = [] if source is None else find_buffered_steps(c, source, c.context.step)

@@ -229,10 +229,9 @@ def read_validation(step: int, mail: Mail, drawer: str) -> tuple[float, Metrics,
 
 
 def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
-    """Evaluate in the team that generates, and tell the actor's team. Every team calls at a validation step.
+    """Evaluate in the team that generates, and tell the actor's team; return the accuracy in these two.
 
-    Returns:
-        The accuracy, in these two teams.
+    Every team calls at a validation step.
     """
     trains = c.team.holds(Role.ACTOR)
     if not c.team.holds(Role.ROLLOUT):

@@ -60,7 +60,9 @@ class ReferencePlace(NamedTuple):
 
 
 def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> ReferencePlace:
-    """Find the weights of the reference, and keep them for later resumes. Collective over the actor's team.
+    """Find the weights of the reference, keep them for later resumes, and return where they are now.
+
+    Collective over the actor's team.
 
     They are `reference.path`, else the actor's at the start of RL: with adapters that change nothing yet, its own with
     adapters off. Others are kept in the run folder, because a resumed run starts from a later actor; where they are
@@ -70,9 +72,6 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
     Args:
         resumed_from: RUN_DIR/checkpoints/step_N; None: no resume.
         begun: it is of a step of RL; the actor of step 0 is where RL starts.
-
-    Returns:
-        Where they are now.
 
     Raises:
         ConfigError: the run of `resumed_from` has kept none, or what it has kept is damaged and cannot be made again.

@@ -293,11 +293,8 @@ class GroupChannel:
                 self.aside[handover.key] = outgoing(handover, batch)
 
     def collect(self, numbers: Sequence[int], batch: Batch, metrics: Metrics) -> FinishedGroups | None:
-        """Return what was put aside as the groups of the prompts `numbers`, in the order of `batch`.
-
-        Returns:
-            None: another rank gives for this replica.
-        """
+        """Return what was put aside as the groups of the prompts `numbers`, in the order of `batch`; None: another rank
+        gives for this replica."""
         if not self._is_lead:
             return None
         groups = groups_of(batch)
@@ -308,10 +305,7 @@ class GroupChannel:
     def swap(
         self, context: Any, ready: Sequence[FinishedGroups], useless: Sequence[int], version: int, most: int
     ) -> list[int]:
-        """Hand over groups that are finished, and take prompts; see `StoreClient.swap`.
-
-        Returns:
-            Numbers of the prompts.
+        """Hand over groups that are finished, and return the numbers of prompts to generate; see `StoreClient.swap`.
 
         Raises:
             StoreError: a column cannot be sent, or the store refuses it.

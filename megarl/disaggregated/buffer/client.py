@@ -118,15 +118,14 @@ class StoreClient:
         groups: Sequence[GroupInfo],
         payloads: Iterable[Span],
     ) -> int:
-        """Hand over this replica's groups of one node, all at once; a replica that has none gives none.
+        """Hand over this replica's groups of one node, all at once, and return the bytes of all blocks.
+
+        A replica that has none gives none.
 
         Args:
             key: of the handover (`megarl.dag.placement.Handover.key`).
             payloads: of each group: what `fetch` returns. Their blocks stay in this machine's object store; another
                 machine pulls a block whole.
-
-        Returns:
-            Bytes of all blocks.
         """
         refs, size = self._keep(f"{key!r} of step {step}", payloads)
         what = f"hand over {key!r} of step {step}"
@@ -206,15 +205,14 @@ class StoreClient:
     ) -> tuple[list[int], int]:
         """Hand over finished groups, each of which is in some later step, and take other prompts, in one call.
 
+        Returns the numbers of the prompts to generate, and the bytes of all blocks.
+
         Args:
             finished: groups of prompts that were taken before.
             payloads: of each of them, by key of handover, as in `give`.
             useless: prompts taken before, whose samples no step is to be trained on; others may begin in their place.
             version: of the weights that the next ones are generated with.
             most: of them. Fewer are handed out where no more may begin before there is a newer version.
-
-        Returns:
-            Numbers of the prompts to generate, and bytes of all blocks.
         """
         refs, size, numbers = list[Any](), 0, [*(one.number for one in finished), *useless]
         for key, some in payloads.items():

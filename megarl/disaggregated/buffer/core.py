@@ -322,14 +322,13 @@ class Core:
     ) -> tuple[list[int], list[Topic]]:
         """Take finished groups with all that is handed over of them, and let others begin; see `Flow`.
 
+        Returns the numbers of the prompts that may be generated, and what is complete.
+
         Args:
             refs: by key of handover: one for each group.
             useless: prompts whose samples no step is to be trained on.
             version: of the weights that other groups may begin with.
             most: how many of them.
-
-        Returns:
-            Numbers of the prompts that may be generated, and what is complete.
 
         Raises:
             StoreError: it does not fit what the run's teams hand over, or the prompts that have been handed out.
@@ -355,13 +354,8 @@ class Core:
         return self._need_flow().drained(version)
 
     def flow_state(self) -> dict[str, Any]:
-        """Return where prompts stand.
-
-        Returns:
-            next: number of the first one that nobody has generated; None: it is not open. again: earlier ones that are
-                to
-            be generated again.
-        """
+        """Return where prompts stand: `next`, the number of the first one that nobody has generated (None: it is not
+        open), and `again`, earlier ones that are to be generated again."""
         flow = self._need_flow()
         return {"next": flow.next, "again": flow.again}
 

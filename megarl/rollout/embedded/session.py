@@ -91,11 +91,8 @@ class Session:
         seeds: list[int],
         longest: int,
     ) -> int:
-        """Make cache, state and results for samples with `seeds` and up to `longest` cached positions.
-
-        Returns:
-            Rows of the cache.
-        """
+        """Make cache, state and results for samples with `seeds` and up to `longest` cached positions; return the rows
+        of the cache."""
         self._stage, self._mesh, self._sampling = stage, stage.mesh, sampling
         device = stage.device
         fixed = device.type == "cuda"
