@@ -179,7 +179,7 @@ def test_the_order_stays_while_samples_wait(before, now):
     ],
 )
 def test_a_run_that_cannot_hand_it_over_is_refused(now, where, lacking):
-    state = {"parts": 1, "fields": FIELDS}
+    state = {"order": "in_order", "steps": 1, "parts": 1, "fields": FIELDS, "settings": {}}
     refuse_other_sampling(3, state, config(), placement())
     refuse_other_sampling(3, state, config(), placement(handovers=HANDOVERS[:1]))
     with pytest.raises(ConfigError) as error:
