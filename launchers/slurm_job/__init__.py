@@ -12,8 +12,9 @@
 `megarl launch` copies this folder to the run folder: it needs only Python 3.9, so that it also runs outside of megarl's
 container. For that its files import each other relatively.
 
-    driver.py    the job      nodes.py     tests of nodes
-    files.py     RUN_DIR/launch, and Slurm's commands      verdicts.py  judgement of the tests' results
+    driver.py    the job
+    nodes.py     tests of nodes
+    files.py     RUN_DIR/launch, and Slurm's commands
     exclusion.py nodes that sbatch excludes
     guard.py     watches the driver from another node
 """

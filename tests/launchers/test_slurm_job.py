@@ -21,8 +21,7 @@ from megarl.launchers.slurm_job import driver, files, guard
 from megarl.launchers.slurm_job import nodes as nodes_module
 from megarl.launchers.slurm_job.driver import SlurmJob
 from megarl.launchers.slurm_job.files import Folder
-from megarl.launchers.slurm_job.nodes import Nodes
-from megarl.launchers.slurm_job.verdicts import failed_checks, link_faults, odd_versions, slow_nodes, wrong_clocks
+from megarl.launchers.slurm_job.nodes import Nodes, failed_checks, link_faults, odd_versions, slow_nodes, wrong_clocks
 
 #: Each command of Slurm: notes how it was called, and does what WORLD (a folder) says.
 COMMANDS = r"""

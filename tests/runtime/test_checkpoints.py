@@ -227,7 +227,8 @@ def with_state(run_dir, monkeypatch, state, roles=(), **sections):
 
 
 def test_a_finished_run_is_not_refused_for_samples_that_it_does_not_train_on(run_dir, monkeypatch):
-    state = {"drawn": {"parts": 1, "fields": {"rollout": ["response_ids"]}, "settings": {"data.batch_size": 1}}}
+    fields, settings = {"rollout": ["response_ids"]}, {"data.batch_size": 1}
+    state = {"drawn": {"order": "in_order", "steps": 1, "parts": 1, "fields": fields, "settings": settings}}
     batch_size = RunConfig(name="run").data.batch_size
     assert with_state(run_dir, monkeypatch, state).find("trainer.steps", 3) == 3
     with pytest.raises(ConfigError, match=r"data\.batch_size: the checkpoint holds the samples of step 4"):
