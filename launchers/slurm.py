@@ -32,7 +32,7 @@ from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, count
 from megarl.launchers.bundles import gpus_of_a_node
 from megarl.launchers.seats import NODES_OF, resource
-from megarl.launchers.slurm_job.exclusion import excluded_by
+from megarl.launchers.slurm_job.files import excluded_by
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
 PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"

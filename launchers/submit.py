@@ -42,7 +42,7 @@ from megarl.launchers.slurm import (
     plan,
     saved_in_time,
 )
-from megarl.launchers.slurm_job.exclusion import with_exclusion
+from megarl.launchers.slurm_job.files import with_exclusion
 from megarl.processes import write_atomically
 
 _ANSWER_S = 60.0

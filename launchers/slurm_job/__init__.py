@@ -14,7 +14,6 @@ container. For that its files import each other relatively.
 
     driver.py    the job
     nodes.py     tests of nodes
-    files.py     RUN_DIR/launch, and Slurm's commands
-    exclusion.py nodes that sbatch excludes
+    files.py     RUN_DIR/launch, Slurm's commands, nodes that sbatch excludes
     guard.py     watches the driver from another node
 """

@@ -10,8 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from .exclusion import with_exclusion
-from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of, read_object
+from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of, read_object, with_exclusion
 from .guard import GUARD_S
 from .nodes import ONE_NODE, Nodes
 

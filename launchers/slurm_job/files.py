@@ -1,12 +1,15 @@
-"""Files of RUN_DIR/launch that a job reads and writes, and commands of Slurm."""
+"""Files of RUN_DIR/launch that a job reads and writes, commands of Slurm, and nodes that sbatch excludes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
+import shlex
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ ANSWER_S = 60.0
 LOOK_S = 0.5
 #: Seconds between the driver's heartbeats in `alive`.
 ALIVE_S = 5.0
+_EXCLUDE = re.compile(r"(?:--exclude(?:=|\s+)|-x\s*)(\S+)")
 
 
 class CommandFailed(Exception):
@@ -170,3 +174,28 @@ def _parsed(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def excluded_by(options: Iterable[str]) -> list[str]:
+    """Return the nodes that options of sbatch exclude: `--exclude=NODES`, `--exclude NODES` or `-x NODES`."""
+    return [found[1] for option in options if (found := _EXCLUDE.fullmatch(option.strip()))]
+
+
+def with_exclusion(script: str, nodes: Iterable[str]) -> str:
+    """Return a batch script that excludes these nodes in all its components: a command-line option counts for the
+    first one only.
+
+    The last `--exclude` of a component counts, so the nodes must include those of the script's own options.
+    """
+    text = ",".join(dict.fromkeys(nodes))
+    if not text:
+        return script
+    value = text if shlex.quote(text) == text else '"' + text + '"'
+    option = f"#SBATCH --exclude={value}"
+    lines = script.splitlines()
+    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH "))
+    found = list[str]()
+    for number, line in enumerate(lines):
+        found += [option] if line == "#SBATCH hetjob" else []
+        found += [line, option] if number == last else [line]
+    return "\n".join(found) + "\n"

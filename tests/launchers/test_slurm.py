@@ -23,7 +23,7 @@ from megarl.config.run import ClusterConfig, RunConfig, TrainerConfig
 from megarl.errors import ConfigError, UserError
 from megarl.launchers import preflight, slurm, submit
 from megarl.launchers.slurm import Submission, job_script, limit_minutes, node_script, plan, saved_in_time
-from megarl.launchers.slurm_job.exclusion import with_exclusion
+from megarl.launchers.slurm_job.files import with_exclusion
 
 GOLDEN = Path(__file__).parent / "golden"
 FULL = SlurmConfig(

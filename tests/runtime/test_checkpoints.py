@@ -262,7 +262,7 @@ def test_prompts_that_a_run_as_ready_left_out_are_not_skipped_in_order(run_dir, 
 def test_changes_are_announced_with_the_step_that_is_drawn_already(run_dir, monkeypatch, capsys):
     monkeypatch.setattr("megarl.runtime.checkpoints.refuse_other_sampling", lambda *_: None)
     monkeypatch.setattr("megarl.runtime.checkpoints.announcements", lambda *_, begun, drawn: [f"after {drawn}"])
-    with_state(run_dir, monkeypatch, {"drawn": {}}).find("trainer.steps", 9)
+    with_state(run_dir, monkeypatch, {"drawn": {"steps": 1}}).find("trainer.steps", 9)
     assert "changed since the checkpoint: after 4\n" in capsys.readouterr().out
 
 
