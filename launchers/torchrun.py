@@ -169,9 +169,7 @@ class TorchrunWorkers:
         """End the agent, which ends its workers; then any remaining process of either."""
         import psutil
 
-        below: set[psutil.Process] = (
-            set()
-        )  # workers have sessions of their own, and a stopped one takes no other signal
+        below = set[psutil.Process]()  # workers have sessions of their own, and a stopped one takes no other signal
         for number in (_END, signal.SIGKILL):
             if self._agent.poll() is None:
                 with contextlib.suppress(psutil.Error):

@@ -76,14 +76,7 @@ def flow_files(
         return {}
     told = {
         "versions": {str(number): version for number, version in versions.items()},
-        "finished": [
-            {
-                "numbers": one.numbers,
-                "groups": [list(group) for group in one.groups],
-                "metrics": one.metrics.to_json(),
-            }
-            for one in ready
-        ],
+        "finished": [{"numbers": one.numbers, "groups": one.groups, "metrics": one.metrics.to_json()} for one in ready],
         "drafts": {str(number): [draft.to_json() for draft in some] for number, some in drafts.items()},
         "again": list(again),
         "carried": carried.to_json(),

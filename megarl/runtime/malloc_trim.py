@@ -11,9 +11,7 @@ a few times in a run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 from megarl.data.buffer_pool import buffer_pool, find_malloc_trim
 
@@ -64,8 +62,7 @@ def make_malloc_trim() -> MallocTrim:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process in memory; 0 where there is no /proc."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+    """Return the bytes of this process in memory."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)

@@ -170,6 +170,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
     """A controller of this configuration after the checkpoint `state` was loaded into it."""
     monkeypatch.setattr(checkpoint, "load", lambda *args: (7, state))
     monkeypatch.setattr(checkpoints, "read_surplus", lambda *args: None)
+    monkeypatch.setattr(Checkpoints, "_has", lambda self, step: True)
     settings = RunConfig(name="case", **sections)
     kl = settings.algorithm.kl
     controller = KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon)
@@ -193,7 +194,8 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
 
 
 def state(**values: Any) -> dict[str, Any]:
-    return {"loader": {}, "kl": {"coef": 0.3}, "surplus_parts": 0, "best": 0.8, "best_metric": "val/acc", **values}
+    best = {"best": 0.8, "best_step": 5, "best_metric": "val/acc"}
+    return {"loader": {}, "kl": {"coef": 0.3}, "surplus_parts": 0, **best, **values}
 
 
 def test_a_changed_kl_coefficient_is_used_unless_it_adapts(monkeypatch):
