@@ -50,12 +50,7 @@ class GuardedBatch(Batch):
 
     @classmethod
     def _make(
-        cls,
-        fields: Mapping[str, Tensor | Jagged],
-        columns: Mapping[str, list],
-        size: int,
-        node: Node,
-        seen: set[str],
+        cls, fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], size: int, node: Node, seen: set[str]
     ) -> GuardedBatch:
         made = cls.__new__(cls)
         made._node, made._carried = node, frozenset()

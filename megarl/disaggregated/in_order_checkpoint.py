@@ -58,10 +58,7 @@ class BufferedStep:
         batch.set(_NUMBER, number)
         batch.set(_TOKENS, tokens)
         stem = _stem(layout.dp_rank, self.step - saved)
-        return {
-            f"{stem}.safetensors": batch.to_bytes(),
-            f"{stem}.json": json.dumps(self.metrics.to_json()).encode(),
-        }
+        return {f"{stem}.safetensors": batch.to_bytes(), f"{stem}.json": json.dumps(self.metrics.to_json()).encode()}
 
 
 def files_ahead(layout: Layout, version: int, generated: Iterable[BufferedStep]) -> dict[str, bytes]:

@@ -77,12 +77,7 @@ class ActorRole(ModelRole):
         return self.score(samples, temperature)
 
     def train_step(
-        self,
-        mini: Batch,
-        loss: LossFn,
-        divisor: Divisor | None = None,
-        taught: Taught | None = None,
-        unit: int = 1,
+        self, mini: Batch, loss: LossFn, divisor: Divisor | None = None, taught: Taught | None = None, unit: int = 1
     ) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
         with self._c.offload.phase("update", self.name):

@@ -251,11 +251,7 @@ class _Source:
         return cls(eos_ids, episodes, None, loader, val_data, reward)
 
     def roles(
-        self,
-        config: RunConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        layout: Layout,
-        chunks: Sequence[PolicyModel],
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout, chunks: Sequence[PolicyModel]
     ) -> dict[str, ModelRole | RolloutRole | ScorerRole]:
         """Make the rollout, which decodes with `chunks` (none: servers will be opened), and the scorer."""
         lag, episodes = config.rollout.stale_steps, self.episodes

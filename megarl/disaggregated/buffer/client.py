@@ -111,13 +111,7 @@ class StoreClient:
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
-    def give(
-        self,
-        step: int,
-        key: str,
-        groups: Sequence[GroupInfo],
-        payloads: Iterable[Span],
-    ) -> int:
+    def give(self, step: int, key: str, groups: Sequence[GroupInfo], payloads: Iterable[Span]) -> int:
         """Hand over this replica's groups of one node, all at once, and return the bytes of all blocks.
 
         A replica that has none gives none.

@@ -31,10 +31,7 @@ class RopeTables:
     @cached_property
     def wide(self) -> tuple[Tensor, Tensor]:
         """cos and sign-folded sin, each [t, 1, 1, D], so that RoPE is x * cos + swap_halves(x) * sin."""
-        return (
-            torch.cat((self.cos, self.cos), -1)[:, None, None],
-            torch.cat((-self.sin, self.sin), -1)[:, None, None],
-        )
+        return (torch.cat((self.cos, self.cos), -1)[:, None, None], torch.cat((-self.sin, self.sin), -1)[:, None, None])
 
 
 @dataclass(frozen=True)

@@ -127,11 +127,7 @@ class _Game:
     """The state of one call of `play`: on all ranks of the replica the same, but for answers that are on their way."""
 
     def __init__(
-        self,
-        player: Player,
-        starts: Sequence[EpisodeStart],
-        advance: Callable[[int], None],
-        record: Recording | None,
+        self, player: Player, starts: Sequence[EpisodeStart], advance: Callable[[int], None], record: Recording | None
     ) -> None:
         self._p, self._starts, self._advance, self._record = player, starts, advance, record
         self.episodes = [

@@ -46,13 +46,7 @@ class ServerApi:
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def call(
-        self,
-        path: str,
-        payload: dict[str, Any] | None = None,
-        *,
-        deadline_s: float,
-        phase: str,
-        method: str = "POST",
+        self, path: str, payload: dict[str, Any] | None = None, *, deadline_s: float, phase: str, method: str = "POST"
     ) -> dict[str, Any]:
         """Send `payload` as JSON and return the JSON answer. Never repeated: most of these calls change the server.
 
