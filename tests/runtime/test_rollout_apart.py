@@ -42,7 +42,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):
     """After a cold start, with validation before and after every step."""
     together = harness.train(recipe, tmp_path / "one", *STEPS, "cluster.nproc=1")
-    apart = harness.run(recipe, tmp_path / "two", *STEPS, *TWO_TEAMS, program="local")  # as users start it, with Ray
+    apart = harness.train(recipe, tmp_path / "two", *STEPS, *TWO_TEAMS)
     assert of_training(apart) == together
     assert set(apart) == {0, 1, 2, 3}
     assert apart[0]["sync/verified_tensors"] > 0
@@ -89,6 +89,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, undisturbed, tm
 def test_a_run_whose_rollout_worker_is_killed_goes_on_by_itself_from_its_newest_checkpoint(
     recipe, undisturbed, tmp_path
 ):
+    """In a Ray, as users start it."""
     settings, expected = undisturbed
     with harness.held_at(recipe, tmp_path / "checkpoints" / "step_2"):
         process = harness.start(recipe, tmp_path, *settings)
