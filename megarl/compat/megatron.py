@@ -114,6 +114,21 @@ REWRITES: tuple[Rewrite, ...] = (
         "allocators of GPU memory that are compiled when used: setuptools take 0.2 s of CPU time to import",
     ),
     Rewrite(
+        "sharded-tensors",
+        ("megatron.core.utils", "megatron.core.distributed.*", "megatron.core.transformer.fsdp_dtensor_checkpoint"),
+        r"^( +)from torch\.distributed(?:\._tensor|\.tensor\.placement_types|\.fsdp| import DeviceMesh).*$"
+        r"|^( +)from megatron\.core\.distributed\.fsdp\.src\.megatron_fsdp import .*$",
+        r"\1\2raise ImportError",
+        "nothing here uses DTensors: torch.distributed.tensor takes a second of CPU time to import",
+    ),
+    Rewrite(
+        "sharded-checkpoints",
+        ("megatron.core.transformer.fsdp_dtensor_checkpoint",),
+        r"^from torch\.distributed\.checkpoint import default_planner$",
+        "default_planner = None",
+        "checkpoints of DTensors, as above",
+    ),
+    Rewrite(
         "gradient-norm",
         ("megatron.core.utils",),
         r"torch\.norm\(torch\.tensor\(l2\)\)\n(\s+)l2_cuda = torch\.tensor\(\[float\(l2_reduced\)\], [^)]*\)",

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.compat import torch_compile, torch_nested
+from megarl.compat import torch_compile
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
 from megarl.data.wire import Block, Packer, Parts, Span, gather, open_block, pack
 from megarl.errors import close_matches
 
 __all__ = ["Batch", "Jagged"]
 
-torch_nested.install()
 with torch_compile.untraced():
     from tensordict import TensorDict
 
@@ -26,8 +25,8 @@ class Batch:
     """A batch of B samples. Fields are tensors [B, ...] or Jagged; columns are lists of B plain JSON values, or of
     handles of work that this process waits for, which cannot be sent.
 
-    Tensors live in a TensorDict (jagged ones as torch nested tensors). Operations return new
-    batches that may share memory with the old one; only `set` changes a batch in place.
+    Tensors live in a TensorDict. Operations return new batches that may share memory with the old one; only `set`
+    changes a batch in place.
 
     >>> b = Batch({"x": Jagged.from_list([[1], [2, 3]])}, {"uid": ["a", "b"]})
     >>> [len(part) for part in b.repeat(2).split([1, 3])], b.select([1])["x"].values.tolist()
@@ -58,6 +57,7 @@ class Batch:
             raise ValueError(f"both field and column: {sorted(both)}")
         self._size = size
         self._td = TensorDict({}, batch_size=[size])
+        self._jagged: dict[str, Jagged] = {}
         self._columns: dict[str, list] = {}
         for name, value in itertools.chain(fields.items(), columns.items()):
             self.set(name, value)
@@ -68,18 +68,16 @@ class Batch:
         return self._size
 
     def __contains__(self, name: str) -> bool:
-        return name in self._columns or name in self._td.keys()  # noqa: SIM118 (a TensorDict is no mapping of keys)
+        return name in self._columns or name in self.fields
 
     def __getitem__(self, name: str) -> Any:
         """Return the tensor, Jagged or list of that name."""
-        if name in self._columns:
-            return self._columns[name]
-        value = self._td.get(name, None)
-        if value is None:
-            near = close_matches(name, self.names())
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise KeyError(f"batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
-        return _plain(value)
+        for held in (self._columns, self._jagged, self._td):
+            if (value := held.get(name, None)) is not None:
+                return value
+        near = close_matches(name, self.names())
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise KeyError(f"batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
 
     def set(self, name: str, value: Tensor | Jagged | list) -> None:
         """Add or replace a field (Tensor [B, ...], Jagged) or a column (list of B)."""
@@ -87,26 +85,25 @@ class Batch:
             raise ValueError(f"{name!r}: a field has one entry per sample, got a scalar tensor")
         if len(value) != self._size:
             raise ValueError(f"{name!r} has {len(value)} entries for {self._size} samples")
-        if isinstance(value, Jagged):
-            self._columns.pop(name, None)
-            self._td.set(name, torch.nested.nested_tensor_from_jagged(value.values, offsets=value.offsets))
-        elif isinstance(value, Tensor):
-            self._columns.pop(name, None)
-            self._td.set(name, value)
-        elif isinstance(value, list):
-            self._td.pop(name, None)
-            self._columns[name] = value
-        else:
+        if not isinstance(value, Tensor | Jagged | list):
             raise ValueError(f"{name!r}: expected Tensor, Jagged or list, got {type(value).__name__}")
+        for held in (self._jagged, self._td, self._columns):
+            held.pop(name, None)
+        if isinstance(value, Jagged):
+            self._jagged[name] = value
+        elif isinstance(value, Tensor):
+            self._td.set(name, value)
+        else:
+            self._columns[name] = value
 
     def names(self) -> list[str]:
         """Return the names of all fields, then of all columns."""
-        return [*map(str, self._td.keys()), *self._columns]
+        return [*self.fields, *self._columns]
 
     @property
     def fields(self) -> dict[str, Tensor | Jagged]:
         """Tensor and jagged fields by name."""
-        return {str(name): _plain(value) for name, value in self._td.items()}
+        return {**self._jagged, **{str(name): value for name, value in self._td.items()}}
 
     @property
     def columns(self) -> dict[str, list]:
@@ -237,11 +234,6 @@ class Batch:
     def __repr__(self) -> str:
         parts = [f"{name}: {_kind(value)}" for name, value in self.fields.items()]
         return f"Batch({self._size}; {', '.join(parts + [f'{name}: column' for name in self._columns])})"
-
-
-def _plain(value: Tensor) -> Tensor | Jagged:
-    """Return a field as `Batch` exposes it, from how it keeps it."""
-    return Jagged(value.values(), value.offsets()) if value.is_nested else value  # type: ignore[attr-defined]
 
 
 def _kind(value: Tensor | Jagged | list) -> str:
