@@ -50,7 +50,9 @@ _AUTH_MODE = "RAY_AUTH_MODE"
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # also elsewhere: whether nodes may be on several machines
 _AGAIN_S = 0.5  # seconds between two attempts to reach a store that died
 _PROBE_S = 5.0  # seconds to open a connection to a cluster
-#: Settings of a Ray that is started for a run: a full object store neither moves objects to disk nor creates new ones
+#: Settings of a Ray that is started for a run. Its workers are what the machine is for: Ray gives them a low priority.
+OWN_RAY = {"worker_niceness": 0}
+#: Further ones, unless objects may be spilled: a full object store neither moves objects to disk nor creates new ones
 #: there. Without the second Ray uses files for objects that do not fit, unless the disk is too full.
 NO_SPILLING = {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0}
 _TRACKERS = ("WANDB_", "TRACKIO_")
@@ -444,7 +446,7 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
             ),  # a small machine may hold more CPU workers than cores
             include_dashboard=False,
             object_store_memory=store_bytes,
-            _system_config=None if config.placement.spill else NO_SPILLING,
+            _system_config=OWN_RAY | ({} if config.placement.spill else NO_SPILLING),
             _node_ip_address="127.0.0.1",
             _temp_dir=str(ray_folder()),
             **quiet,

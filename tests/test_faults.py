@@ -134,7 +134,7 @@ class Run:
         """`program`: not forked, which the local launcher may be."""
         arguments = ["train", self.recipe, *self.settings, "--launcher", self.launcher, "--run-dir", self.run_dir]
         if program or self.launcher != "local":
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", MARK: str(self.folder)}
+            environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: str(self.folder)}
             output = more.pop("output", None) or (self.folder / "output").open("ab")
             line = [sys.executable, "-m", "megarl", *map(str, arguments)]
             cwd = self.recipe.parent

@@ -144,7 +144,7 @@ def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
 
     def init(**settings: object) -> None:
         assert settings["object_store_memory"] == size
-        assert settings["_system_config"] == (None if spill else ray_launcher.NO_SPILLING)
+        assert settings["_system_config"] == ray_launcher.OWN_RAY | ({} if spill else ray_launcher.NO_SPILLING)
         raise NoRay("as far as this test goes")
 
     monkeypatch.delenv("RAY_ADDRESS")
