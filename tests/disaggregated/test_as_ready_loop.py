@@ -244,14 +244,14 @@ def before_training(call: Callable[[Any, Any], None]) -> None:
     """In a worker's process: `call(context, samples)` before the policy's update, with all that is there."""
     from megarl.dag.executor import Executor
 
-    run_node = Executor._run_node
+    call_node = Executor._call
 
-    def running(self: Any, node: Any, context: Any, batch: Any, more: Any) -> Any:
+    def calling(self: Any, node: Any, context: Any, batch: Any, more: Any) -> Any:
         if node.id == "actor_train":
             call(context, batch)
-        return run_node(self, node, context, batch, more)
+        return call_node(self, node, context, batch, more)
 
-    Executor._run_node = running  # type: ignore[method-assign]
+    Executor._call = calling  # type: ignore[method-assign]
 
 
 def note(run_dir: Path, step: int, samples: Any) -> None:

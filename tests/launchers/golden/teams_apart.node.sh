@@ -10,6 +10,7 @@ over=/shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000/launch/over."$MEGARL_
 kind=()
 [ -z "${MEGARL_NODES_OF:-}" ] || kind=(--resources='{"'"$MEGARL_NODES_OF"'": 1000}')
 address="$MASTER_ADDR:$MASTER_PORT"
+export RAY_worker_niceness=0 # Ray's own default, 15, is for machines that do something else beside
 if [ "$SLURM_NODEID" != 0 ]; then
   for _ in $(seq 300); do
     (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
