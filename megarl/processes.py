@@ -176,7 +176,10 @@ def oom_kills(root: Path = Path("/")) -> int:
     `memory.oom_control` of version 1). 0 if unknown.
     """
     events = {1: "memory.oom_control", 2: "memory.events"}
-    files = [own / events[version] for own, _, version in memory_cgroups(root)]
+    files = []
+    for own, top, version in memory_cgroups(root):
+        file = own / events[version]
+        files.append(file if file.is_file() else top / events[version])
     return sum(_counter(file, "oom_kill") for file in (root / "proc/vmstat", *files))
 
 

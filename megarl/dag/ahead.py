@@ -47,7 +47,10 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
         return
     _refuse_settings(config, lag)
     team = placement.of_role(Role.ROLLOUT)
-    assert team is not None, "every run draws samples"
+    if team is None:
+        raise ConfigError(
+            "nothing is generated, so nothing can run ahead", where=KEY, found=lag, allowed="0", fix=_off(config)
+        )
     if Role.ACTOR in team.roles:
         raise ConfigError(
             "samples are drawn while others are trained on, and the rollout takes turns with the actor in the team "

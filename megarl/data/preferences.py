@@ -81,7 +81,8 @@ class PairDataset:
         )
         longest = torch.maximum(self._chosen.response_ids.lengths, self._rejected.response_ids.lengths)
         self._lengths = self._chosen.prompt_ids.lengths + longest
-        self._kept = within_tokens(settings.limit(max_tokens), self._lengths.tolist(), self._chosen.rows, config)
+        limit, lengths = settings.limit(max_tokens), self._lengths.tolist()
+        self._kept = within_tokens(limit, lengths, self._chosen.rows, config, "preference.max_tokens")
         self.overlong = self._chosen.overlong + len(self._lengths) - len(self._kept)
         self.fingerprint = fingerprint(f"{self._chosen.fingerprint} {self._rejected.fingerprint} {self._kept}")
 
@@ -117,6 +118,8 @@ class LabelledDataset(SFTDataset):
     Attributes:
         labels: bool [examples], which are desirable.
     """
+
+    limit_key = "preference.max_tokens"
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -39,7 +39,12 @@ class SFTDataset(PromptDataset):
 
     Prompt and response are tokenised apart, as they are in RL, so that a model meets the same prompt tokens in both. A
     response may be messages: those of others than the assistant stand between its turns as in RL, and are not learnt.
+
+    Attributes:
+        limit_key: that limits the examples' tokens, too, beside the model; empty: none.
     """
+
+    limit_key: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -83,7 +88,7 @@ class SFTDataset(PromptDataset):
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens
         lengths = [prompt + len(own) for prompt, own in zip(self.prompt_ids.lengths.tolist(), ids, strict=True)]
-        kept = within_tokens(max_tokens, lengths, self.rows, config)
+        kept = within_tokens(max_tokens, lengths, self.rows, config, self.limit_key)
         self.too_long = len(ids) - len(kept)
         self.rows = [self.rows[i] for i in kept]
         self.texts = [self.texts[i] for i in kept]
@@ -157,8 +162,12 @@ class SFTDataset(PromptDataset):
         return ids, learnt
 
 
-def within_tokens(limit: int | None, lengths: Sequence[int], rows: Sequence[Row], config: DataConfig) -> list[int]:
+def within_tokens(
+    limit: int | None, lengths: Sequence[int], rows: Sequence[Row], config: DataConfig, key: str = ""
+) -> list[int]:
     """Return the indices of the examples, or pairs, of at most `limit` tokens; None: of all.
+
+    `key` limits them, too, beside the model.
 
     Raises:
         DataError: a longer one with data.overlong: error, or all are.
@@ -171,10 +180,10 @@ def within_tokens(limit: int | None, lengths: Sequence[int], rows: Sequence[Row]
         f"prompt and response are too long ({len(lengths) - len(kept)} of {len(lengths)} such rows)",
         where=rows[first].where,
         found=f"{lengths[first]} tokens",
-        allowed=f"{limit} tokens (the model's max_position_embeddings, or preference.max_tokens)",
+        allowed=f"{limit} tokens (the model's max_position_embeddings{key and f', or {key}'})",
         fix="set data.overlong: filter"
         if kept
-        else "shorten the rows, train a model that takes more, or raise preference.max_tokens",
+        else f"shorten the rows, or train a model that takes more{key and f', or raise {key}'}",
     )
 
 

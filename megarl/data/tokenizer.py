@@ -70,6 +70,7 @@ def written_tokens(name: str) -> list[str]:
     """
     words = name.startswith(WORDS)
     kind, noun, between = (WORDS, "word", " ") if words else (CHARS, "character", "")
+    such = kind + ("push the disc" if words else "0123456789+=")
     text = name.removeprefix(kind)
     tokens = text.split() if words else list(text)
     whole = "the list of words" if words else "the alphabet"
@@ -80,7 +81,9 @@ def written_tokens(name: str) -> list[str]:
             where="model.tokenizer",
             found=name,
             allowed=f"'{kind}' and then each {noun} once{', with blanks between them' if words else ''}",
-            fix=f"write {kind + between.join(dict.fromkeys(tokens))!r}" if twice else f"list the {noun}s of all texts",
+            fix=f"write {kind + between.join(dict.fromkeys(tokens))!r}"
+            if twice
+            else f"list the {noun}s of all texts, as in {such!r}",
         )
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(

@@ -7,6 +7,7 @@ import pytest
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.dry_run import make_plan
 from megarl.checks.recipe import check_config
+from megarl.config.load import load_config
 from tests.half_step import HALF_STEP
 
 APART = (
@@ -22,6 +23,13 @@ MOE = ModelFacts("test", "qwen3_moe", 4, 64, 4, 2, 16, 96, 32, 256, False, exper
 def test_a_dense_model_on_whole_replicas_may_be_drawn_as_it_gets_ready(failures):
     assert failures(*READY, "data.batch_size=32") == []
     assert failures(*READY, "rollout.parallel={tp: 2}") == []
+
+
+def test_what_generates_nothing_cannot_run_ahead():
+    config = load_config("dpo_quickstart", ["async.max_staleness=1"])
+    (check,) = [check for check in check_config(config).items if check.key == "async.max_staleness"]
+    assert check.status == "fail"
+    assert "nothing is generated" in check.message
 
 
 def test_context_parallel_ranks_end_together(failures):

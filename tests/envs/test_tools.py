@@ -288,9 +288,10 @@ def test_what_a_turn_asks_for_never_takes_longer_than_its_deadline():
         said = [message["content"] for message in step.observation]
         assert "error: no result before the turn's deadline" in said
         assert "error: no process was free to run the tool before the turn's deadline" in said
+        began = time.monotonic()
         again = f"<tool_call>{json.dumps(call('shift', text='a'))}</tool_call>"
         while kind(settings, shared).step(Action(again, again, [1], "stop", 0)).observation[0]["content"] != "b":
-            assert time.monotonic() - began < 60, "its process starts again"
+            assert time.monotonic() - began < 120, "its process starts again"
     finally:
         kind.close(shared)
 

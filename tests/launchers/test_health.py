@@ -193,6 +193,7 @@ def test_out_of_memory_in_its_many_words(type: str, message: str, expected: bool
         ("0::/", "sys/fs/cgroup/memory.events"),
         ("0::/user/job", "sys/fs/cgroup/user/job/memory.events"),
         ("0::/of/the/host", "sys/fs/cgroup/memory.events"),
+        ("0::/uncounted", "sys/fs/cgroup/memory.events"),
         ("3:cpu:/\n4:memory:/box\n0::/", "sys/fs/cgroup/memory/box/memory.oom_control"),
     ],
 )
@@ -200,6 +201,7 @@ def test_out_of_memory_kills_are_counted_on_the_machine_and_in_the_cgroup(
     tmp_path: Path, cgroup: str, counter: str
 ) -> None:
     texts = {"proc/vmstat": "pgfault 9\noom_kill 2\n", "proc/self/cgroup": cgroup, counter: "oom 5\noom_kill 3\n"}
+    (tmp_path / "sys/fs/cgroup/uncounted").mkdir(parents=True)
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
