@@ -511,8 +511,9 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
 
 
 def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
+    hf_config = read_other_config(c, path, key)
     check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, path, key), path, key)
-    return build_frozen(c, read_other_config(c, path, key), path, "teacher")
+    return build_frozen(c, hf_config, path, "teacher")
 
 
 def read_teacher_head(c: RankState) -> Tensor | None:

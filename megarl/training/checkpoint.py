@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 _META, _STATE, _BEST = "meta.json", "state.json", "best.json"
 _SPARE = 64 << 20  # bytes that stay free in addition to a checkpoint, for logs and metrics
 

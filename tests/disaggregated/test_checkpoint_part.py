@@ -158,13 +158,13 @@ def test_the_start_of_rl_is_saved_by_the_actors_team_alone(worker):
 
 def _waits_longer_than_a_collective(folder: str) -> bool:
     """Rank 0 posts the mail of step 1 when the deadline of the group is over, and both ranks wait for it."""
-    group = WorkerGroup("the world", dist.group.WORLD, 4.0).subgroup([0, 1], "a team")
+    group = WorkerGroup("the world", dist.group.WORLD, 10.0).subgroup([0, 1], "a team")
     mail = FolderMail(Path(folder))
     layout = SimpleNamespace(rank=group.rank, world=group)
-    config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=4.0))
+    config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=10.0))
     part = CheckpointPart(SimpleNamespace(config=config, layout=layout, mail=mail, team=team("critic", mail)))
     if group.rank == 0:
-        threading.Timer(5.0, mail.post, ("checkpoint/1", None)).start()
+        threading.Timer(11.0, mail.post, ("checkpoint/1", None)).start()
     part.after_step(1, last=False)
     return group.all_gather_json(True) == [True, True]
 

@@ -100,7 +100,7 @@ def test_each_preset_trains_three_steps(controller, preset):
         assert ("actor/pg_loss" in numbers) == trained
         norms.append(numbers["actor/grad_norm"])
     assert max(norms) > 1e-3
-    assert ("old_logp" in executor.seconds) == (knobs.active and not knobs.bypass)
+    assert ("old_logp" in executor.nodes) == (knobs.active and not knobs.bypass)
     assert all(torch.isfinite(p).all() for chunk in c.actor.chunks for p in chunk.parameters())
 
 

@@ -309,8 +309,8 @@ def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
     with pytest.raises(CheckpointError, match=r"holds \['actor'\], not \['critic'\]"):
         checkpoint.load(folder, {"critic": engine})
     meta = folder / "meta.json"
-    meta.write_text(meta.read_text().replace(f'"format": {checkpoint.FORMAT}', '"format": 2'))
-    told = r"another version of megarl wrote(?s:.*)found: *'format 2'\n *allowed: format 3\n *fix: *go on with that"
+    meta.write_text(meta.read_text().replace(f'"format": {checkpoint.FORMAT}', '"format": 3'))
+    told = r"another version of megarl wrote(?s:.*)found: *'format 3'\n *allowed: format 4\n *fix: *go on with that"
     with pytest.raises(FormatError, match=told):
         checkpoint.load(folder, {"actor": engine})
 

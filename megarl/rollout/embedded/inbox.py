@@ -332,7 +332,6 @@ class PushedWeights:
 
     Args:
         deadline_s: deadline in seconds of the wait for a version that was pushed.
-
     """
 
     def __init__(self, engine: EmbeddedEngine, inbox: WeightInbox, deadline_s: float) -> None:

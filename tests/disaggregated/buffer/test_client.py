@@ -108,9 +108,10 @@ class Worker:
             return self.call("give", step, key, _infos([["u0", 0, ["u0#0"], 5]]), [_payload(9, 0)])
 
     def work(self, until: str) -> None:
-        """Be busy, visibly, until there is a file."""
+        """Be busy, visibly, until there is a file; another one tells that it has begun."""
         from megarl.tracing import phase
 
+        Path(f"{until}.begun").touch()
         while not Path(until).exists():
             with phase("busy"):
                 time.sleep(0.1)
@@ -287,10 +288,12 @@ def test_waits_end_when_no_other_team_moves_and_say_where_they_stand(workers: di
 def test_a_wait_lasts_while_another_team_moves(workers: dict[str, Any], tmp_path: Path) -> None:
     import ray
 
-    with store(workers, "busy", 2.0):
+    with store(workers, "busy", 4.0):
         busy = workers["train0"].work.remote(str(tmp_path / "over"))
+        while not (tmp_path / "over.begun").exists():
+            assert ray.wait([busy], timeout=0.1)[0] == []
         waiting = workers["score0"].call.remote("read", "weights/1")
-        assert ray.wait([waiting], timeout=5.0)[0] == []
+        assert ray.wait([waiting], timeout=7.0)[0] == []
         ray.get(workers["train1"].call.remote("post", "weights/1", {"x": [1, None]}), timeout=400)
         assert ray.get(waiting, timeout=400) == {"x": [1, None]}
         (tmp_path / "over").touch()
