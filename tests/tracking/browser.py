@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -99,6 +101,7 @@ def open_page() -> Iterator[Page]:
             [BROWSER, *options, "--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         loop = asyncio.new_event_loop()
         try:
@@ -107,7 +110,7 @@ def open_page() -> Iterator[Page]:
             yield Page(loop, socket)
             loop.run_until_complete(session.close())
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # the program may be a script that starts the browser
             process.wait()
             loop.close()
 
