@@ -68,16 +68,22 @@ class Batch:
         return self._size
 
     def __contains__(self, name: str) -> bool:
-        return name in self._columns or name in self.fields
+        return self._held(name) is not None
 
     def __getitem__(self, name: str) -> Any:
         """Return the tensor, Jagged or list of that name."""
-        for held in (self._columns, self._jagged, self._td):
-            if (value := held.get(name, None)) is not None:
-                return value
+        if (value := self._held(name)) is not None:
+            return value
         near = close_matches(name, self.names())
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise KeyError(f"batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
+
+    def _held(self, name: str) -> Tensor | Jagged | list | None:
+        """Return the tensor, Jagged or list of that name; None: there is none."""
+        for held in (self._columns, self._jagged, self._td):
+            if (value := held.get(name, None)) is not None:
+                return value
+        return None
 
     def set(self, name: str, value: Tensor | Jagged | list) -> None:
         """Add or replace a field (Tensor [B, ...], Jagged) or a column (list of B)."""
