@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointPart:
-    """A `SavedRun`: saves and restores what this team has of it. All methods are collective over the team."""
+    """A `SavedRun`: saves and restores what this team has of it."""
 
     def __init__(self, c: RankState) -> None:
         self._c, self._world = c, c.layout.world
@@ -55,6 +55,10 @@ class CheckpointPart:
             CheckpointError: it could not be written; the checkpoint before it is whole.
         """
         self._under_way.poll()
+
+    def settle(self) -> None:
+        """See `SavedRun`."""
+        self._under_way.settle()
 
     def may_save(self, step: int) -> bool:
         """Return False: the actor's team decides."""

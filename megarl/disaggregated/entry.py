@@ -31,7 +31,7 @@ from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, sha
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
 from megarl.errors import ConfigError
 from megarl.processes import FINISHED, RESTARTS, STORE, TEAM
-from megarl.runtime.checkpoints import Checkpoints, SavedRun
+from megarl.runtime.checkpoints import Checkpoints, SavedRun, settling
 from megarl.runtime.export import show_export
 from megarl.runtime.frozen_models import RunStart, drop_refused_start
 from megarl.runtime.loop import (
@@ -102,10 +102,11 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             publish(c, c.context.step)
             if not start.begun and not c.team.finished and validates_first(config):
                 checkpoints.rate_start(validate_first(recorder, lambda: evaluate_teams(c, recorder, 0)))
-            if isinstance(checkpoints, CheckpointPart) and generates_apart(c):
-                _generate_apart(c, graph, recorder, checkpoints, start)
-            else:
-                _steps(c, graph, recorder, checkpoints)
+            with settling(checkpoints):
+                if isinstance(checkpoints, CheckpointPart) and generates_apart(c):
+                    _generate_apart(c, graph, recorder, checkpoints, start)
+                else:
+                    _steps(c, graph, recorder, checkpoints)
             end_run(c, recorder, checkpoints)
         if c.team.leads and not checkpoints.ends:
             show_export(c)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.run_folder import LAUNCH_FOLDER, SAVE_REQUEST
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, close_matches
+from megarl.errors import ConfigError, UserError, close_matches
 from megarl.metrics import Metrics
 from megarl.processes import JOB_BEGAN
 from megarl.runtime.early_stop import EarlyStop
@@ -56,7 +57,7 @@ def teams_of(c: RankState) -> Teams | None:
 
 
 class SavedRun(Protocol):
-    """Answers the questions of a team's loop about the run's checkpoints; collective over the team.
+    """Answers the questions of a team's loop about the run's checkpoints; all but `settle` collective over the team.
 
     Attributes:
         ends: the step that was saved last is the last one of this job, as far as this team decides it.
@@ -84,9 +85,12 @@ class SavedRun(Protocol):
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
         """Begin to write the checkpoint of `step`, if there is one; `last`: no step follows."""
 
+    def settle(self) -> None:
+        """Let what is being written come to its end before an error of this rank ends the run. Not collective."""
+
 
 class Checkpoints:
-    """Saves and restores the state of a rank. All methods are collective over its team, which is that of the actor.
+    """A `SavedRun` of the actor's team: saves and restores the state of a rank.
 
     Other teams have a `CheckpointPart` (megarl/disaggregated/checkpoint_part.py).
 
@@ -333,7 +337,7 @@ class Checkpoints:
         if value > self.best and self._world.broadcast_json(kept):
             self.best, self.best_step = value, 0
         if (self._c.config.trainer.best_metric or "").startswith("val/"):  # others come with the first step
-            self.check_metric(numbers)
+            check_best_metric(self._c.config.trainer.best_metric, numbers)
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
         """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every` or
@@ -372,9 +376,9 @@ class Checkpoints:
             for request in self._requests:
                 request.unlink(missing_ok=True)
         if accuracy is not None:
-            self.check_metric(numbers)
+            check_best_metric(settings.best_metric, numbers)
         if self._early_stop.measures(validated=accuracy is not None) and step > self._c.context.resting:
-            self._complete_then(lambda: self._early_stop.refuse_unknown(numbers))
+            self._early_stop.refuse_unknown(numbers)
         if early is not None and self._world.rank == 0:
             print(f"trainer.early_stop ends the run after step {step}: {early}", flush=True)
         if self.ends and self._world.rank == 0:
@@ -383,6 +387,10 @@ class Checkpoints:
                 "late. The run ends here, and goes on from there when it is started again",
                 flush=True,
             )
+
+    def settle(self) -> None:
+        """See `SavedRun`."""
+        self._under_way.settle()
 
     def may_save(self, step: int) -> bool:
         """Say whether `after_step` may save `step`, as far as it is known before its weights go to other teams.
@@ -421,18 +429,6 @@ class Checkpoints:
             asked, self.ends = self._world.broadcast_json(mine if self._world.rank == 0 else None)
             self._looked = (step, asked or self.ends)
         return self._looked[1]
-
-    def check_metric(self, numbers: dict[str, float]) -> None:
-        """`check_best_metric`; the checkpoint that is being written is completed before it raises."""
-        self._complete_then(lambda: check_best_metric(self._c.config.trainer.best_metric, numbers))
-
-    def _complete_then(self, check: Callable[[], None]) -> None:
-        """Run a check; the checkpoint that is being written is completed before it raises."""
-        try:
-            check()
-        except ConfigError:
-            self._under_way.wait()
-            raise
 
     def _save(
         self, step: int, numbers: dict[str, float], accuracy: float | None, teams: Teams | None, *, kept: bool = True
@@ -477,6 +473,19 @@ class Checkpoints:
                 teams=teams,
             )
         self._under_way.began(saving, began)
+
+
+@contextlib.contextmanager
+def settling(checkpoints: SavedRun) -> Iterator[None]:
+    """Complete the checkpoint that is being written before an error of the user's input ends the run.
+
+    Such a run is started again by hand, and goes on from the step that was over.
+    """
+    try:
+        yield
+    except UserError:
+        checkpoints.settle()
+        raise
 
 
 def _outlook(step: int, steps: int, key: str, source: str, early: str | None) -> str:

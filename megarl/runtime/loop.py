@@ -24,7 +24,7 @@ from megarl.dag.placement import place
 from megarl.offload_schedule import ACTOR
 from megarl.processes import write_atomically
 from megarl.runtime import sft
-from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
+from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun, settling
 from megarl.runtime.critic import make_critic
 from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
@@ -73,7 +73,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             publish(c, c.context.step)
             if not start.begun and validates_first(config):
                 checkpoints.rate_start(validate_first(recorder, lambda: evaluate(c, recorder, 0, films=True)))
-            _steps(c, graph, recorder, checkpoints)
+            with settling(checkpoints):
+                _steps(c, graph, recorder, checkpoints)
             end_run(c, recorder, checkpoints)
         if not checkpoints.ends:
             show_export(c)

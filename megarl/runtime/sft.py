@@ -51,7 +51,7 @@ def cold_start(c: RankState, examples: PromptLoader) -> None:
 
 def train(config: RunConfig, run_dir: Path) -> None:
     """Train in a run of its own, with checkpoints and an export at the end."""
-    from megarl.runtime.checkpoints import FOLDER, Checkpoints
+    from megarl.runtime.checkpoints import FOLDER, Checkpoints, settling
     from megarl.runtime.export import export, show_export
     from megarl.runtime.frozen_models import record_base
 
@@ -67,7 +67,8 @@ def train(config: RunConfig, run_dir: Path) -> None:
                 checkpoints.load(checkpoints.source)
         checkpoints.begin()
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
-            _steps(c, recorder, c.loader, checkpoints)
+            with settling(checkpoints):
+                _steps(c, recorder, c.loader, checkpoints)
             if checkpoints.ends:
                 recorder.status = "stopped"
             else:

@@ -31,6 +31,7 @@ from megarl.training.shards import CheckpointError, Snapshot, write_file
 
 _POLL_S = 0.05
 _LOOK_S = 1.0  # between two looks at how much another team has written
+_STUCK_S = 20.0  # without a new byte: an error that ends the run waits no longer for its checkpoint
 
 
 class _Stopped(Exception):
@@ -104,6 +105,19 @@ class Saving:
             self._thread.join(_POLL_S)
             time.sleep(0.1 * _POLL_S)  # others still write
 
+    def settle(self) -> None:
+        """Wait until it is complete, or no file of it grows any more: an error of this rank is about to end the run.
+
+        Not collective: threads of other ranks go on writing while those ranks wait for this one.
+        """
+        grown, size = time.monotonic(), -1
+        while (self._folder.exists() or self._thread.is_alive()) and time.monotonic() - grown < _STUCK_S:
+            before, size = size, self._bytes_except(set())
+            if size != before:
+                grown = time.monotonic()
+                beat()
+            time.sleep(_POLL_S)
+
     def _give_up(self, errors: list[str]) -> None:
         self._stop.set()
         self._thread.join()
@@ -156,11 +170,14 @@ class Saving:
 
     def _bytes_of_others(self) -> int:
         """Return the bytes that workers of other teams have written so far, samples for the next step included."""
-        own = {shard_name(self._first + rank) for rank in range(self._world.size)}
+        return self._bytes_except({shard_name(self._first + rank) for rank in range(self._world.size)})
+
+    def _bytes_except(self, names: set[str]) -> int:
         size = 0
-        for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # a file that gets its name
-                size += 0 if path.name in own else size_at(path)
+        with contextlib.suppress(FileNotFoundError):  # a file that gets its name, and then the folder
+            for path in self._folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    size += 0 if path.name in names else size_at(path)
         return size
 
     def _await_checksums(self, team: str, workers: range) -> None:
@@ -191,7 +208,7 @@ class Saving:
 
 
 class UnderWay:
-    """The checkpoint that is being written, if there is one. All methods are collective over the team.
+    """The checkpoint that is being written, if there is one. All methods but `settle` are collective over the team.
 
     Raises (poll, wait):
         CheckpointError, WorkerError: as `Saving.poll`; the checkpoint before it is whole.
@@ -219,6 +236,12 @@ class UnderWay:
             with phase("checkpoint"):
                 if self._saving.poll():
                     self._complete(self._saving)
+
+    def settle(self) -> None:
+        """As `Saving.settle`."""
+        if self._saving is not None:
+            with phase("checkpoint"):
+                self._saving.settle()
 
     def wait(self) -> None:
         """Wait until it is complete."""

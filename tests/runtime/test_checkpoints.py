@@ -19,10 +19,10 @@ from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
 from megarl.dag.placement import together
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, DataError, UserError
+from megarl.errors import ConfigError, DataError, UserError, WorkerError
 from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.runtime import export, frozen_models, loop
-from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric
+from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric, settling
 from megarl.runtime.frozen_models import ReferencePlace, kept_reference, put_aside, unchanged_model
 from megarl.runtime.team import OwnTeam
 from megarl.training.shards import FormatError
@@ -433,6 +433,9 @@ def saving(monkeypatch, tmp_path):
         def wait(self):
             calls.append(f"wait {self.step}")
 
+        def settle(self):
+            calls.append(f"settle {self.step}")
+
     monkeypatch.setattr(checkpoint, "begin", Saving)
     part = SimpleNamespace(state_dict=dict)
     trainer = SimpleNamespace(**dict(TrainerConfig(save_every=2, best_metric=None)))
@@ -448,9 +451,17 @@ def saving(monkeypatch, tmp_path):
 def test_a_checkpoint_is_completed_before_an_unknown_best_metric_ends_the_run(saving):
     calls, checkpoints, trainer = saving
     trainer.best_metric = "val/typo"
-    with pytest.raises(ConfigError, match="val/typo"):
+    with pytest.raises(ConfigError, match="val/typo"), settling(checkpoints):
         checkpoints.after_step(2, {"val/acc": 0.5}, 0.5, last=False)
-    assert calls == ["begin 2", "wait 2"]
+    assert calls == ["begin 2", "settle 2"]
+
+
+def test_a_worker_that_is_lost_ends_the_run_at_once(saving):
+    calls, checkpoints, _ = saving
+    checkpoints.after_step(2, {}, None, last=False)
+    with pytest.raises(WorkerError), settling(checkpoints):
+        raise WorkerError("rank 1 was killed")
+    assert calls == ["begin 2"]
 
 
 def test_a_checkpoint_says_which_step_is_the_best(saving):

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,24 @@ def test_training_goes_on_while_a_checkpoint_is_written(alone, tmp_path, monkeyp
     assert checkpoint.load(tmp_path / "step_2", {"actor": again}) == (2, {"at": 2})
     assert _hashes(again) == want
     assert _steps(again, 2) == metrics
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(alone, tmp_path, monkeypatch):
+    engine, write_file = _engine("dense", {}), shards.write_file
+    monkeypatch.setattr(shards, "write_file", lambda *args: time.sleep(0.3) or write_file(*args))
+    checkpoint.begin(tmp_path, 2, {"actor": engine}, {}).settle()
+    assert steps_in(tmp_path) == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_an_error_does_not_wait_for_a_file_system_that_hangs(alone, tmp_path, monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(shards, "write_file", lambda *args: go_on.wait(60))
+    monkeypatch.setattr("megarl.training.saving._STUCK_S", 0.2)
+    saving = checkpoint.begin(tmp_path, 2, {"actor": _engine("dense", {})}, {})
+    saving.settle()
+    assert saving.ended is None
+    go_on.set()
 
 
 def _one_rank_fails(root: str) -> list:
