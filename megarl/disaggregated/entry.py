@@ -45,8 +45,8 @@ from megarl.runtime.loop import (
     validate_first,
     validates_first,
 )
+from megarl.runtime.rank_state import OwnTeam
 from megarl.runtime.stages.reward import PENDING
-from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import validates
 from megarl.tracing import phase, set_step
 

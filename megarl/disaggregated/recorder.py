@@ -23,8 +23,7 @@ from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
-    from megarl.runtime.rank_state import RankState
-    from megarl.runtime.team import OwnTeam
+    from megarl.runtime.rank_state import OwnTeam, RankState
     from megarl.tracing import PhaseEvent
     from megarl.tracking.tracker import Part
 

@@ -1,4 +1,4 @@
-"""Models that do not learn, reference and teacher: kept, read again at every start, and the same after every resume.
+"""Files of models that do not learn: kept, read again at every start, and the same after every resume.
 
     start     sizes and checksums of all files that are read   -> `frozen` in the state.json of every checkpoint
     resume    the same files, by these                         -> a run goes on with the same reference and teacher
@@ -7,8 +7,7 @@ A file is read once by the ranks of each machine together, before the model is l
 then. An older version's checkpoint notes nothing: what is there when the run resumes is recorded from then on.
 
 The reference is made once, where RL starts. Where the run keeps it itself and its files are damaged or gone, it is made
-again from the policy's initial weights, and is used if its files then have the same checksums. The teacher of on-policy
-distillation is a model of its own shape, in the processes and layout of the actor.
+again from the policy's initial weights, and is used if its files then have the same checksums.
 """
 
 from __future__ import annotations
@@ -29,26 +28,19 @@ from megarl.errors import ConfigError
 from megarl.models.lora import largest_up
 from megarl.offload_schedule import ACTOR, CRITIC
 from megarl.processes import write_atomically
-from megarl.runtime.roles import BaseReferenceRole, ReferenceRole, TeacherRole
-from megarl.runtime.setup import build_frozen, read_other_config
 from megarl.tracing import keep_beating, phase
 from megarl.training.checksums import FileChecksum, checksums_of, faults, few
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
-
     from megarl.comm import WorkerGroup
-    from megarl.config.model import ModelConfig
     from megarl.config.run import RunConfig
     from megarl.runtime.rank_state import RankState
-    from megarl.training.engine import MegatronEngine
 
 
 FOLDER = "reference"
 _ORIGIN = "origin.json"  # in the place of a model: where it is
 _NAMED, _INITIAL = "reference.path", "model.path"  # keys that name a reference that the run does not keep
-_BASE = "model.lora"  # the reference is the actor without its adapters
+SHARED_BASE = "model.lora"  # the reference is the actor without its adapters
 
 
 class ReferencePlace(NamedTuple):
@@ -79,7 +71,7 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
     if c.config.reference.path is not None:
         return ReferencePlace(c.config.reference.path, _NAMED)
     if _is_base(c, resumed_from if begun else None):
-        return ReferencePlace("", _BASE)
+        return ReferencePlace("", SHARED_BASE)
     if resumed_from is not None and begun:
         return _kept(c, resumed_from)
     origin = unchanged_model(c.config) if resumed_from is None else None
@@ -105,7 +97,7 @@ def _is_base(c: RankState, resumed_from: Path | None) -> bool:
     together = c.team.placement.of_role(Role.REFERENCE) == c.team.plan
     if resumed_from is not None:
         recorded = frozen_in(resumed_from).get("reference")
-        if recorded is None or recorded.key != _BASE:
+        if recorded is None or recorded.key != SHARED_BASE:
             return False
         if together:
             return True
@@ -209,22 +201,6 @@ def now_at(run_dir: Path, source: str) -> str:
     """Return where the weights at `source` (`keep_reference`) are by now: an accepted start has taken them up."""
     taken_up = Path(source) == run_dir / NEXT_REFERENCE and not _is_model(Path(source))
     return str(run_dir / FOLDER) if taken_up else source
-
-
-def make_reference(c: RankState, begin: RunStart) -> ReferenceRole:
-    """Make the reference of this run, with the weights that `keep_reference` found. Collective over its team.
-
-    Raises:
-        ConfigError: as `record_frozen`.
-    """
-    if begin.reference_key == _BASE:
-        c.frozen["reference"] = asdict(Frozen(_BASE, "", {}))
-        return BaseReferenceRole(c.actor.engine, c.context)
-    source = now_at(c.run_dir, begin.reference or "")
-    record_frozen(c, "reference", begin.reference_key, source, begin.source)
-    with phase("load_reference"), c.offload.phase("load"):
-        engine = build_frozen(c, read_other_config(c, source, "reference.path"), source, "reference")
-        return ReferenceRole(engine, c.context, offloads=c.config.actor.engine.offload)
 
 
 def drop_refused_start(c: RankState) -> None:
@@ -491,83 +467,3 @@ def _other_files(where: str, folder: Path, lines: list[str]) -> ConfigError:
         fix="copy or download them again; to go on with another model on purpose, give it a folder of another name; "
         "trainer.resume=never begins again",
     )
-
-
-def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
-    """Make the teachers of this run. Collective over their team.
-
-    Raises:
-        ConfigError: token ids of the policy mean other things to the teacher, or nothing; or as `record_frozen`.
-    """
-    settings, offloads = c.config.teacher, c.config.actor.engine.offload
-    engines = {}
-    for name, (key, path) in zip(settings.models or [""], settings.paths.items(), strict=True):
-        record_frozen(c, f"teacher_{name}" if name else "teacher", key, path, start.source)
-        with phase("load_teacher"), c.offload.phase("load"):
-            engines[name] = _load_teacher(c, key, path)
-            if offloads and len(engines) < len(settings.paths):
-                engines[name].hold()  # the next one takes its place
-    return TeacherRole(engines, c.context, offloads=offloads)
-
-
-def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
-    hf_config = read_other_config(c, path, key)
-    check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, path, key), path, key)
-    return build_frozen(c, hf_config, path, "teacher")
-
-
-def read_teacher_head(c: RankState) -> Tensor | None:
-    """Read the output embedding of the teacher, of the tokens whose logits this rank of the actor computes; None on a
-    rank that computes none."""
-    from megarl.architectures.tensors import EMBEDDINGS, HEAD
-    from megarl.models.hf import checkpoint_name
-    from megarl.models.weights.files import CheckpointReader
-
-    ((key, path),) = c.config.teacher.paths.items()
-    engine = c.actor.engine
-    chunk = engine.chunks[-1]
-    if not chunk.post_process:
-        return None
-    hf_config = read_other_config(c, path, key)
-    name = checkpoint_name(hf_config, EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
-    rows = CheckpointReader(path).read(name, (chunk.vocab_range, (0, hf_config.hidden_size)))
-    return rows.to(device=engine.device, dtype=engine.dtype)
-
-
-def check_same_tokens(
-    policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str, key: str = "teacher.path"
-) -> None:
-    """Refuse a teacher to which an id of the policy's tokenizer is another token; it may know more tokens.
-
-    Raises:
-        ConfigError: names the first tokens that differ. `path` is where the teacher came from, which `key` names.
-    """
-    if other := differing_tokens(policy, teacher):
-        raise ConfigError(
-            f"teacher and policy have different vocabularies, and distillation compares token by token: {other}",
-            where=key,
-            found=path,
-            allowed="a model whose tokenizer gives every token of the policy's the same id",
-            fix="choose a teacher of the policy's family",
-        )
-
-
-def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
-    """Describe the policy's tokens whose ids are others in another model's tokenizer, which may know more; empty: none
-    are."""
-    theirs = other.get_vocab()
-    moved = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
-    if not moved:
-        return ""
-    few = ", ".join(f"{token!r} is {number} and {theirs.get(token)}" for token, number in list(moved.items())[:3])
-    return f"{len(moved)} tokens have other ids (policy and this model: {few})"
-
-
-def load_tokenizer_of(model: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of another model than the policy, which the recipe names at `key`."""
-    from megarl.data.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(model.model_copy(update={"path": path, "tokenizer": None}))
-    except ConfigError as error:
-        raise ConfigError(error.what, where=key, found=path, fix=error.fix) from error

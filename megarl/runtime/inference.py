@@ -16,7 +16,7 @@ from megarl.offload_schedule import ACTOR
 from megarl.runtime.frozen_models import check_base
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.reward_model import make_reward_model
+from megarl.runtime.role_models import make_reward_model
 from megarl.runtime.setup import build_rank_state
 from megarl.runtime.stages.rollout import generate as draw
 from megarl.runtime.validate import evaluate as evaluate_controller

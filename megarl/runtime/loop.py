@@ -25,25 +25,21 @@ from megarl.offload_schedule import ACTOR
 from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun, settling
-from megarl.runtime.critic import make_critic
 from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
-from megarl.runtime.frozen_models import (
-    RunStart,
-    drop_refused_start,
-    keep_run_start,
+from megarl.runtime.frozen_models import RunStart, drop_refused_start, keep_run_start, record_base, record_frozen
+from megarl.runtime.generation import open_rollout, publish
+from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.recorder import Recorder
+from megarl.runtime.role_models import (
+    make_critic,
     make_reference,
+    make_reward_model,
     make_teacher,
     read_teacher_head,
-    record_base,
-    record_frozen,
 )
-from megarl.runtime.generation import open_rollout, publish
-from megarl.runtime.recorder import Recorder
-from megarl.runtime.reward_model import make_reward_model
 from megarl.runtime.setup import build_rank_state
-from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import evaluate, validates
 from megarl.tracing import phase, set_step
 

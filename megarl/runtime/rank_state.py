@@ -1,4 +1,4 @@
-"""The state of a rank: its models, data shard and step. Every rank walks the graph by itself.
+"""The state of a rank: its team, models, data shard and step. Every rank walks the graph by itself.
 
 With all roles in one team:
 
@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megarl.dag.placement import Placement, TeamPlan, together
+from megarl.dag.stage import Role
 from megarl.runtime.roles import ActorRole, ModelRole, ReferenceRole, RolloutRole, ScorerRole
 from megarl.tracing import phase
 
@@ -31,12 +33,12 @@ if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
     from megarl.data.preferences import LabelledDataset, PairDataset
     from megarl.data.prompts import PromptDataset
+    from megarl.disaggregated.buffer.client import StoreClient
     from megarl.disaggregated.rollout_team import LoaderElsewhere
     from megarl.offload_schedule import OffloadSchedule
     from megarl.rollout.robots.trials import Trials
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
-    from megarl.runtime.team import OwnTeam
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.training.engine import MegatronEngine
     from megarl.training.multi_team_commit import Mail
@@ -44,6 +46,67 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _TRAINED = ("actor", "critic")
+
+
+@dataclass(frozen=True)
+class OwnTeam:
+    """The team of this worker, among all of the run.
+
+    Attributes:
+        store: what the teams exchange goes through it; None: there is only this team.
+        restarts: how often this team has begun again because a process of it died.
+        begins_again: it may (`megarl.dag.placement.begins_again`).
+        finished: with `restarts`, the last step that was over then: it begins after it.
+    """
+
+    plan: TeamPlan
+    placement: Placement
+    store: StoreClient | None = None
+    restarts: int = 0
+    finished: int = 0
+    begins_again: bool = False
+
+    @classmethod
+    def of_all(cls, config: RunConfig) -> OwnTeam:
+        """One team of all workers, for work without a graph."""
+        placement = together(config)
+        return cls(placement.teams[0], placement)
+
+    @property
+    def others(self) -> list[TeamPlan]:
+        """All teams but this one."""
+        return [team for team in self.placement.teams if team.name != self.plan.name]
+
+    @property
+    def leads(self) -> bool:
+        """It is the team of the actor, which decides where the run starts and keeps its record."""
+        return self.holds(Role.ACTOR)
+
+    def holds(self, role: Role) -> bool:
+        """Is this model one of this team's?"""
+        return role in self.plan.roles
+
+    def of(self, role: Role) -> str:
+        """Name of the team that holds this model, which the run has."""
+        team = self.placement.of_role(role)
+        assert team is not None, f"no team holds the {role.value}"
+        return team.name
+
+    def queues(self) -> dict[str, int]:
+        """Groups of samples that wait for a team, by name (`buffer.core.Core.queues`); one rank calls this."""
+        return {} if self.store is None else self.store.queues()
+
+    # -- mail: JSON, from the first rank of a team to all ranks of others ----------------------------------------------
+
+    def post(self, layout: Layout, name: str, value: Any) -> None:
+        """Leave `value` under a new name for other teams, where there are any; all ranks of this team call it."""
+        if self.store is not None and layout.rank == 0:
+            self.store.post(name, value)
+
+    def read(self, name: str) -> Any:
+        """Wait for what another team has posted, and return it; only where there are several teams."""
+        assert self.store is not None, "with one team nobody posts"
+        return self.store.read(name)
 
 
 @dataclass

@@ -5,7 +5,7 @@
     critic       the same                                                     values, train_step
     reference    parameters                                                   log_probs
     teacher      parameters                                                   log_probs
-    reward_model parameters                                                   scores (megarl.runtime.reward_model)
+    reward_model parameters                                                   scores
     rollout      the actor's parameters or a server's weights, and a cache    drawing, engine
     scorer       nothing                                                      runner, by_environment
 
@@ -15,15 +15,20 @@ follows from the nodes of the graph. All methods of models are collective over t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megarl import offload_schedule, tracing
+from megarl.config.data import BY_MODEL
 from megarl.data.messages import PromptColumn
+from megarl.errors import RewardError
+from megarl.rewards.classifier import shown_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config.training import OptimConfig
@@ -233,6 +238,90 @@ class _InTurn:
             if name != self.on:
                 engine.hold()
         self.engines[self.on].hold(*parts)
+
+
+class RewardModelRole(ModelRole):
+    """The frozen classifier. It has a shape of its own: its work is not in `perf/flops`.
+
+    A score is made from the state at the last token that is not its padding token, where a classifier of transformers
+    has it.
+    """
+
+    name = offload_schedule.REWARD_MODEL
+
+    def __init__(
+        self, engine: MegatronEngine, c: StepContext, tokenizer: PreTrainedTokenizerBase, *, offloads: bool
+    ) -> None:
+        super().__init__(engine, c, offloads=offloads)
+        self._tokenizer, self._settings = tokenizer, c.config.reward_model
+        data = c.config.data
+        self._prompts = PromptColumn(data.prompt_key, c.config.whole_conversations, data.image_key is not None)
+
+    def scores(self, samples: Batch) -> Tensor:
+        """Score every sample: float32 [B]; NaN: it has more tokens than the model takes.
+
+        Raises:
+            RewardError: a sample has more, and `reward.on_error` is `raise`.
+        """
+        import torch
+
+        rows = self.token_ids(samples)
+        limit = self._settings.max_tokens or self.engine.hf_config.max_position_embeddings
+        long = torch.tensor([len(row) > limit for row in rows], dtype=torch.bool)
+        if long.any() and self._c.config.reward.on_error == "raise":
+            first = int(long.nonzero()[0])
+            raise RewardError(
+                f"reward {BY_MODEL!r}: sample {samples['sample_id'][first]!r} is too long for the reward model",
+                where="reward_model.max_tokens",
+                found=f"{len(rows[first])} tokens",
+                allowed=f"{limit} tokens",
+                fix="lower rollout.sampling.max_new_tokens or data.max_prompt_tokens, or set reward.on_error to a "
+                "score for such samples",
+            )
+        sequences = as_sequences([row[:limit] for row in rows])
+        with self._c.offload.phase("score", self.name):
+            found = self.engine.values(sequences).values.float().cpu()
+        return found.masked_fill(long, math.nan)
+
+    def token_ids(self, samples: Batch) -> list[list[int]]:
+        """Return what the model reads of every sample, up to the token that it is scored at."""
+        if self._settings.form == "tokens":
+            both = zip(samples["prompt_ids"].unbind(), samples["response_ids"].unbind(), strict=True)
+            rows = [[*prompt.tolist(), *response.tolist()] for prompt, response in both]
+        else:
+            rows = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in self._texts(samples)]
+        return [_without_padding(row, self.engine.hf_config.pad_token_id) for row in rows]
+
+    def _texts(self, samples: Batch) -> list[str]:
+        columns = (samples["prompt_text"], samples["response_text"], samples["row"])
+        return [
+            shown_text(
+                {"prompt": prompt, "response": response, "messages": self._prompts.messages(row)},
+                self._tokenizer,
+                form=self._settings.form,
+                end=self._settings.end,
+            )
+            for prompt, response, row in zip(*columns, strict=True)
+        ]
+
+
+def as_sequences(rows: Sequence[Sequence[int]]) -> Batch:
+    """Return sequences of one value each: that of a token after the last one, which is not read."""
+    import torch
+
+    from megarl.data.batch import Batch, Jagged
+
+    prompts = Jagged.from_list(rows, dtype=torch.int64)
+    ends = torch.tensor([row[-1] for row in rows], dtype=torch.int64)
+    return Batch({"prompt_ids": prompts, "response_ids": Jagged.from_lengths(ends, torch.ones_like(ends))})
+
+
+def _without_padding(row: list[int], pad: int | None) -> list[int]:
+    """Return the tokens up to the last one that is not padding; at least one."""
+    end = len(row)
+    while end > 1 and row[end - 1] == pad:
+        end -= 1
+    return row[:end]
 
 
 @dataclass

@@ -41,10 +41,9 @@ from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import UnopenedEngine
 from megarl.runtime.context import StepContext
 from megarl.runtime.episodes import build_episodes
-from megarl.runtime.rank_state import RankState
+from megarl.runtime.rank_state import OwnTeam, RankState
 from megarl.runtime.robots import open_robots, vla_layout
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
-from megarl.runtime.team import OwnTeam
 from megarl.sync.updater import NullSync
 from megarl.tracing import keep_beating, phase
 from megarl.training.engine import MegatronEngine, Weights

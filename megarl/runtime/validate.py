@@ -79,7 +79,7 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
 def _scored(c: RankState, samples: Batch) -> list[dict[str, Any]]:
     """Return the results of the rewards, with the reward model's where this team has it."""
     from megarl.rewards.parts import with_model_scores
-    from megarl.runtime.reward_model import RewardModelRole
+    from megarl.runtime.roles import RewardModelRole
 
     results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
     model = c.held.get("reward_model")

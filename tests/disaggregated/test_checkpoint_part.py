@@ -20,7 +20,7 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.checkpoints import Checkpoints, teams_of
-from megarl.runtime.team import OwnTeam
+from megarl.runtime.rank_state import OwnTeam
 from megarl.training import checkpoint, multi_team_commit
 from megarl.training.host_memory import HostArena
 from megarl.training.shards import CheckpointError, Snapshot

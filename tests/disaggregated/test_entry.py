@@ -11,7 +11,7 @@ from megarl.disaggregated.entry import join_run
 from megarl.errors import ConfigError
 from megarl.processes import TEAM
 from megarl.recipes.build import build_task_graph
-from megarl.runtime.team import OwnTeam
+from megarl.runtime.rank_state import OwnTeam
 
 
 def config(**teams: list[str]) -> RunConfig:

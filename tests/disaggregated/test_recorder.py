@@ -14,7 +14,7 @@ from megarl.dag.stage import Role
 from megarl.disaggregated import recorder
 from megarl.disaggregated.recorder import AllTeams, TeamTime
 from megarl.metrics import Metrics
-from megarl.runtime.team import OwnTeam
+from megarl.runtime.rank_state import OwnTeam
 from megarl.tracing import PhaseEvent
 
 PLANS = tuple(

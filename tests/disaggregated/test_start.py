@@ -16,7 +16,7 @@ from megarl.disaggregated.entry import all_ready, announce_start, follow_start
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import frozen_models
 from megarl.runtime.frozen_models import RunStart, keep_run_start
-from megarl.runtime.team import OwnTeam
+from megarl.runtime.rank_state import OwnTeam
 from tests.mail import FolderMail
 
 PARALLEL = RunConfig(name="run").actor.parallel

@@ -195,7 +195,7 @@ def teacher(folder: Path, alone_for_module: None) -> Path:
 )
 def test_a_teacher_gives_every_token_of_the_policy_its_id(alphabet: str, agrees: bool) -> None:
     from megarl.data.tokenizer import character_tokenizer
-    from megarl.runtime.frozen_models import check_same_tokens
+    from megarl.runtime.role_models import check_same_tokens
 
     policy, teacher = character_tokenizer("01"), character_tokenizer(alphabet)
     if agrees:

@@ -24,7 +24,7 @@ from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.runtime import export, frozen_models, loop
 from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric, settling
 from megarl.runtime.frozen_models import ReferencePlace, kept_reference, put_aside, unchanged_model
-from megarl.runtime.team import OwnTeam
+from megarl.runtime.rank_state import OwnTeam
 from megarl.training.shards import FormatError
 from tests.runtime.harness import RECIPE
 

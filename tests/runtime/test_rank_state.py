@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.run import RunConfig
-from megarl.runtime.rank_state import RankState
+from megarl.runtime.rank_state import OwnTeam, RankState
 from megarl.runtime.roles import RolloutRole, ScorerRole
-from megarl.runtime.team import OwnTeam
 
 
 def closing(name: str, closed: list[str]) -> SimpleNamespace:

@@ -15,8 +15,8 @@ from megarl.metrics import Metrics
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import health, recorder
 from megarl.runtime.context import no_progress
+from megarl.runtime.rank_state import OwnTeam
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.team import OwnTeam
 from megarl.tracing import PhaseEvent, drain, phase
 from tests.mail import FolderMail
 

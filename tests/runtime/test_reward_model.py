@@ -61,7 +61,7 @@ def scores_of_samples(recipe: str, folder: str, parallel: str) -> list[float]:
     from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
     from megarl.offload_schedule import OffloadSchedule
-    from megarl.runtime.reward_model import RewardModelRole
+    from megarl.runtime.roles import RewardModelRole
     from megarl.runtime.setup import build_engine
 
     more = [f"actor.parallel={parallel}", f"reward_model.path={folder}", "reward.on_error=-3"]

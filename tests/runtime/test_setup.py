@@ -14,7 +14,7 @@ from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.runtime import setup
-from megarl.runtime.team import OwnTeam
+from megarl.runtime.rank_state import OwnTeam
 
 
 class Accepted(Exception):
@@ -60,7 +60,7 @@ def test_a_critic_sees_the_images_that_the_policy_sees(monkeypatch):
     """Its engine gets the same layout of sequences; with that of text it would read image tokens as words."""
     from megarl.models.config import load_hf_config
     from megarl.offload_schedule import OffloadSchedule
-    from megarl.runtime.critic import make_critic
+    from megarl.runtime.role_models import make_critic
     from megarl.training.vlm_sequences import ImageLayout
 
     class Built(Exception):

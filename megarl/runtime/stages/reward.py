@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from megarl.data.messages import PromptColumn
     from megarl.rewards.parts import Rewards, Submitted
     from megarl.runtime.context import StepContext
-    from megarl.runtime.reward_model import RewardModelRole
-    from megarl.runtime.roles import ScorerRole
+    from megarl.runtime.roles import RewardModelRole, ScorerRole
 
 
 _COLUMNS = ("uid", "prompt_text", "response_text", "answer", "data_source", "finish_reason", "row")

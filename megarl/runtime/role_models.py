@@ -1,0 +1,259 @@
+"""Models of the roles beside the actor: how reference, teacher, critic and reward model are made.
+
+    reference      the weights that RL starts from, or the actor without its adapters; does not learn
+    teacher        of on-policy distillation: a model of its own shape, in the processes and layout of the actor
+    critic         of PPO: a value head in place of the vocabulary, and an optimizer of its own
+    reward model   a sequence classifier; does not learn
+
+What they read is recorded and checked by megarl/runtime/frozen_models.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl import offload_schedule
+from megarl.config.data import BY_MODEL
+from megarl.errors import ConfigError
+from megarl.runtime.frozen_models import SHARED_BASE, Frozen, now_at, record_base, record_frozen
+from megarl.runtime.roles import BaseReferenceRole, CriticRole, ReferenceRole, RewardModelRole, TeacherRole
+from megarl.runtime.setup import build_frozen, check_embeddings, read_other_config, sequence_layout_of
+from megarl.tracing import phase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from megarl.config.model import ModelConfig
+    from megarl.models.policy import PolicyModel
+    from megarl.runtime.frozen_models import RunStart
+    from megarl.runtime.rank_state import RankState
+    from megarl.training.engine import MegatronEngine
+
+_REWARD_MODEL_PATH = "reward_model.path"
+
+
+def make_reference(c: RankState, begin: RunStart) -> ReferenceRole:
+    """Make the reference of this run, with the weights that `keep_reference` found. Collective over its team.
+
+    Raises:
+        ConfigError: as `record_frozen`.
+    """
+    if begin.reference_key == SHARED_BASE:
+        c.frozen["reference"] = asdict(Frozen(SHARED_BASE, "", {}))
+        return BaseReferenceRole(c.actor.engine, c.context)
+    source = now_at(c.run_dir, begin.reference or "")
+    record_frozen(c, "reference", begin.reference_key, source, begin.source)
+    with phase("load_reference"), c.offload.phase("load"):
+        engine = build_frozen(c, read_other_config(c, source, "reference.path"), source, "reference")
+        return ReferenceRole(engine, c.context, offloads=c.config.actor.engine.offload)
+
+
+def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
+    """Make the teachers of this run. Collective over their team.
+
+    Raises:
+        ConfigError: token ids of the policy mean other things to the teacher, or nothing; or as `record_frozen`.
+    """
+    settings, offloads = c.config.teacher, c.config.actor.engine.offload
+    engines = {}
+    for name, (key, path) in zip(settings.models or [""], settings.paths.items(), strict=True):
+        record_frozen(c, f"teacher_{name}" if name else "teacher", key, path, start.source)
+        with phase("load_teacher"), c.offload.phase("load"):
+            engines[name] = _load_teacher(c, key, path)
+            if offloads and len(engines) < len(settings.paths):
+                engines[name].hold()  # the next one takes its place
+    return TeacherRole(engines, c.context, offloads=offloads)
+
+
+def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
+    hf_config = read_other_config(c, path, key)
+    check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, path, key), path, key)
+    return build_frozen(c, hf_config, path, "teacher")
+
+
+def read_teacher_head(c: RankState) -> Tensor | None:
+    """Read the output embedding of the teacher, of the tokens whose logits this rank of the actor computes; None on a
+    rank that computes none."""
+    from megarl.architectures.tensors import EMBEDDINGS, HEAD
+    from megarl.models.hf import checkpoint_name
+    from megarl.models.weights.files import CheckpointReader
+
+    ((key, path),) = c.config.teacher.paths.items()
+    engine = c.actor.engine
+    chunk = engine.chunks[-1]
+    if not chunk.post_process:
+        return None
+    hf_config = read_other_config(c, path, key)
+    name = checkpoint_name(hf_config, EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
+    rows = CheckpointReader(path).read(name, (chunk.vocab_range, (0, hf_config.hidden_size)))
+    return rows.to(device=engine.device, dtype=engine.dtype)
+
+
+def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> CriticRole:
+    """Make the critic of this run. Collective over its team.
+
+    It starts from `critic.path`, else from the actor as it is where RL starts: from the one beside it, or in another
+    team from the model at `start`. A resumed run then reads it from its `checkpoint`.
+    """
+    from megarl.device import DTYPES
+    from megarl.models.hf import check_trainable
+    from megarl.training.engine import MegatronEngine
+
+    config, source = c.config.critic, c.config.critic.path
+    with phase("load_critic"), c.offload.phase("load"):
+        hf_config = c.hf_config
+        if source is not None:
+            hf_config = read_other_config(c, source, "critic.path")
+            check_trainable(hf_config, source)
+        engine = MegatronEngine(
+            hf_config,
+            c.config.parallel_of("critic"),
+            config.engine,
+            config.optim,
+            dtype=DTYPES[c.config.model.dtype],
+            layout=c.layout,
+            total_steps=c.config.updates(config),
+            weights=lambda chunks: _begin(c, chunks, source or start),
+            name="critic",
+            seed=c.config.trainer.seed,
+            value_head=True,
+            sequences=sequence_layout_of(c.config, hf_config),
+            lora=c.config.model.lora,
+            freeze=c.config.model.freeze,
+        )
+        record_base(c, "critic", checkpoint)
+        return CriticRole(engine, c.context, offloads=config.engine.offload)
+
+
+def _begin(c: RankState, chunks: list[PolicyModel], source: str | None) -> None:
+    from megarl.models.weights import init_random, load_weights
+
+    if source is not None:
+        load_weights(chunks, source)
+    elif c.team.leads:
+        copy_trunk(c.actor.chunks, chunks)
+    else:  # all of it comes from the checkpoint
+        init_random(chunks, chunks[0].hf_config, c.config.model.init_seed)
+
+
+@torch.no_grad()
+def copy_trunk(policy: Sequence[PolicyModel], critic: Sequence[PolicyModel]) -> None:
+    """Everything but the head from a policy to a critic of the same layout; the value head becomes zero."""
+    for source, target in zip(policy, critic, strict=True):
+        weights = source.weights()
+        for name, parameter in target.weights().items():
+            if name.startswith("output_layer."):
+                parameter.zero_()
+            else:
+                parameter.copy_(weights[name])
+
+
+def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
+    """Make the reward model of this run. Collective over its team.
+
+    Args:
+        checkpoint: that the run goes on from; None: it begins.
+
+    Raises:
+        ConfigError: the model has no score or several, other tokens than the policy has mean other things to it, it has
+            no chat template, or as `record_frozen`.
+    """
+    from megarl.models.config import load_hf_config
+
+    settings = c.config.reward_model
+    path = settings.path
+    assert path is not None, "the checks ask for it"
+    record_frozen(c, BY_MODEL, _REWARD_MODEL_PATH, path, checkpoint)
+    with phase("load_reward_model"), c.offload.phase("load"):
+        own = c.config.model.model_copy(update={"path": path, "hf_config": None})
+        hf_config = load_hf_config(own, _REWARD_MODEL_PATH)
+        _check_head(hf_config, path)
+        tokenizer = load_tokenizer_of(c.config.model, path, _REWARD_MODEL_PATH)
+        if settings.form == "tokens":
+            _check_tokens(c.tokenizer, tokenizer, path)
+            check_embeddings(hf_config, c.hf_config, _REWARD_MODEL_PATH)
+        elif settings.form == "chat" and not tokenizer.chat_template:
+            raise ConfigError(
+                "the reward model's tokenizer has no chat template",
+                where="reward_model.form",
+                found="chat",
+                fix="set it to text",
+            )
+        engine = build_frozen(c, hf_config, path, offload_schedule.REWARD_MODEL)
+        return RewardModelRole(engine, c.context, tokenizer, offloads=c.config.actor.engine.offload)
+
+
+def _check_head(hf_config: PretrainedConfig, path: str) -> None:
+    """Refuse a model without exactly one score; a missing head would be read as zeros."""
+    from megarl.models.weights.files import CheckpointReader
+
+    classifies = any("SequenceClassification" in name for name in hf_config.architectures or ())
+    if classifies and hf_config.num_labels == 1 and "score.weight" in CheckpointReader(path):
+        return
+    raise ConfigError(
+        "this is no sequence classifier with one score",
+        where=_REWARD_MODEL_PATH,
+        found=f"{path}: {', '.join(hf_config.architectures or ())}, {hf_config.num_labels} labels",
+        allowed="a ...ForSequenceClassification with one label, and score.weight in its files",
+        fix="name a reward model, such as the result of algorithm.pipeline=reward_model",
+    )
+
+
+# -- tokenizers of other models than the policy ------------------------------------------------------------------------
+
+
+def _check_tokens(policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, path: str) -> None:
+    if other := differing_tokens(policy, own):
+        raise ConfigError(
+            "reward model and policy have different vocabularies, and the sample's tokens would mean other things: "
+            + other,
+            where="reward_model.form",
+            found=f"tokens, with {path}",
+            allowed="text or chat, for a model with a tokenizer of its own",
+            fix="set reward_model.form=chat if it has a chat template, else text",
+        )
+
+
+def check_same_tokens(
+    policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str, key: str = "teacher.path"
+) -> None:
+    """Refuse a teacher to which an id of the policy's tokenizer is another token; it may know more tokens.
+
+    Raises:
+        ConfigError: names the first tokens that differ. `path` is where the teacher came from, which `key` names.
+    """
+    if other := differing_tokens(policy, teacher):
+        raise ConfigError(
+            f"teacher and policy have different vocabularies, and distillation compares token by token: {other}",
+            where=key,
+            found=path,
+            allowed="a model whose tokenizer gives every token of the policy's the same id",
+            fix="choose a teacher of the policy's family",
+        )
+
+
+def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
+    """Describe the policy's tokens whose ids are others in another model's tokenizer, which may know more; empty: none
+    are."""
+    theirs = other.get_vocab()
+    moved = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
+    if not moved:
+        return ""
+    few = ", ".join(f"{token!r} is {number} and {theirs.get(token)}" for token, number in list(moved.items())[:3])
+    return f"{len(moved)} tokens have other ids (policy and this model: {few})"
+
+
+def load_tokenizer_of(model: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of another model than the policy, which the recipe names at `key`."""
+    from megarl.data.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(model.model_copy(update={"path": path, "tokenizer": None}))
+    except ConfigError as error:
+        raise ConfigError(error.what, where=key, found=path, fix=error.fix) from error
