@@ -11,7 +11,10 @@ for name in (
     # Commands (tests/forked.py) and what their workers import while they run.
     *("megarl.cli", "megarl.checks.recipe", "megarl.checks.rows", "megarl.launchers.local", "megarl.runtime.worker"),
     *("megarl.recipes.build", "megarl.runtime.loop", "megarl.runtime.inference", "megarl.tracking.tracker"),
+    *("megarl.recipes.entry", "megarl.config.load", "psutil", "numpy.random"),
     *("transformers.convert_slow_tokenizer", "transformers.models.auto.tokenization_auto", "rich.console"),
+    # What modules of tests import.
+    *("pytest", "hypothesis", "tests.dist", "tests.forked", "tests.training.cases", "tests.runtime.harness"),
 ):
     importlib.import_module(name)
 

@@ -28,7 +28,7 @@ from tests.planning.fake_engine import FakeCase
 DENSE = {
     "model_type": "qwen3",
     "hidden_size": 256,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
@@ -37,6 +37,7 @@ DENSE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+FOUR_LAYERS = {**DENSE, "num_hidden_layers": 4}
 LLAMA = {**DENSE, "model_type": "llama"}
 EXPERTS = {
     **DENSE,
@@ -67,7 +68,7 @@ SMALL = [
     case("cp", world=2, cp=2),
     case("first stage", LLAMA, 2, pp=2),
     case("last stage", world=2, rank=1, pp=2),
-    case("interleaved", world=2, pp=2, vpp=2),
+    case("interleaved", FOUR_LAYERS, 2, pp=2, vpp=2),
     case("experts", EXPERTS, 2, ep=2),
     case("experts, recomputed", EXPERTS, 4, tp=2, pp=2, ep=2, engine=FULL),
     case("wide experts", EXPERTS, 4, tp=2, ep=2, etp=2),
