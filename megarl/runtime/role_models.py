@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 _REWARD_MODEL_PATH = "reward_model.path"
 
 
-def make_reference(c: RankState, begin: RunStart) -> ReferenceRole:
+def make_reference(c: RankState, start: RunStart) -> ReferenceRole:
     """Make the reference of this run, with the weights that `keep_reference` found. Collective over its team.
 
     Raises:
         ConfigError: as `record_frozen`.
     """
-    if begin.reference_key == SHARED_BASE:
+    if start.reference_key == SHARED_BASE:
         c.frozen["reference"] = asdict(Frozen(SHARED_BASE, "", {}))
         return BaseReferenceRole(c.actor.engine, c.context)
-    source = now_at(c.run_dir, begin.reference or "")
-    record_frozen(c, "reference", begin.reference_key, source, begin.source)
+    source = now_at(c.run_dir, start.reference or "")
+    record_frozen(c, "reference", start.reference_key, source, start.source)
     with phase("load_reference"), c.offload.phase("load"):
         engine = build_frozen(c, read_other_config(c, source, "reference.path"), source, "reference")
         return ReferenceRole(engine, c.context, offloads=c.config.actor.engine.offload)
