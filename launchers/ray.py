@@ -51,7 +51,8 @@ _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # also elsewhere: whether nodes
 _AGAIN_S = 0.5  # seconds between two attempts to reach a store that died
 _PROBE_S = 5.0  # seconds to open a connection to a cluster
 #: Settings of a Ray that is started for a run. Its workers are what the machine is for: Ray gives them a low priority.
-OWN_RAY = {"worker_niceness": 0}
+#: Ray also starts a process for every core in advance, which none of our actors can take: each has its environment.
+OWN_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
 #: Further ones, unless objects may be spilled: a full object store neither moves objects to disk nor creates new ones
 #: there. Without the second Ray uses files for objects that do not fit, unless the disk is too full.
 NO_SPILLING = {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0}

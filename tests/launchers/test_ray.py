@@ -41,7 +41,8 @@ def ray_cluster() -> Iterator[None]:
     before = os.environ.pop("RAY_ADDRESS", None)
     handler = signal.getsignal(signal.SIGTERM)
     node = {"num_cpus": 1, "object_store_memory": 128 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+    head = {**node, "_system_config": ray_launcher.OWN_RAY}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**node)
     os.environ["RAY_ADDRESS"] = cluster.address
     yield

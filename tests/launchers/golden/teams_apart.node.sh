@@ -11,6 +11,7 @@ kind=()
 [ -z "${MEGARL_NODES_OF:-}" ] || kind=(--resources='{"'"$MEGARL_NODES_OF"'": 1000}')
 address="$MASTER_ADDR:$MASTER_PORT"
 export RAY_worker_niceness=0 # Ray's own default, 15, is for machines that do something else beside
+export RAY_prestart_worker_first_driver=0 # no actor takes a process that was started without its environment
 if [ "$SLURM_NODEID" != 0 ]; then
   for _ in $(seq 300); do
     (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
