@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megarl.rollout.embedded.cache import free_bytes
+from megarl.rollout.embedded.model import can_pack
 from megarl.rollout.engine import Request
 from tests.models.tiny import ARCHITECTURES, build_tiny, save_tiny
 from tests.rollout.cases import STOP, build, engine, full_forward, logprobs, make_requests, sampled, tokens
@@ -184,6 +185,24 @@ def test_bf16_stays_close_to_the_full_forward(requests):
         for c in group:
             errors.append(torch.tensor(c.logprobs) - full_forward(chunks[0], request.prompt_ids, c.token_ids))
     assert torch.cat(errors).abs().mean() < 0.03
+
+
+def test_a_cpu_that_cannot_multiply_by_packed_weights_reads_them_as_they_are(requests, monkeypatch):
+    """Those without AVX-512, such as most of laptops, in bf16."""
+
+    def refused(*args):
+        raise AssertionError("packed")
+
+    chunks = build("qwen3", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refused)
+    results = engine(chunks).generate(requests, sampled(), STOP)
+    error = torch.tensor(results[0][0].logprobs) - full_forward(
+        chunks[0], requests[0].prompt_ids, results[0][0].token_ids
+    )
+    assert error.abs().mean() < 0.03
+    assert can_pack(torch.float32)
+    assert not can_pack(torch.bfloat16)
 
 
 def test_nothing_to_do(dense):

@@ -39,6 +39,13 @@ if TYPE_CHECKING:
 Linear = Callable[[Tensor], Tensor]
 
 
+def can_pack(dtype: torch.dtype) -> bool:
+    """Say whether this CPU multiplies by packed weights of `dtype`: for bf16 it needs AVX-512 or something newer."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The way weights are read: the decoding dtype, and for how many rows they are packed (0: not at all)."""
@@ -152,7 +159,7 @@ class DecoderStage:
         first = next(chunks[0].parameters())
         self.device = first.device
         size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * dtype.itemsize
-        pack = self.device.type == "cpu" and torch.backends.mkldnn.is_available() and steps >= PACK_STEPS
+        pack = self.device.type == "cpu" and can_pack(dtype) and steps >= PACK_STEPS
         recipe = Recipe(dtype, rows if pack and size <= PACK_LIMIT_BYTES else 0)
         self.kernels = self._load_kernels()
         ops = Ops() if self.kernels is None else Ops(self.kernels.add_norm, self.kernels.silu_mul)
