@@ -277,9 +277,9 @@ class Graph:
 
 
 class Capture:
-    """`torch.cuda.graph(graph, pool=...)`."""
+    """`torch.cuda.graph(graph, pool=..., stream=...)`."""
 
-    def __init__(self, graph: Graph, pool: object = None) -> None:
+    def __init__(self, graph: Graph, pool: object = None, stream: object = None) -> None:
         self._graph = graph
 
     def __enter__(self) -> None:

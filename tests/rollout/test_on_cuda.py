@@ -177,6 +177,38 @@ def test_the_cache_is_given_back_when_generation_ends():
     assert alive == [False] * 4
 
 
+def streams() -> dict[str, int]:
+    """Streams made in two generations, those that captures ran on, and captures."""
+    from tests import pretend_cuda, pretend_torch_cuda
+    from tests.dist import fresh_parallel
+
+    made: list[Any] = []
+    used: list[Any] = []
+
+    class Stream(pretend_torch_cuda.Stream):
+        def __init__(self, *given: object) -> None:
+            made.append(self)
+
+    class Capture(pretend_cuda.Capture):
+        def __init__(self, graph: Any, pool: object = None, stream: object = None) -> None:
+            super().__init__(graph, pool, stream)
+            used.append(stream)
+
+    with pretend_cuda.Pretend(), mock.patch.multiple(torch.cuda, Stream=Stream, graph=Capture):
+        fresh_parallel()
+        chunks = build("qwen3", hf=TWO_LAYERS, dtype=torch.bfloat16)
+        for _ in range(2):
+            generate(chunks, {}, cuda_graphs=True)
+    return {"made": len(made), "used": len(set(map(id, used))), "captures": len(used), "same": used[0] is made[0]}
+
+
+@pytest.mark.procs
+def test_all_captures_and_their_warm_ups_share_a_stream():
+    (found,) = run_pretending(streams, 1, 120)
+    assert found.pop("captures") >= 2
+    assert found == {"made": 1, "used": 1, "same": True}
+
+
 def tensor_parallel(pretend: bool) -> dict:
     import contextlib
 

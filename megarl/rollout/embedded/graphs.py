@@ -8,6 +8,7 @@ removes them. Padded rows of a bucket belong to a dump sample and write into cac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -41,6 +42,16 @@ def length_bucket(needed: int, max_length: int) -> int:
     return min(max(128, 1 << (needed - 1).bit_length()), max_length)
 
 
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device and of the runs that warm up for them.
+
+    cuBLAS keeps a workspace (32 MiB on an H100) for every stream that it has worked on, as long as the process lives:
+    with a stream of its own, each capture would take that much for ever.
+    """
+    return torch.cuda.Stream(device)
+
+
 class DecodeGraphs:
     """The CUDA graphs of decode steps, captured on first use of a shape and replayed afterwards.
 
@@ -67,7 +78,7 @@ class DecodeGraphs:
     def _capture(self, step: Callable[[int, int, int], None], key: tuple[int, int]) -> None:
         """Record a bucket. The warm-up run, which libraries need before capture, is undone."""
         saved = self._numbers.clone(), self._done.clone()
-        stream = torch.cuda.Stream()
+        stream = capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step(*key, key[0])
@@ -75,7 +86,7 @@ class DecodeGraphs:
         self._numbers.copy_(saved[0])
         self._done.copy_(saved[1])
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             step(*key, key[0])
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
