@@ -1,7 +1,7 @@
 """Pack what a bare CUDA machine without a network lacks: `python tools/gpu_kit.py [--folder .whl] [--python 3.12]`.
 
 The machine has Python, torch 2.11 or newer for CUDA with triton, transformers 5 and nvcc. What megarl needs in addition
-goes into a folder of this checkout, which git then ignores: eight wheels, under 10 MB, of the versions in
+goes into a folder of this checkout, which git then ignores: nine wheels, under 10 MB, of the versions in
 constraints.txt. Copy the checkout with that folder to the machine and run there what this program prints.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("megatron-core", "tensordict", "pydantic", "pydantic_core", "annotated-types", "typing-inspection"),
-    *("pyvers", "simpy"),
+    *("pyvers", "simpy", "xxhash"),
 )
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
 MOST_BYTES = 10_000_000
