@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -28,6 +29,8 @@ PLAIN = (
     *("trainer.save_every=0", "tracking.mlflow=false", "tracking.report=false"),
     "reward={name: 'megarl.benchmarks.case:digit_share', kwargs: {}}",
 )
+
+_SHOWN = 300  # characters of the end of an output that names no error
 
 
 def gpu_count() -> int:
@@ -57,6 +60,19 @@ def train(run_dir: Path, overrides: Sequence[str], limit_s: float) -> list[dict[
     output, _ = run_program(command(run_dir, overrides), limit_s=limit_s, merged=True)
     (run_dir / "output.txt").write_text(output)
     return steps_in(run_dir)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the last error of megarl's own in what a failed run said, with the indented lines below it; the end of all
+    that was said, where there is none."""
+    lines = str(error).splitlines()
+    begins = [
+        at for at, line in enumerate(lines) if line.startswith("megarl: ") and not line.startswith("megarl: warning: ")
+    ]
+    if not begins:
+        return str(error)[-_SHOWN:]
+    below = itertools.takewhile(lambda line: line.startswith(" "), lines[begins[-1] + 1 :])
+    return "; ".join(line.strip() for line in (lines[begins[-1]], *below))
 
 
 def steps_in(run_dir: Path) -> list[dict[str, Any]]:

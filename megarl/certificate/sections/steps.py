@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.certificate.findings import Findings
-from megarl.certificate.runs import PLAIN, RECIPE, gpu_count, planned, sizes_of, train
+from megarl.certificate.runs import PLAIN, RECIPE, gpu_count, planned, reason_of, sizes_of, train
 from megarl.certificate.sections.performance import hardware_here
 from megarl.compat.sglang import find_python
 from megarl.config.load import find_recipe, load_config
@@ -105,7 +105,7 @@ def _measure(found: Findings, name: str, overrides: list[str], kind: Hardware | 
         lines = train(folder / name.replace(" ", "_"), overrides, RUN_S)
     except WorkerError as error:
         print(error)
-        found.check(f"{name}: runs", False, str(error)[-300:])
+        found.check(f"{name}: runs", False, reason_of(error))
         return
     config = load_config(find_recipe(RECIPE), overrides)
     steps, gpus = steps_of(lines), config.cluster.nproc
