@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.artifacts.jsonl import read_jsonl
+from megarl.artifacts.timings import WITHIN_PHASES
 from megarl.benchmarks.case import case_file, model_folder
 from megarl.benchmarks.program import LIMIT_S, run_program
 from megarl.components import COMPONENTS
@@ -31,7 +32,8 @@ class Step:
     Attributes:
         wall_s: seconds since the end of the step before: nothing of the loop is left out.
         cpu_s: CPU seconds of all threads of all workers.
-        phases: seconds by phase, of the slowest rank; `other` is what is in none of them.
+        phases: seconds by phase, of the slowest rank, and of what is within phases (`WITHIN_PHASES`); `other` is what
+            is in none of them.
     """
 
     wall_s: float
@@ -175,7 +177,7 @@ def steps_of(lines: list[dict[str, Any]]) -> list[Step]:
             for name, seconds in line.items()
             if name.startswith("timing_s/") and name != "timing_s/step"
         }
-        phases["other"] = wall - sum(phases.values())
+        phases["other"] = wall - sum(spent for name, spent in phases.items() if name not in WITHIN_PHASES)
         counts = (line[f"perf/{name}"] for name in ("generated_tokens", "total_tokens", "flops"))
         steps.append(Step(wall, line["perf/cpu_s"], phases, *counts))
     return steps

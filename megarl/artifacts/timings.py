@@ -15,9 +15,12 @@ from typing import Any
 
 from megarl.artifacts.jsonl import STEP, read_jsonl
 from megarl.errors import DataError
+from megarl.offload_schedule import MOVES
 
 #: Number of first steps that do not count: they allocate memory and load code.
 WARM_UP = 2
+#: Timings whose seconds are also those of the phases that they were spent in: a sum over phases leaves them out.
+WITHIN_PHASES = frozenset({MOVES, "act", "wait_for_simulators"})
 _TIMING = "timing_s/"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.artifacts.timings import WITHIN_PHASES
 from megarl.tracking import teams
 from megarl.tracking.report_runs import Points, Run
 
@@ -270,7 +271,9 @@ def _phase_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str,
     for run in runs:
         have = run.series.get(stage, {})
         timings = {
-            name.removeprefix("timing_s/"): points for name, points in have.items() if name.startswith("timing_s/")
+            short: points
+            for name, points in have.items()
+            if name.startswith("timing_s/") and (short := name.removeprefix("timing_s/")) not in WITHIN_PHASES
         }
         used.update(f"timing_s/{name}" for name in timings)
         inner = [name for name in timings if name.startswith("step/") and name.count("/") == 1]

@@ -54,6 +54,13 @@ def test_a_step_lasts_until_the_next_line_and_the_warm_up_is_left_out() -> None:
     assert [step["phases"]["other"] for step in steps] == pytest.approx([0.5, 0.5, 0.5])
 
 
+def test_moves_of_a_phase_are_not_taken_from_the_step_again() -> None:
+    moved = [one | {"timing_s/residency": 0.4} for one in (line(10.0, 9.0, 9.0), line(12.0, 0.5, 1.0))]
+    (step,) = steps_of(moved)
+
+    assert step.phases == pytest.approx({"rollout": 0.5, "actor_train": 1.0, "residency": 0.4, "other": 0.5})
+
+
 def test_summary_is_the_median_step_against_the_floor() -> None:
     numbers = summary(result())
 

@@ -87,6 +87,14 @@ def log_steps(folder, **series):
     return report_data([load_run(folder)])
 
 
+def test_times_within_phases_are_not_stacked_on_them(tmp_path):
+    data = log_steps(tmp_path, timing_s__rollout=[3.0, 4.0], timing_s__residency=[1.0, 2.0])
+    groups = {group["title"]: group["charts"] for group in data["groups"]}
+    (stack,) = groups["Speed"]
+    assert [part["label"] for part in stack["lines"]] == ["rollout"]
+    assert [chart["title"] for chart in groups["Everything else"]] == ["timing_s/residency"]
+
+
 def test_series_of_one_value_are_listed_and_not_drawn(tmp_path):
     data = log_steps(
         tmp_path, actor__lr=[1e-3] * 4, actor__entropy=[1, 2, 1, 2], my__noise=[1, 1 + 1e-7, 1, 1], val__acc=[0.5] * 4
