@@ -11,6 +11,7 @@ from megarl.checks.planned import refuse_plan
 from megarl.components import COMPONENTS
 from megarl.config.load import find_recipe, load_config
 from megarl.recipes.build import build_task_graph
+from megarl.runtime.validate import validates
 
 
 def accept(overrides: list[str]) -> None:
@@ -23,6 +24,12 @@ def accept(overrides: list[str]) -> None:
 def test_steps_of_every_model(engine, gpus, tp):
     for model in steps.MODELS:
         accept(steps.on_gpus(model, engine, gpus, tp, 80))
+
+
+@pytest.mark.parametrize("overrides", [steps.on_cpu(), steps.on_gpus(steps.MODELS[0], "embedded", 1, 1, 80)])
+def test_no_step_that_is_measured_validates(overrides):
+    config = load_config(find_recipe(RECIPE), overrides)
+    assert not any(validates(config, step) for step in range(1, config.trainer.steps + 1))
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])

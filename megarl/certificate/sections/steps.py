@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B")
 _STEPS = 4  # the first is not counted
+_SETTINGS = (*PLAIN, "data.val_files=[]", f"trainer.steps={_STEPS}")  # the last step would validate, and take longer
 _FULL = 0.9  # of a GPU's memory: what a layout may take by the planner's estimate
 RUN_S = 1200.0  # of one of the runs, two for each model
 
@@ -56,14 +57,14 @@ def run(found: Findings, folder: Path) -> None:
 
 def on_cpu() -> list[str]:
     """Return the overrides of a small run: it shows that this section works, and its planner's figures are measured."""
-    settings = [*PLAIN, "cluster.nproc=1", f"trainer.steps={_STEPS}", "data.batch_size=8"]
+    settings = [*_SETTINGS, "cluster.nproc=1", "data.batch_size=8"]
     return [*settings, "rollout.sampling={n: 4, max_new_tokens: 16, ignore_eos: true}"]
 
 
 def on_gpus(model: str, engine: str, gpus: int, tp: int, memory_gb: float) -> list[str]:
     """Return the overrides of a run on all GPUs: 32 prompts x 8 samples x 512 tokens per GPU and step, two updates."""
     prompts = 32 * gpus // tp
-    settings = [*PLAIN, f"cluster.nproc={gpus}", f"cluster.device_memory_gb={memory_gb:g}", f"trainer.steps={_STEPS}"]
+    settings = [*_SETTINGS, f"cluster.nproc={gpus}", f"cluster.device_memory_gb={memory_gb:g}"]
     settings += ["model.dtype=bf16", f"model.hf_config={json.dumps(sizes_of(model))}", f"data.batch_size={prompts}"]
     settings += [
         "rollout.sampling={n: 8, max_new_tokens: 512, ignore_eos: true}",
