@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 #: Relative differences up to these are rounding, summed up over the layers of a deep model. fp32: some 1e-7 per
 #: operation; bf16 keeps 8 bits, so every operation may differ by 4e-3 (four layers were seen to differ by 0.03).
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
+#: Share of the tokens, those that differ most, that is left out of a mixture's relative differences in bf16. Rounding
+#: sends a token near a tie to another expert, and its output has nothing in common with the other one's: of the
+#: certificate's two mixtures with six seeds each, on a CPU, up to 5% of the tokens differed by more than 0.1 at a place,
+#: and the others by 0.02. A wrong weight, even of one expert of eight, shows in more tokens than this.
+REROUTED = 0.1
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Difference:
     Attributes:
         name: such as `layer 3 attention`.
         largest: largest absolute difference of an element.
-        relative: root mean square of the difference over that of the reference.
+        relative: root mean square of the difference over that of the reference, without the tokens left out.
     """
 
     name: str
@@ -65,11 +70,13 @@ class Parity:
         places: hidden states, Megatron engine against transformers.
         logprobs: of every token given those before it: each other implementation against transformers.
         tolerance: relative differences up to this are rounding.
+        left_out: share of the tokens that relative differences leave out: `REROUTED`, or none.
     """
 
     places: list[Difference]
     logprobs: list[Difference]
     tolerance: float
+    left_out: float = 0.0
 
     @property
     def first(self) -> Difference | None:
@@ -82,7 +89,10 @@ class Parity:
         if self.first is not None:
             return f"they differ by more than rounding ({self.tolerance:g}), first at: {self.first.name}"
         places = len(self.places) + len(self.logprobs)
-        return f"they agree: no relative difference above rounding ({self.tolerance:g}) in {count(places, 'place')}"
+        rest = f", without the {self.left_out:.0%} of tokens that differ most" if self.left_out else ""
+        return (
+            f"they agree: no relative difference above rounding ({self.tolerance:g}) in {count(places, 'place')}{rest}"
+        )
 
 
 def compare(
@@ -103,20 +113,26 @@ def compare(
     with torch.no_grad(), _recorded(_reference_places(reference)) as theirs, _recorded(_policy_places(policy)) as ours:
         expected = [_reference_logprobs(reference, ids.to(device)) for ids in sequences]
         found = _policy_logprobs(policy, [ids.to(device) for ids in sequences])
-    places = [_difference(name, torch.cat(ours[name]), torch.cat(theirs[name])) for name in theirs]
+    dtype = policy.lm_head_weight.dtype
+    left_out = REROUTED if dtype == torch.bfloat16 and policy.config.num_moe_experts is not None else 0.0
+    places = [_difference(name, torch.cat(ours[name]), torch.cat(theirs[name]), left_out) for name in theirs]
     wanted = torch.cat(expected).cpu()
     logprobs = {"log-probs, megatron": found, **{f"log-probs, {name}": rows for name, rows in (others or {}).items()}}
     return Parity(
         places,
-        [_difference(name, torch.cat(rows).cpu(), wanted) for name, rows in logprobs.items()],
-        TOLERANCE[policy.lm_head_weight.dtype],
+        [_difference(name, torch.cat(rows).cpu(), wanted, left_out) for name, rows in logprobs.items()],
+        TOLERANCE[dtype],
+        left_out,
     )
 
 
-def _difference(name: str, ours: Tensor, theirs: Tensor) -> Difference:
+def _difference(name: str, ours: Tensor, theirs: Tensor, left_out: float) -> Difference:
+    """Compare rows of tokens; a number that is none makes the relative difference NaN, whatever is left out."""
     gap, scale = (ours - theirs).double(), theirs.double()
     norm = float(scale.square().mean().sqrt())
-    return Difference(name, float(gap.abs().max()), float(gap.square().mean().sqrt()) / max(norm, 1e-30))
+    squares = gap.square().reshape(len(gap), -1).mean(-1)
+    kept = squares.sort().values[: len(gap) - int(left_out * len(gap))] if squares.isfinite().all() else squares
+    return Difference(name, float(gap.abs().max()), float(kept.mean().sqrt()) / max(norm, 1e-30))
 
 
 def _reference_places(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
