@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 #: Share of the tokens, those that differ most, that is left out of a mixture's relative differences in bf16. Rounding
 #: sends a token near a tie to another expert, and its output has nothing in common with the other one's: of the
-#: certificate's two mixtures with six seeds each, on a CPU, up to 5% of the tokens differed by more than 0.1 at a place,
-#: and the others by 0.02. A wrong weight, even of one expert of eight, shows in more tokens than this.
+#: certificate's two mixtures with six seeds each, on a CPU, up to 5% of the tokens differed by more than 0.1 at a
+#: place, and the others by 0.02. A wrong weight, even of one expert of eight, shows in more tokens than this.
 REROUTED = 0.1
 
 
