@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from megarl.kernels import cpu
+from megarl.kernels import cpu, gpu
 
 _BLOCK = 1 << 17  # elements of one block: half a megabyte in fp32, so that a block stays in a core's cache
 
@@ -28,9 +29,29 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised `x`, same shape and dtype."""
+        kernels = gpu.layer_kernels(x, self.weight)
+        if kernels is not None and kernels.fits(x.shape[-1]):
+            return _KernelRMSNorm.apply(x, self.weight, self.eps, kernels)
         if x.is_cuda:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _KernelRMSNorm(torch.autograd.Function):
+    """The norm by Triton kernels of a GPU, which keep x and the weight only and round a gradient once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: ModuleType) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.kernels = eps, kernels
+        return kernels.rms_norm(cpu.rows(x), weight, eps).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        rows = cpu.rows(x), cpu.rows(grad)
+        dx, dweight = ctx.kernels.rms_norm_backward(*rows, weight, ctx.eps, of_weight=ctx.needs_input_grad[1])
+        return dx.view(x.shape), dweight, None, None
 
 
 class _RMSNorm(torch.autograd.Function):

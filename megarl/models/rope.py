@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megarl.kernels import gpu
 from megarl.models.hf import head_dim, rope_type
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ def _sections(sizes: Sequence[int], *, interleaved: bool) -> torch.Tensor:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    kernels = gpu.layer_kernels(x, cos, sin) if x.dim() == 3 else None
+    if kernels is not None:
+        return kernels.rope(x, cos.flatten(0, 1).contiguous(), sin.flatten(0, 1).contiguous(), sign)
     out = torch.empty_like(x)
     x1, x2 = x.chunk(2, dim=-1)
     y1, y2 = out.chunk(2, dim=-1)

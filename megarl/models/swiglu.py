@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
-from megarl.kernels import cpu
+from megarl.kernels import cpu, gpu
 
 _BLOCK = 1 << 19  # elements of one block of the input on a CPU: a megabyte in bf16, which stays in the cache
 
@@ -33,6 +33,9 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
+        on_gpu = gpu.layer_kernels(x)
+        if on_gpu is not None:
+            return on_gpu.swiglu(cpu.rows(x)).view(*x.shape[:-1], x.shape[-1] // 2)
         kernels = cpu.kernels_for(x, x.shape[-1] // 2)
         if kernels is not None:
             return kernels.silu_mul(cpu.rows(x)).view(*x.shape[:-1], x.shape[-1] // 2)
@@ -45,6 +48,9 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
+        on_gpu = gpu.layer_kernels(x)
+        if on_gpu is not None:
+            return on_gpu.swiglu_backward(cpu.rows(x), cpu.rows(grad)).view(x.shape)
         kernels = cpu.kernels_for(x, x.shape[-1] // 2)
         if kernels is not None:
             return kernels.silu_mul_backward(cpu.rows(x), cpu.rows(grad)).view(x.shape)

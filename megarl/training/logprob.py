@@ -18,8 +18,6 @@ another one makes their gradient (megarl/kernels/logits_gpu.py); on a CPU, and i
 
 from __future__ import annotations
 
-import functools
-import warnings
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megarl.comm import WorkerGroup
+from megarl.kernels.gpu import triton_kernels
 from megarl.models.head import head_logits, wide_product
 
 if TYPE_CHECKING:
@@ -181,18 +180,7 @@ def _adds_wide(hidden: Tensor) -> bool:
 
 def _kernels(logits: Tensor) -> ModuleType | None:
     """Return the kernels for such logits; None: torch operations."""
-    return _triton_kernels() if logits.is_cuda and logits.dtype == torch.float32 else None
-
-
-@functools.cache
-def _triton_kernels() -> ModuleType | None:
-    """Return megarl/kernels/logits_gpu.py; None, with a warning, where there is no Triton."""
-    try:
-        from megarl.kernels import logits_gpu
-    except ImportError as error:
-        warnings.warn(f"log-probs are computed by torch operations, which is slower: {error}", stacklevel=2)
-        return None
-    return logits_gpu
+    return triton_kernels("logits_gpu") if logits.is_cuda and logits.dtype == torch.float32 else None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

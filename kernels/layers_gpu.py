@@ -1,0 +1,249 @@
+"""Triton kernels of a GPU for SwiGLU, RoPE and RMSNorm; their torch references are in `megarl/models`.
+
+    swiglu, swiglu_backward        3 and 5 numbers of memory for each number of the result
+    rope                           2 for each number, and the tables
+    rms_norm, rms_norm_backward    2 and 3 for each number
+
+All are bound by the memory: each reads its inputs once and writes its results once. Tensors are float32, bfloat16 or
+float16, and of one dtype in a call; arithmetic is in float32, and a result is rounded once. The gradient of a norm's
+weight is summed by `PROGRAMS` programs, each over its own rows, and over these: in an order that the shape decides, so
+that the same tensors give the same bits. `python -m megarl.benchmarks.layers` times the block sizes on a GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Numbers of a block and warps of a program. Blocks of RoPE are pairs of numbers; a norm's row is in one block.
+SWIGLU, SWIGLU_BACKWARD, ROPE, NORM, NORM_BACKWARD = (2048, 4), (2048, 8), (1024, 4), (2048, 4), (2048, 8)
+#: Programs that share the rows of a norm's backward pass: eight for each of an H100's 132 multiprocessors.
+PROGRAMS = 8 * 132
+_WIDEST = 16_384  # a row of a norm: 32 numbers for each thread of 16 warps
+_MOST_WARPS = 16
+
+
+def swiglu(x: Tensor, launch: tuple[int, int] = SWIGLU) -> Tensor:
+    """Return silu(gate) * up [n, f] of `x` [n, 2f], contiguous, gate and up side by side."""
+    rows, width = len(x), x.shape[1] // 2
+    out = x.new_empty(rows, width)
+    if out.numel():
+        block, warps = _fitting(width, launch)
+        _swiglu[(rows, triton.cdiv(width, block))](x, out, width, block, num_warps=warps)
+    return out
+
+
+def swiglu_backward(x: Tensor, grad: Tensor, launch: tuple[int, int] = SWIGLU_BACKWARD) -> Tensor:
+    """Return the gradient [n, 2f] of `x` [n, 2f] from that of the result, `grad` [n, f]; both contiguous."""
+    rows, width = grad.shape
+    dx = torch.empty_like(x)
+    if dx.numel():
+        block, warps = _fitting(width, launch)
+        _swiglu_backward[(rows, triton.cdiv(width, block))](x, grad, dx, width, block, num_warps=warps)
+    return dx
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, sign: float, launch: tuple[int, int] = ROPE) -> Tensor:
+    """Return `x` [t, heads, d] with the halves of each head rotated against each other, contiguous.
+
+    Args:
+        x: its last dimension is copied if it is not contiguous, the others may have any strides.
+        cos, sin: [t, d / 2], contiguous.
+        sign: 1 for the rotation, -1 for its gradient.
+    """
+    x = x if x.stride(2) == 1 else x.contiguous()
+    tokens, heads, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        rows, block, warps = _tile(size // 2, launch)
+        grid = (triton.cdiv(tokens * heads, rows),)
+        strides = x.stride(0), x.stride(1)
+        _rope[grid](x, cos, sin, out, tokens * heads, heads, size // 2, *strides, sign, rows, block, num_warps=warps)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, launch: tuple[int, int] = NORM) -> Tensor:
+    """Return x / rms(x) * weight of the rows of `x` [n, width], contiguous, width up to 16,384."""
+    count, width = x.shape
+    out = torch.empty_like(x)
+    if out.numel():
+        rows, block, warps = _tile(width, launch)
+        _rms_norm[(triton.cdiv(count, rows),)](x, weight, out, count, width, eps, rows, block, num_warps=warps)
+    return out
+
+
+def rms_norm_backward(
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    of_weight: bool = True,
+    launch: tuple[int, int] = NORM_BACKWARD,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of `x` [n, width] and `weight` [width] from that of the result, `grad` [n, width].
+
+    Args:
+        x, grad: contiguous.
+        of_weight: False: that of the weight is not computed, and None.
+    """
+    count, width = x.shape
+    dx = torch.empty_like(x)
+    if not dx.numel():
+        return dx, torch.zeros_like(weight) if of_weight else None
+    rows, block, warps = _tile(width, launch)
+    programs = min(PROGRAMS, triton.cdiv(count, rows))
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device) if of_weight else None
+    kept = dx if partial is None else partial  # a pointer that is not used
+    given = x, grad, weight, dx, kept, count, width, eps
+    _rms_norm_backward[(programs,)](*given, rows, block, of_weight, num_warps=warps)
+    return dx, None if partial is None else partial.sum(0).to(weight.dtype)
+
+
+def fits(width: int) -> bool:
+    """Tell whether a norm's rows of `width` numbers are few enough for one block."""
+    return width <= _WIDEST
+
+
+def _fitting(width: int, launch: tuple[int, int]) -> tuple[int, int]:
+    """Return columns of a block and warps for rows that may be shorter than a block."""
+    block, warps = launch
+    fitting = min(block, triton.next_power_of_2(width))
+    return fitting, max(1, warps * fitting // block)
+
+
+def _tile(width: int, launch: tuple[int, int]) -> tuple[int, int, int]:
+    """Return rows and columns of a block that has whole rows, and its warps: more of them for longer rows."""
+    size, warps = launch
+    block = triton.next_power_of_2(width)
+    rows = max(1, size // block)
+    return rows, block, min(_MOST_WARPS, max(1, warps * rows * block // size))
+
+
+@triton.jit
+def _swiglu(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+    x,
+    out,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """One block of a row: gate * sigmoid(gate) * up."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    own = x + row * 2 * width
+    gate = tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(own + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+    x,
+    grad,
+    dx,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """One block of a row, of gate and of up, with s = sigmoid(gate): g up s (1 + gate (1 - s)), and g gate s."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    own = row * 2 * width + column
+    gate = tl.load(x + own, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + own + width, mask=inside, other=0.0).to(tl.float32)
+    upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    of_gate = upstream * up * share * (1.0 + gate * (1.0 - share))
+    tl.store(dx + own, of_gate.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + own + width, (upstream * gate * share).to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rope(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+    x,
+    cos,
+    sin,
+    out,
+    count,
+    heads,
+    half,
+    token_stride,
+    head_stride,
+    sign,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some heads, of one token or several: x1 cos - x2 sin, and x2 cos + x1 sin."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < count) & (column < half)
+    token = (row // heads).to(tl.int64)
+    own = x + token * token_stride + (row % heads) * head_stride + column
+    x1 = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(own + half, mask=inside, other=0.0).to(tl.float32)
+    angle = token * half + column
+    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32) * sign
+    place = out + row.to(tl.int64) * 2 * half + column
+    tl.store(place, (x1 * c - x2 * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(place + half, (x2 * c + x1 * s).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rms_norm(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+    x,
+    weight,
+    out,
+    count,
+    width,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some whole rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < count) & (column < width)
+    place = row.to(tl.int64) * width + column
+    scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    own = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(own * own, 1) / width + eps)[:, None]
+    tl.store(out + place, (own * inverse * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rms_norm_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+    x,
+    grad,
+    weight,
+    dx,
+    partial,
+    count,
+    width,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OF_WEIGHT: tl.constexpr,
+):
+    """Every so many rows, with n = x / rms and a = g weight: (a - n mean(a n)) / rms, and the sum of g n."""
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for begin in range(program * ROWS, count, tl.num_programs(0) * ROWS):
+        row = begin + tl.arange(0, ROWS)[:, None]
+        inside = (row < count) & (column < width)
+        place = row.to(tl.int64) * width + column
+        own = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        upstream = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(own * own, 1) / width + eps)[:, None]
+        normed = own * inverse
+        scaled = upstream * scale
+        along = (tl.sum(scaled * normed, 1) / width)[:, None]
+        tl.store(dx + place, ((scaled - normed * along) * inverse).to(dx.dtype.element_ty), mask=inside)
+        if OF_WEIGHT:
+            total += upstream * normed
+    if OF_WEIGHT:
+        columns = tl.arange(0, BLOCK)
+        tl.store(partial + program * width + columns, tl.sum(total, 0), mask=columns < width)
