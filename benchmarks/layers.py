@@ -1,0 +1,130 @@
+"""Microseconds of the layers' Triton kernels by size of their blocks, on a GPU: `python -m megarl.benchmarks.layers`.
+
+Launches of `megarl.kernels.layers_gpu` are chosen from the table that it prints, which has a layer of Qwen3-1.7B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.kernels import gpu
+
+#: Numbers of a block, warps of a program.
+CHOICES = tuple(itertools.product((1024, 2048, 4096), (4, 8)))
+EPS = 1e-6
+
+
+class Sizes(NamedTuple):
+    """The widths of a layer."""
+
+    hidden: int = 2048
+    ffn: int = 6144
+    heads: int = 16
+    groups: int = 8
+    head_dim: int = 128
+
+
+class Case(NamedTuple):
+    """A kernel, called with a `launch`, and torch's operations in its place; each returns a tuple."""
+
+    name: str
+    bytes: int
+    kernel: Callable[..., tuple[Tensor, ...]]
+    torch: Callable[[], tuple[Tensor, ...]]
+
+
+def cases(tokens: int, device: str, sizes: Sizes) -> Iterator[Case]:
+    """Yield all kernels with random tensors in bf16; `gpu.layer_kernels` has to give none to torch's operations."""
+    yield from _swiglu(tokens, device, sizes)
+    for name, heads in (("q", sizes.heads), ("k", sizes.groups)):
+        yield _rope(name, (tokens, heads, sizes.head_dim), device)
+        yield from _norm(name, (tokens * heads, sizes.head_dim), device)
+    yield from _norm("hidden", (tokens, sizes.hidden), device)
+
+
+def _draw(device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+
+
+def _swiglu(tokens: int, device: str, sizes: Sizes) -> Iterator[Case]:
+    from megarl.kernels import layers_gpu
+    from megarl.models.swiglu import _SwiGLU
+
+    x, grad = _draw(device, (tokens, 2 * sizes.ffn), (tokens, sizes.ffn))
+    yield Case("swiglu", 6 * grad.numel(), _one(layers_gpu.swiglu, x), _one(_SwiGLU.apply, x))
+    backward = _gradients(_SwiGLU.apply, [x], grad)
+    yield Case("swiglu backward", 10 * grad.numel(), _one(layers_gpu.swiglu_backward, x, grad), backward)
+
+
+def _rope(name: str, shape: tuple[int, int, int], device: str) -> Case:
+    from megarl.kernels import layers_gpu
+    from megarl.models.rope import _rotate
+
+    x, angles = _draw(device, shape, (shape[0], shape[2] // 2))
+    cos, sin = angles.cos(), angles.sin()
+    by_torch = _one(_rotate, x, cos[:, None], sin[:, None], 1.0)
+    return Case(f"rope {name}", 4 * (x.numel() + cos.numel()), _one(layers_gpu.rope, x, cos, sin, 1.0), by_torch)
+
+
+def _norm(name: str, shape: tuple[int, int], device: str) -> Iterator[Case]:
+    from megarl.kernels import layers_gpu
+
+    x, grad, weight = _draw(device, shape, shape, shape[1:])
+    by_torch = functools.partial(F.rms_norm, normalized_shape=shape[1:], eps=EPS)
+    call = lambda x, weight: by_torch(x, weight=weight)  # noqa: E731
+    yield Case(f"norm {name}", 4 * x.numel(), _one(layers_gpu.rms_norm, x, weight, EPS), _one(call, x, weight))
+    kernel: Any = functools.partial(layers_gpu.rms_norm_backward, x, grad, weight, EPS)
+    yield Case(f"norm {name} backward", 6 * x.numel(), kernel, _gradients(call, [x, weight], grad))
+
+
+def _one(call: Callable[..., Tensor], *given: Any) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda **launch: (call(*given, **launch),)
+
+
+def _gradients(call: Callable[..., Tensor], given: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Return a call of the backward pass alone, which runs the forward pass once, when it is first called."""
+    inputs = [x.detach().requires_grad_() for x in given]
+    out = functools.cache(lambda: call(*inputs))
+    return lambda: torch.autograd.grad(out(), inputs, grad, retain_graph=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the time of torch's operations and of each choice for each kernel; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 78_000])
+    parser.add_argument("--programs", type=int, help="that share the rows of a norm's backward pass")
+    parser.add_argument("--terabytes", type=float, default=4.27, help="a second that the memory moves: the floor")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("this needs a GPU: a CPU has only the interpreter of Triton", file=sys.stderr)
+        return 2
+    from triton.testing import do_bench
+
+    from megarl.kernels import layers_gpu
+
+    layers_gpu.PROGRAMS = options.programs or layers_gpu.PROGRAMS
+    print(f"{torch.cuda.get_device_name()}, {layers_gpu.PROGRAMS} programs")
+    with mock.patch.object(gpu, "layer_kernels", return_value=None):
+        for tokens in options.tokens:
+            for case in cases(tokens, "cuda", Sizes()):
+                floor, by_torch = case.bytes / options.terabytes / 1e6, 1e3 * do_bench(case.torch)
+                print(f"{case.name}, {tokens} tokens: floor {floor:.0f} us, torch {by_torch:.0f} us")
+                for launch in CHOICES:
+                    took = do_bench(functools.partial(case.kernel, launch=launch))
+                    rate = case.bytes / took / 1e6
+                    print(f"    block {launch[0]}, warps {launch[1]}: {1e3 * took:.0f} us, {rate:.0f} GB/s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
