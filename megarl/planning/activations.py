@@ -99,10 +99,7 @@ class Activations:
         # The norm's input and output; the projection, of which queries are a copy where several groups are side by side
         # and their norm keeps them; queries and keys after RoPE; the context.
         wide = q + 2 * k + (q if normed and groups > 1 else 0) + q + k + q
-        size = self.element * (2 * self.held * facts.hidden + t * wide)
-        if self.gpu:  # factors of the norms' rows
-            size += FULL * (self.held + (t * (heads + groups) if normed else 0))
-        return size + self._scores(heads, k)
+        return self.element * (2 * self.held * facts.hidden + t * wide) + self._scores(heads, k)
 
     def _scores(self, heads: float, k: float) -> float:
         """Return the bytes that the attention function keeps in addition to its operands and its result."""
@@ -129,7 +126,7 @@ class Activations:
     def feed_forward(self) -> float:
         """The bytes of one layer's feed-forward part with its norm: the mean, where layers differ."""
         facts, element, s = self.facts, self.element, self.held
-        ends = 2 * element * s * facts.hidden + (FULL * s if self.gpu else 0)
+        ends = 2 * element * s * facts.hidden
         dense_width = facts.dense_ffn if facts.is_moe else facts.ffn
         dense = element * 3 * self.passes.tokens * dense_width / self.parallel.tp
         if not facts.is_moe:
@@ -179,7 +176,7 @@ class Activations:
         """While one layer is computed: gradients on their way, or parts of experts; the layer again if recomputed."""
         facts, t, element, tp = self.facts, self.passes.tokens, self.element, self.parallel.tp
         width = (facts.dense_ffn if facts.is_moe else facts.ffn) / tp
-        products = 3 * t * width + self.held * facts.hidden
+        products = 2 * t * width + self.held * facts.hidden
         weights = 2 * width * facts.hidden + t * (facts.hidden + width) if tp > 1 else 0.0
         dense = max(products, weights - 2 * t * width)
         rows = self._rows_on_their_way if facts.is_moe else 0.0

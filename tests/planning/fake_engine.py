@@ -11,9 +11,8 @@ norms and head.
 Where numbers decide about shapes, or the device about the code, it is told what to do, and nothing else is changed:
 
 * `is_cuda` of fake tensors is True to Python code, so that the form of the code for GPUs is what runs: no kernels of
-  ours for the CPU, those for the GPU as what they allocate, attention by torch's variable-length kernel, and
-  what torch's fused RMSNorm would keep. (Fake tensors that say
-  so to C++ as well need a CUDA build of torch: autograd asks for the device.)
+  ours for the CPU, those for the GPU as what they allocate, and attention by torch's variable-length kernel. (Fake
+  tensors that say so to C++ as well need a CUDA build of torch: autograd asks for the device.)
 * A mixture's router sends every expert equally many tokens.
 * A pipeline stage is told the shapes of what it receives.
 * Metrics, gradient norm and the check of non-finite numbers are left out; the optimizer steps once.
@@ -153,7 +152,8 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
     """Tell the code what this module's text says."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megarl.models import attention, norm
+    from megarl.kernels import gpu
+    from megarl.models import attention
     from megarl.models.experts import TokenDispatcher
     from megarl.models.policy import PolicyModel
     from megarl.training import logprob
@@ -173,7 +173,7 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
         (P2PCommunicator, "_communicate_shapes", shapes),
         (attention, "varlen_kernel", lambda q: attention._torch_varlen if q.dtype == torch.bfloat16 else None),
         (logprob, "_kernels", lambda logits: _LogitsKernels if logits.dtype == torch.float32 else None),
-        (norm.RMSNorm, "forward", lambda self, x: _FusedNorm.apply(x, self.weight)),
+        (gpu, "layer_kernels", lambda *tensors: _LayersKernels),
         (PolicyModel, "to", lambda self, device: self),  # it is there; torch cannot swap fake parameters
         (FakeTensor, "is_cuda", property(lambda self: True)),
         (FakeTensor, "is_cpu", property(lambda self: False)),
@@ -203,17 +203,31 @@ class _LogitsKernels:
         return torch.empty_like(logits, dtype=given[-1])
 
 
-class _FusedNorm(torch.autograd.Function):
-    """The memory of torch's fused RMSNorm on a GPU: its input, and a factor of each row in float32."""
+class _LayersKernels:
+    """The memory of megarl/kernels/layers_gpu.py, without the sums of a norm's programs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+    def swiglu(x: Tensor) -> Tensor:
+        return x.new_empty(len(x), x.shape[1] // 2)
+
+    @staticmethod
+    def swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
+    def rope(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def fits(width: int) -> bool:
+        return True
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def rms_norm_backward(x: Tensor, grad: Tensor, weight: Tensor, eps: float, *, of_weight: bool) -> Any:
         return torch.empty_like(x), torch.empty_like(weight)
 
 
