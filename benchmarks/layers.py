@@ -21,7 +21,7 @@ from megarl.kernels import gpu
 
 #: Numbers of a block, warps of a program.
 CHOICES = tuple(itertools.product((1024, 2048, 4096), (4, 8)))
-EPS = 1e-6
+EPS, RATE = 1e-6, 4.27e6  # bytes of a microsecond of an H200, measured
 
 
 class Sizes(NamedTuple):
@@ -45,7 +45,13 @@ class Case(NamedTuple):
 
 def cases(tokens: int, device: str, sizes: Sizes) -> Iterator[Case]:
     """Yield all kernels with random tensors in bf16; `gpu.layer_kernels` has to give none to torch's operations."""
-    yield from _swiglu(tokens, device, sizes)
+    from megarl.kernels import layers_gpu
+    from megarl.models.swiglu import _SwiGLU
+
+    x, grad = _draw(device, (tokens, 2 * sizes.ffn), (tokens, sizes.ffn))
+    yield Case("swiglu", 6 * grad.numel(), _one(layers_gpu.swiglu, x), _one(_SwiGLU.apply, x))
+    backward = _gradients(_SwiGLU.apply, [x], grad)
+    yield Case("swiglu backward", 10 * grad.numel(), _one(layers_gpu.swiglu_backward, x, grad), backward)
     for name, heads in (("q", sizes.heads), ("k", sizes.groups)):
         yield _rope(name, (tokens, heads, sizes.head_dim), device)
         yield from _norm(name, (tokens * heads, sizes.head_dim), device)
@@ -54,16 +60,6 @@ def cases(tokens: int, device: str, sizes: Sizes) -> Iterator[Case]:
 
 def _draw(device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
-
-
-def _swiglu(tokens: int, device: str, sizes: Sizes) -> Iterator[Case]:
-    from megarl.kernels import layers_gpu
-    from megarl.models.swiglu import _SwiGLU
-
-    x, grad = _draw(device, (tokens, 2 * sizes.ffn), (tokens, sizes.ffn))
-    yield Case("swiglu", 6 * grad.numel(), _one(layers_gpu.swiglu, x), _one(_SwiGLU.apply, x))
-    backward = _gradients(_SwiGLU.apply, [x], grad)
-    yield Case("swiglu backward", 10 * grad.numel(), _one(layers_gpu.swiglu_backward, x, grad), backward)
 
 
 def _rope(name: str, shape: tuple[int, int, int], device: str) -> Case:
@@ -80,8 +76,7 @@ def _norm(name: str, shape: tuple[int, int], device: str) -> Iterator[Case]:
     from megarl.kernels import layers_gpu
 
     x, grad, weight = _draw(device, shape, shape, shape[1:])
-    by_torch = functools.partial(F.rms_norm, normalized_shape=shape[1:], eps=EPS)
-    call = lambda x, weight: by_torch(x, weight=weight)  # noqa: E731
+    call = lambda x, weight: F.rms_norm(x, shape[1:], weight, EPS)  # noqa: E731
     yield Case(f"norm {name}", 4 * x.numel(), _one(layers_gpu.rms_norm, x, weight, EPS), _one(call, x, weight))
     kernel: Any = functools.partial(layers_gpu.rms_norm_backward, x, grad, weight, EPS)
     yield Case(f"norm {name} backward", 6 * x.numel(), kernel, _gradients(call, [x, weight], grad))
@@ -92,7 +87,7 @@ def _one(call: Callable[..., Tensor], *given: Any) -> Callable[..., tuple[Tensor
 
 
 def _gradients(call: Callable[..., Tensor], given: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a call of the backward pass alone, which runs the forward pass once, when it is first called."""
+    """Return a call of the backward pass only; the first call runs the forward pass, too."""
     inputs = [x.detach().requires_grad_() for x in given]
     out = functools.cache(lambda: call(*inputs))
     return lambda: torch.autograd.grad(out(), inputs, grad, retain_graph=True)
@@ -103,7 +98,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 78_000])
     parser.add_argument("--programs", type=int, help="that share the rows of a norm's backward pass")
-    parser.add_argument("--terabytes", type=float, default=4.27, help="a second that the memory moves: the floor")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("this needs a GPU: a CPU has only the interpreter of Triton", file=sys.stderr)
@@ -117,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     with mock.patch.object(gpu, "layer_kernels", return_value=None):
         for tokens in options.tokens:
             for case in cases(tokens, "cuda", Sizes()):
-                floor, by_torch = case.bytes / options.terabytes / 1e6, 1e3 * do_bench(case.torch)
+                floor, by_torch = case.bytes / RATE, 1e3 * do_bench(case.torch)
                 print(f"{case.name}, {tokens} tokens: floor {floor:.0f} us, torch {by_torch:.0f} us")
                 for launch in CHOICES:
                     took = do_bench(functools.partial(case.kernel, launch=launch))

@@ -180,7 +180,7 @@ def _adds_wide(hidden: Tensor) -> bool:
 
 def _kernels(logits: Tensor) -> ModuleType | None:
     """Return the kernels for such logits; None: torch operations."""
-    return triton_kernels("logits_gpu") if logits.is_cuda and logits.dtype == torch.float32 else None
+    return triton_kernels().logits if logits.is_cuda and logits.dtype == torch.float32 else None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
