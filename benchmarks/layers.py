@@ -53,32 +53,29 @@ def cases(tokens: int, device: str, sizes: Sizes) -> Iterator[Case]:
     backward = _gradients(_SwiGLU.apply, [x], grad)
     yield Case("swiglu backward", 10 * grad.numel(), _one(layers_gpu.swiglu_backward, x, grad), backward)
     for name, heads in (("q", sizes.heads), ("k", sizes.groups)):
-        yield _rope(name, (tokens, heads, sizes.head_dim), device)
-        yield from _norm(name, (tokens * heads, sizes.head_dim), device)
-    yield from _norm("hidden", (tokens, sizes.hidden), device)
+        yield _rope(layers_gpu, name, (tokens, heads, sizes.head_dim), device)
+        yield from _norm(layers_gpu, name, (tokens * heads, sizes.head_dim), device)
+    yield from _norm(layers_gpu, "hidden", (tokens, sizes.hidden), device)
 
 
 def _draw(device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
 
 
-def _rope(name: str, shape: tuple[int, int, int], device: str) -> Case:
-    from megarl.kernels import layers_gpu
+def _rope(kernels: Any, name: str, shape: tuple[int, int, int], device: str) -> Case:
     from megarl.models.rope import _rotate
 
     x, angles = _draw(device, shape, (shape[0], shape[2] // 2))
     cos, sin = angles.cos(), angles.sin()
     by_torch = _one(_rotate, x, cos[:, None], sin[:, None], 1.0)
-    return Case(f"rope {name}", 4 * (x.numel() + cos.numel()), _one(layers_gpu.rope, x, cos, sin, 1.0), by_torch)
+    return Case(f"rope {name}", 4 * (x.numel() + cos.numel()), _one(kernels.rope, x, cos, sin, 1.0), by_torch)
 
 
-def _norm(name: str, shape: tuple[int, int], device: str) -> Iterator[Case]:
-    from megarl.kernels import layers_gpu
-
+def _norm(kernels: Any, name: str, shape: tuple[int, int], device: str) -> Iterator[Case]:
     x, grad, weight = _draw(device, shape, shape, shape[1:])
     call = lambda x, weight: F.rms_norm(x, shape[1:], weight, EPS)  # noqa: E731
-    yield Case(f"norm {name}", 4 * x.numel(), _one(layers_gpu.rms_norm, x, weight, EPS), _one(call, x, weight))
-    kernel: Any = functools.partial(layers_gpu.rms_norm_backward, x, grad, weight, EPS)
+    yield Case(f"norm {name}", 4 * x.numel(), _one(kernels.rms_norm, x, weight, EPS), _one(call, x, weight))
+    kernel = functools.partial(kernels.rms_norm_backward, x, grad, weight, EPS)
     yield Case(f"norm {name} backward", 6 * x.numel(), kernel, _gradients(call, [x, weight], grad))
 
 
@@ -114,9 +111,8 @@ def main(argv: list[str] | None = None) -> int:
                 floor, by_torch = case.bytes / RATE, 1e3 * do_bench(case.torch)
                 print(f"{case.name}, {tokens} tokens: floor {floor:.0f} us, torch {by_torch:.0f} us")
                 for launch in CHOICES:
-                    took = do_bench(functools.partial(case.kernel, launch=launch))
-                    rate = case.bytes / took / 1e6
-                    print(f"    block {launch[0]}, warps {launch[1]}: {1e3 * took:.0f} us, {rate:.0f} GB/s", flush=True)
+                    took = 1e3 * do_bench(functools.partial(case.kernel, launch=launch))
+                    print(f"    {launch[0]}, {launch[1]} warps: {took:.0f} us, {case.bytes / took / 1e3:.0f} GB/s")
     return 0
 
 
