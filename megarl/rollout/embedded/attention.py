@@ -7,7 +7,7 @@ key/value head, D head size, L cached positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.kernels.cpu import CpuKernels
 from megarl.models.attention import varlen_attention
 from megarl.models.packing import pack_stream
 from megarl.rollout.embedded.cache import KVCache
@@ -62,10 +61,29 @@ class Attend(Protocol):
         ...
 
 
-class KernelAttention:
-    """One new token per row at `positions` [n], through the compiled CPU kernel."""
+class DecodeKernels(Protocol):
+    """The kernels of a decode step: `megarl.kernels.cpu.CpuKernels`, or the module `megarl.kernels.decode_gpu`."""
 
-    def __init__(self, kernels: CpuKernels, cache: KVCache, positions: Tensor, scale: float) -> None:
+    @property
+    def add_norm(self) -> Callable[[Tensor, Tensor | None, Tensor, float], Tensor]:
+        """See `megarl.kernels.cpu.add_norm_reference`."""
+        ...
+
+    @property
+    def silu_mul(self) -> Callable[[Tensor], Tensor]:
+        """See `megarl.kernels.cpu.silu_mul_reference`."""
+        ...
+
+    @property
+    def attend(self) -> Callable[..., Tensor]:
+        """See `CpuKernels.attend`."""
+        ...
+
+
+class KernelAttention:
+    """One new token per row at `positions` [n], through a kernel that reads as many positions as each row has."""
+
+    def __init__(self, kernels: DecodeKernels, cache: KVCache, positions: Tensor, scale: float) -> None:
         self._kernels, self._cache, self._scale = kernels, cache, scale
         self._positions = positions.contiguous()
 

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
+from megarl.kernels.gpu import triton_kernels
 from megarl.models.experts import group_by_group, grouped_linear
 from megarl.models.head import head_logits
 from megarl.models.layer_forms import bias_of, layer_norms
 from megarl.models.lora import LinearAdapter, adapter_of
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
-from megarl.rollout.embedded.attention import Attend, HeadNorm, RopeTables
+from megarl.rollout.embedded.attention import Attend, DecodeKernels, HeadNorm, RopeTables
 from megarl.rollout.embedded.moe import Grouped, MoE
 from megarl.rollout.embedded.parallel import Mesh
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from megarl.models.vlm.model import Images
 
 Linear = Callable[[Tensor], Tensor]
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -178,12 +180,14 @@ class DecoderStage:
             self._final_norm = recipe.cast(last.decoder.final_layernorm.weight)
             self._head = recipe.head(last.lm_head_weight)
 
-    def _load_kernels(self) -> CpuKernels | None:
-        """Return the compiled CPU kernels, where they fit this model."""
+    def _load_kernels(self) -> DecodeKernels | None:
+        """Return the Triton kernels of a GPU, or the compiled ones of the CPU, where they fit this model."""
+        if self.device.type == "cuda":
+            return triton_kernels("decode_gpu") if self.dtype in _TRITON_DTYPES else None
         config, tp = self._config, self.mesh.tp.size
         widths = config.hidden_size, config.ffn_hidden_size // tp
         fits = CpuKernels.supports(self.dtype, config.kv_channels, *widths)
-        return load_kernels() if self.device.type == "cpu" and fits else None
+        return load_kernels() if fits else None
 
     @property
     def encoder(self) -> VisionEncoder | None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
+from megarl.kernels.gpu import triton_kernels
 from megarl.models.noise import race
 from megarl.rollout.embedded.parallel import Axis
 
@@ -59,9 +60,12 @@ class Sampler:
         self._cfg, self._tp, self._vocab_size = sampling, tp, vocab_size
         self._greedy = sampling.temperature == 0
         self._inv_temperature = 1.0 if self._greedy else 1.0 / sampling.temperature
+        self._start = vocab_start
         self._ids = torch.arange(vocab_start, vocab_start + shard, device=device)
         local = [i - vocab_start for i in stop_ids if vocab_start <= i < vocab_start + shard]
         self._stops = torch.tensor(local, dtype=torch.int64, device=device) if sampling.min_new_tokens else None
+        cut = sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size
+        self._filters = sampling.min_new_tokens > 0 or (cut and not self._greedy)
 
     def __call__(self, logits: Tensor, seeds: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens int64 [n] and log-probs float32 [n] (`SamplingConfig.logprobs`), the same on every rank of
@@ -72,6 +76,9 @@ class Sampler:
             seeds: int64 [n].
             index: int64 [n], number of the token within its sample, from 0.
         """
+        if logits.is_cuda and not self._filters and (kernels := triton_kernels("decode_gpu")) is not None:
+            place = {"start": self._start, "inverse_temperature": self._inv_temperature, "greedy": self._greedy}
+            return self._join(_best(kernels.draw(logits.float(), seeds, index, **place)))
         z = logits.float()
         if self._inv_temperature != 1.0:
             z = z * self._inv_temperature
@@ -85,7 +92,7 @@ class Sampler:
         logit = z.gather(1, column[:, None])[:, 0]
         if self._tp.size == 1:
             return column, logit - total
-        return self._join(best, self._ids[column], logit, total)
+        return self._join(torch.stack([best, self._ids[column], logit, total], dim=-1).double())
 
     def _filter(self, z: Tensor, index: Tensor) -> Tensor:
         """Return `z` with the excluded tokens at -inf: stop tokens that come too early, then top-k, then top-p."""
@@ -98,11 +105,22 @@ class Sampler:
             z = z.masked_fill(z < _nucleus_floor(z, self._cfg.top_p, self._tp), -torch.inf)
         return z
 
-    def _join(self, best: Tensor, token: Tensor, logit: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the overall winner from the shards' winners; float64 holds token ids exactly."""
-        shards = self._tp.gather(torch.stack([best, token, logit, total], dim=-1).double())
-        winner = shards[:, :, 0].argmax(dim=0)
-        row = torch.arange(len(winner), device=winner.device)
-        chosen = shards[winner, row]
-        total = torch.logsumexp(shards[:, :, 3], dim=0)
-        return chosen[:, 1].long(), (chosen[:, 2] - total).float()
+    def _join(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the overall winner from this shard's, [n, 4] as `_best` has them."""
+        found = own if self._tp.size == 1 else _best(self._tp.gather(own))
+        return found[:, 1].long(), (found[:, 2] - found[:, 3]).float()
+
+
+def _best(parts: Tensor) -> Tensor:
+    """Return the winners of several parts of the vocabulary.
+
+    Args:
+        parts: float64 [parts, n, 4]: score of a part's winner, its token, its logit, and the log of the sum of exp of
+            all logits of the part. Float64 holds token ids exactly.
+
+    Returns:
+        The same of all parts, [n, 4].
+    """
+    winner = parts[:, :, 0].argmax(dim=0)
+    chosen = parts[winner, torch.arange(len(winner), device=winner.device)]
+    return torch.cat([chosen[:, :3], torch.logsumexp(parts[:, :, 3], dim=0)[:, None]], dim=1)

@@ -246,7 +246,8 @@ class Session:
         self._cache.reserve(*self._extent(rows))
         length, padded = self._cache.length, self._padded(rows)
         if self._cache.fixed:
-            length = length_bucket(self._reach + 1, length)
+            if self._stage.kernels is None:  # else every row reads as far as it goes, whatever the graph's length
+                length = length_bucket(self._reach + 1, length)
             self._state.numbers[:, rows:padded] = self._idle
         if self._graphs is not None:
             self._graphs.run(self._step, padded, length)
