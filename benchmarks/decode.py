@@ -6,6 +6,7 @@ The tables that it prints are what `ATTENTION` and `DRAWING` of `megarl.kernels.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,15 @@ def attention(rows: int, reach: int, groups: int, per: int, size: int) -> tuple[
     """Return the bytes that a call reads, and the call with its launch: rows at 1/2 to all of `reach` positions."""
     from megarl.kernels import decode_gpu
 
-    make = {"device": "cuda", "dtype": torch.bfloat16}
-    qkv, norm = torch.randn(rows, groups, per + 2, size, **make), torch.ones(2, size, **make)
-    rope = torch.ones(rows, size // 2, **make), torch.zeros(rows, size // 2, **make)
-    keys, values = (torch.randn(rows, groups, reach + 8, size, **make) for _ in range(2))
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    qkv, norm, rope = random(rows, groups, per + 2, size), random(2, size), (random(rows, size // 2),) * 2
+    keys, values = (random(rows, groups, reach + 8, size) for _ in range(2))
     positions = torch.randint(reach // 2, reach, (rows,), device="cuda")
     nbytes = 4.0 * groups * size * int(positions.sum())
-    rest = {"window": None, "scale": size**-0.5, "eps": 1e-6}
-    return nbytes, lambda launch: decode_gpu.attend(qkv, norm, rope, keys, values, positions, **rest, launch=launch)
+    call = functools.partial(decode_gpu.attend, qkv, norm, rope, keys, values, positions)
+    return nbytes, lambda launch: call(window=None, scale=size**-0.5, eps=1e-6, launch=launch)
 
 
 def drawing(rows: int, columns: int) -> tuple[float, Callable[..., object]]:
@@ -40,8 +42,8 @@ def drawing(rows: int, columns: int) -> tuple[float, Callable[..., object]]:
 
     logits = torch.randn(rows, columns, device="cuda")
     seeds = torch.arange(rows, device="cuda")
-    rest = {"start": 0, "inverse_temperature": 1.0, "greedy": False}
-    return 4.0 * logits.numel(), lambda launch: decode_gpu.draw(logits, seeds, seeds, **rest, launch=launch)
+    call = functools.partial(decode_gpu.draw, logits, seeds, seeds, start=0, inverse_temperature=1.0, greedy=False)
+    return 4.0 * logits.numel(), lambda launch: call(launch=launch)
 
 
 def table(name: str, nbytes: float, call: Callable[..., object], launches: tuple[tuple[int, ...], ...]) -> None:
@@ -49,7 +51,7 @@ def table(name: str, nbytes: float, call: Callable[..., object], launches: tuple
     from triton.testing import do_bench
 
     for launch in launches:
-        milliseconds = do_bench(lambda launch=launch: call(launch), return_mode="median")
+        milliseconds = do_bench(functools.partial(call, launch), return_mode="median")
         print(
             f"{name}: launch {launch}: {1e3 * milliseconds:.0f} us, {nbytes / milliseconds / 1e6:.0f} GB/s", flush=True
         )

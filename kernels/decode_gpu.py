@@ -21,9 +21,9 @@ from torch import Tensor
 from megarl.kernels.layers_gpu import swiglu
 
 #: Positions of a program, positions that are read at once, warps, stages of the pipeline that reads them.
-ATTENTION = (256, 64, 4, 3)
+ATTENTION = (512, 64, 4, 3)
 #: Logits of a program of `draw`, logits that are read at once, warps.
-DRAWING = (16384, 2048, 8)
+DRAWING = (8192, 1024, 4)
 _LEAST = 16  # rows of the smallest product of matrices
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of a GPU, where there is Triton: `layers_gpu.py` and `logits_gpu.py`."""
+"""The Triton kernels of a GPU, where there is Triton: `layers_gpu.py`, `logits_gpu.py`, `decode_gpu.py`."""
 
 from __future__ import annotations
 
