@@ -16,17 +16,18 @@ class Kernels(NamedTuple):
 
     layers: ModuleType | None = None
     logits: ModuleType | None = None
+    decode: ModuleType | None = None
 
 
 @functools.cache
 def triton_kernels() -> Kernels:
     """Return the kernels; none of them, with a warning, where there is no Triton."""
     try:
-        from megarl.kernels import layers_gpu, logits_gpu
+        from megarl.kernels import decode_gpu, layers_gpu, logits_gpu
     except ImportError as error:
-        warnings.warn(f"layers and log-probs are computed by torch operations, which is slower: {error}", stacklevel=2)
+        warnings.warn(f"torch operations compute layers, log-probs and decode steps, which is slower: {error}", stacklevel=2)
         return Kernels()
-    return Kernels(layers_gpu, logits_gpu)
+    return Kernels(layers_gpu, logits_gpu, decode_gpu)
 
 
 def layer_kernels(*tensors: Tensor) -> ModuleType | None:

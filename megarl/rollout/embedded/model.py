@@ -183,7 +183,7 @@ class DecoderStage:
     def _load_kernels(self) -> DecodeKernels | None:
         """Return the Triton kernels of a GPU, or the compiled ones of the CPU, where they fit this model."""
         if self.device.type == "cuda":
-            return triton_kernels("decode_gpu") if self.dtype in _TRITON_DTYPES else None
+            return triton_kernels().decode if self.dtype in _TRITON_DTYPES else None
         config, tp = self._config, self.mesh.tp.size
         widths = config.hidden_size, config.ffn_hidden_size // tp
         fits = CpuKernels.supports(self.dtype, config.kv_channels, *widths)
