@@ -25,7 +25,9 @@ def triton_kernels() -> Kernels:
     try:
         from megarl.kernels import decode_gpu, layers_gpu, logits_gpu
     except ImportError as error:
-        warnings.warn(f"torch operations compute layers, log-probs and decode steps, which is slower: {error}", stacklevel=2)
+        warnings.warn(
+            f"torch operations compute layers, log-probs and decode steps, which is slower: {error}", stacklevel=2
+        )
         return Kernels()
     return Kernels(layers_gpu, logits_gpu, decode_gpu)
 

@@ -47,14 +47,24 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ends: int32 [groups], the number of the row after the last one of each group, on the device of `x`. Rows after
             the last end are of no group: their results are undefined, and must get no gradient.
     """
-    aligned = all(size * x.element_size() % _ALIGNED == 0 for size in weight.shape[1:])
-    if len(x) and aligned and x.dtype != torch.float64:
+    if len(x) and _is_aligned(weight) and x.dtype != torch.float64:
         transposed = weight.transpose(1, 2)
         if transposed.requires_grad and _leaves_gradients_undefined(weight.device):
             empty = ends.diff(prepend=ends.new_zeros(1)) == 0
             transposed.register_hook(lambda grad: grad.masked_fill(empty[:, None, None], 0))
         return F.grouped_mm(x, transposed, offs=ends)
     return group_by_group([partial(F.linear, weight=each) for each in weight], x, ends)
+
+
+def is_one_kernel(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether `grouped_linear` by a weight [groups, out, in] in `dtype` is one kernel, for which no host waits."""
+    if not weight.is_cuda or dtype != torch.bfloat16 or not _is_aligned(weight.to("meta", dtype)):
+        return False
+    return torch.cuda.get_device_capability(weight.device) in ((9, 0), (10, 0))
+
+
+def _is_aligned(weight: Tensor) -> bool:
+    return all(size * weight.element_size() % _ALIGNED == 0 for size in weight.shape[1:])
 
 
 def _leaves_gradients_undefined(place: torch.device) -> bool:

@@ -55,8 +55,8 @@ def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) ->
     samples = plain.generate(asked, sampling, _EOS)
     error = difference(_logprobs(samples), _training_logprobs(engine, asked, samples))
     found.within(f"{name}: log-probs are those of the training pass", error, _LIMITS[dtype])
-    if engine.chunks[0].config.num_moe_experts is not None:
-        found.skip(f"{name}: graphs", "steps of mixtures of experts are not captured")
+    if engine.chunks[0].config.num_moe_experts is not None and dtype == torch.float32:
+        found.skip(f"{name}: graphs", "steps of mixtures of experts are captured in bf16 only")
     elif has_cuda():
         same = captured.generate(asked, sampling, _EOS)
         tokens = [[one.token_ids for one in group] for group in same]

@@ -129,9 +129,14 @@ class Layer:
         if config.qk_layernorm:
             weights = torch.stack([recipe.cast(n.weight) for n in (attention.q_layernorm, attention.k_layernorm)])
         self._head_norm = HeadNorm(weights, self._eps)
-        self._moe = MoE(mlp, config, mesh, recipe.grouped) if hasattr(mlp, "router") else None
+        self._moe = MoE(mlp, config, mesh, recipe.grouped, recipe.dtype) if hasattr(mlp, "router") else None
         if self._moe is None:
             self._up, self._down = recipe.layer(mlp.linear_fc1), recipe.layer(mlp.linear_fc2)
+
+    @property
+    def waits(self) -> bool:
+        """See `MoE`."""
+        return self._moe is not None and self._moe.waits
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, rope: RopeTables, attend: Attend, lockstep: int) -> Tensor:
         """Add `delta` and the attention to `hidden` [n, h] in place; returns the MLP's output, to be added."""
@@ -208,6 +213,11 @@ class DecoderStage:
     def head_dim(self) -> int:
         """Width of a head."""
         return self._config.kv_channels
+
+    @property
+    def can_be_captured(self) -> bool:
+        """A decode step is a fixed sequence of device operations."""
+        return self.mesh.pp.size == 1 and not any(layer.waits for layers in self._chunks for layer in layers)
 
     @property
     def is_moe(self) -> bool:

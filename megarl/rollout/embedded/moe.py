@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.models.experts import is_one_kernel
+from megarl.models.lora import adapter_of
 from megarl.rollout.embedded.parallel import Mesh
 
 Grouped = Callable[[Tensor, Tensor], Tensor]
@@ -25,11 +27,18 @@ class MoE:
     Args:
         grouped: makes the function (x [n, in], ends) that multiplies rows by what a projection has for their experts.
 
+        dtype: of the products.
+
+    Attributes:
+        waits: the host waits for the device, or for other ranks, in every step.
+
     Raises:
         ValueError: the layer routes in a way this class does not compute.
     """
 
-    def __init__(self, module: Any, config: Any, mesh: Mesh, grouped: Callable[[Any], Grouped]) -> None:
+    def __init__(
+        self, module: Any, config: Any, mesh: Mesh, grouped: Callable[[Any], Grouped], dtype: torch.dtype
+    ) -> None:
         if config.moe_router_score_function != "softmax" or config.moe_router_num_groups:
             raise ValueError("embedded generation supports plain softmax top-k routing only")
         if getattr(config, "moe_router_enable_expert_bias", False) or config.moe_shared_expert_intermediate_size:
@@ -40,6 +49,8 @@ class MoE:
         self._router = module.router.weight.detach().float()
         first, second = module.experts.linear_fc1, module.experts.linear_fc2
         self._up, self._down = grouped(first), grouped(second)
+        whole = all(is_one_kernel(linear.stacked, dtype) and adapter_of(linear) is None for linear in (first, second))
+        self.waits = mesh.ep.size > 1 or not whole
         self._count, self._first = first.experts, mesh.ep.rank * first.experts
         self._numbers = torch.arange(1, self._count + 1, device=self._router.device)
 

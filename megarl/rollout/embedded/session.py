@@ -133,7 +133,7 @@ class Session:
         )
         self._scale = stage.head_dim**-0.5
         self._reach = 0  # the largest position that the next decode step writes
-        graphs = fixed and limits.graphs and self._mesh.pp.size == 1 and not stage.is_moe
+        graphs = fixed and limits.graphs and stage.can_be_captured
         self._graphs = DecodeGraphs(self._state.numbers, self._state.done) if graphs else None
         return slots
 
