@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 #: Numbers of a block and warps of a program. Blocks of RoPE are pairs of numbers; a norm's row is in one block.
-SWIGLU, SWIGLU_BACKWARD, ROPE, NORM, NORM_BACKWARD = (2048, 4), (2048, 8), (1024, 4), (2048, 4), (2048, 8)
+SWIGLU, SWIGLU_BACKWARD, ROPE, NORM, NORM_BACKWARD = (2048, 4), (2048, 8), (1024, 4), (2048, 4), (1024, 4)
 #: Programs that share the rows of a norm's backward pass: eight for each of an H100's 132 multiprocessors.
 PROGRAMS = 8 * 132
 _WIDEST = 16_384  # a row of a norm: 32 numbers for each thread of 16 warps

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns of a block and warps of a program, 16 columns per thread: four 16-byte loads of each are under way.
-STATISTICS, GRADIENTS = (4096, 8), (2048, 4)
+#: Columns of a block and warps of a program, the fastest on an H200: eight and four 16-byte loads of each thread.
+STATISTICS, GRADIENTS = (4096, 4), (2048, 4)
 
 
 def statistics(

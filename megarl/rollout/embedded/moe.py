@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.kernels.gpu import expert_kernels, layer_kernels
 from megarl.models.experts import is_one_kernel
 from megarl.models.lora import adapter_of
 from megarl.rollout.embedded.parallel import Mesh
@@ -88,9 +89,20 @@ class MoE:
         local, order = local.sort(stable=True)
         ends = torch.searchsorted(local, self._numbers, out_int32=True)
         tokens = order // topk
-        gate, value = self._up(x[tokens], ends).chunk(2, dim=-1)
-        inner = F.silu(gate) * value * weights.flatten()[order, None]
-        rows = self._down(inner.to(x.dtype), ends)
+        rows = self._down(_gated(self._up(x[tokens], ends), weights.flatten()[order]), ends)
         if self._mesh.ep.size > 1:
             rows = rows.masked_fill_((local == self._count)[:, None], 0)
-        return torch.zeros_like(x).index_add_(0, tokens, rows)
+        kernels = expert_kernels(rows)
+        if kernels is None:
+            return torch.zeros_like(x).index_add_(0, tokens, rows)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return kernels.sum_rows(rows, places.view(experts.shape))
+
+
+def _gated(gate_up: Tensor, weights: Tensor) -> Tensor:
+    """Return silu(gate) * up * weight of each row [n, 2f], rounded to its dtype: [n, f]."""
+    kernels = layer_kernels(gate_up)
+    if kernels is not None:
+        return kernels.swiglu(gate_up, weights)
+    gate, value = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) * value * weights[:, None]).to(gate_up.dtype)
