@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.kernels.gpu import layer_kernels
 from megarl.models.attention import varlen_attention
 from megarl.models.packing import pack_stream
 from megarl.rollout.embedded.cache import KVCache
@@ -42,6 +44,9 @@ class HeadNorm:
 
     def split(self, qkv: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """Return the normed and rotated q [t, G, q, D] and k [t, G, D], and v [t, G, D], from qkv [t, G, q + 2, D]."""
+        kernels = layer_kernels(qkv)
+        if kernels is not None:
+            return self._split_on_gpu(kernels, qkv, rope)
         qk, size = qkv[:, :, :-1], qkv.shape[3]
         if self.weights is not None:  # with its weight in the same pass as in training, so that both round once
             parts = (qk[:, :, :-1], self.weights[0]), (qk[:, :, -1:], self.weights[1])
@@ -50,6 +55,18 @@ class HeadNorm:
         swapped = torch.cat((qk[..., size // 2 :], qk[..., : size // 2]), dim=-1)
         qk = torch.addcmul(qk * cos, swapped, sin)
         return qk[:, :, :-1], qk[:, :, -1], qkv[:, :, -1]
+
+
+    def _split_on_gpu(self, kernels: ModuleType, qkv: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
+        """Do as `split` with the kernels that training has."""
+        turned = []
+        for number, part in enumerate((qkv[:, :, :-2], qkv[:, :, -2:-1])):
+            rows = part.reshape(-1, part.shape[-1])
+            if self.weights is not None:
+                rows = kernels.rms_norm(rows, self.weights[number], self.eps)
+            heads = rows.view(len(qkv), -1, part.shape[-1])
+            turned.append(kernels.rope(heads, rope.cos, rope.sin, 1.0).view(part.shape))
+        return turned[0], turned[1][:, :, 0], qkv[:, :, -1]
 
 
 class Attend(Protocol):
