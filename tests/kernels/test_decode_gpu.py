@@ -21,7 +21,8 @@ if not torch.cuda.is_available():
         pytest.skip("Triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed: make triton-test")
 
-from megarl.kernels import decode_gpu
+from megarl.kernels import decode_gpu, layers_gpu
+from megarl.rollout.embedded.attention import HeadNorm, RopeTables
 from megarl.rollout.embedded.model import DecoderStage
 from tests.dist import single_process as start
 from tests.rollout.cases import STOP, build, engine, logprobs, make_requests, sampled, tokens
@@ -188,3 +189,14 @@ def test_generation_takes_the_tokens_of_torch_operations(monkeypatch):
     found = engine(chunks, max_running=4).generate(requests, sampled(max_new_tokens=4), STOP)
     assert tokens(found) == tokens(plain)
     torch.testing.assert_close(logprobs(found), logprobs(plain), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads_of_prompts_are_those_of_torch_operations(normed):
+    qkv, norm, rope, *_ = heads_of([0, 3, 7], 2, 3, 16, 8, torch.float64, norm=normed)
+    wanted = HeadNorm(norm, EPS).split(qkv, RopeTables(*rope))
+    single = None if norm is None else norm.float()
+    tables = RopeTables(*(table.float() for table in rope))
+    found = HeadNorm(single, EPS)._split_on_gpu(layers_gpu, qkv.float(), tables)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)

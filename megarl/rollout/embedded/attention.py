@@ -56,7 +56,6 @@ class HeadNorm:
         qk = torch.addcmul(qk * cos, swapped, sin)
         return qk[:, :, :-1], qk[:, :, -1], qkv[:, :, -1]
 
-
     def _split_on_gpu(self, kernels: ModuleType, qkv: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """Do as `split` with the kernels that training has."""
         turned = []
