@@ -78,7 +78,8 @@ TRITON := triton==3.7.1
 TRITON_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/$(subst ==,-,$(TRITON))
 triton-test: $(STAMP)
 	test -d $(TRITON_DIR)/triton || $(BIN)/python -m pip install --quiet --no-deps --target $(TRITON_DIR) $(TRITON)
-	PYTHONPATH=$(TRITON_DIR) $(BIN)/pytest tests/kernels/test_logits_gpu.py tests/kernels/test_layers_gpu.py tests/kernels/test_decode_gpu.py
+	PYTHONPATH=$(TRITON_DIR) $(BIN)/pytest tests/kernels/test_logits_gpu.py tests/kernels/test_layers_gpu.py \
+		tests/kernels/test_experts_gpu.py tests/kernels/test_decode_gpu.py
 
 # The interpreter of SGLang servers, in the cache folder: SGLANG_KIND=cpu (3 GB), cuda (11 GB) or auto.
 SGLANG_KIND ?= auto

@@ -1,6 +1,7 @@
 """Microseconds of the layers' Triton kernels by size of their blocks, on a GPU: `python -m megarl.benchmarks.layers`.
 
-Launches of `megarl.kernels.layers_gpu` are chosen from the table that it prints, which has a layer of Qwen3-1.7B.
+Launches of `megarl.kernels.layers_gpu` and `experts_gpu` are chosen from the table that it prints, which has a layer of
+Qwen3-1.7B and, of the first number of tokens, what is between the products of a mixture like Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.kernels import gpu
+from megarl.models.swiglu import _SwiGLU
 
 #: Numbers of a block, warps of a program.
 CHOICES = tuple(itertools.product((1024, 2048, 4096), (4, 8)))
@@ -34,6 +36,14 @@ class Sizes(NamedTuple):
     head_dim: int = 128
 
 
+class Mixture(NamedTuple):
+    """The widths of a layer with experts, and how many of them a token meets."""
+
+    hidden: int = 2048
+    ffn: int = 768
+    each: int = 8
+
+
 class Case(NamedTuple):
     """A kernel, called with a `launch`, and torch's operations in its place; each returns a tuple."""
 
@@ -46,7 +56,6 @@ class Case(NamedTuple):
 def cases(tokens: int, device: str, sizes: Sizes) -> Iterator[Case]:
     """Yield all kernels with random tensors in bf16; `gpu.layer_kernels` has to give none to torch's operations."""
     from megarl.kernels import layers_gpu
-    from megarl.models.swiglu import _SwiGLU
 
     x, grad = _draw(device, (tokens, 2 * sizes.ffn), (tokens, sizes.ffn))
     yield Case("swiglu", 6 * grad.numel(), _one(layers_gpu.swiglu, x), _one(_SwiGLU.apply, x))
@@ -56,6 +65,29 @@ def cases(tokens: int, device: str, sizes: Sizes) -> Iterator[Case]:
         yield _rope(layers_gpu, name, (tokens, heads, sizes.head_dim), device)
         yield from _norm(layers_gpu, name, (tokens * heads, sizes.head_dim), device)
     yield from _norm(layers_gpu, "hidden", (tokens, sizes.hidden), device)
+
+
+def expert_cases(tokens: int, device: str, sizes: Mixture) -> Iterator[Case]:
+    """Yield the kernels of a mixture in the same way; torch's operations are those of a machine without Triton."""
+    from megarl.kernels import experts_gpu, layers_gpu
+
+    count = tokens * sizes.each
+    (rows,) = _draw(device, (count, sizes.hidden))
+    places = torch.randperm(count, device=device).view(tokens, sizes.each)
+    owners = torch.empty_like(places).view(-1)
+    owners[places.view(-1)] = torch.arange(tokens, device=device).repeat_interleave(sizes.each)
+    index = owners[:, None].expand_as(rows)
+    add = lambda: rows.new_zeros(tokens, sizes.hidden).scatter_add_(0, index, rows)  # noqa: E731
+    size = 2 * (rows.numel() + tokens * sizes.hidden)
+    yield Case("sum of rows", size, _one(experts_gpu.sum_rows, rows, places), _one(add))
+    taken = _gradients(lambda x: x.index_select(0, owners), _draw(device, (tokens, sizes.hidden)), rows)
+    yield Case("sum of copies' gradients", size, _one(experts_gpu.sum_rows, rows, places), taken)
+    x, grad = _draw(device, (count, 2 * sizes.ffn), (count, sizes.ffn))
+    scale = torch.rand(count, device=device)
+    call = lambda x, scale: (_SwiGLU.apply(x) * scale[:, None]).to(x.dtype)  # noqa: E731
+    yield Case("scaled swiglu", 6 * grad.numel(), _one(layers_gpu.swiglu, x, scale), _one(call, x, scale))
+    kernel: Any = functools.partial(layers_gpu.scaled_swiglu_backward, x, grad, scale)
+    yield Case("scaled swiglu backward", 10 * grad.numel(), kernel, _gradients(call, [x, scale], grad))
 
 
 def _draw(device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -107,7 +139,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{torch.cuda.get_device_name()}, {layers_gpu.PROGRAMS} programs")
     with mock.patch.object(gpu, "layer_kernels", return_value=None):
         for tokens in options.tokens:
-            for case in cases(tokens, "cuda", Sizes()):
+            of_mixture = expert_cases(tokens, "cuda", Mixture()) if tokens == options.tokens[0] else ()
+            for case in itertools.chain(cases(tokens, "cuda", Sizes()), of_mixture):
                 floor, by_torch = case.bytes / RATE, 1e3 * do_bench(case.torch)
                 print(f"{case.name}, {tokens} tokens: floor {floor:.0f} us, torch {by_torch:.0f} us")
                 for launch in CHOICES:

@@ -1,4 +1,5 @@
-"""The Triton kernels of a GPU, where there is Triton: `layers_gpu.py`, `logits_gpu.py`, `decode_gpu.py`."""
+"""The Triton kernels of a GPU, where there is Triton: `layers_gpu.py`, `experts_gpu.py`, `logits_gpu.py`,
+`decode_gpu.py`."""
 
 from __future__ import annotations
 
@@ -17,25 +18,33 @@ class Kernels(NamedTuple):
     layers: ModuleType | None = None
     logits: ModuleType | None = None
     decode: ModuleType | None = None
+    experts: ModuleType | None = None
 
 
 @functools.cache
 def triton_kernels() -> Kernels:
     """Return the kernels; none of them, with a warning, where there is no Triton."""
     try:
-        from megarl.kernels import decode_gpu, layers_gpu, logits_gpu
+        from megarl.kernels import decode_gpu, experts_gpu, layers_gpu, logits_gpu
     except ImportError as error:
-        warnings.warn(
-            f"torch operations compute layers, log-probs and decode steps, which is slower: {error}", stacklevel=2
-        )
+        what = "torch operations compute layers, log-probs and decode steps, which is slower"
+        warnings.warn(f"{what}: {error}", stacklevel=2)
         return Kernels()
-    return Kernels(layers_gpu, logits_gpu, decode_gpu)
+    return Kernels(layers_gpu, logits_gpu, decode_gpu, experts_gpu)
 
 
 def layer_kernels(*tensors: Tensor) -> ModuleType | None:
     """Return the kernels for `tensors` of one layer; None: torch operations, as for float64, which the kernels would
     round, and for tensors of several dtypes, whose result has the wider one."""
+    return triton_kernels().layers if _fit(*tensors) else None
+
+
+def expert_kernels(rows: Tensor) -> ModuleType | None:
+    """Return the kernels that add up `rows`; None: torch operations, as for float64."""
+    return triton_kernels().experts if _fit(rows) else None
+
+
+def _fit(*tensors: Tensor) -> bool:
+    """Tell whether the kernels take these."""
     dtypes = {x.dtype for x in tensors}
-    if not tensors[0].is_cuda or len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
-        return None
-    return triton_kernels().layers
+    return tensors[0].is_cuda and len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}

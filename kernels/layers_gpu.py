@@ -1,6 +1,6 @@
 """Triton kernels of a GPU for SwiGLU, RoPE and RMSNorm; their torch references are in `megarl/models`.
 
-    swiglu, swiglu_backward        3 and 5 numbers of memory for each number of the result
+    swiglu, swiglu_backward        3 and 5 numbers of memory for each number of the result, with factors of rows, too
     rope                           2 for each number, and the tables
     rms_norm, rms_norm_backward    2 and 3 for each number
 
@@ -17,19 +17,22 @@ from torch import Tensor
 
 #: Numbers of a block and warps of a program. Blocks of RoPE are pairs of numbers; a norm's row is in one block.
 SWIGLU, SWIGLU_BACKWARD, ROPE, NORM, NORM_BACKWARD = (2048, 4), (2048, 8), (1024, 4), (2048, 4), (1024, 4)
+SCALED_SWIGLU_BACKWARD = (1024, 4)
 #: Programs that share the rows of a norm's backward pass: eight for each of an H100's 132 multiprocessors.
 PROGRAMS = 8 * 132
 _WIDEST = 16_384  # a row of a norm: 32 numbers for each thread of 16 warps
 _MOST_WARPS = 16
 
 
-def swiglu(x: Tensor, launch: tuple[int, int] = SWIGLU) -> Tensor:
-    """Return silu(gate) * up [n, f] of `x` [n, 2f], contiguous, gate and up side by side."""
+def swiglu(x: Tensor, scale: Tensor | None = None, launch: tuple[int, int] = SWIGLU) -> Tensor:
+    """Return silu(gate) * up [n, f] of `x` [n, 2f], contiguous, gate and up side by side; each row times its `scale`
+    [n], if there is one, before the rounding."""
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
     if out.numel():
         block, warps = _fitting(width, launch)
-        _swiglu[(rows, triton.cdiv(width, block))](x, out, width, block, num_warps=warps)
+        given = x, x if scale is None else scale, out, width  # x: a pointer that is not used
+        _swiglu[(rows, triton.cdiv(width, block))](*given, block, scale is not None, num_warps=warps)
     return out
 
 
@@ -41,6 +44,20 @@ def swiglu_backward(x: Tensor, grad: Tensor, launch: tuple[int, int] = SWIGLU_BA
         block, warps = _fitting(width, launch)
         _swiglu_backward[(rows, triton.cdiv(width, block))](x, grad, dx, width, block, num_warps=warps)
     return dx
+
+
+def scaled_swiglu_backward(
+    x: Tensor, grad: Tensor, scale: Tensor, launch: tuple[int, int] = SCALED_SWIGLU_BACKWARD
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` [n, 2f] and of `scale` [n], float32, from that of the result, `grad` [n, f]; all
+    contiguous."""
+    count, width = grad.shape
+    dx, dscale = torch.empty_like(x), torch.zeros(count, dtype=torch.float32, device=x.device)
+    if dx.numel():
+        rows, block, warps = _tile(min(width, launch[0]), launch)
+        given = x, grad, scale, dx, dscale, count, width
+        _scaled_swiglu_backward[(triton.cdiv(count, rows),)](*given, rows, block, num_warps=warps)
+    return dx, dscale
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, sign: float, launch: tuple[int, int] = ROPE) -> Tensor:
@@ -123,9 +140,11 @@ def _tile(width: int, launch: tuple[int, int]) -> tuple[int, int, int]:
 @triton.jit
 def _swiglu(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
     x,
+    scale,
     out,
     width,
     BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """One block of a row: gate * sigmoid(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
@@ -134,7 +153,10 @@ def _swiglu(  # type: ignore[no-untyped-def]  # of Triton, which reads annotatio
     own = x + row * 2 * width
     gate = tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(own + width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    product = gate * tl.sigmoid(gate) * up
+    if SCALED:
+        product *= tl.load(scale + row)
+    tl.store(out + row * width + column, product.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -157,6 +179,38 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads 
     of_gate = upstream * up * share * (1.0 + gate * (1.0 - share))
     tl.store(dx + own, of_gate.to(dx.dtype.element_ty), mask=inside)
     tl.store(dx + own + width, (upstream * gate * share).to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled_swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+    x,
+    grad,
+    scale,
+    dx,
+    dscale,
+    count,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some whole rows, some columns at a time: as `_swiglu_backward` with g times the scale; the sum of g gate s up."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    factor = tl.load(scale + row, mask=row < count, other=0.0)[:, None]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)[None, :]
+        inside = (row[:, None] < count) & (column < width)
+        own = row[:, None] * 2 * width + column
+        gate = tl.load(x + own, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + own + width, mask=inside, other=0.0).to(tl.float32)
+        upstream = tl.load(grad + row[:, None] * width + column, mask=inside, other=0.0).to(tl.float32)
+        share = tl.sigmoid(gate)
+        total += upstream * gate * share * up
+        scaled = upstream * factor
+        of_gate = scaled * up * share * (1.0 + gate * (1.0 - share))
+        tl.store(dx + own, of_gate.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + own + width, (scaled * gate * share).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dscale + row, tl.sum(total, 1), mask=row < count)
 
 
 @triton.jit

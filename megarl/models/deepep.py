@@ -28,6 +28,7 @@ from megarl.artifacts.layout import dispatch_problem
 from megarl.comm import WorkerGroup
 from megarl.config.model import ParallelConfig
 from megarl.errors import ConfigError
+from megarl.models.rows import route_of_slots
 
 Dispatch = Literal["alltoall", "deepep"]
 
@@ -212,15 +213,13 @@ class DeepEPDispatcher(MoETokenDispatcher):
         self._arrived = len(rows)
         experts = self._mine.flatten()
         order = experts.where(experts >= 0, self._experts).argsort(stable=True)[: sum(self._counts)]
-        self._rows = order // self._mine.shape[1]
+        self._route = route_of_slots(order, self._arrived, self._mine.shape[1], rows)
         counts = torch.tensor(self._counts, device=rows.device)
-        return rows.index_select(0, self._rows), counts, probs.flatten().index_select(0, order)
+        return self._route.spread(rows), counts, probs.flatten().index_select(0, order)
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
         """Return for each row that came in the sum of what this process's experts made of it."""
-        # Not index_add_, whose backward pass would keep the rows.
-        total = rows.new_zeros(self._arrived, rows.shape[1])
-        return total.scatter_add_(0, self._rows[:, None].expand_as(rows), rows)
+        return self._route.collect(rows, self._arrived)
 
     def token_combine(self, rows: Tensor) -> Tensor:
         """Send rows home, where those of a token are added up."""

@@ -29,6 +29,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from megarl.device import device
+from megarl.models.rows import route_by_expert, route_of_slots
 from megarl.models.swiglu import SwiGLU
 
 _ALIGNED = 16  # bytes of a row, a multiple of which `grouped_mm` asks for
@@ -135,8 +136,8 @@ class GroupedExperts(MegatronModule):
             probs: float32 [n], the router's weight of each row.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
-        inner = self.activation(self.linear_fc1(rows, ends))
-        return self.linear_fc2((inner * probs[:, None]).to(inner.dtype), ends), None
+        inner = self.activation(self.linear_fc1(rows, ends), probs)
+        return self.linear_fc2(inner, ends), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -199,10 +200,11 @@ class TokenDispatcher(MoETokenDispatcher):
         """
         self._shape, self._counts = tokens.shape, routing_map.sum(0)
         tokens = tokens.view(-1, tokens.shape[-1])
-        places = torch.nonzero_static(routing_map.T, size=len(tokens) * self.config.moe_router_topk)
-        experts, self._tokens = places.unbind(1)
-        chosen = probs.view(-1).gather(0, self._tokens * probs.shape[1] + experts)
-        return tokens.index_select(0, self._tokens), chosen
+        each = self.config.moe_router_topk
+        experts, owners = torch.nonzero_static(routing_map.T, size=len(tokens) * each).unbind(1)
+        chosen = probs.view(-1).gather(0, owners * probs.shape[1] + experts)
+        self._route = route_by_expert(owners, routing_map, each, tokens)
+        return self._route.spread(tokens), chosen
 
     def token_dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Exchange rows over ep."""
@@ -238,15 +240,16 @@ class TokenDispatcher(MoETokenDispatcher):
             )
         experts = torch.arange(self._experts, device=rows.device).expand(self._held.shape).flatten()
         owners = experts.repeat_interleave(self._held.flatten(), output_size=len(rows))
-        self._order = owners.argsort(stable=True)
+        order = owners.argsort(stable=True)
+        self._sorting = route_of_slots(order, len(rows), 1, rows)
         counts = self._held.sum((0, 1))
-        return rows.index_select(0, self._order), counts, probs.index_select(0, self._order)
+        return self._sorting.spread(rows), counts, probs.index_select(0, order)
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
         """Bring rows back into the order they came in, and add up their parts over etp."""
         if self._alone:
             return rows
-        rows = rows.index_select(0, self._order.argsort())
+        rows = self._sorting.inverse().spread(rows)
         if self.tp_size == 1:
             return rows
         exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -259,9 +262,7 @@ class TokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's rows, [s, b, h]."""
-        # Not index_add_, whose backward pass would keep the rows.
-        total = rows.new_zeros(self._shape[:-1].numel(), rows.shape[1])
-        return total.scatter_add_(0, self._tokens[:, None].expand_as(rows), rows).view(self._shape)
+        return self._route.collect(rows, self._shape[:-1].numel()).view(self._shape)
 
 
 def expert_groups() -> ProcessGroupCollection:

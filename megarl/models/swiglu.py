@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,9 +25,15 @@ class SwiGLU(MegatronModule):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the gated product, dtype of `x`."""
-        return _SwiGLU.apply(x)
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the gated product, dtype of `x`; with `scale`, float32 [n], each row of [n, 2 * width] times its."""
+        if scale is None:
+            return _SwiGLU.apply(x)
+        kernels = gpu.layer_kernels(x)
+        if kernels is None:
+            inner = _SwiGLU.apply(x)
+            return (inner * scale[:, None]).to(inner.dtype)
+        return _ScaledSwiGLU.apply(x, scale, kernels)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -61,6 +68,22 @@ class _SwiGLU(torch.autograd.Function):
             torch.mul(F.silu(gate), upstream, out=grad_up)
             torch.ops.aten.silu_backward.grad_input(upstream * up, gate, grad_input=grad_gate)
         return dx
+
+
+class _ScaledSwiGLU(torch.autograd.Function):
+    """Both by one Triton kernel of a GPU, which keeps no product for the gradient and rounds once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.kernels = kernels
+        return kernels.swiglu(cpu.rows(x), scale.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, scale = ctx.saved_tensors
+        dx, dscale = ctx.kernels.scaled_swiglu_backward(cpu.rows(x), cpu.rows(grad), scale.contiguous())
+        return dx, dscale.to(scale.dtype), None
 
 
 def _blocks(x: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:

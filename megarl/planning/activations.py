@@ -132,9 +132,10 @@ class Activations:
         if not facts.is_moe:
             return ends + dense
         # The router's logits, probabilities and map of experts; rows of tokens in the order of experts, as they go in,
-        # gate and up, their product before and after the router's weight.
+        # gate and up, their product after the router's weight and, without kernels of a GPU, before it.
         router = s * facts.experts * (3 * FULL + 2) + 8 * s * facts.experts_per_token * 2
-        experts = element * self.routed * (facts.hidden * self.parallel.expert_tp + 4 * facts.ffn)
+        products = 3 if self.gpu else 4
+        experts = element * self.routed * (facts.hidden * self.parallel.expert_tp + products * facts.ffn)
         return ends + self.sparse * (router + experts) + (1 - self.sparse) * dense
 
     @property

@@ -14,9 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.benchmarks import layers as benchmark
-from megarl.kernels import gpu
-
 if not torch.cuda.is_available():
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
@@ -24,7 +21,8 @@ if not torch.cuda.is_available():
         pytest.skip("Triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed: make triton-test")
 
-from megarl.kernels import layers_gpu
+from megarl.benchmarks import layers as benchmark
+from megarl.kernels import gpu, layers_gpu
 from megarl.models.norm import RMSNorm, _KernelRMSNorm  # Megatron imports Triton
 from megarl.models.rope import apply_rope
 from megarl.models.swiglu import SwiGLU

@@ -174,6 +174,7 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
         (attention, "varlen_kernel", lambda q: attention._torch_varlen if q.dtype == torch.bfloat16 else None),
         (logprob, "_kernels", lambda logits: _LogitsKernels if logits.dtype == torch.float32 else None),
         (gpu, "layer_kernels", lambda *tensors: _LayersKernels),
+        (gpu, "expert_kernels", lambda rows: _ExpertsKernels),
         (PolicyModel, "to", lambda self, device: self),  # it is there; torch cannot swap fake parameters
         (FakeTensor, "is_cuda", property(lambda self: True)),
         (FakeTensor, "is_cpu", property(lambda self: False)),
@@ -207,12 +208,16 @@ class _LayersKernels:
     """The memory of megarl/kernels/layers_gpu.py, without the sums of a norm's programs."""
 
     @staticmethod
-    def swiglu(x: Tensor) -> Tensor:
+    def swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
         return x.new_empty(len(x), x.shape[1] // 2)
 
     @staticmethod
     def swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
         return torch.empty_like(x)
+
+    @staticmethod
+    def scaled_swiglu_backward(x: Tensor, grad: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(scale)
 
     @staticmethod
     def rope(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
@@ -229,6 +234,14 @@ class _LayersKernels:
     @staticmethod
     def rms_norm_backward(x: Tensor, grad: Tensor, weight: Tensor, eps: float, *, of_weight: bool) -> Any:
         return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _ExpertsKernels:
+    """The memory of megarl/kernels/experts_gpu.py."""
+
+    @staticmethod
+    def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
+        return rows.new_empty(len(places), rows.shape[1])
 
 
 def measure(case: FakeCase) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""A Triton kernel of a GPU that adds up rows for each token: what experts made of it, or the gradients of its copies.
+
+torch's `scatter_add_` and the gradient of `index_select` add with atomics, which round a token's sum once for each of
+its rows, in another order in each run. Here one program has a token: it reads each of the token's rows once, adds them
+in float32 in a fixed order, and rounds once. `python -m megarl.benchmarks.layers` times the block sizes on a GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Columns of a program, and its warps.
+SUM = (2048, 8)
+
+
+def sum_rows(rows: Tensor, places: Tensor, launch: tuple[int, int] = SUM) -> Tensor:
+    """Return [n, h], dtype of `rows`: for each i the sum of rows[places[i, j]], in float32 and in the order of j.
+
+    Args:
+        rows: [m, h], contiguous; float32, bfloat16 or float16.
+        places: int32 or int64 [n, k], contiguous; below zero: no row.
+    """
+    (count, each), width = places.shape, rows.shape[1]
+    out = torch.empty(count, width, dtype=rows.dtype, device=rows.device)
+    if out.numel():
+        block = min(launch[0], triton.next_power_of_2(width))
+        warps = max(1, launch[1] * block // launch[0])
+        _sum_rows[(count, triton.cdiv(width, block))](rows, places, out, width, each, block, num_warps=warps)
+    return out
+
+
+@triton.jit
+def _sum_rows(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+    rows,
+    places,
+    out,
+    width,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for number in tl.static_range(EACH):
+        place = tl.load(places + token * EACH + number).to(tl.int64)
+        total += tl.load(rows + place * width + column, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,110 @@
+"""Rows of tokens on their way: each row a copy of a token, and each token the sum of its rows.
+
+On a GPU a kernel adds up a token's rows, in float32 and in a fixed order (`megarl/kernels/experts_gpu.py`); it has to
+know where they are. Elsewhere torch's operations go by the token of each row.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.kernels import gpu
+
+
+class Route(NamedTuple):
+    """Which row is of which token.
+
+    Attributes:
+        tokens: int64 [m], the token of each row.
+        places: int32 or int64 [n, k], the rows of each token, below zero where it has fewer than k.
+        kernels: that add up rows. None, both: torch's operations.
+    """
+
+    tokens: Tensor
+    places: Tensor | None = None
+    kernels: ModuleType | None = None
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """Return the rows [m, h] of `tokens` [n, h]."""
+        if self.kernels is None:
+            return tokens.index_select(0, self.tokens)
+        return _Spread.apply(tokens, *self)
+
+    def collect(self, rows: Tensor, count: int) -> Tensor:
+        """Return for each of `count` tokens the sum of its rows [m, h]: [n, h]."""
+        if self.kernels is None:
+            # Not index_add_, whose backward pass would keep the rows.
+            total = rows.new_zeros(count, rows.shape[1])
+            return total.scatter_add_(0, self.tokens[:, None].expand_as(rows), rows)
+        return _Collect.apply(rows, *self)
+
+    def inverse(self) -> Route:
+        """Return the way back, where each token has one row."""
+        if self.places is None:
+            return Route(self.tokens.argsort())
+        return Route(self.places.view(-1), self.tokens[:, None], self.kernels)
+
+
+def route_by_expert(tokens: Tensor, routing_map: Tensor, each: int, like: Tensor) -> Route:
+    """Return the route of rows in the order of experts, and for each expert in that of tokens.
+
+    Args:
+        tokens: int64 [n * each], the token of each row.
+        routing_map: bool [n, experts], `each` in each row.
+        like: a tensor with the dtype and the device of the rows.
+    """
+    kernels = gpu.expert_kernels(like)
+    if kernels is None:
+        return Route(tokens)
+    count = len(routing_map)
+    following = routing_map.T.reshape(-1).cumsum(0, dtype=torch.int32)  # the row after each entry's, by expert
+    experts = torch.nonzero_static(routing_map, size=count * each)[:, 1].view(count, each)
+    entries = experts * count + torch.arange(count, device=experts.device)[:, None]
+    return Route(tokens, following.gather(0, entries.view(-1)).view(count, each) - 1, kernels)
+
+
+def route_of_slots(order: Tensor, count: int, each: int, like: Tensor) -> Route:
+    """Return the route of rows each of which is of one of a token's slots.
+
+    Args:
+        order: int64 [m], different numbers of slots below count * each: token * each + number.
+        like: a tensor with the dtype and the device of the rows.
+    """
+    kernels, tokens = gpu.expert_kernels(like), order if each == 1 else order // each
+    if kernels is None:
+        return Route(tokens)
+    rows = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    places = rows.new_full((count * each,), -1).scatter_(0, order, rows)
+    return Route(tokens, places.view(count, each), kernels)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, owners: Tensor, places: Tensor, kernels: ModuleType) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.kernels = kernels
+        return tokens.index_select(0, owners)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return ctx.kernels.sum_rows(grad.contiguous(), places), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, owners: Tensor, places: Tensor, kernels: ModuleType) -> Tensor:
+        ctx.save_for_backward(owners)
+        return kernels.sum_rows(rows.contiguous(), places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (owners,) = ctx.saved_tensors
+        return grad.index_select(0, owners), None, None, None
