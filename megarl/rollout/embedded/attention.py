@@ -60,7 +60,7 @@ class HeadNorm:
         """Do as `split` with the kernels that training has."""
         turned = []
         for number, part in enumerate((qkv[:, :, :-2], qkv[:, :, -2:-1])):
-            rows = part.reshape(-1, part.shape[-1])
+            rows = part.contiguous().view(-1, part.shape[-1])
             if self.weights is not None:
                 rows = kernels.rms_norm(rows, self.weights[number], self.eps)
             heads = rows.view(len(qkv), -1, part.shape[-1])
