@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from megarl.kernels import gpu
 
 
-class Route(NamedTuple):
+class RowRoute(NamedTuple):
     """Which row is of which token.
 
     Attributes:
@@ -43,14 +43,14 @@ class Route(NamedTuple):
             return total.scatter_add_(0, self.tokens[:, None].expand_as(rows), rows)
         return _Collect.apply(rows, *self)
 
-    def inverse(self) -> Route:
+    def inverse(self) -> RowRoute:
         """Return the way back, where each token has one row."""
         if self.places is None:
-            return Route(self.tokens.argsort())
-        return Route(self.places.view(-1), self.tokens[:, None], self.kernels)
+            return RowRoute(self.tokens.argsort())
+        return RowRoute(self.places.view(-1), self.tokens[:, None], self.kernels)
 
 
-def route_by_expert(tokens: Tensor, routing_map: Tensor, each: int, like: Tensor) -> Route:
+def route_by_expert(tokens: Tensor, routing_map: Tensor, each: int, like: Tensor) -> RowRoute:
     """Return the route of rows in the order of experts, and for each expert in that of tokens.
 
     Args:
@@ -60,15 +60,15 @@ def route_by_expert(tokens: Tensor, routing_map: Tensor, each: int, like: Tensor
     """
     kernels = gpu.expert_kernels(like)
     if kernels is None:
-        return Route(tokens)
+        return RowRoute(tokens)
     count = len(routing_map)
     following = routing_map.T.reshape(-1).cumsum(0, dtype=torch.int32)  # the row after each entry's, by expert
     experts = torch.nonzero_static(routing_map, size=count * each)[:, 1].view(count, each)
     entries = experts * count + torch.arange(count, device=experts.device)[:, None]
-    return Route(tokens, following.gather(0, entries.view(-1)).view(count, each) - 1, kernels)
+    return RowRoute(tokens, following.gather(0, entries.view(-1)).view(count, each) - 1, kernels)
 
 
-def route_of_slots(order: Tensor, count: int, each: int, like: Tensor) -> Route:
+def route_of_slots(order: Tensor, count: int, each: int, like: Tensor) -> RowRoute:
     """Return the route of rows each of which is of one of a token's slots.
 
     Args:
@@ -77,10 +77,10 @@ def route_of_slots(order: Tensor, count: int, each: int, like: Tensor) -> Route:
     """
     kernels, tokens = gpu.expert_kernels(like), order if each == 1 else order // each
     if kernels is None:
-        return Route(tokens)
+        return RowRoute(tokens)
     rows = torch.arange(len(order), dtype=torch.int32, device=order.device)
     places = rows.new_full((count * each,), -1).scatter_(0, order, rows)
-    return Route(tokens, places.view(count, each), kernels)
+    return RowRoute(tokens, places.view(count, each), kernels)
 
 
 class _Spread(torch.autograd.Function):
