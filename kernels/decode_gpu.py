@@ -210,7 +210,7 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The query heads of a group, over one chunk of a row's positions."""
+    """Attend with the query heads of a group to one chunk of a row's positions."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     chunk = tl.program_id(2)
@@ -254,7 +254,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def _join(  # type: ignore[no-untyped-def]
     parts, peaks, sums, positions, out, heads, size, chunks, window, SIZE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """The context of one head of a row from those of its chunks."""
+    """Join the context of one head of a row from those of its chunks."""
     row = tl.program_id(0).to(tl.int64)
     place = row * heads + tl.program_id(1)
     at = tl.arange(0, SIZE)

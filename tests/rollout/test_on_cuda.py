@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "filtered": {"top_k": 20, "top_p": 0.9, "min_new_tokens": 3},
     "greedy": {"temperature": 0.0},
     "to the limit": {"ignore_eos": True},
+    "many ends": {"stop_token_ids": tuple(range(30, 70))},
 }
 CASES = [("qwen3", name) for name in SETTINGS] + [("mistral", "sampled"), ("qwen3_moe", "sampled")]
 TWO_LAYERS = {"num_hidden_layers": 2}
