@@ -22,6 +22,7 @@ from megarl.kernels.layers_gpu import swiglu
 
 #: Positions of a program, positions that are read at once, warps, stages of the pipeline that reads them.
 ATTENTION = (512, 64, 4, 3)
+WIDE_ATTENTION = (512, 32, 4, 2)  # heads of over 256 bytes, so that what is on its way fits into shared memory
 #: Logits of a program of `draw`, logits that are read at once, warps.
 DRAWING = (8192, 1024, 4)
 _LEAST = 16  # rows of the smallest product of matrices
@@ -54,9 +55,12 @@ def attend(
     window: int | None,
     scale: float,
     eps: float,
-    launch: tuple[int, int, int, int] = ATTENTION,
+    launch: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """See `CpuKernels.attend`; `launch`: as `ATTENTION`."""
+    """See `CpuKernels.attend`. A row at a position below 0 is idle: it keeps nothing, reads nothing and gives zeros.
+
+    `launch`: as `ATTENTION`; None: what fits heads of this size and dtype.
+    """
     n, groups, heads, size = qkv.shape
     per, length = heads - 2, keys.shape[2]
     block = max(_LEAST, triton.next_power_of_2(size))
@@ -66,7 +70,7 @@ def attend(
         qkv, weights, *rope, keys, values, positions, queries, groups, per, size, length, eps, block, norm is not None,
         num_warps=1,
     )  # fmt: skip
-    chunk, at_once, warps, stages = launch
+    chunk, at_once, warps, stages = launch or (ATTENTION if size * qkv.element_size() <= 256 else WIDE_ATTENTION)
     chunks = triton.cdiv(length, chunk)
     parts = qkv.new_empty(n, groups * per, chunks, size, dtype=torch.float32)
     peaks, sums = qkv.new_empty(2, n, groups * per, chunks, dtype=torch.float32)
@@ -161,9 +165,11 @@ def _prepare(  # type: ignore[no-untyped-def]
     at = tl.arange(0, BLOCK)
     inside = at < size
     own = qkv + ((row * groups + group) * (per + 2) + head) * size
-    cached = ((row * groups + group) * length + tl.load(positions + row)) * size
+    position = tl.load(positions + row)
+    cached = ((row * groups + group) * length + position) * size
+    kept = inside & (position >= 0)
     if head == per + 1:
-        tl.store(values + cached + at, tl.load(own + at, mask=inside, other=0.0), mask=inside)
+        tl.store(values + cached + at, tl.load(own + at, mask=inside, other=0.0), mask=kept)
     else:
         half = size // 2
         first = at < half
@@ -183,7 +189,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         turned = x.to(tl.float32) * c + y.to(tl.float32) * tl.where(first, -s, s)
         turned = turned.to(qkv.dtype.element_ty)
         if head == per:
-            tl.store(keys + cached + at, turned, mask=inside)
+            tl.store(keys + cached + at, turned, mask=kept)
         else:
             tl.store(queries + ((row * groups + group) * per + head) * size + at, turned, mask=inside)
 
@@ -264,7 +270,7 @@ def _join(  # type: ignore[no-untyped-def]
     peak = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     context = tl.zeros((SIZE,), tl.float32)
-    for chunk in range(oldest // CHUNK, last // CHUNK + 1):
+    for chunk in range(oldest // CHUNK, (last + CHUNK) // CHUNK):
         own = tl.load(peaks + place * chunks + chunk)
         new = tl.maximum(peak, own)
         before = tl.exp(peak - new)
@@ -273,6 +279,7 @@ def _join(  # type: ignore[no-untyped-def]
         part = tl.load(parts + (place * chunks + chunk) * size + at, mask=inside, other=0.0)
         context = context * before + part * factor
         peak = new
+    total = tl.where(last < 0, 1.0, total)
     tl.store(out + place * size + at, (context / total).to(out.dtype.element_ty), mask=inside)
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
 
 class Kernels(NamedTuple):
     """The modules, or None in place of each."""
@@ -44,7 +46,12 @@ def expert_kernels(rows: Tensor) -> ModuleType | None:
     return triton_kernels().experts if _fit(rows) else None
 
 
+def decode_kernels(dtype: torch.dtype) -> ModuleType | None:
+    """Return the kernels of a decode step in `dtype` on a GPU; None: torch operations, as for float64."""
+    return triton_kernels().decode if dtype in _DTYPES else None
+
+
 def _fit(*tensors: Tensor) -> bool:
     """Tell whether the kernels take these."""
     dtypes = {x.dtype for x in tensors}
-    return tensors[0].is_cuda and len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+    return tensors[0].is_cuda and len(dtypes) == 1 and dtypes <= _DTYPES

@@ -65,10 +65,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, sign: float, launch: tuple[int, in
 
     Args:
         x: its last dimension is copied if it is not contiguous, the others may have any strides.
-        cos, sin: [t, d / 2], contiguous.
+        cos, sin: [t, d / 2]; copied if they are not contiguous, as tables of positions with three numbers.
         sign: 1 for the rotation, -1 for its gradient.
     """
     x = x if x.stride(2) == 1 else x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
     tokens, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():

@@ -48,7 +48,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ends: int32 [groups], the number of the row after the last one of each group, on the device of `x`. Rows after
             the last end are of no group: their results are undefined, and must get no gradient.
     """
-    if len(x) and _is_aligned(weight) and x.dtype != torch.float64:
+    if len(x) and _is_aligned(weight, x.dtype) and x.dtype != torch.float64:
         transposed = weight.transpose(1, 2)
         if transposed.requires_grad and _leaves_gradients_undefined(weight.device):
             empty = ends.diff(prepend=ends.new_zeros(1)) == 0
@@ -59,13 +59,13 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def is_one_kernel(weight: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether `grouped_linear` by a weight [groups, out, in] in `dtype` is one kernel, for which no host waits."""
-    if not weight.is_cuda or dtype != torch.bfloat16 or not _is_aligned(weight.to("meta", dtype)):
+    if not weight.is_cuda or dtype != torch.bfloat16 or not _is_aligned(weight, dtype):
         return False
     return torch.cuda.get_device_capability(weight.device) in ((9, 0), (10, 0))
 
 
-def _is_aligned(weight: Tensor) -> bool:
-    return all(size * weight.element_size() % _ALIGNED == 0 for size in weight.shape[1:])
+def _is_aligned(weight: Tensor, dtype: torch.dtype) -> bool:
+    return all(size * dtype.itemsize % _ALIGNED == 0 for size in weight.shape[1:])
 
 
 def _leaves_gradients_undefined(place: torch.device) -> bool:

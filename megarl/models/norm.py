@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from torch.autograd.function import once_differentiable
 
 from megarl.kernels import cpu, gpu
 
@@ -47,6 +48,7 @@ class _KernelRMSNorm(torch.autograd.Function):
         return kernels.rms_norm(cpu.rows(x), weight, eps).view(x.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         rows = cpu.rows(x), cpu.rows(grad)

@@ -77,7 +77,7 @@ def _sections(sizes: Sequence[int], *, interleaved: bool) -> torch.Tensor:
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
     kernels = gpu.layer_kernels(x, cos, sin) if x.dim() == 3 else None
     if kernels is not None:
-        return kernels.rope(x, cos.flatten(0, 1).contiguous(), sin.flatten(0, 1).contiguous(), sign)
+        return kernels.rope(x, cos.flatten(0, 1), sin.flatten(0, 1), sign)
     out = torch.empty_like(x)
     x1, x2 = x.chunk(2, dim=-1)
     y1, y2 = out.chunk(2, dim=-1)

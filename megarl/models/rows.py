@@ -1,4 +1,4 @@
-"""Rows of tokens on their way: each row a copy of a token, and each token the sum of its rows.
+"""Copies of tokens to their experts, one row each, and sums of rows back to tokens.
 
 On a GPU a kernel adds up a token's rows, in float32 and in a fixed order (`megarl/kernels/experts_gpu.py`); it has to
 know where they are. Elsewhere torch's operations go by the token of each row.
@@ -22,7 +22,7 @@ class RowRoute(NamedTuple):
     Attributes:
         tokens: int64 [m], the token of each row.
         places: int32 or int64 [n, k], the rows of each token, below zero where it has fewer than k.
-        kernels: that add up rows. None, both: torch's operations.
+        kernels: the module that adds up rows. `places` and this are None where torch's operations do.
     """
 
     tokens: Tensor
@@ -36,7 +36,7 @@ class RowRoute(NamedTuple):
         return _Spread.apply(tokens, *self)
 
     def collect(self, rows: Tensor, count: int) -> Tensor:
-        """Return for each of `count` tokens the sum of its rows [m, h]: [n, h]."""
+        """Return for each of `count` tokens the sum of its rows [m, h]: [count, h]. Kernels count `places`."""
         if self.kernels is None:
             # Not index_add_, whose backward pass would keep the rows.
             total = rows.new_zeros(count, rows.shape[1])
@@ -69,10 +69,10 @@ def route_by_expert(tokens: Tensor, routing_map: Tensor, each: int, like: Tensor
 
 
 def route_of_slots(order: Tensor, count: int, each: int, like: Tensor) -> RowRoute:
-    """Return the route of rows each of which is of one of a token's slots.
+    """Return the route of rows by slots: a token has `each` of them, and row i is of slot order[i].
 
     Args:
-        order: int64 [m], different numbers of slots below count * each: token * each + number.
+        order: int64 [m], token * each + number of the slot; no slot twice.
         like: a tensor with the dtype and the device of the rows.
     """
     kernels, tokens = gpu.expert_kernels(like), order if each == 1 else order // each

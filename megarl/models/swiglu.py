@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from torch.autograd.function import once_differentiable
 
 from megarl.kernels import cpu, gpu
 
@@ -26,7 +27,7 @@ class SwiGLU(MegatronModule):
         super().__init__(config=config)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gated product, dtype of `x`; with `scale`, float32 [n], each row of [n, 2 * width] times its."""
+        """Return the gated product, dtype of `x`; with `scale`, float32 [n], each row multiplied by its scale."""
         if scale is None:
             return _SwiGLU.apply(x)
         kernels = gpu.layer_kernels(x)
@@ -80,6 +81,7 @@ class _ScaledSwiGLU(torch.autograd.Function):
         return kernels.swiglu(cpu.rows(x), scale.contiguous())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, scale = ctx.saved_tensors
         dx, dscale = ctx.kernels.scaled_swiglu_backward(cpu.rows(x), cpu.rows(grad), scale.contiguous())

@@ -1,9 +1,10 @@
 """The few shapes that a GPU decodes in, and CUDA graphs of the decode step, one per shape.
 
-Libraries plan a kernel for each shape and stride they meet, which takes longer than the kernel: so on a GPU rows,
-cached positions and the size of the cache itself are rounded up to buckets, and calls of `generate` with about the same
-work meet the same shapes. A decode step of a small model is bound by kernel launches; replaying it as one graph
-removes them. Padded rows of a bucket belong to a dump sample and write into cache rows that nobody owns.
+Libraries plan a kernel for each shape and stride they meet, which takes longer than the kernel: so on a GPU rows, the
+size of the cache and, where torch attends and not a kernel, cached positions are rounded up to buckets, and calls of
+`generate` with about the same work meet the same shapes. A decode step of a small model is bound by kernel launches;
+replaying it as one graph removes them. Padded rows of a bucket belong to a dump sample and write into cache rows that
+nobody owns.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
-from megarl.kernels.gpu import triton_kernels
+from megarl.kernels.gpu import decode_kernels
 from megarl.models.experts import group_by_group, grouped_linear
 from megarl.models.head import head_logits
 from megarl.models.layer_forms import bias_of, layer_norms
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from megarl.models.vlm.model import Images
 
 Linear = Callable[[Tensor], Tensor]
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -188,11 +187,11 @@ class DecoderStage:
     def _load_kernels(self) -> DecodeKernels | None:
         """Return the Triton kernels of a GPU, or the compiled ones of the CPU, where they fit this model."""
         if self.device.type == "cuda":
-            return triton_kernels().decode if self.dtype in _TRITON_DTYPES else None
+            return decode_kernels(self.dtype)
         config, tp = self._config, self.mesh.tp.size
         widths = config.hidden_size, config.ffn_hidden_size // tp
         fits = CpuKernels.supports(self.dtype, config.kv_channels, *widths)
-        return load_kernels() if fits else None
+        return load_kernels() if self.device.type == "cpu" and fits else None
 
     @property
     def encoder(self) -> VisionEncoder | None:

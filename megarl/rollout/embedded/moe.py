@@ -27,11 +27,11 @@ class MoE:
 
     Args:
         grouped: makes the function (x [n, in], ends) that multiplies rows by what a projection has for their experts.
-
-        dtype: of the products.
+        dtype: that experts multiply in.
 
     Attributes:
-        waits: the host waits for the device, or for other ranks, in every step.
+        waits: the host waits for the device, or for other ranks, in every step: with expert parallelism, with adapters
+            on experts, and where several kernels multiply.
 
     Raises:
         ValueError: the layer routes in a way this class does not compute.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
-from megarl.kernels.gpu import triton_kernels
+from megarl.kernels.gpu import decode_kernels
 from megarl.models.noise import race
 from megarl.rollout.embedded.parallel import Axis
 
@@ -76,7 +76,7 @@ class Sampler:
             seeds: int64 [n].
             index: int64 [n], number of the token within its sample, from 0.
         """
-        if logits.is_cuda and not self._filters and (kernels := triton_kernels().decode) is not None:
+        if logits.is_cuda and not self._filters and (kernels := decode_kernels(torch.float32)) is not None:
             place = {"start": self._start, "inverse_temperature": self._inv_temperature, "greedy": self._greedy}
             return self._join(_best(kernels.draw(logits.float(), seeds, index, **place)))
         z = logits.float()

@@ -53,8 +53,10 @@ class TurnSession(Session):
         self._queue: list[int] = []
         self._aborted: set[int] = set()
         self._steps = 0  # of all calls of `wait`: short turns end calls before there are enough for a question
-        # The rows after the running ones are kept: padded rows of a GPU's buckets write where no sequence reaches.
-        self._idle = torch.tensor([[sequences], [0], [self._cache.max_length - 1], [0]], device=device)
+        # The rows after the running ones are kept: padded rows of a GPU's buckets write nowhere (kernels), or where no
+        # sequence reaches.
+        nowhere = self._cache.max_length - 1 if stage.kernels is None else -1
+        self._idle = torch.tensor([[sequences], [0], [nowhere], [0]], device=device)
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None) -> None:
         """Ask for the next turn of `sequence`, which is `tokens` so far with `images`, of up to `room` tokens."""
