@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.kernels.logits_gpu import fitting
+
 #: Numbers of a block and warps of a program. Blocks of RoPE are pairs of numbers; a norm's row is in one block.
 SWIGLU, SWIGLU_BACKWARD, ROPE, NORM, NORM_BACKWARD = (2048, 4), (2048, 8), (1024, 4), (2048, 4), (1024, 4)
 SCALED_SWIGLU_BACKWARD = (1024, 4)
@@ -30,7 +32,7 @@ def swiglu(x: Tensor, scale: Tensor | None = None, launch: tuple[int, int] = SWI
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
     if out.numel():
-        block, warps = _fitting(width, launch)
+        block, warps = fitting(width, launch)
         given = x, x if scale is None else scale, out, width  # x: a pointer that is not used
         _swiglu[(rows, triton.cdiv(width, block))](*given, block, scale is not None, num_warps=warps)
     return out
@@ -41,7 +43,7 @@ def swiglu_backward(x: Tensor, grad: Tensor, launch: tuple[int, int] = SWIGLU_BA
     rows, width = grad.shape
     dx = torch.empty_like(x)
     if dx.numel():
-        block, warps = _fitting(width, launch)
+        block, warps = fitting(width, launch)
         _swiglu_backward[(rows, triton.cdiv(width, block))](x, grad, dx, width, block, num_warps=warps)
     return dx
 
@@ -121,13 +123,6 @@ def rms_norm_backward(
 def fits(width: int) -> bool:
     """Tell whether a norm's rows of `width` numbers are few enough for one block."""
     return width <= _WIDEST
-
-
-def _fitting(width: int, launch: tuple[int, int]) -> tuple[int, int]:
-    """Return columns of a block and warps for rows that may be shorter than a block."""
-    block, warps = launch
-    fitting = min(block, triton.next_power_of_2(width))
-    return fitting, max(1, warps * fitting // block)
 
 
 def _tile(width: int, launch: tuple[int, int]) -> tuple[int, int, int]:

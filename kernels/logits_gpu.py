@@ -38,7 +38,7 @@ def statistics(
         launch: columns of a block and warps of a program.
     """
     count, columns = logits.shape
-    block, warps = _fitting(columns, launch)
+    block, warps = fitting(columns, launch)
     chosen = targets.contiguous()
     _statistics[(count,)](
         logits, chosen, out, out.stride(0), columns, start, inverse_temperature, block, entropy, num_warps=warps
@@ -67,7 +67,7 @@ def gradients(
             counts where `entropy` is given.
     """
     count, columns = logits.shape
-    block, warps = _fitting(columns, launch)
+    block, warps = fitting(columns, launch)
     out = torch.empty_like(logits, dtype=dtype)
     of_logp, of_entropy = grad_logp is not None, grad_entropy is not None and entropy is not None
     _gradients[(count, triton.cdiv(columns, block))](
@@ -87,7 +87,7 @@ def gradients(
     return out
 
 
-def _fitting(columns: int, launch: tuple[int, int]) -> tuple[int, int]:
+def fitting(columns: int, launch: tuple[int, int]) -> tuple[int, int]:
     """Return columns of a block and warps for rows that may be shorter than a block."""
     block, warps = launch
     fitting = min(block, triton.next_power_of_2(columns))
