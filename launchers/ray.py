@@ -437,9 +437,9 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
     if address is not None:
         within(limit_s, f"Ray at RAY_ADDRESS={address}", lambda: ray.init(address=address, **quiet))
         return
-    from megarl.compat.ray_session import in_own_sessions
+    from megarl.compat.ray_session import for_one_run
 
-    with in_own_sessions():
+    with for_one_run():
         ray.init(  # from the main thread: processes that Ray starts here end with the thread that started them
             address="local",
             num_cpus=max(

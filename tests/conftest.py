@@ -1,7 +1,7 @@
 """Settings of all tests."""
 
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def shared_file(run: str) -> Path:
     """The path that files of all processes of a run of pytest-xdist are called after."""
     return Path(tempfile.gettempdir()) / f"megarl-tests-{run}"
+
+
+@pytest.fixture(scope="module")
+def forked_ray() -> Iterator[None]:
+    """Runs of this module fork the workers of the Ray that they start."""
+    from tests.ray_forks.clusters import offered
+
+    with offered():
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

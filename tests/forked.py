@@ -26,24 +26,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from megarl.processes import has_nvidia_device
+from megarl.processes import CAUGHT, die_with_parents, has_nvidia_device
+from megarl.simulators.parents import PARENTS, as_parent
 from tests import dist
+from tests.ray_forks.launcher import accept
 
 
-class Command:
-    """`python -m megarl ARGUMENTS` in `folder`, begun; stdout and stderr go to one file.
+class Forked:
+    """A process that was forked with its imports done; used like a subprocess.Popen.
 
     Args:
-        arguments: of the command line.
-        folder: the working folder.
-        environment: variables that are changed.
+        main: what it does, with `arguments`.
     """
 
-    def __init__(self, arguments: Sequence[object], folder: Path, **environment: str) -> None:
-        self._file = tempfile.NamedTemporaryFile("rb", prefix="megarl-command-")  # noqa: SIM115
-        changed = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        task = ([str(argument) for argument in arguments], str(folder), changed, self._file.name)
-        self._process = dist.start(0, _command_main, task, "tests.preload")
+    def __init__(self, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._process = dist.start(0, main, arguments, "tests.preload")
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
@@ -63,20 +60,40 @@ class Command:
             raise subprocess.TimeoutExpired("megarl", timeout)
         return self.returncode
 
-    def communicate(self, timeout: float = 300.0) -> tuple[str, None]:
-        """Wait for the end; all that was printed."""
-        self.wait(timeout)
-        self._file.seek(0)
-        return self._file.read().decode(), None
-
     def send_signal(self, number: int) -> None:
-        """Send a signal to a command that runs."""
+        """Send a signal to a process that runs."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
         """kill -9."""
         self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """kill."""
+        self.send_signal(signal.SIGTERM)
+
+
+class Command(Forked):
+    """`python -m megarl ARGUMENTS` in `folder`, begun; stdout and stderr go to one file.
+
+    Args:
+        arguments: of the command line.
+        folder: the working folder.
+        environment: variables that are changed.
+    """
+
+    def __init__(self, arguments: Sequence[object], folder: Path, **environment: str) -> None:
+        self._file = tempfile.NamedTemporaryFile("rb", prefix="megarl-command-")  # noqa: SIM115
+        changed = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        task = ([str(argument) for argument in arguments], str(folder), changed, self._file.name)
+        super().__init__(_command_main, task)
+
+    def communicate(self, timeout: float = 300.0) -> tuple[str, None]:
+        """Wait for the end; all that was printed."""
+        self.wait(timeout)
+        self._file.seek(0)
+        return self._file.read().decode(), None
 
 
 @dataclass(frozen=True)
@@ -103,16 +120,25 @@ def run(arguments: Sequence[object], folder: Path, timeout: float = 300.0, **env
 
 
 def _command_main(arguments: list[str], folder: str, environment: dict[str, str], output: str) -> NoReturn:
-    _become(environment, os.open(output, os.O_WRONLY | os.O_APPEND))
+    become(environment, output, output)
     os.chdir(folder)
     sys.path.insert(0, folder)  # as for `python -m`
     from megarl import cli
-    from megarl.launchers import local
 
-    if not has_nvidia_device():
-        # In place of the name in this module only: everybody else goes on starting programs.
-        local.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _forked_worker})
+    fork_programs()
     sys.exit(cli.main(arguments))
+
+
+def fork_programs() -> None:
+    """Fork what launchers start, which this process is one of: workers, and torchrun's agent, which does the same."""
+    accept()
+    if has_nvidia_device():
+        return
+    from megarl.launchers import local, torchrun
+
+    for module in (local, torchrun):
+        # In place of the name in these modules only: everybody else goes on starting programs.
+        module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _forked_program})
 
 
 def fork_scorers() -> None:
@@ -133,24 +159,41 @@ def _forked_scorer(command: list[str], *, env: dict[str, str], pass_fds: Sequenc
     return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=in_child, **options)
 
 
-def _forked_worker(command: list[str], *, env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
-    """A child that would become the program `command` and instead does what that does, at the same place."""
+def _forked_program(args: list[str], *, env: dict[str, str], pass_fds: Sequence[int] = (), **options: Any) -> Any:
+    """A child that would become `python -m MODULE ...` and instead does what that does, at the same place."""
+    place = args.index("-m") + 1
+    main = {"megarl.runtime.worker": _worker_main, "megarl.launchers.torchrun": _agent_main}[args[place]]
 
     def work() -> int:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # those of the launcher
+        for number in (*CAUGHT, signal.SIGUSR2):  # those of the launcher or the agent
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        sys.path.remove(os.getcwd())  # PYTHONSAFEPATH
-        import torch
+        return main([str(one) for one in args[place + 1 :]])
 
-        from megarl.runtime import worker
-
-        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-        return worker.main(command[command.index("--entry") :])
-
-    assert command[1:3] == ["-m", "megarl.runtime.worker"], command
     in_child = functools.partial(_in_child, env, pass_fds, work)
-    return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=in_child, **options)
+    return subprocess.Popen(args, env=env, pass_fds=pass_fds, preexec_fn=in_child, **options)
+
+
+def _worker_main(arguments: list[str]) -> int:
+    with contextlib.suppress(ValueError):
+        sys.path.remove(os.getcwd())  # PYTHONSAFEPATH
+    import torch
+
+    from megarl.runtime import worker
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return worker.main(arguments)
+
+
+def _agent_main(arguments: list[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from megarl.launchers import torchrun
+
+    subprocess_handler.Popen = _forked_program  # type: ignore[assignment]
+    die_with_parents()
+    os.environ |= as_parent(os.environ.get(PARENTS))
+    return torchrun.agent(arguments, Path(os.environ[torchrun.AGENT_REPORT]))
 
 
 def _in_child(env: dict[str, str], pass_fds: Sequence[int], work: Callable[[], int | None]) -> NoReturn:
@@ -162,7 +205,7 @@ def _in_child(env: dict[str, str], pass_fds: Sequence[int], work: Callable[[], i
                 os.close(int(name))
     code = 1
     try:
-        _become(env, None)
+        _become(env)
         code = work() or 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
@@ -174,11 +217,14 @@ def _in_child(env: dict[str, str], pass_fds: Sequence[int], work: Callable[[], i
         os._exit(code)
 
 
-def _become(environment: dict[str, str], output: int | None) -> None:
-    """Take an environment, and a file in place of stdout and stderr; None: as they are."""
+def become(environment: dict[str, str], output: str, errors: str) -> None:
+    """Take an environment, and files in place of stdout and stderr."""
+    for number, file in ((1, output), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    _become(environment)
+
+
+def _become(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    for number in (1, 2):
-        if output is not None:
-            os.dup2(output, number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115

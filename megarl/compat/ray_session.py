@@ -1,4 +1,4 @@
-"""A Ray that is started here in sessions of its own: signals to this process's group do not reach it."""
+"""A Ray that is started here for one run: out of reach of this process's signals, and without what no run asks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,34 @@ from typing import Any
 
 
 @contextmanager
-def in_own_sessions() -> Iterator[None]:
-    """Put what Ray starts within this block out of reach of a terminal and of `kill -- -GROUP`.
+def for_one_run() -> Iterator[None]:
+    """Within this block start Ray in sessions of its own, and without three of its programs.
 
-    Its control store and node manager would end at once, and no step could be finished without them. They end with the
-    thread that started them all the same.
+    Sessions keep it out of reach of a terminal and of `kill -- -GROUP`: its control store and its node manager would
+    end at once, and no step could be finished without them. They end with the thread that started them all the same.
+
+    The programs, each an interpreter that imports Ray (4 CPU-seconds together): the autoscaler's monitor, for a cluster
+    that stays as it is; the log monitor, where workers write their logs themselves; and the dashboard's server, which
+    Ray also starts where no dashboard is asked for.
     """
-    from ray._private import services as module
+    from ray._private import node, services
 
-    services: Any = module
-    popen = services.ConsolePopen
-    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    own: list[tuple[Any, str, Any]] = [
+        (services, "ConsolePopen", functools.partial(services.ConsolePopen, start_new_session=True)),
+        *((node.Node, start, _start_nothing) for start in ("start_monitor", "start_log_monitor", "start_api_server")),
+    ]
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in own]
+    _set(own)
     try:
         yield
     finally:
-        services.ConsolePopen = popen
+        _set(kept)
+
+
+def _set(attributes: list[tuple[Any, str, Any]]) -> None:
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    pass

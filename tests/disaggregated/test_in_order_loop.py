@@ -21,7 +21,10 @@ from megarl.tracking.close import complete_trace
 from tests.forked import Command
 from tests.runtime import harness
 
-pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)),
+    pytest.mark.usefixtures("forked_ray"),
+]
 
 AHEAD = (
     "async.max_staleness=1",

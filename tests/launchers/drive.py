@@ -16,6 +16,7 @@ from megarl.config.run import ClusterConfig, RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.launchers.common import run_workers
+from tests.ray_forks.launcher import accept
 
 
 def main(
@@ -43,4 +44,5 @@ def teams(*sizes: int) -> Placement:
 
 
 if __name__ == "__main__":
+    accept()
     sys.exit(main(*sys.argv[1:]))

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -21,6 +23,7 @@ from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import ConfigError
 from megarl.launchers.common import run_workers
 from megarl.processes import free_port
+from tests.forked import Forked, become, fork_programs
 
 HERE = Path(__file__).parent
 LAUNCHERS = ["local", "torchrun"]
@@ -43,21 +46,53 @@ def command(launcher: str, entry: str, run_dir: Path, *more: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "OMP_NUM_THREADS": "1"}
 
 
-def launch(launcher: str, entry: str, run_dir: Path, *more: str) -> Result:
-    started = time.monotonic()
-    done = subprocess.run(
-        command(launcher, entry, run_dir, *more),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+def launch(launcher: str, entry: str, run_dir: Path, *more: str, program: bool = False) -> Result:
+    """Run the launching process to its end.
+
+    Args:
+        program: start it, and what it starts, as users do; otherwise they are forked with their imports done.
+    """
+    began = time.monotonic()
+    if program:
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process: Any = subprocess.Popen(command(launcher, entry, run_dir, *more), env=environment(), **pipes)
+    else:
+        process = Drive(launcher, entry, str(run_dir), *more)
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
     log = (run_dir / "log.txt").read_text()
-    return Result(done.returncode, done.stdout, done.stderr, log, time.monotonic() - started)
+    return Result(process.returncode, out, err, log, time.monotonic() - began)
+
+
+class Drive(Forked):
+    """drive.py with these arguments, forked with its imports done, and so is what it starts; it leads a session."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._files = [tempfile.NamedTemporaryFile("rb", prefix="megarl-drive-") for _ in range(2)]  # noqa: SIM115
+        super().__init__(_drive_main, (arguments, environment(), *(file.name for file in self._files)))
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for the end; what was printed."""
+        self.wait(timeout)
+        for file in self._files:
+            file.seek(0)
+        out, err = (file.read().decode() for file in self._files)
+        return out, err
+
+
+def _drive_main(arguments: tuple[str, ...], environment: dict[str, str], output: str, errors: str) -> NoReturn:
+    os.setsid()
+    become(environment, output, errors)
+    sys.path.insert(0, str(HERE))
+    fork_programs()
+    from tests.launchers import drive
+
+    sys.exit(drive.main(*arguments))
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -77,7 +112,7 @@ def test_ranks_meet_and_the_run_folder_tells_what_happened(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a cluster of Ray that runs already does not know it
-    result = launch(launcher, "write_environment", tmp_path, "3")
+    result = launch(launcher, "write_environment", tmp_path, "3", program=True)
 
     assert result.code == 0, result.err
     seen = [json.loads((tmp_path / f"seen_{rank}.json").read_text()) for rank in range(3)]
@@ -190,11 +225,9 @@ def test_workers_go_with_their_launcher(launcher: str, number: int, tmp_path: Pa
     assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 128 + signal.SIGTERM)
 
 
-def started(launcher: str, entry: str, run_dir: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+def started(launcher: str, entry: str, run_dir: Path) -> tuple[Drive, list[int]]:
     """The command, the leader of a session, and the processes of its two workers once they work."""
-    process = subprocess.Popen(
-        command(launcher, entry, run_dir), env=environment(), stderr=subprocess.PIPE, start_new_session=True
-    )
+    process = Drive(launcher, entry, str(run_dir))
     files = [run_dir / "pid_0", run_dir / "pid_1"]
     deadline = time.monotonic() + DEADLINE_S
     while not all(file.exists() and file.read_text() for file in files):
@@ -220,7 +253,7 @@ def test_a_signal_to_all_processes_of_a_job_leaves_time_to_save(launcher: str, n
     _, said = process.communicate(timeout=DEADLINE_S)
 
     assert process.returncode == 128 + number, said
-    assert f"megarl: stopped by {signal.Signals(number).name}" in said.decode()
+    assert f"megarl: stopped by {signal.Signals(number).name}" in said
     # Two: a worker that is told after it has saved, and before its launcher has seen that, saves again.
     assert 1 <= len(list(tmp_path.glob("checkpoints/step_*"))) <= 2, said
     assert not (tmp_path / SAVE_REQUEST).exists()

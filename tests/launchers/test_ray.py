@@ -27,6 +27,7 @@ from megarl.launchers.common import run_workers
 from megarl.launchers.ray_health import ClusterRay, within
 from megarl.processes import free_port
 from tests.launchers import test_launchers as every
+from tests.ray_forks.clusters import cluster
 from tests.runtime import harness
 from tests.runtime.harness import of_training
 
@@ -36,21 +37,8 @@ pytestmark = [pytest.mark.procs, pytest.mark.wide]  # Ray ends itself where its 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:
     """One Ray of two nodes for the whole module, found by RAY_ADDRESS; one per test would double the time."""
-    from ray.cluster_utils import Cluster
-
-    before = os.environ.pop("RAY_ADDRESS", None)
-    handler = signal.getsignal(signal.SIGTERM)
-    node = {"num_cpus": 1, "object_store_memory": 128 << 20, "include_dashboard": False}
-    head = {**node, "_system_config": ray_launcher.OWN_RAY}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(**node)
-    os.environ["RAY_ADDRESS"] = cluster.address
-    yield
-    cluster.shutdown()
-    signal.signal(signal.SIGTERM, handler)  # in place of Ray's
-    del os.environ["RAY_ADDRESS"]
-    if before is not None:
-        os.environ["RAY_ADDRESS"] = before
+    with cluster({"num_cpus": 1, "_system_config": ray_launcher.OWN_RAY}, {"num_cpus": 1}):
+        yield
 
 
 def test_ranks_meet_and_the_run_folder_tells_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

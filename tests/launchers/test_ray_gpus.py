@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launchers import test_launchers as every
+from tests.ray_forks.clusters import cluster
 
 pytestmark = [pytest.mark.procs, pytest.mark.wide]  # Ray ends itself where its own processes start slowly
 
 
 @pytest.fixture(autouse=True)
-def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from ray.cluster_utils import Cluster
-
-    handler = signal.getsignal(signal.SIGTERM)
-    node = {"num_cpus": 1, "num_gpus": 8, "object_store_memory": 128 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    yield
-    cluster.shutdown()
-    signal.signal(signal.SIGTERM, handler)  # in place of Ray's
+def eight_gpus() -> Iterator[None]:
+    with cluster({"num_cpus": 1, "num_gpus": 8}):
+        yield
 
 
 def test_gpus_of_servers_are_reserved_and_the_rest_is_for_others(tmp_path: Path) -> None:

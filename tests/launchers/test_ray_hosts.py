@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.ray_forks.clusters import cluster
 from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
 
@@ -25,20 +25,9 @@ HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:
     """Three nodes with room for two workers each."""
-    from ray.cluster_utils import Cluster
-
-    handler = signal.getsignal(signal.SIGTERM)
-    node = {"num_cpus": 2, "object_store_memory": 128 << 20, "include_dashboard": False}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")  # else Ray takes one loopback address only
-        cluster = Cluster(initialize_head=True, head_node_args=node | {"node_ip_address": HOSTS[0]})
-        for host in HOSTS[1:]:
-            cluster.add_node(**node, node_ip_address=host)
-        patch.setenv("RAY_ADDRESS", cluster.address)
+    nodes = [{"num_cpus": 2, "node_ip_address": host} for host in HOSTS]
+    with cluster(*nodes, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1"):  # else Ray takes one loopback address only
         yield
-        cluster.shutdown()
-    signal.signal(signal.SIGTERM, handler)  # in place of Ray's
 
 
 def served(folder: Path, *settings: str) -> tuple[dict[int, dict[str, float]], str]:

@@ -243,9 +243,9 @@ def workers(run_dir: Path) -> dict[int, int]:
     return found
 
 
-def store_of(process: Command) -> int | None:
-    """Process id of the store of a run with several teams, an actor of the Ray that the command has started."""
-    for child in psutil.Process(process.pid).children(recursive=True):
+def store_of_run() -> int | None:
+    """Process id of the store of the run with several teams that this process has started: an actor of its Ray."""
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):
             if child.cmdline()[0].startswith("ray::StoreActor"):
                 return child.pid

@@ -81,7 +81,7 @@ class Lasts(NamedTuple):
 def ray(recipe: Path, undisturbed: Any, tmp_path_factory: pytest.TempPathFactory) -> Lasts:
     run_dir, began = tmp_path_factory.mktemp("ray"), time.monotonic()
     process = test_ahead.start(recipe, run_dir, *PPO)
-    harness.wait_for(lambda: harness.store_of(process), process)
+    harness.wait_for(harness.store_of_run, process)
     store = time.monotonic()
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
@@ -110,7 +110,7 @@ def test_as_samples_get_ready_every_prompt_is_trained_on_once(recipe, as_ready_s
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_whose_store_dies_has_the_numbers_of_an_undisturbed_one(recipe, undisturbed, ray, tmp_path, seed):
     process = test_ahead.start(recipe, tmp_path, *PPO)
-    store = harness.wait_for(lambda: harness.store_of(process), process)
+    store = harness.wait_for(harness.store_of_run, process)
     time.sleep(random.Random(f"store {seed}").uniform(0.0, ray.seconds_with_store))
     with contextlib.suppress(ProcessLookupError):  # it has ended with its run
         harness.kill(store)

@@ -17,7 +17,10 @@ from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
 from tests.runtime.harness import of_training
 
-pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)),
+    pytest.mark.usefixtures("forked_ray"),
+]
 
 STEPS = ("trainer.steps=3", "validation.every=1")
 TWO_TEAMS = (

@@ -15,7 +15,10 @@ from tests.runtime.harness import of_training
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(600)]
+pytestmark = [
+    *(pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(600)),
+    pytest.mark.usefixtures("forked_ray"),
+]
 
 STEPS = 4
 GRPO = ("sft.steps=0", f"trainer.steps={STEPS}", "trainer.export_hf=false")
@@ -81,7 +84,7 @@ def test_a_run_whose_store_dies_and_whose_reference_is_killed_starts_both_again_
     with harness.held_at(recipe, run_dir / "checkpoints" / "step_2"):
         process = harness.start(recipe, run_dir, *GRPO, *placed(teams), "cluster.timeout_s=240")
         after(1)
-        store = harness.store_of(process)
+        store = harness.store_of_run()
         assert store is not None
         harness.kill(store)
         after(2)

@@ -15,6 +15,7 @@ import pytest
 from megarl.dag.placement import Placement, place
 from megarl.data.wire import Block, Span
 from tests.disaggregated.buffer import teams
+from tests.ray_forks.clusters import own
 
 pytestmark = [pytest.mark.procs, pytest.mark.wide]  # Ray ends itself where its own processes start slowly
 
@@ -132,14 +133,15 @@ class Worker:
 def workers() -> Iterator[dict[str, Any]]:
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-    )
+    with own():
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=128 << 20,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+        )
     make = ray.remote(Worker).options(num_cpus=0)
     yield {f"{team}{rank}": make.remote(team, rank) for team, rank in (("train", 0), ("train", 1), ("score", 0))}
     ray.shutdown()

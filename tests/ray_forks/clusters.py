@@ -1,0 +1,99 @@
+"""Ray for tests: workers forked from a process that has done their imports, and nothing besides that no test asks.
+
+    with cluster({"num_cpus": 1}, {"num_cpus": 1}): ...      # RAY_ADDRESS is that of a Ray of two nodes
+    with offered(): ...                                       # launchers that are started here may fork theirs
+    with own(): ray.init(...)                                 # a Ray of this process
+
+A worker takes 2 CPU-seconds to import Ray and PyTorch, and 5 with Megatron; forked, it imports Ray alone, in 0.3, since
+Ray reads its settings from the environment then. All else is as always, but that workers are children of that process
+and not of the node manager, and that /proc tells that one's environment of them. On a machine with a GPU, which a fork
+does not survive, Ray starts them itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.compat.ray_session import for_one_run
+from megarl.processes import has_nvidia_device
+from tests import dist
+from tests.ray_forks.forker import serve
+from tests.ray_forks.launcher import FORKER, WORKER, choose_worker
+
+_STARTS_S = 120.0
+
+
+@contextlib.contextmanager
+def cluster(head: Mapping[str, Any], *nodes: Mapping[str, Any], **environment: str) -> Iterator[Any]:
+    """Start a Ray of several nodes on this machine, the one of RAY_ADDRESS; yields its `ray.cluster_utils.Cluster`.
+
+    Args:
+        head: settings of the first node, as of `ray start`, beside those of all.
+        nodes: those of the others.
+        environment: variables that its processes get.
+    """
+    from ray.cluster_utils import Cluster
+
+    of_all: dict[str, Any] = {"object_store_memory": 128 << 20, "include_dashboard": False}
+    if not has_nvidia_device():
+        of_all["worker_path"] = WORKER
+    handler = signal.getsignal(signal.SIGTERM)
+    with offered(), pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with for_one_run():
+            started = Cluster(initialize_head=True, head_node_args=of_all | dict(head))
+            for node in nodes:
+                started.add_node(**of_all | dict(node))
+        patch.setenv("RAY_ADDRESS", started.address)
+        try:
+            yield started
+        finally:
+            started.shutdown()
+            signal.signal(signal.SIGTERM, handler)  # in place of Ray's
+
+
+@contextlib.contextmanager
+def offered() -> Iterator[None]:
+    """Within the block launchers that this process starts may fork the workers of their Ray."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_nvidia_device():
+            patch.setenv(FORKER, _forker())
+        yield
+
+
+@contextlib.contextmanager
+def own() -> Iterator[None]:
+    """Within the block a Ray that this process starts forks its workers, and has the programs of a run's Ray."""
+    with offered(), for_one_run(), pytest.MonkeyPatch.context() as patch:
+        if FORKER in os.environ:
+            from ray._private.parameter import RayParams
+
+            patch.setattr(RayParams, "update_if_absent", RayParams.update_if_absent)  # restored at the end
+            choose_worker()
+        yield
+
+
+@functools.cache
+def _forker() -> str:
+    """Socket of a process that forks workers; it ends with this one."""
+    folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))
+    path = str(folder / "socket")
+    process = dist.start(0, serve, (path,), "tests.preload")
+    deadline = time.monotonic() + _STARTS_S
+    while not os.path.exists(path):
+        assert process.is_alive(), "the process that forks Ray's workers has ended"
+        assert time.monotonic() < deadline, "the process that forks Ray's workers does not answer"
+        time.sleep(0.02)
+    return path
