@@ -12,7 +12,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * a sample with a seed is the same whatever other requests its batch has;
 * without CUDA, stand-ins for what needs it are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that only in its deterministic mode, whose kernels need a GPU;
-* without CUDA, the server's processes are forked from this one.
+* without CUDA, the server's processes are forked from this one, and a paused server leaves the core to others.
 
 With CUDA SGLang starts its processes by importing this file again, so what they need stands at the top level.
 """
@@ -235,6 +235,21 @@ def fork_processes() -> None:
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork, HookType.AFTER)
 
 
+def rest_while_paused() -> None:
+    """Let a scheduler that is paused wait for what comes next, as `--sleep-on-idle` lets one without requests.
+
+    SGLang's asks again and again: a core would be busy with that for as long as an update takes.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def rest(call: Any, scheduler: Any) -> None:
+        call(scheduler)
+        scheduler.maybe_sleep_on_idle()
+
+    paused = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+    HookRegistry.register(paused, rest, HookType.AROUND)
+
+
 if KEY:
     blot_out_key()
 if __name__ == "__main__":
@@ -250,6 +265,7 @@ if INSTANCE:
 if ON_CPU:
     honour_seeds()
     fork_processes()
+    rest_while_paused()
 insist_on_hooks()
 if __name__ == "__main__":
     if KEY:
