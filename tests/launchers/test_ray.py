@@ -28,6 +28,7 @@ from megarl.launchers.ray_health import ClusterRay, within
 from megarl.processes import free_port
 from tests.launchers import test_launchers as every
 from tests.ray_forks.clusters import cluster
+from tests.ray_forks.launcher import FORKER
 from tests.runtime import harness
 from tests.runtime.harness import of_training
 
@@ -99,8 +100,10 @@ def test_teams_on_two_nodes_have_the_metrics_of_those_without_ray(tmp_path: Path
 
 
 def test_ray_is_started_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS")
-    assert every.launch("ray", "write_environment", tmp_path, "3").code == 0  # three workers, also on two cores
+    for name in ("RAY_ADDRESS", FORKER):
+        monkeypatch.delenv(name, raising=False)
+    # Three workers, also on two cores.
+    assert every.launch("ray", "write_environment", tmp_path, "3", program=True).code == 0
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
@@ -216,6 +219,7 @@ def test_a_part_of_ray_that_dies_is_named_and_the_run_starts_again_in_a_new_ray(
     entry: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RESTARTS", "1")
+    monkeypatch.delenv(FORKER, raising=False)  # workers of a node manager that is gone are found by their environment
     result = every.launch("local", entry, tmp_path, "1+1")
     assert result.code == 0, result.err
     assert result.err.count(f"megarl: Ray's {part}, process ") == 1, result.err

@@ -1,10 +1,10 @@
-"""Ray for tests: workers forked from a process that has done their imports, and nothing besides that no test asks.
+"""Ray for tests: workers forked from a process that has done their imports, and no program that no test asks.
 
     with cluster({"num_cpus": 1}, {"num_cpus": 1}): ...      # RAY_ADDRESS is that of a Ray of two nodes
     with offered(): ...                                       # launchers that are started here may fork theirs
     with own(): ray.init(...)                                 # a Ray of this process
 
-A worker takes 2 CPU-seconds to import Ray and PyTorch, and 5 with Megatron; forked, it imports Ray alone, in 0.3, since
+A worker takes 2 CPU-seconds to import Ray and PyTorch, and 5 with Megatron; forked, it imports only Ray, in 0.3, since
 Ray reads its settings from the environment then. All else is as always, but that workers are children of that process
 and not of the node manager, and that /proc tells that one's environment of them. On a machine with a GPU, which a fork
 does not survive, Ray starts them itself.

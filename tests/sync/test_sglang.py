@@ -4,6 +4,7 @@ import contextlib
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -177,6 +178,19 @@ def test_a_checksum_that_differs_stops_the_run(served):
     folder, url = served
     with pytest.raises(AssertionError, match=r"parameters differ from the trainer's: model\.norm\.weight"):
         run_distributed(push_wrong, 1, 120, str(folder / "model"), url, str(folder))
+    assert cpu_seconds_in(2.0) < 1.0, "a server that stays paused waits and does not ask again and again"
+
+
+def cpu_seconds_in(seconds: float) -> float:
+    """What the servers of this process compute in this time."""
+
+    def used() -> float:
+        servers = psutil.Process().children(recursive=True)
+        return sum(sum(server.cpu_times()[:2]) for server in servers if "serve.py" in " ".join(server.cmdline()))
+
+    before = used()
+    time.sleep(seconds)
+    return used() - before
 
 
 def push_wrong(folder: str, url: str, run_dir: str) -> None:
