@@ -1,4 +1,4 @@
-"""`megarl ...` in a process that is forked with its imports done, and so are the workers that it starts.
+"""`megarl ...` in a process that is forked with its imports done, and so is what its launcher starts.
 
     ended = run(["train", "tiny.yaml"], folder)           # ended.code, ended.output
     command = Command(["train", "tiny.yaml"], folder)     # goes on beside the test; used like a subprocess.Popen
@@ -6,7 +6,7 @@
 The program and two workers would import torch and Megatron three times: 17 CPU-seconds, most of a tiny run. To the
 command its workers are what they always are: children in sessions of their own, with their environment, pipe, signals
 and exit codes. What the start of a program itself can break (its interpreter, module and memory settings) is seen where
-tests start it for real: tests/launchers, and `harness.run(..., program=...)`.
+tests start it for real: tests/launchers, and `harness.run(..., program=True)`.
 """
 
 from __future__ import annotations

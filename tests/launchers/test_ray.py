@@ -84,7 +84,7 @@ def test_workers_go_with_their_launcher(number: int, tmp_path: Path) -> None:
 def test_a_run_has_the_metrics_of_one_of_the_local_launcher(tmp_path: Path) -> None:
     recipe = harness.write_recipe(tmp_path)
     local = harness.run(recipe, tmp_path / "local")
-    assert harness.run(recipe, tmp_path / "ray", program="ray") == local
+    assert harness.run(recipe, tmp_path / "ray", launcher="ray") == local
 
 
 def test_teams_on_two_nodes_have_the_metrics_of_those_without_ray(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_teams_on_two_nodes_have_the_metrics_of_those_without_ray(tmp_path: Path
 
     here = of_training(harness.train(recipe, tmp_path / "here", *more))
     assert here[2]["actor/kl_loss"] > 0
-    there = harness.run(recipe, tmp_path / "there", *more, "cluster.nnodes=2", program="ray")
+    there = harness.run(recipe, tmp_path / "there", *more, "cluster.nnodes=2", launcher="ray")
     assert of_training(there) == here
 
 

@@ -35,7 +35,7 @@ def served(folder: Path, *settings: str) -> tuple[dict[int, dict[str, float]], s
     need_interpreter()
     recipe = harness.write_recipe(folder)
     common = ("rollout.engine=sglang", "sft.steps=0")
-    steps = harness.run(recipe, folder / "run", *common, *settings, program="ray")
+    steps = harness.run(recipe, folder / "run", *common, *settings, launcher="ray", program=True)
     return steps, (folder / "run" / "log.txt").read_text()
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,10 @@ def write_recipe(folder: Path) -> Path:
     return path
 
 
-def start(recipe: Path, run_dir: Path, *overrides: str, **environment: str) -> Command:
-    """The command with the local launcher, running, forked with its imports done."""
-    return Command(["train", recipe, *overrides, "--run-dir", run_dir], recipe.parent, **environment)
+def start(recipe: Path, run_dir: Path, *overrides: str, launcher: str = "local", **environment: str) -> Command:
+    """The command, running, forked with its imports done."""
+    arguments = ["train", recipe, *overrides, "--launcher", launcher, "--run-dir", run_dir]
+    return Command(arguments, recipe.parent, **environment)
 
 
 @contextlib.contextmanager
@@ -130,19 +131,22 @@ def finish(process: Command | subprocess.Popen[str], timeout: float = 400) -> st
         raise AssertionError(f"still running after {timeout} s:\n{process.communicate()[0][-3000:]}") from None
 
 
-def run(recipe: Path, run_dir: Path, *overrides: str, program: str | None = None) -> dict[int, dict[str, float]]:
+def run(
+    recipe: Path, run_dir: Path, *overrides: str, launcher: str = "local", program: bool = False
+) -> dict[int, dict[str, float]]:
     """A run that must succeed; its metrics.
 
     Args:
-        program: the launcher with which the program itself is started; None: as by `start`.
+        program: start the program itself, as users do; otherwise as by `start`.
     """
-    process = start(recipe, run_dir, *overrides) if program is None else _program(recipe, run_dir, overrides, program)
+    begin = _program if program else start
+    process = begin(recipe, run_dir, *overrides, launcher=launcher)
     output = finish(process)
     assert process.returncode == 0, output[-4000:]
     return metrics(run_dir)
 
 
-def _program(recipe: Path, run_dir: Path, overrides: Sequence[str], launcher: str) -> subprocess.Popen[str]:
+def _program(recipe: Path, run_dir: Path, *overrides: str, launcher: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "megarl", "train", recipe, *overrides, "--launcher", launcher, "--run-dir", run_dir],
         cwd=recipe.parent,

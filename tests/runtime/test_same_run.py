@@ -20,11 +20,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return harness.run(recipe, tmp_path_factory.mktemp("local"), program="local")
+    return harness.run(recipe, tmp_path_factory.mktemp("local"), program=True)
 
 
 def test_torchrun_gives_the_same_metrics(recipe, local, tmp_path):
-    assert harness.run(recipe, tmp_path, program="torchrun") == local
+    assert harness.run(recipe, tmp_path, launcher="torchrun") == local
 
 
 @pytest.mark.parametrize(
