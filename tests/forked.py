@@ -69,10 +69,6 @@ class Forked:
         """kill -9."""
         self.send_signal(signal.SIGKILL)
 
-    def terminate(self) -> None:
-        """kill."""
-        self.send_signal(signal.SIGTERM)
-
 
 class Command(Forked):
     """`python -m megarl ARGUMENTS` in `folder`, begun; stdout and stderr go to one file.

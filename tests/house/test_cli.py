@@ -134,12 +134,19 @@ def test_exit_codes(
 PLAN = ("plan", "grpo_quickstart", "--hardware", "h100x2x1")
 
 
+WAYS = [("read", ""), ("unread", "1"), ("read", "1"), ("unread", "")]
+
+
 @pytest.mark.parametrize(
-    "command",
-    [PLAN, (*PLAN, "--json"), ("--help",), ("doctor",), ("launch", "grpo_quickstart", "--slurm", "--dry-run")],
+    ("command", "errors", "unbuffered"),
+    [
+        *((("--help",), *way) for way in WAYS),
+        *((PLAN, *way) for way in WAYS),
+        *(((*PLAN, "--json"), *way) for way in WAYS[:2]),
+        *((("doctor",), *way) for way in WAYS[:1]),
+        *((("launch", "grpo_quickstart", "--slurm", "--dry-run"), *way) for way in WAYS[:2]),
+    ],
 )
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("errors", ["read", "unread"])
 def test_a_command_ends_quietly_when_nobody_reads_its_output(
     command: tuple[str, ...], errors: str, unbuffered: str
 ) -> None:

@@ -19,7 +19,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,15 +84,19 @@ def own() -> Iterator[None]:
         yield
 
 
-@functools.cache
 def _forker() -> str:
-    """Socket of a process that forks workers; it ends with this one."""
-    folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))
-    path = str(folder / "socket")
-    process = dist.start(0, serve, (path,), "tests.preload")
-    deadline = time.monotonic() + _STARTS_S
-    while not os.path.exists(path):
-        assert process.is_alive(), "the process that forks Ray's workers has ended"
-        assert time.monotonic() < deadline, "the process that forks Ray's workers does not answer"
-        time.sleep(0.02)
+    """Socket of the process that forks workers, which ends with this one."""
+    path = os.path.join(_folder().name, "socket")
+    if not os.path.exists(path):
+        process = dist.start(0, serve, (path,), "tests.preload")
+        deadline = time.monotonic() + _STARTS_S
+        while not os.path.exists(path):
+            assert process.is_alive(), "the process that forks Ray's workers has ended"
+            assert time.monotonic() < deadline, "the process that forks Ray's workers does not answer"
+            time.sleep(0.02)
     return path
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="megarl-ray-")
