@@ -65,7 +65,7 @@ setup(
         "pyarrow>=15",
         "mpmath>=1.3",
         "mlflow>=3.0",
-        "ray>=2.40",
+        "ray>=2.41",
         "scikit-learn>=1.4",
         "scipy>=1.11",
         "pillow>=11",
