@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from functools import cache, partial
 from pathlib import Path
@@ -36,6 +37,7 @@ Reference answer:
 Give a short reason, and a score from {{ low }} (worst) to {{ high }} (best)."""
 _OBJECT = re.compile(r"\{[^{}]*\}")
 _CALLS = "calls"  # file of the cache: one byte per call
+_WARNING = threading.Lock()
 
 
 class JudgeSettings(EndpointSettings):
@@ -137,7 +139,8 @@ def _verdict(item: tuple[str, dict[str, Any]], server: ScoreServer, options: Jud
             try:
                 write_atomically(kept, json.dumps({"score": score}))
             except OSError as error:
-                _warn_not_kept(str(options.cache), error.strerror or str(error))
+                with _WARNING:  # of threads that fail at the same time one warns
+                    _warn_not_kept(str(options.cache), error.strerror or str(error))
     return (score - options.low) / (options.high - options.low)
 
 
