@@ -11,8 +11,6 @@ from typing import Any, Protocol, TypeVar
 from pydantic import ValidationError
 
 from megarl.config.base import Section, raise_problems
-from megarl.config.fields import wrong_value
-from megarl.config.other_names import meaning_of
 from megarl.errors import ConfigError, close_matches
 
 M = TypeVar("M", bound=Section)
@@ -79,6 +77,8 @@ def settle(
     try:
         return (None if problems else model.model_validate(known, strict=True)), problems
     except ValidationError as error:
+        from megarl.config.fields import wrong_value  # with all sections: a process that scores starts without them
+
         wrong = {str(detail["loc"][0]): detail for detail in error.errors(include_url=False) if detail["loc"]}
         for key, detail in wrong.items():
             problems.append(
@@ -112,6 +112,8 @@ def _is_default(value: Any, key: str, readers: Mapping[str, type[Section]]) -> b
 
 def _unknown(path: str, name: str, allowed: list[str], readers: list[str], name_key: str, where: str) -> ConfigError:
     above, _, key = path.rpartition(".")
+    from megarl.config.other_names import meaning_of
+
     near, elsewhere = close_matches(key, allowed), meaning_of(tuple(path.split(".")))
     fix = "remove it, or use one of the keys above" if allowed else "remove it"
     if elsewhere is not None:
