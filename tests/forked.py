@@ -151,8 +151,8 @@ def _forked_scorer(command: list[str], *, env: dict[str, str], pass_fds: Sequenc
         sys.argv = command[2:]
         importlib.import_module(command[2]).main()
 
-    in_child = functools.partial(_in_child, env, pass_fds, work)
-    return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=in_child, **options)
+    becoming = functools.partial(in_child, env, pass_fds, work)
+    return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=becoming, **options)
 
 
 def _forked_program(args: list[str], *, env: dict[str, str], pass_fds: Sequence[int] = (), **options: Any) -> Any:
@@ -166,8 +166,8 @@ def _forked_program(args: list[str], *, env: dict[str, str], pass_fds: Sequence[
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         return main([str(one) for one in args[place + 1 :]])
 
-    in_child = functools.partial(_in_child, env, pass_fds, work)
-    return subprocess.Popen(args, env=env, pass_fds=pass_fds, preexec_fn=in_child, **options)
+    becoming = functools.partial(in_child, env, pass_fds, work)
+    return subprocess.Popen(args, env=env, pass_fds=pass_fds, preexec_fn=becoming, **options)
 
 
 def _worker_main(arguments: list[str]) -> int:
@@ -192,7 +192,7 @@ def _agent_main(arguments: list[str]) -> int:
     return torchrun.agent(arguments, Path(os.environ[torchrun.AGENT_REPORT]))
 
 
-def _in_child(env: dict[str, str], pass_fds: Sequence[int], work: Callable[[], int | None]) -> NoReturn:
+def in_child(env: dict[str, str], pass_fds: Sequence[int], work: Callable[[], int | None]) -> NoReturn:
     """Do in a child that was just forked what a program would do, with the files that it would have."""
     kept = {0, 1, 2, *pass_fds}
     for name in os.listdir("/proc/self/fd"):

@@ -111,9 +111,9 @@ def _is_default(value: Any, key: str, readers: Mapping[str, type[Section]]) -> b
 
 
 def _unknown(path: str, name: str, allowed: list[str], readers: list[str], name_key: str, where: str) -> ConfigError:
-    above, _, key = path.rpartition(".")
     from megarl.config.other_names import meaning_of
 
+    above, _, key = path.rpartition(".")
     near, elsewhere = close_matches(key, allowed), meaning_of(tuple(path.split(".")))
     fix = "remove it, or use one of the keys above" if allowed else "remove it"
     if elsewhere is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -10,10 +11,11 @@ import select
 import signal
 import socket
 import sys
-import traceback
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from tests.forked import in_child
 
 
 def serve(path: str) -> None:
@@ -32,9 +34,9 @@ def serve(path: str) -> None:
             client, _ = server.accept()
             request, files = _received(client)
             if not os.fork():
-                server.close()
-                client.close()
-                _work(request, files)
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                in_child(request["environment"], (), functools.partial(_work, request["folder"], request["arguments"]))
             client.close()
             for file in files:
                 os.close(file)
@@ -47,40 +49,22 @@ def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(data), list(files)
 
 
-def _work(request: dict[str, Any], files: list[int]) -> NoReturn:
+def _work(folder: str, arguments: list[str]) -> None:
     """Become what Ray would have started."""
-    code = 1
-    try:
-        os.setpgrp()  # Ray ends the process groups of its workers
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
-        for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
-        os.environ.clear()
-        os.environ.update(request["environment"])
-        os.chdir(request["folder"])
-        ray = find_spec("ray")
-        assert ray is not None
-        assert ray.origin is not None
-        file_of_ray = Path(ray.origin).with_name("_private") / "workers" / "default_worker.py"
-        given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-        sys.path[:] = [str(file_of_ray.parent), *given, *(one for one in sys.path[1:] if one not in given)]
-        random.seed()
-        import torch
+    os.setpgrp()  # Ray ends the process groups of its workers
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    ray = find_spec("ray")
+    assert ray is not None
+    assert ray.origin is not None
+    file = Path(ray.origin).with_name("_private") / "workers" / "default_worker.py"
+    given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[:] = [str(file.parent), *given, *(one for one in sys.path[1:] if one not in given)]
+    random.seed()
+    import torch
 
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        sys.argv = [str(file_of_ray), *request["arguments"]]
-        runpy.run_path(str(file_of_ray), run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    sys.argv = [str(file), *arguments]
+    runpy.run_path(str(file), run_name="__main__")

@@ -1,4 +1,4 @@
-"""What Ray starts as a worker in tests: asks the forker for one, in place of an interpreter that imports Ray."""
+"""Ask the forker for a worker of Ray, in place of an interpreter that imports Ray: the program that Ray starts."""
 
 import json
 import os

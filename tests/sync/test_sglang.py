@@ -182,7 +182,7 @@ def test_a_checksum_that_differs_stops_the_run(served):
 
 
 def cpu_seconds_in(seconds: float) -> float:
-    """What the servers of this process compute in this time."""
+    """CPU time that the servers of this process use in so many seconds."""
 
     def used() -> float:
         servers = psutil.Process().children(recursive=True)
