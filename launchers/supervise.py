@@ -85,7 +85,7 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
                 continue
             _report(failure, workers, job, ended, restarts.spent(failure.rank))
             return _end_of(failure, job)
-        if len(ended) == len(ranks) or (job.separate and _is_stopped(ended, job)):
+        if len(ended) == len(ranks) or (job.separate and _ends_others(ended, job)):
             return End(0)
         errors = job.errors().values()
         if errors and time.time() - min(error.time for error in errors) > LINGER_S:
@@ -104,10 +104,16 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
         time.sleep(POLL_S)
 
 
-def _is_stopped(ended: dict[int, int], job: Job) -> bool:
-    """Return whether the actor's team ended before the last step (`trainer.save_by_s`): others would wait for ever."""
-    leads = range(job.teams[0].devices)
-    return {*leads} <= ended.keys() and read_run(job.run_dir, tell=False).get("status") == "stopped"
+def _ends_others(ended: dict[int, int], job: Job) -> bool:
+    """Return whether the actor's team ended before the last step: others would wait for ever.
+
+    A run that is saved in time (`trainer.save_by_s`) is `stopped`, one that a metric ends is `finished`.
+    """
+    if not {*range(job.teams[0].devices)} <= ended.keys():
+        return False
+    status, beat = read_run(job.run_dir, tell=False).get("status"), read_beat(job.run_dir, 0)
+    early = job.config.trainer.early_stop is not None and beat is not None and beat.step < job.config.trainer.steps
+    return status == "stopped" or (status == "finished" and early)
 
 
 def _settle(workers: Workers, job: Job) -> dict[int, int]:

@@ -164,7 +164,7 @@ def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, j
     """Check the sizes of training steps, their learning rates, and how they are measured."""
     check_batches(config, placement, checks)
     check_schedules(config, roles, checks)
-    check_watched_metrics(config, placement, job, checks)
+    check_watched_metrics(config, job, checks)
 
 
 def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:

@@ -435,7 +435,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, ch
         )
 
 
-def check_watched_metrics(config: RunConfig, placement: Placement | None, job: str, checks: Checklist) -> None:
+def check_watched_metrics(config: RunConfig, job: str, checks: Checklist) -> None:
     """Check what `trainer.best_metric` and `trainer.early_stop` watch."""
     checks = checks.of("early stop")
     trainer = config.trainer
@@ -460,14 +460,6 @@ def check_watched_metrics(config: RunConfig, placement: Placement | None, job: s
             "nothing is validated before the last step, so the run would never end early",
             found=stop.metric,
             fix=f"set data.val_files and {every}, or watch a metric of training",
-        )
-    separate = job == "train" and placement is not None and placement.separate
-    if separate and config.data.held_out and config.validation.every != 1 and not stop.metric.startswith("val/"):
-        checks.warn(
-            key,
-            "with several teams a metric of training ends the run without a validation of its last step",
-            found=stop.metric,
-            fix="watch a metric of the validation, such as val/acc, or set validation.every=1",
         )
 
 

@@ -35,7 +35,7 @@ from megarl.disaggregated.as_ready_checkpoint import files_of_flow
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_loop import store_of
 from megarl.disaggregated.pace import Pace
-from megarl.disaggregated.rollout_team import evaluate_teams, tell_loader
+from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
 from megarl.metrics import Metrics
 from megarl.runtime.validate import validates
 from megarl.staleness import policy_of
@@ -386,6 +386,8 @@ class AsReadyLoop:
     def _validate(self, version: int) -> None:
         if validates(self.c.config, version):
             evaluate_teams(self.c, self.recorder, version)
+        else:
+            evaluate_last(self.c, self.recorder, version)
 
     def _save(self, version: int, producer: Groups) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""

@@ -11,7 +11,7 @@ after_step(): is a step saved?              ----->   after_step(): its engines (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from megarl.tracing import phase
 from megarl.training.saving import UnderWay
 
 if TYPE_CHECKING:
+    from megarl.metrics import Metrics
     from megarl.runtime.rank_state import RankState
 
 
@@ -62,6 +63,10 @@ class CheckpointPart:
 
     def may_save(self, step: int) -> bool:
         """Return False: the actor's team decides."""
+        return False
+
+    def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
+        """Return False: the actor's team decides, and the launcher ends the others."""
         return False
 
     def begin(self) -> None:

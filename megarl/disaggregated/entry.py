@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.disaggregated.generation import open_rollout, publish
 from megarl.disaggregated.in_order_loop import InOrderLoop, find_buffered_steps, generates_apart, store_of
 from megarl.disaggregated.recorder import TeamRecorder
-from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader
+from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader, tell_last
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
 from megarl.errors import ConfigError
 from megarl.processes import FINISHED, RESTARTS, STORE, TEAM
@@ -173,10 +174,15 @@ def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: 
                     prompts = next(c.loader)
             if weights is not None:
                 weights.before_step(step)
-            recorder.groups(step, executor.run(c.context, prompts, more=c.loader))
+            samples = executor.run(c.context, prompts, more=c.loader)
             if weights is not None:
                 weights.after_step(step, saves=checkpoints.may_save(step))
-            if validates(config, step):
+            early = checkpoints.ends_early(step, partial(recorder.told, step))
+            if team.leads:
+                tell_last(c, step, early)
+            recorder.groups(step, samples, early=early)
+            del samples  # the next step needs the memory
+            if validates(config, step, early=early):
                 accuracy = evaluate_teams(c, recorder, step)
         numbers = recorder.end_step(step)
         channel.done(step)

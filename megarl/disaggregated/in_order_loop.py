@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Role
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_checkpoint import BufferedStep, files_ahead
-from megarl.disaggregated.rollout_team import evaluate_teams, tell_loader
+from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
 from megarl.metrics import Metrics
-from megarl.runtime.validate import validates
+from megarl.runtime.validate import may_be_last, validates
 from megarl.staleness import StalenessPolicy, policy_of
 from megarl.tracing import phase, set_step
 
@@ -88,10 +88,12 @@ class InOrderLoop:
                     self._follow(version)
             self.recorder.end_step(step)
             if version > first:
+                self._evaluate_last(version)
                 self._save(version)
         for version in range(max(first, policy.oldest(steps + 1)) + 1, steps + 1):
             with phase("step"):
                 self._follow(version)
+            self._evaluate_last(version)
             self._save(version)
 
     @property
@@ -127,11 +129,15 @@ class InOrderLoop:
 
     def _follow(self, version: int) -> None:
         c, validated = self.c, validates(self.c.config, version)
-        if not self._policy.samples_with(version, validates=validated):
+        if not self._policy.samples_with(version, validates=validated or may_be_last(c.config, version)):
             return
         publish(c, version)
         if validated:
             evaluate_teams(c, self.recorder, version)
+
+    def _evaluate_last(self, version: int) -> None:
+        with phase("step"):
+            evaluate_last(self.c, self.recorder, version)
 
     def _save(self, version: int) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""

@@ -127,6 +127,7 @@ class TeamRecorder(Recorder):
         super().__init__(c, stage, total_steps, resume_step, part)
         self.channel: TeamChannel | GroupChannel | None = None
         self.sampled: Callable[[int], list[dict[str, Any]]] | None = None
+        self._told: list[Metrics] | None = None  # of the step that has not ended
         self._time = TeamTime(c.team)
         self._all_teams = AllTeams(team.name for team in c.team.placement.teams)
 
@@ -135,7 +136,17 @@ class TeamRecorder(Recorder):
         super().start_step()
         self._time.start_step()
 
+    def told(self, step: int) -> list[Metrics]:
+        """Wait until the other teams are through `step`, which has not ended here, and return what they measured."""
+        if self._told is None:
+            self._told = self._read_others(step)
+        return self._told
+
     def _await_others(self, step: int) -> list[Metrics]:
+        found, self._told = self.told(step), None
+        return found
+
+    def _read_others(self, step: int) -> list[Metrics]:
         found: list[dict[str, Any]] = []
         for team in self._c.team.others if self._c.team.leads else ():
             with phase("await_metrics", waits_for=team.name):

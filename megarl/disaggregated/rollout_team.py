@@ -6,6 +6,7 @@
     push version t, then weights/t ------------------------------------>   follow(t): generate step t + 1, validate t
     checkpoint        <-- loader/t: where it stands after step t --------
     record, best      <-- validation/t: accuracy, rows for the report ---
+    early end?        last/t: validate t, too -------------------------->   only with `trainer.early_stop`, of training
 
 Mail is JSON of the first rank of a team; every rank that needs it reads it, and waits as the store does: until no other
 team makes progress any more. So a version is waited for here, and the inbox has it by then.
@@ -24,7 +25,7 @@ from megarl.metrics import Metrics
 from megarl.processes import LOOPBACK
 from megarl.rendezvous import run_key
 from megarl.runtime.recorder import VALIDATE
-from megarl.runtime.validate import evaluate, validate
+from megarl.runtime.validate import evaluate, may_be_last, validate
 from megarl.staleness import StalenessPolicy, policy_of
 from megarl.tracing import phase
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from megarl.sync.updater import SyncReport, WeightSync
     from megarl.training.multi_team_commit import Mail
 
-ENGINES, LOADER, VALIDATION, WEIGHTS = "engines", "loader", "validation", "weights"
+ENGINES, LAST, LOADER, VALIDATION, WEIGHTS = "engines", "last", "loader", "validation", "weights"
 _KEY = "weights of engines"
 
 
@@ -252,3 +253,22 @@ def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
     accuracy = metrics.result()["val/acc"]
     post_validation(step, accuracy, metrics, result.rows, c.layout.world, c.mail)
     return accuracy
+
+
+def tell_last(c: RankState, step: int, early: bool) -> None:
+    """After the walk of `step`: the rollout's team learns whether `step` is the last one. The actor's team calls."""
+    if c.layout.rank == 0 and not c.team.holds(Role.ROLLOUT) and may_be_last(c.config, step):
+        c.mail.post(f"{LAST}/{step}", early)
+
+
+def evaluate_last(c: RankState, recorder: Recorder, step: int) -> None:
+    """Evaluate after `step` in a rollout's team of its own, where a metric of training makes it the last step.
+
+    Comes after this team's record of the step, which the actor's team decides by.
+    """
+    if not may_be_last(c.config, step):
+        return
+    with phase("await_last", waits_for=c.team.of(Role.ACTOR)):
+        last = c.mail.read(f"{LAST}/{step}")
+    if last:
+        evaluate_teams(c, recorder, step)

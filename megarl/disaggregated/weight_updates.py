@@ -12,7 +12,7 @@ from megarl.disaggregated.buffer.core import FORMED
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_loop import DRAWN, store_of
 from megarl.models.copies import ParameterCopies
-from megarl.runtime.validate import validates
+from megarl.runtime.validate import may_be_last, validates
 from megarl.staleness import policy_of
 from megarl.tracing import phase
 
@@ -46,7 +46,7 @@ class InOrderUpdates:
         validated = validates(self._c.config, version)
         now = saves or validated or self._policy.weights_must_go(version - 1, version + 1)
         none_waits = self._push_waiting(lambda _: now)
-        if not self._policy.samples_with(version, validates=validated):
+        if not self._policy.samples_with(version, validates=validated or may_be_last(self._c.config, version)):
             return
         if none_waits and self._may_go(version, wait=now):
             publish(self._c, version)

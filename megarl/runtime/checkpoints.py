@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -72,6 +72,9 @@ class SavedRun(Protocol):
 
     def may_save(self, step: int) -> bool:
         """Say whether `step` may be saved; False where the actor's team decides that."""
+
+    def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
+        """Say whether `step` is the last one by a metric of training; False where the actor's team decides that."""
 
     def load(self, source: Path) -> None:
         """Restore what this team has in the checkpoint that the run goes on from."""
@@ -404,15 +407,21 @@ class Checkpoints:
         early = self._early_stop.may_end(validated=validated)
         return asked or due_now or early or step == trainer.steps or (bool(trainer.save_every) and validated)
 
-    def ends_early(self, step: int) -> bool:
+    def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
         """Say whether `after_step` will end the run by a metric of training, as far as `step` has measured it by now.
 
         So the last step has its validation although nothing else tells before its end that it is the last.
+
+        Args:
+            others: waits for what other teams have measured of the step; called where the answer depends on it.
         """
         if not self._early_stop.may_end(validated=False):
             return False
         local = self._c.context.metrics if self._c.layout.is_lead else Metrics()
-        return self._early_stop.would_end(step, self._world.reduce_metrics(local).result())
+        reduced = self._world.reduce_metrics(local)
+        for metrics in others():
+            reduced.merge(metrics)
+        return self._early_stop.would_end(step, reduced.result())
 
     @property
     def over(self) -> bool:

@@ -171,6 +171,13 @@ def validates(config: RunConfig, step: int, *, early: bool = False) -> bool:
     return bool(config.data.held_out) and (last or due(step, config.validation.every))
 
 
+def may_be_last(config: RunConfig, step: int) -> bool:
+    """Say whether a metric of training may make `step` the last one, which then is validated although it is not due."""
+    stop = config.trainer.early_stop
+    by_training = stop is not None and not stop.metric.startswith("val/")
+    return by_training and bool(config.data.held_out) and not validates(config, step)
+
+
 def due(step: int, every: int) -> bool:
     """True on every `every`-th step; never when it is 0."""
     return every > 0 and step % every == 0

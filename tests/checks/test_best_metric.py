@@ -63,17 +63,6 @@ def test_what_would_never_end_a_run_early(failures, stop, settings, key, words):
     assert words in str(check.problem())
 
 
-@pytest.mark.parametrize(
-    ("metric", "every", "warns"), [("actor/kl", 0, True), ("actor/kl", 1, False), ("val/acc", 2, False)]
-)
-def test_teams_that_end_early_without_a_validation_are_warned(warned, metric, every, warns):
-    stop = (f"trainer.early_stop={{metric: {metric}, patience: 9}}", f"validation.every={every}", "cluster.nproc=2")
-    apart = "placement.teams={train: {roles: [actor], devices: 1}, draw: {roles: [rollout], devices: 1}}"
-    said = "ends the run without a validation of its last step"
-    assert any(said in str(check.problem()) for check in warned(VAL, *stop, apart)) == warns
-    assert not any(said in str(check.problem()) for check in warned(VAL, *stop))
-
-
 def test_what_may_end_a_run_early_is_not_refused(failures):
     assert not failures(VAL, "validation.every=1", "trainer.early_stop={target: 0.9}")
     assert not failures("data.val_files=[]", "validation.every=0", "trainer.early_stop={metric: actor/kl, patience: 9}")

@@ -73,6 +73,26 @@ def test_ppo_with_a_team_for_every_model_changes_no_number(recipe, tmp_path):
     assert of_training(apart) == together
 
 
+@pytest.mark.parametrize(
+    ("metric", "ahead"),
+    [
+        pytest.param("critic/score/mean", (), marks=pytest.mark.campaign("teams")),
+        ("critic/score/mean", ("async.max_staleness=2",)),  # weights 2 of 4 steps are for no training
+        ("actor/entropy", ("async.max_staleness=1", "async.order=as_ready", "async.partial=true")),
+    ],
+)
+def test_a_run_that_a_metric_of_training_ends_early_has_its_last_validation(recipe, tmp_path, metric, ahead):
+    settings = ("sft.steps=0", "trainer.steps=4", "validation.every=0")
+    settings += (f"trainer.early_stop={{metric: {metric}, patience: 1, min_delta: 5.0}}",)
+    apart = harness.run(recipe, tmp_path / "two", *settings, *TWO_TEAMS, *ahead)
+    assert [step for step in apart if "val/acc" in apart[step]] == [0, 2]
+    assert max(apart) == 2
+    assert {row["step"] for row in read_jsonl(tmp_path / "two" / "training_samples.jsonl")} == {1, 2}
+    assert not (tmp_path / "two" / "restarts.jsonl").exists(), "the launcher ends the other team"
+    if not ahead:
+        assert of_training(apart) == harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
+
+
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> tuple[tuple[str, ...], dict[int, dict[str, float]]]:
     """Settings of a run that nothing happened to, and its metrics."""
