@@ -24,13 +24,14 @@ from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.model_files import no_model
 from megarl.artifacts.robot_policy import PREPROCESSOR, ROBOT_POLICY, read_preprocessor
+from megarl.compat import transformers
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
 from megarl.processes import is_first_process
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     from megarl.architectures.vision import VisionShape
 
@@ -48,8 +49,6 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     Raises:
         ConfigError: nothing to load, no such folder, or an architecture or variant that is not supported.
     """
-    from transformers import AutoConfig
-
     raw, where = _raw_config(model, key)
     if raw.get("model_type") == ROBOT_POLICY:
         return _robot_policy(raw, where, model, key, follow_files=follow_files)
@@ -63,7 +62,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     elif model.hf_config is not None:
         facts_from_config(model.hf_config, "model.hf_config")
         try:
-            config = AutoConfig.for_model(**model.hf_config)
+            config = _config_classes().for_model(**model.hf_config)
         except _refusals() as error:
             raise ConfigError(
                 f"transformers refuses this configuration: {_first_line(error)}",
@@ -76,6 +75,14 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
         )
     config.__dict__.pop("quantization_config", None)  # what is exported is not quantised
     return config
+
+
+def _config_classes() -> type[AutoConfig]:
+    """Return what makes configurations; it imports no modelling code."""
+    transformers.install()
+    from transformers import AutoConfig
+
+    return AutoConfig
 
 
 def _raw_config(model: ModelConfig, key: str) -> tuple[dict[str, Any], str]:
@@ -166,11 +173,9 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
     Raises:
         ConfigError: at `where`: there is none, or it cannot be read.
     """
-    from transformers import AutoConfig
-
     check_folder(path, where)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return _config_classes().from_pretrained(path, trust_remote_code=trust_remote_code)
     except _refusals() as error:
         from megarl.data.hub import advice
 
