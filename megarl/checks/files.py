@@ -14,7 +14,7 @@ from megarl.artifacts.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, 
 from megarl.artifacts.model_files import GENERATION_CONFIG, check_tokenizer_files, end_token_ids
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
-from megarl.checks.references import check_reference, check_reward_kwargs, strings
+from megarl.checks.references import check_reference, check_reward_kwargs, signature_of, strings
 from megarl.checks.weights import check_weights
 from megarl.config.base import as_config_error
 from megarl.config.data import RewardConfig
@@ -33,7 +33,8 @@ from megarl.errors import ConfigError, close_files, count
 from megarl.imports import is_file_reference, is_module_reference
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located, raise_part_problems
-from megarl.rewards.registry import reward_settings
+from megarl.rewards.references import gives_images
+from megarl.rewards.registry import refuse_images, reward_settings
 
 # Models of one family round vocab_size up to different multiples; their tokenizers are compared when the run starts.
 _PADDING = 1024
@@ -284,6 +285,9 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
                     tree = check_reference(name, "reward.name")
                     if tree is not None:
                         check_reward_kwargs(tree, name, reward.kwargs)
+                        signature = signature_of(tree, name)
+                        if signature is not None and not gives_images(config):
+                            refuse_images(name, signature, reward.kwargs)
             checks.ok(f"{key}: {name}" if label or not included else name)
             if not label and "reward_parts" in estimator_fields(config.algorithm):
                 _check_parts(config, strings(tree) if tree is not None else None, checks.of("reward parts"))

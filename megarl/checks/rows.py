@@ -41,7 +41,7 @@ from megarl.rewards import REWARDS
 from megarl.rewards.parts import located
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rewards.registry import KWARGS, reward_settings
-from megarl.rewards.signatures import OWN, columns_of, form_of, requires_images
+from megarl.rewards.signatures import OWN, columns_of, form_of
 
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
 _TOKENIZE_S = 2.0
@@ -267,13 +267,6 @@ class _Rows:
     def _check_parameters(self, rows: Sequence[Row]) -> None:
         """Check that the columns that a user's reward function takes as parameters exist."""
         for reward, _, signature in self._signatures():
-            if self.config.data.image_key is None and requires_images(signature, reward.kwargs):
-                raise ConfigError(
-                    f"{reward.name} asks for images, and the recipe names no column of them",
-                    where="data.image_key",
-                    found="null",
-                    fix="name the column, or give the parameter `images` a default",
-                )
             wanted = columns_of(signature, reward.kwargs)
             for row in rows:
                 for column in wanted:

@@ -178,6 +178,7 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
     from megarl.checks.rows import check_rows
     from megarl.envs.registry import check_environment
     from megarl.rewards.preflight import check_import
+    from megarl.rewards.references import gives_images
     from megarl.tracking.mlflow_store import check_store
 
     if job != "generate" and config.tracking.mlflow and config.tracking.mlflow_uri is not None:
@@ -185,7 +186,7 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
     read = check_rows(config, job)
     check_arguments(config)
     if job != "generate":
-        check_import(config.reward)
+        check_import(config.reward, images=gives_images(config))
     ignored = check_environment(config)
     if ignored is not None and job in ("train", "eval"):
         warnings.warn(str(ignored), ConfigWarning, stacklevel=2)

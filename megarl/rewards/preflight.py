@@ -35,21 +35,26 @@ _DEPTH, _LINES = 100, 20
 _PARTS = ("what", "where", "found", "allowed", "fix")
 
 
-def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
+def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S, *, images: bool = True) -> None:
     """Import the functions of the reward and bind their arguments; included rewards need no check.
+
+    Args:
+        reward: section of the recipe.
+        limit_s: seconds for the import of each.
+        images: functions that ask for images get them.
 
     Raises:
         ConfigError: the error that a worker would raise.
     """
     for label, one in reward.functions.items():
         if ":" in one.name:
-            request = {"name": one.name, "mode": one.mode, "kwargs": one.kwargs}
+            request = {"name": one.name, "mode": one.mode, "kwargs": one.kwargs, "images": images}
             with located(label):
                 ask(_load, request, limit_s, where=REWARDS.key)
 
 
-def _load(name: str, mode: Mode, kwargs: dict[str, Any]) -> None:
-    load_scorer(name, mode, kwargs)
+def _load(name: str, mode: Mode, kwargs: dict[str, Any], images: bool) -> None:
+    load_scorer(name, mode, kwargs, images=images)
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:

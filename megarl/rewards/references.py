@@ -40,6 +40,12 @@ def uses_reward(config: RunConfig) -> bool:
     )
 
 
+def gives_images(config: RunConfig) -> bool:
+    """Return whether a reward function that cannot do without images is called with them, or is not called."""
+    scores = config.preference is None and uses_reward(config)
+    return config.data.image_key is not None or not scores
+
+
 def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
     """Refuse a row whose reference answer an included reward cannot use; users' functions are not checked.
 

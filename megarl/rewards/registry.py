@@ -13,7 +13,7 @@ arguments of a function without the decorator.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -108,16 +108,18 @@ def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
     return None if spec.limit is None else float(getattr(reward_settings(name, kwargs, spec), spec.limit))
 
 
-def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
+def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool = True) -> Scorer:
     """Find the function that `name` refers to, and give it its settings.
 
     Args:
         name: an included reward, `path/to/file.py:function`, or `package.module:function`.
         mode: how the user's function is called; included ones take one sample at a time.
         kwargs: `reward.kwargs`.
+        images: samples may have images.
 
     Raises:
-        UserError: unknown name, missing file or function, an error while importing, or arguments it does not take.
+        UserError: unknown name, missing file or function, an error while importing, arguments it does not take, or
+            images that it asks for and the run has not.
     """
     function = REWARDS.get(name)
     spec = REWARDS.declared(function)
@@ -133,8 +135,25 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
     if name not in REWARDS.names():
         signature = _signature(function)
         asks = signatures.asks_images(signature, kwargs)
+        if not images:
+            refuse_images(name, signature, kwargs)
         function = signatures.adapt(function, signature, mode)
     return Scorer(name, function, mode_of(name, mode), source or "", kwargs, asks)
+
+
+def refuse_images(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a function that cannot be called without images, in a run that has none.
+
+    Raises:
+        ConfigError: names the function, and the key that is missing.
+    """
+    if signatures.requires_images(signature, kwargs):
+        raise ConfigError(
+            f"{name} asks for images, and the recipe names no column of them",
+            where="data.image_key",
+            found="null",
+            fix="name the column, or give the parameter `images` a default",
+        )
 
 
 def own_keys(name: str) -> list[str] | None:

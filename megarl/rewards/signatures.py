@@ -47,6 +47,7 @@ VERL = Convention("verl", "solution_str", ("data_source", "solution_str", "groun
 ONE_SAMPLE = "reward_input"
 #: Parameter that asks for the images of samples.
 IMAGES = "images"
+_NO_IMAGES = "the function asks for images, and the recipe names no column of them: set data.image_key"
 #: Conventions of other trainers, for messages.
 OTHER_FORMS = "fn(completions, **kwargs), fn(prompts, completions, answer, ...), fn(solution_str, ground_truth, ...)"
 
@@ -146,7 +147,7 @@ def _images(sample: Sample) -> list[Any]:
         ValueError: the recipe has none.
     """
     if IMAGES not in sample:
-        raise ValueError("the function asks for images, and the recipe names no column of them: set data.image_key")
+        raise ValueError(_NO_IMAGES)
     return list(sample[IMAGES])
 
 
@@ -163,7 +164,7 @@ def _arguments(
     """Return the arguments for a function of another trainer: those its convention fills, columns, `reward.kwargs`.
 
     Raises:
-        ValueError: it needs a missing column.
+        ValueError: it needs a missing column, or images.
     """
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -175,6 +176,8 @@ def _arguments(
             values = [_value(form, name, sample) for sample in samples]
             arguments[name] = values if form.batch else values[0]
     missing = [n for n in columns_of(signature, kwargs) if n not in arguments]
+    if IMAGES not in arguments and requires_images(signature, kwargs):
+        raise ValueError(_NO_IMAGES)
     if missing:
         raise ValueError(
             f"the function asks for {', '.join(missing)}, which is neither a column of the data "

@@ -6,7 +6,8 @@ import textwrap
 import numpy as np
 import pytest
 
-from megarl.checks.rows import check_rows
+from megarl.checks.checklist import Checklist
+from megarl.checks.files import check_reward
 from megarl.config.data import RewardConfig
 from megarl.config.load import load_config
 from megarl.data.batch import Batch
@@ -16,6 +17,7 @@ from megarl.data.images import patches_of, resized
 from megarl.errors import ConfigError, RewardError
 from megarl.rewards import REWARDS, Rewards
 from megarl.rewards.images import encoded, packed, unpacked, with_images
+from megarl.rewards.preflight import check_import
 from megarl.runtime.stages.reward import _images
 from tests.data.test_images import SETTINGS, picture
 
@@ -28,6 +30,13 @@ def may_look(samples, images=None):
 
 def trl(completions, images, **kwargs):
     return [float(len(own) == 2 and own[0].size[0] > 1) for own in images]
+
+def keep(function):
+    return function
+
+@keep
+def decorated(samples, images):
+    return [0.0] * len(samples)
 
 def one_image(sample, images):
     return float(images[0].width)
@@ -75,18 +84,28 @@ def test_functions_that_ask_get_the_images_and_others_do_not(file):
     assert [one["one_image"] for one in results] == [PIXELS[0].shape[1], PIXELS[1].shape[1], PIXELS[0].shape[1]]
 
 
-def test_a_function_that_asks_where_there_are_none_says_so(file):
+@pytest.mark.parametrize("name", ["red", "trl"])
+def test_a_function_that_asks_where_there_are_none_says_so(file, name):
     with pytest.raises(RewardError, match=r"set data\.image_key"):
-        scored(RewardConfig(name=f"{file}:red", timeout_s=60), None)
+        scored(RewardConfig(name=f"{file}:{name}", timeout_s=60), None)
     assert scored(RewardConfig(name=f"{file}:may_look", timeout_s=60), None)[0]["overall"] == 1.0
 
 
-def test_a_function_that_asks_where_there_are_none_is_refused_before_a_start(file, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    data = [f"data.{split}_files=[{tmp_path}/rows.jsonl]" for split in ("train", "val")]
-    given = [*data, "data.loader_kwargs=!replace {}", f"reward=!replace {{name: '{file}:red'}}"]
-    with pytest.raises(ConfigError, match="asks for images"):
-        check_rows(load_config("grpo_quickstart", given), "train")
+@pytest.mark.parametrize("name", ["red", "trl"])
+def test_a_function_that_asks_where_there_are_none_is_refused_before_a_start(file, name):
+    """Whatever the rows are: those of the quickstart come from a function, which is not called then."""
+    config = load_config("grpo_quickstart", [f"reward=!replace {{name: '{file}:{name}'}}"])
+    checks = Checklist()
+    check_reward(config, checks)
+    (failed,) = [check for check in checks.items if check.status == "fail"]
+    assert failed.key == "data.image_key"
+    assert f"{name} asks for images" in str(failed.problem())
+
+
+def test_a_decorated_function_that_asks_is_refused_when_it_is_imported(file):
+    with pytest.raises(ConfigError, match=r"data\.image_key: .*decorated asks for images"):
+        check_import(RewardConfig(name=f"{file}:decorated"), limit_s=60, images=False)
+    check_import(RewardConfig(name=f"{file}:decorated"), limit_s=60)
 
 
 def test_the_images_of_samples_are_those_that_the_model_sees():
