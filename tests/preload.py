@@ -12,6 +12,7 @@ for name in (
     *("megarl.cli", "megarl.checks.recipe", "megarl.checks.rows", "megarl.launchers.local", "megarl.runtime.worker"),
     *("megarl.recipes.build", "megarl.runtime.loop", "megarl.runtime.inference", "megarl.tracking.tracker"),
     *("megarl.recipes.entry", "megarl.config.load", "psutil", "numpy.random"),
+    "torch.fx.experimental.symbolic_shapes",  # the gradient of more than one number asks for it, and it takes a second
     *("transformers.convert_slow_tokenizer", "transformers.models.auto.tokenization_auto", "rich.console"),
     # What modules of tests import.
     *("pytest", "hypothesis", "tests.dist", "tests.forked", "tests.training.cases", "tests.runtime.harness"),

@@ -74,6 +74,11 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
     )
 
 
+def layers_for(sizes: dict) -> int:
+    """Return how deep a model is that these sizes can cut: two stages of two parts need four layers."""
+    return 4 if "vpp" in sizes else 2
+
+
 def _random(chunks, hf, seed) -> None:
     """Random weights with a scale that makes log-probs differ clearly."""
     from megarl.models.weights import init_random

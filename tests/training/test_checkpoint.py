@@ -51,6 +51,11 @@ def _steps(engine, first: int, count: int = 2) -> list[dict]:
     return found
 
 
+def _layers(name: str) -> int:
+    """As few as the layouts of this model can cut."""
+    return max(cases.layers_for(sizes) for case, saver, loaders in TWO if case == name for sizes in (saver, *loaders))
+
+
 def _hashes(engine) -> list[str]:
     return [cases.digest(p) for chunk in engine.chunks for p in chunk.parameters()]
 
@@ -60,14 +65,15 @@ def _reshard(root: str) -> list[dict]:
     out = []
     for number, (name, saver, loaders) in enumerate(TWO):
         distributed = number % 2 == 0
-        engine = _engine(name, saver, distributed=distributed)
+        engine = _engine(name, saver, distributed=distributed, layers=_layers(name))
         _steps(engine, 0)
         folder = checkpoint.save(Path(root) / str(number), 2, {"actor": engine}, {"case": number})
         goes_on, end = _steps(engine, 2), _hashes(engine)
         for sizes in loaders:
             # Another form of optimizer than the one that saved, except under the same layout.
             same = sizes == saver
-            other = _engine(name, sizes, seed=77, distributed=distributed if same else not distributed)
+            form = distributed if same else not distributed
+            other = _engine(name, sizes, seed=77, distributed=form, layers=_layers(name))
             step, extra = checkpoint.load(folder, {"actor": other})
             metrics = _steps(other, 2)
             exact = metrics == goes_on and _hashes(other) == end
@@ -80,10 +86,10 @@ def _alone_again(root: str) -> dict:
     """Metrics of four steps of a single process, and of steps 2 and 3 after loading what two processes saved."""
     found = {"whole": {}, "resumed": []}
     for name in {case[0] for case in TWO}:
-        engine = _engine(name, {})
+        engine = _engine(name, {}, layers=_layers(name))
         found["whole"][name] = _steps(engine, 0, 4)
     for number, (name, saver, _) in enumerate(TWO):
-        engine = _engine(name, {}, seed=77)
+        engine = _engine(name, {}, seed=77, layers=_layers(name))
         checkpoint.load(Path(root) / str(number) / "step_2", {"actor": engine})
         found["resumed"].append({"case": [name, saver, "alone"], "metrics": _steps(engine, 2)})
     return found

@@ -191,12 +191,13 @@ LAYOUTS = [
 ]
 
 
-def run(name: str, parallel: ParallelConfig, settings: dict) -> dict:
+def run(name: str, sizes: dict, settings: dict, layers: int) -> dict:
     """Outputs before and after two steps, and the metrics of these, under one layout."""
     from tests.dist import fresh_layout
 
+    parallel = ParallelConfig(**sizes)
     layout = fresh_layout(parallel)
-    engine = adapted_engine(name, parallel, layout=layout, clip=0.5, engine=EngineConfig(**settings))
+    engine = adapted_engine(name, parallel, layout=layout, clip=0.5, engine=EngineConfig(**settings), layers=layers)
     batch = cases.make_batch()
     mine = cases.split_over(batch, layout.dp_rank, layout.dp_size)
     found = {"before": cases.outputs(engine, batch, 0.8)}
@@ -205,15 +206,19 @@ def run(name: str, parallel: ParallelConfig, settings: dict) -> dict:
     return found | {"engine": engine}
 
 
-def reference(models: list[str]) -> dict:
+def kind(name: str, layers: int) -> str:
+    return f"{name}, {layers} layers"
+
+
+def reference() -> dict:
     from megarl.models.weights import iter_hf_tensors
 
     found = {}
-    for name in models:
-        got = run(name, ParallelConfig(), {"micro_batch_tokens": 10_000})
+    for name, layers in sorted({(name, cases.layers_for(sizes)) for name, sizes, _ in LAYOUTS}):
+        got = run(name, {}, {"micro_batch_tokens": 10_000}, layers)
         engine = got.pop("engine")
         got |= {key: {part: rows.values for part, rows in got[key].items()} for key in ("before", "after")}
-        found[name] = got | {"weights": dict(iter_hf_tensors(engine.chunks, engine.layout.world))}
+        found[kind(name, layers)] = got | {"weights": dict(iter_hf_tensors(engine.chunks, engine.layout.world))}
     return found
 
 
@@ -222,17 +227,19 @@ def compare(layouts: list, want: dict) -> list[dict[str, float]]:
 
     found = []
     for name, sizes, settings in layouts:
-        got = run(name, ParallelConfig(**sizes), {"micro_batch_tokens": 60, "logits_chunk_tokens": 16} | settings)
+        layers = cases.layers_for(sizes)
+        single = want[kind(name, layers)]
+        got = run(name, sizes, {"micro_batch_tokens": 60, "logits_chunk_tokens": 16} | settings, layers)
         errors = {
-            f"{key} {part}": off(rows.values, want[name][key][part])
+            f"{key} {part}": off(rows.values, single[key][part])
             for key in ("before", "after")
             for part, rows in got[key].items()
         }
         for key in ("loss", "actor/grad_norm", "samples"):
-            pairs = zip(got["steps"], want[name]["steps"], strict=True)
+            pairs = zip(got["steps"], single["steps"], strict=True)
             errors[key] = max(abs(a[key] - b[key]) / max(abs(b[key]), 1.0) for a, b in pairs)
         errors["merged"] = max(
-            (read(piece.target_box) - want[name]["weights"][piece.source][cut(piece.source_box)]).abs().max().item()
+            (read(piece.target_box) - single["weights"][piece.source][cut(piece.source_box)]).abs().max().item()
             for shard, read in weight_readers(got["engine"].chunks)
             for piece in shard.pieces
         )
@@ -252,7 +259,7 @@ def cut(box) -> tuple[slice, ...]:
 @pytest.mark.procs
 def test_layouts_equal_the_single_process():
     """As tests/training/test_layouts.py: sums in another order, and Adam's division, some 1e-6."""
-    want = run_distributed(reference, 1, 120, sorted({name for name, *_ in LAYOUTS}))[0]
+    want = run_distributed(reference, 1, 120)[0]
     ranks = run_distributed(compare, 2, 240, LAYOUTS, want)
     for number, case in enumerate(LAYOUTS):
         worst = {key: max(rank[number][key] for rank in ranks) for key in ranks[0][number]}
@@ -281,14 +288,14 @@ def _goes_on(folder: str, sizes: dict) -> list[dict[str, float]]:
 
     model, parallel = "moe", ParallelConfig(**sizes)
     layout = fresh_layout(parallel)
-    engine = adapted_engine(model, parallel, layout=layout, clip=0.5)
+    engine = adapted_engine(model, parallel, layout=layout, clip=0.5, layers=2)
     cases.train(engine, cases.split_over(cases.make_batch(), layout.dp_rank, layout.dp_size), 0.8)
     saved = checkpoint.save(Path(folder), 1, {"actor": engine}, {})
     found = []
     for sizes in GOES_ON:
         parallel = ParallelConfig(**sizes)
         layout = fresh_layout(parallel)
-        other = cases.make_engine(model, parallel, layout=layout, lora=engine.lora, optim=engine.optim)
+        other = cases.make_engine(model, parallel, layout=layout, layers=2, lora=engine.lora, optim=engine.optim)
         checkpoint.load(saved, {"actor": other})
         mine = cases.split_over(cases.make_batch(seed=1), layout.dp_rank, layout.dp_size)
         found.append([cases.train(other, mine, 0.8).result() for _ in range(2)])
