@@ -42,9 +42,21 @@ def forked_ray() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # one of the processes of pytest-xdist
+    is_worker = hasattr(config, "workerinput")  # one of the processes of pytest-xdist
+    if is_worker or not config.getoption("numprocesses", None):
+        compute_in_one_thread()
+    if is_worker:
         config.stash[TURNS] = Turns(shared_file(config.workerinput["testrunuid"]))
         gc.disable()  # what collecting makes stays to the end: looking for garbage in it takes a fifth of its time
+
+
+def compute_in_one_thread() -> None:
+    """Load torch with one thread: a tiny product takes ten times as long where threads wait for a core that is busy."""
+    with pytest.MonkeyPatch.context() as patch:  # what tests start keeps the environment
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            patch.setenv(name, "1")
+        import torch
+    torch.set_num_threads(1)  # where it had been loaded
 
 
 @pytest.hookimpl(optionalhook=True)
