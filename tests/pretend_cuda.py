@@ -211,7 +211,7 @@ def _map(kind: type[Tensor], change: Callable[[Any], Any], value: Any) -> Any:
     """`value` with each tensor of this kind changed. torch's own function takes longer than the operations do."""
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return type(value)([_map(kind, change, one) for one in value])
     if isinstance(value, dict):
         return {key: _map(kind, change, one) for key, one in value.items()}

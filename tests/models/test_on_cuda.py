@@ -32,7 +32,7 @@ def life(folder: Path, out: Path, layers: str, dtype: torch.dtype) -> dict[str, 
     engine = MegatronEngine(
         hf,
         parallel,
-        EngineConfig(layers=layers, micro_batch_tokens=64, logits_chunk_tokens=16),
+        EngineConfig(layers=layers, micro_batch_tokens=110, logits_chunk_tokens=40),
         OptimConfig(lr=1e-3),
         dtype=dtype,
         layout=layout_for(parallel),
