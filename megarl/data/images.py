@@ -112,7 +112,8 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
 
     if isinstance(value, Image.Image):
         _check_size(value, where)
-        yield value, where
+        with readable(where):  # its file may not have been read yet
+            yield value, where
         return
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
@@ -127,7 +128,7 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
         source = io.BytesIO(value)
     if source is None:
         raise DataError("not an image", where=where, found=type(value).__name__, allowed=FORMS)
-    with source, _located(where):
+    with source, readable(where):
         yield _opened_image(source, where), where
 
 
@@ -158,8 +159,12 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
 
 
 @contextmanager
-def _located(where: str) -> Iterator[None]:
-    """Name the image in what PIL raises of damaged files."""
+def readable(where: str) -> Iterator[None]:
+    """Name the image in what PIL raises of damaged files.
+
+    Raises:
+        DataError: names `where`.
+    """
     from PIL import Image
 
     try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config.data import DataConfig
+from megarl.data.images import readable
 from megarl.data.render import Split
 from megarl.data.rows import Row
 from megarl.errors import DataError
@@ -27,10 +28,10 @@ def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Ro
         config: with `val_split`.
 
     Raises:
-        DataError: there are none: no prompt is held out, or none is left to train on.
+        DataError: there are none: no prompt is held out, or none is left to train on; or an image cannot be read.
     """
     assert config.val_split is not None, "asked where rows are held out"
-    numbers = [_number(_content(row, config)) for row in rows]
+    numbers = [_number(row, config) for row in rows]
     different = sorted(set(numbers))
     if config.val_split < 1:
         limit = config.val_split * 2**_BITS
@@ -58,9 +59,15 @@ def _content(row: Row, config: DataConfig) -> Any:
     return [row.column(config.prompt_key, "data.prompt_key"), images]
 
 
-def _number(content: Any) -> int:
-    """Return an integer from 0 to 2^64 - 1 that follows from plain values only."""
-    text = json.dumps(content, sort_keys=True, default=_plain)
+def _number(row: Row, config: DataConfig) -> int:
+    """Return an integer from 0 to 2^64 - 1 that follows from plain values only.
+
+    Raises:
+        DataError: an image of PIL whose file is damaged.
+    """
+    content = _content(row, config)
+    with readable(row.where if config.image_key is None else f"{row.where}: column {config.image_key!r}"):
+        text = json.dumps(content, sort_keys=True, default=_plain)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BITS // 8).digest())
 
 

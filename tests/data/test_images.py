@@ -116,13 +116,14 @@ def several_frames() -> bytes:
         (b"", "not an image"),
         (17, "not an image"),
         (as_bytes(picture())[:-200], "cannot be read"),
+        (Image.open(io.BytesIO(as_bytes(picture())[:-200])), "cannot be read"),
         (as_bytes(Image.new("1", (12_000, 12_000))), "too many pixels"),
         (claimed(40_000, 40_000), "too many pixels"),
         (as_bytes(picture(900, 2)), "a size that no vision encoder takes"),
         (several_frames(), "several frames"),
         ("data:image/png;base64,???", "not an image in a URL"),
     ],
-    ids=["missing", "text", "empty", "number", "cut", "huge", "bomb", "thin", "frames", "url"],
+    ids=["missing", "text", "empty", "number", "cut", "cut_pil", "huge", "bomb", "thin", "frames", "url"],
 )
 def test_a_bad_image_is_named(value, what, tmp_path):
     with pytest.raises(DataError, match=what) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from pathlib import Path
@@ -15,6 +16,7 @@ from megarl.data.prompts import read_split
 from megarl.data.rows import Row
 from megarl.data.split import split_rows
 from megarl.errors import DataError
+from tests.data.test_images import picture
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
 
@@ -67,6 +69,15 @@ def test_images_that_are_of_pil_are_told_apart_by_their_pixels():
     held, again = (split_rows(rows(), settings, "val") for _ in range(2))
     assert len(held) == 10
     assert [row.number for row in held] == [row.number for row in again]
+
+
+def test_a_damaged_image_of_pil_is_named_with_its_row():
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(file, "PNG")
+    damaged = Image.open(io.BytesIO(file.getvalue()[:-900]))
+    rows = [Row({"prompt": "<image>?", "image": image}, "a.parquet", n) for n, image in ((1, picture()), (2, damaged))]
+    with pytest.raises(DataError, match=r"a\.parquet row 2: column 'image': the image cannot be read"):
+        split_rows(rows, DataConfig(val_split=1, image_key="image"), "val")
 
 
 def test_files_without_held_out_prompts_are_trained_on_whole():
