@@ -1,12 +1,13 @@
-"""`megarl ...` in a process that is forked with its imports done, and so is what its launcher starts.
+"""`megarl ...` in a process that is forked with its imports done, and so are its workers and reward processes.
 
     ended = run(["train", "tiny.yaml"], folder)           # ended.code, ended.output
     command = Command(["train", "tiny.yaml"], folder)     # goes on beside the test; used like a subprocess.Popen
 
-The program and two workers would import torch and Megatron three times: 17 CPU-seconds, most of a tiny run. To the
-command its workers are what they always are: children in sessions of their own, with their environment, pipe, signals
-and exit codes. What the start of a program itself can break (its interpreter, module and memory settings) is seen where
-tests start it for real: tests/launchers, and `harness.run(..., program=True)`.
+The program and two workers would import torch and Megatron three times: 17 CPU-seconds, most of a tiny run. What looks
+at users' functions before a start, and what scores, would import for 3 more. To the command its workers are what they
+always are: children in sessions of their own, with their environment, pipe, signals and exit codes. What the start of
+a program itself can break (its interpreter, module and memory settings) is seen where tests start it for real:
+tests/launchers, tests/rewards, and `harness.run(..., program=True)`.
 """
 
 from __future__ import annotations
@@ -131,25 +132,34 @@ def fork_programs() -> None:
     if has_nvidia_device():
         return
     from megarl.launchers import local, torchrun
+    from megarl.rewards import preflight
 
     for module in (local, torchrun):
-        # In place of the name in these modules only: everybody else goes on starting programs.
-        module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _forked_program})
+        _start_by(_forked_program, module)
+    _start_by(_forked_module, preflight)
 
 
 def fork_scorers() -> None:
-    """Fork reward processes of this rank from it: they would import for 0.4 CPU-seconds what is there."""
+    """Fork reward processes of this rank from it: they would import for 0.6 CPU-seconds what is there."""
     from megarl.rewards import pool_process
 
-    pool_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _forked_scorer})  # type: ignore[assignment]
+    _start_by(_forked_module, pool_process)
 
 
-def _forked_scorer(command: list[str], *, env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
-    """A child that would become the program `python -m MODULE FD` and instead does what that does."""
+def _start_by(popen: Callable[..., Any], module: Any) -> None:
+    """In this module only: everybody else goes on starting programs."""
+    module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
+
+
+def _forked_module(command: list[str], *, env: dict[str, str], pass_fds: Sequence[int] = (), **options: Any) -> Any:
+    """A child that would become the program `python -m MODULE ...` and instead does what that does, under its name."""
+    module = command[2]
 
     def work() -> None:
+        Path("/proc/self/comm").write_text(module.rpartition(".")[2])
+        _leave_folder_out()
         sys.argv = command[2:]
-        importlib.import_module(command[2]).main()
+        importlib.import_module(module).main()
 
     becoming = functools.partial(in_child, env, pass_fds, work)
     return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=becoming, **options)
@@ -170,9 +180,15 @@ def _forked_program(args: list[str], *, env: dict[str, str], pass_fds: Sequence[
     return subprocess.Popen(args, env=env, pass_fds=pass_fds, preexec_fn=becoming, **options)
 
 
-def _worker_main(arguments: list[str]) -> int:
+def _leave_folder_out() -> None:
+    """Do what PYTHONSAFEPATH does."""
     with contextlib.suppress(ValueError):
-        sys.path.remove(os.getcwd())  # PYTHONSAFEPATH
+        sys.path.remove(os.getcwd())
+
+
+def _worker_main(arguments: list[str]) -> int:
+    _leave_folder_out()
+    fork_scorers()
     import torch
 
     from megarl.runtime import worker
@@ -223,4 +239,5 @@ def become(environment: dict[str, str], output: str, errors: str) -> None:
 def _become(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.forked import in_child
+from tests.forked import fork_scorers, in_child
 
 
 def serve(path: str) -> None:
@@ -63,6 +63,7 @@ def _work(folder: str, arguments: list[str]) -> None:
     given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:] = [str(file.parent), *given, *(one for one in sys.path[1:] if one not in given)]
     random.seed()
+    fork_scorers()
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
