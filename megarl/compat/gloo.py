@@ -1,0 +1,47 @@
+"""Groups of ranks that share gloo's devices. Torch makes one per group, whose thread wakes a hundred times a second.
+
+A rank is in twenty groups and more, so it would use 3% of a core while it waits. A device is a listening socket and one
+thread that moves the data of all its groups.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+#: As many as torch would give a group, per device: they run its collectives.
+_THREADS = 2
+
+
+def share_devices() -> None:
+    """Make gloo groups of this process use the same devices, also those that libraries make. Idempotent."""
+    if not dist.is_gloo_available():
+        return
+    group: Any = dist.ProcessGroupGloo
+    make = group.__init__
+    if make.__name__ == "on_shared_devices":
+        return
+
+    def on_shared_devices(self: Any, store: Any, rank: int, size: int, timeout: Any = default_pg_timeout) -> None:
+        if isinstance(timeout, datetime.timedelta):  # else options, with devices of the caller's
+            options = group._Options()
+            options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
+            options._timeout, options._threads = timeout, _THREADS * len(options._devices)
+            timeout = options
+        make(self, store, rank, size, timeout)
+
+    group.__init__ = on_shared_devices
+
+
+@functools.cache
+def _devices(interfaces: str, process: int) -> list[Any]:
+    """Return the devices of a process, as torch chooses them; a process that was forked has none of its parent's."""
+    make: Any = dist.ProcessGroupGloo
+    if not interfaces:
+        return [make.create_default_device()]
+    return [make.create_device(interface=name) for name in interfaces.split(",")]
