@@ -87,8 +87,8 @@ def test_a_layer_computes_what_it_does_with_all_to_alls(double):
 
 @pytest.mark.procs
 def test_training_equals_a_plain_process(double):
-    (reference,) = run_distributed(test_layouts._reference, 1, 120, ["moe"])
     layouts = [({"tp": 2, "sp": True, "ep": 2}, {"recompute": "full"})]
+    (reference,) = run_distributed(test_layouts._reference, 1, 120, [("moe", *layout) for layout in layouts])
     for rank in run_distributed(trained, 2, 240, layouts, reference):
         for layout, worst in zip(layouts, rank, strict=True):
             assert max(worst.values()) < 5e-6, (layout, worst)  # as in test_layouts

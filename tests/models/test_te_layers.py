@@ -97,7 +97,7 @@ LAYOUTS = [
 
 @pytest.mark.procs
 def test_every_layout_equals_a_plain_process():
-    (reference,) = run_distributed(test_layouts._reference, 1, 120, sorted({case[0] for case in LAYOUTS}))
+    (reference,) = run_distributed(test_layouts._reference, 1, 120, LAYOUTS)
     layouts = [(name, sizes, {**settings, "layers": "te"}) for name, sizes, settings in LAYOUTS]
     ranks = run_with_te(test_layouts._all_cases, 2, 420, layouts, reference)
     for number, case in enumerate(layouts):

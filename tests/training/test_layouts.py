@@ -78,11 +78,12 @@ def _kind(name: str, layers: int) -> str:
     return f"{name}, {layers} layers"
 
 
-def _reference() -> dict:
+def _reference(layouts: list) -> dict:
+    """What every model of these layouts gives in a single process."""
     from megarl.models.weights import iter_hf_tensors
 
     out = {}
-    for name, layers in sorted({(name, cases.layers_for(sizes)) for name, sizes, _ in TWO + FOUR}):
+    for name, layers in sorted({(name, cases.layers_for(sizes)) for name, sizes, _ in layouts}):
         got = _run(name, {}, layers, EngineConfig(micro_batch_tokens=10_000))
         out[_kind(name, layers)] = {
             "before": {key: rows.values for key, rows in got["before"].items()},
@@ -138,7 +139,7 @@ def _all_cases(layouts: list, reference: dict) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def reference() -> dict:
-    return run_distributed(_reference, 1, 120)[0]
+    return run_distributed(_reference, 1, 120, TWO + FOUR)[0]
 
 
 @pytest.mark.procs
