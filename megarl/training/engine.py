@@ -232,7 +232,6 @@ class MegatronEngine:
         where = batch["response_ids"].device
         last = functools.partial(self._collect, head, where, dtype)
         outputs = self._schedule(micros, length, last, forward_only=True)
-        self._train_mode(True)
         parts = [torch.zeros(0, head.outputs, dtype=dtype, device=where)]
         for at, micro in enumerate(micros):
             if micro.samples:
@@ -344,6 +343,7 @@ class MegatronEngine:
         with phase("forward_backward"):
             groups = self._plan(batch, unit=unit)
             micros, length = self._build(batch, groups)
+            self._train_mode(True)
             results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
         metrics = self._merge(Metrics(), results)
         if divisor is not None:
@@ -450,7 +450,8 @@ class MegatronEngine:
         return microbatch.build_all(batch, groups, self.layout, self.device, self.sequences, unit)
 
     def _train_mode(self, on: bool) -> None:
-        if self.optimizer is not None:
+        """Switch all modules if that is not their mode: between the calls of a robot's policy the switch takes long."""
+        if self.chunks[0].training != on:
             for chunk in self.chunks:
                 chunk.train(on)
 

@@ -105,6 +105,21 @@ def test_same_seed_and_layout_are_bit_identical(alone):
     assert runs[0] == runs[1]
 
 
+def test_only_steps_run_in_the_mode_of_training(alone, monkeypatch):
+    engine = cases.make_engine(layers=1)
+    found, schedule = [], engine._schedule
+
+    def look(*args, **kwargs):
+        found.append({module.training for chunk in engine.chunks for module in chunk.modules()})
+        return schedule(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "_schedule", look)
+    batch = cases.make_batch(2)
+    for call in (engine.logprobs, engine.logprobs, lambda batch: engine.train_step(batch, cases.loss_fn)) * 2:
+        call(batch)
+    assert found == [{False}, {False}, {True}] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("kept", [(), ("parameters",), ("parameters", "optimizer")])
