@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 #: Distances that span less than this (or deviate less) do not distinguish failures.
 _NOTHING = 1e-6
-#: Points of a cluster; a success with fewer neighbours belongs to none.
-_MIN_SAMPLES = 2
 #: `k_distance`: distances that differ by less than this share count as equal. In many dimensions those of points of
 #: one kind do.
 _ALIKE = 0.1
@@ -109,7 +107,7 @@ class ProgressReport:
             progress: float [B]; NaN where it is unknown.
             groups: B names of start states, as compared by an advantage; None: tasks.
         """
-        from scipy.stats import spearmanr
+        import numpy as np
 
         known = self.shaped & ~progress.isnan()
         found: dict[Hashable, float] = {}
@@ -117,7 +115,7 @@ class ProgressReport:
             rows = [place for place in places if known[place]]
             scores, truth = self.scores[rows].numpy(), progress[rows].double().numpy()
             if len(rows) > 1 and scores.min() < scores.max() and truth.min() < truth.max():
-                found[name] = float(spearmanr(scores, truth).statistic)
+                found[name] = float(np.corrcoef(_ranks(scores), _ranks(truth))[0, 1])
         return found
 
 
@@ -166,7 +164,7 @@ def progress_scores(
         centres, clusters[name] = success_centres(references, settings)
         failures = [place for place in places if valid[place] and not won[place]]
         if failures:
-            nearest = _nearest(points[failures], centres)
+            nearest = _distances(points[failures], centres).min(1)
             distances[failures] = torch.from_numpy(nearest)
             scores[failures] = torch.from_numpy(_mapped(nearest, settings))
     return ProgressReport(scores, distances, ~success.cpu(), torch.from_numpy(~valid), clusters, task)
@@ -181,22 +179,16 @@ def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.
         settings: radius, eps.
     """
     import numpy as np
-    from scipy.spatial.distance import pdist, squareform
-    from sklearn.cluster import DBSCAN
-    from sklearn.preprocessing import StandardScaler
 
-    labels = np.full(len(points), -1)
-    if len(points) >= _MIN_SAMPLES:
-        apart = squareform(pdist(StandardScaler().fit_transform(points)))
-        clustering = DBSCAN(
-            eps=_radius(apart, points.shape[1], settings), min_samples=_MIN_SAMPLES, metric="precomputed"
-        )
-        labels = clustering.fit(apart).labels_
-    count = int(labels.max()) + 1
-    if not count:
+    found: list[np.ndarray] = []
+    if len(points) > 1:
+        standardised = _standardised(points)
+        apart = _distances(standardised, standardised)
+        found = _clusters(apart <= _radius(apart, points.shape[1], settings))
+    if not found:
         return points.mean(0, keepdims=True), 0
     # Standardisation is affine: a mapped-back mean is the mean of the original points.
-    return np.stack([points[labels == label].mean(0) for label in range(count)]), count
+    return np.stack([points[members].mean(0) for members in found]), len(found)
 
 
 def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int) -> Tensor:
@@ -268,17 +260,55 @@ def _radius(apart: np.ndarray, dims: int, settings: ProgressSettings) -> float:
     return float(curve[knee]) * (1 + _ALIKE) + 1e-12  # not 0 for equal points
 
 
-def _nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    from scipy.spatial.distance import cdist
+def _standardised(points: np.ndarray) -> np.ndarray:
+    """Return points [n, E] with mean 0 and deviation 1 in every dimension, or 0 where they differ by rounding only."""
+    import numpy as np
 
-    nearest: np.ndarray = cdist(points, centres).min(1)
-    return nearest
+    centre, spread = points.mean(0), points.std(0)
+    constant = spread <= len(points) * np.finfo(np.float64).eps * abs(centre)
+    standardised: np.ndarray = (points - centre) / np.where(constant, 1.0, spread)
+    return standardised
+
+
+def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the Euclidean distances of rows, float64 [n, m]; of equal ones exactly 0, which a matrix product loses."""
+    exact = "donot_use_mm_for_euclid_dist"
+    apart: np.ndarray = torch.cdist(torch.from_numpy(points), torch.from_numpy(others), compute_mode=exact).numpy()
+    return apart
+
+
+def _clusters(near: np.ndarray) -> list[np.ndarray]:
+    """Return the members, bool [n], of each cluster that DBSCAN finds with two points as the least.
+
+    Whoever has a neighbour is then a core point: the clusters are the connected parts of more than one point.
+
+    Args:
+        near: bool [n, n], whether two points are neighbours; each is its own.
+    """
+    found: list[np.ndarray] = []
+    left = near.sum(1) > 1
+    while left.any():
+        members = new = near[left.argmax()]
+        while new.any():
+            new = near[new].any(0) & ~members
+            members = members | new
+        found.append(members)
+        left &= ~members
+    return found
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return the ranks of values [n]; equal ones share the mean of theirs."""
+    import numpy as np
+
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (counts.cumsum() - counts / 2)[places]
+    return ranks
 
 
 def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
     """Return the scores of one task's failures, float64 [n]."""
     import numpy as np
-    from scipy.special import expit
 
     weight = _WEIGHTS[settings.mapping] if settings.weight is None else settings.weight
     if settings.mapping == "z_score":
@@ -288,7 +318,7 @@ def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
         span = np.ptp(distances)
         place = (distances - distances.min()) / span if span >= _NOTHING else np.full_like(distances, _MIDDLE)
         exponent = _STEEPNESS * (_MIDDLE - place)
-    scores: np.ndarray = weight * expit(exponent)
+    scores: np.ndarray = weight / (1 + np.exp(-exponent))
     return scores
 
 
