@@ -53,7 +53,7 @@ if [ "$SLURM_NODEID" != 0 ]; then
     (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
     sleep 1
   done
-  {ray} start --address="$address" --include-log-monitor=false "${{kind[@]}}" --block &
+  {ray} --address="$address" "${{kind[@]}}" --block &
   node=$!
   trap 'kill "$node" 2> /dev/null || true' EXIT
   while kill -0 "$node" 2> /dev/null; do
@@ -64,8 +64,8 @@ if [ "$SLURM_NODEID" != 0 ]; then
   echo "megarl: Ray has ended on node $SLURM_NODEID" >&2
   exit 1
 fi
-{ray} start --head --node-ip-address="$MASTER_ADDR" --port="$MASTER_PORT" --include-dashboard=false \\
-  --no-monitor --include-log-monitor=false "${{kind[@]}}" --block &
+{ray} --head --node-ip-address="$MASTER_ADDR" --port="$MASTER_PORT" --include-dashboard=false \\
+  "${{kind[@]}}" --block &
 node=$!
 trap 'touch "$over"; kill "$node" 2> /dev/null || true' EXIT
 for _ in $(seq {limit}); do
@@ -187,7 +187,7 @@ def node_script(job: Submission) -> str:
         over=shlex.quote(str(job.folder / "over")),
         nodes_of=NODES_OF,
         limit=math.ceil(job.config.cluster.start_timeout_s),
-        ray=shlex.join([python, "-P", "-m", "ray.scripts.scripts"]),
+        ray=shlex.join([python, "-P", "-m", "megarl.launchers.ray_start"]),
         nodes=shlex.join([python, "-P", "-m", "megarl.launchers.ray_nodes"]),
         count=job.config.cluster.nnodes,
         command=shlex.join(command) + ' "$@"',

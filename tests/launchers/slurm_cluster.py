@@ -96,17 +96,26 @@ class Cluster:
     conf: Path
     daemons: dict[str, subprocess.Popen[bytes]]
 
+    def processes(self, node: str | None = None) -> list[psutil.Process]:
+        """What jobs have started on a node, or on all of them."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                own = process.environ()
+                here = own.get("SLURM_CONF") == str(self.conf) and "SLURMD_NODENAME" in own
+                if here and node in (None, own["SLURMD_NODENAME"]):
+                    found.append(process)
+        return found
+
     def lose(self, node: str) -> None:
         """What is left of a node whose power is cut: neither its slurmd nor anything that this has started."""
         self.daemons[node].kill()
         self.daemons[node].wait()
         tasks, keepers = {}, set()
-        for process in psutil.process_iter():
+        for process in self.processes(node):
             with contextlib.suppress(psutil.Error):
-                own = process.environ()
-                if own.get("SLURMD_NODENAME") == node and own.get("SLURM_CONF") == str(self.conf):
-                    tasks[process] = process.parents()
-                    keepers |= {parent for parent in tasks[process] if parent.name().startswith("slurmstepd")}
+                tasks[process] = process.parents()
+                keepers |= {parent for parent in tasks[process] if parent.name().startswith("slurmstepd")}
         # Nobody may live to tell of the others' end: slurmstepd would, and the child of an srun, which watches it.
         for process in [*keepers, *sorted(tasks, key=lambda task: -len(tasks[task]))]:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing()),
 ]
-STEPS = 20
-FEW = (f"trainer.steps={STEPS}", "trainer.save_every=5", "validation.every=10", "sft.steps=0")
+STEPS = 10
+FEW = (f"trainer.steps={STEPS}", "trainer.save_every=5", "validation.every=5", "sft.steps=0")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,9 +44,14 @@ def launch(recipe: Path, run_dir: Path, *keys: str) -> int:
     return slurm_runs.launch(recipe, run_dir, *FEW, "launch.preflight=false", *keys)
 
 
-def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(recipe, local, tmp_path):
+def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(slurm, recipe, local, tmp_path):
     run_dir = tmp_path / "run"
     assert launch(recipe, run_dir, "launch.launcher=ray") == 0
+    wait_for_step(run_dir, 1)
+    names = {process.name() for process in slurm.processes()}
+    assert {"gcs_server", "raylet"} <= names
+    lines = [" ".join(process.cmdline()) for process in slurm.processes()]
+    assert not [line for line in lines if "ray.util.client" in line or "dashboard.py" in line or "monitor.py" in line]
     assert wait_for_end(run_dir) == "COMPLETED", said(run_dir)
     assert harness.metrics(run_dir) == local
 

@@ -17,7 +17,7 @@ if [ "$SLURM_NODEID" != 0 ]; then
     (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
     sleep 1
   done
-  /shared/venv/bin/python -P -m ray.scripts.scripts start --address="$address" --include-log-monitor=false "${kind[@]}" --block &
+  /shared/venv/bin/python -P -m megarl.launchers.ray_start --address="$address" "${kind[@]}" --block &
   node=$!
   trap 'kill "$node" 2> /dev/null || true' EXIT
   while kill -0 "$node" 2> /dev/null; do
@@ -28,8 +28,8 @@ if [ "$SLURM_NODEID" != 0 ]; then
   echo "megarl: Ray has ended on node $SLURM_NODEID" >&2
   exit 1
 fi
-/shared/venv/bin/python -P -m ray.scripts.scripts start --head --node-ip-address="$MASTER_ADDR" --port="$MASTER_PORT" --include-dashboard=false \
-  --no-monitor --include-log-monitor=false "${kind[@]}" --block &
+/shared/venv/bin/python -P -m megarl.launchers.ray_start --head --node-ip-address="$MASTER_ADDR" --port="$MASTER_PORT" --include-dashboard=false \
+  "${kind[@]}" --block &
 node=$!
 trap 'touch "$over"; kill "$node" 2> /dev/null || true' EXIT
 for _ in $(seq 300); do
