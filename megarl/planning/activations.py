@@ -17,6 +17,8 @@ from megarl.config.training import EngineConfig
 
 FULL = 4
 """Bytes of float32: statistics of rows, the router's numbers, scaled logits."""
+INDEX, PLACE = 8, 4
+"""Bytes of integers: numbers of tokens, and of rows for the kernels of a GPU."""
 WHOLE_PASS, PROBABILITIES = 64, 1024
 """On a CPU attention is one compiled pass over the stream up to the first length, and products that keep the
 probabilities up to the second."""
@@ -133,10 +135,24 @@ class Activations:
             return ends + dense
         # The router's logits, probabilities and map of experts; rows of tokens in the order of experts, as they go in,
         # gate and up, their product after the router's weight and, without kernels of a GPU, before it.
-        router = s * facts.experts * (3 * FULL + 2) + 8 * s * facts.experts_per_token * 2
+        router = s * facts.experts * (3 * FULL + 2)
         products = 3 if self.gpu else 4
         experts = element * self.routed * (facts.hidden * self.parallel.expert_tp + products * facts.ffn)
-        return ends + self.sparse * (router + experts) + (1 - self.sparse) * dense
+        return ends + self.sparse * (router + self.route + experts) + (1 - self.sparse) * dense
+
+    @property
+    def route(self) -> float:
+        """The bytes of integers of one layer that say which row is of which token."""
+        # Each row's token and expert, which are one tensor, and where the router's weight of it stands.
+        own = 3 * INDEX
+        # Where ranks exchange rows: their order by expert, and the way back, which kernels of a GPU have as places.
+        exchanged = 2 * INDEX
+        if self.gpu:
+            own += PLACE
+            exchanged = INDEX + PLACE
+        parallel = self.parallel
+        exchanges = parallel.ep * parallel.expert_tp > 1
+        return self.routed * (own + (exchanged * parallel.expert_tp if exchanges else 0))
 
     @property
     def routed(self) -> float:
