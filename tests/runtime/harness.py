@@ -221,8 +221,8 @@ def of_training(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float
     }
 
 
-def wait_for(condition: Callable[[], Any], process: Command, timeout: float = 400) -> Any:
-    """Poll quickly until the condition is true while the command runs."""
+def wait_for(condition: Callable[[], Any], process: Command, timeout: float = 400, every_s: float = 0.002) -> Any:
+    """Poll quickly, or every `every_s`, until the condition is true while the command runs."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         value = condition()
@@ -230,7 +230,7 @@ def wait_for(condition: Callable[[], Any], process: Command, timeout: float = 40
             return value
         if process.poll() is not None:
             raise AssertionError(f"the command ended first:\n{process.communicate()[0][-3000:]}")
-        time.sleep(0.002)
+        time.sleep(every_s)
     process.kill()
     raise AssertionError("the condition never became true")
 

@@ -183,7 +183,7 @@ def stop_scheduler(process: Command, run_dir: Path, step: int, phase: str) -> Ow
             return ""
         return now.phase if phase != DRAWS or time.time() - now.time > 0.1 else ""  # drawing is all that takes so long
 
-    wait_for(lambda: phase_from(step - 1), process, _BUSY_S)
+    wait_for(lambda: phase_from(step - 1), process, _BUSY_S, 0.1)  # a server starts until then
     server = min(own_servers(process), key=lambda server: server.pid)
     (scheduler,) = (one for one in server.family if one.cmdline()[0].startswith("sglang::scheduler"))
     wait_for(lambda: f"/{phase_from(step)}/".endswith(f"/{phase}/"), process, _BUSY_S)
@@ -212,7 +212,7 @@ def test_own_server_that_hangs_is_replaced_in_its_round_and_the_next_one_ends_wi
     process = start(recipe, run_dir, *settings, "trainer.steps=100")
     try:
         hung = stop_scheduler(process, run_dir, 2, DRAWS)
-        wait_for(lambda: 3 in metrics(run_dir), process, _BUSY_S)
+        wait_for(lambda: 3 in metrics(run_dir), process, _BUSY_S, 0.1)
         (server,) = own_servers(process)
     finally:
         process.kill()  # nobody gets to tidy up
@@ -239,7 +239,7 @@ def test_a_server_that_hangs_in_any_phase_is_replaced(recipe, tmp_path, phase, s
     process = start(recipe, tmp_path, *settings, *patience, "trainer.steps=3")
     try:
         hung = stop_scheduler(process, tmp_path, 2, phase)
-        wait_for(lambda: (tmp_path / "metrics.jsonl").is_file() and 2 in metrics(tmp_path), process, _BUSY_S)
+        wait_for(lambda: (tmp_path / "metrics.jsonl").is_file() and 2 in metrics(tmp_path), process, _BUSY_S, 0.1)
         others = own_servers(process)
         output = finish(process, _BUSY_S)
     finally:
