@@ -31,11 +31,12 @@ LAYOUTS = [
 ]
 MIXTURE = [({"tp": 2, "ep": 2}, {}), ({"ep": 2}, {"recompute": "full"})]
 #: With parts that do not learn; of the first one a stage has nothing that does.
-FROZEN = [({"pp": 2}, {"recompute": "full"}, ["language_model"]), ({"tp": 2, "sp": True}, {}, ["tower"])]
-
-
-def layouts_of(kind: str) -> list[tuple[dict, dict]]:
-    return MIXTURE if kind == "qwen3_vl_moe" else LAYOUTS
+FROZEN = [({"pp": 2}, {"recompute": "full"}, ("language_model",)), ({"tp": 2, "sp": True}, {}, ("tower",))]
+#: By test: the model, and layouts with settings of the engine and the parts that do not learn.
+CASES = {
+    **{kind: (kind, [(*one, ()) for one in (MIXTURE if kind == "qwen3_vl_moe" else LAYOUTS)]) for kind in KINDS},
+    "frozen": ("qwen3_vl", FROZEN),
+}
 
 
 def batch_for(hf):
@@ -90,78 +91,41 @@ def _run(kind: str, parallel: ParallelConfig, engine: EngineConfig, **settings: 
     return {"logp": logp.values.clone(), "norms": torch.tensor(norms), "dp_rank": layout.dp_rank, "tensors": tensors}
 
 
-def _case(kind: str) -> list[str]:
-    wrong = []
-    import torch.distributed as dist
-
-    layouts = layouts_of(kind)
-    runs = [_run(kind, ParallelConfig(**parallel), EngineConfig(**engine)) for parallel, engine in layouts]
-    if dist.get_rank() != 0:
-        return []
-    first = runs[0]
-    for (parallel, engine), run in zip(layouts[1:], runs[1:], strict=True):
-        same = first["logp"][: len(run["logp"])]
-        for name, ours, theirs in [
-            ("logp", run["logp"], same),
-            ("norms", run["norms"], first["norms"]),
-            *((name, run["tensors"][name], tensor) for name, tensor in first["tensors"].items()),
-        ]:
-            if not torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4):
-                wrong.append(f"{parallel} {engine} {name}: {(ours - theirs).abs().max():.2g}")
-    return wrong
+def _wrong(alone: dict[Any, dict]) -> dict[str, list[str]]:
+    """By test: the numbers of each layout that are not those of one process."""
+    return {
+        name: [text for layout in layouts for text in _differences(kind, *layout, alone)]
+        for name, (kind, layouts) in CASES.items()
+    }
 
 
-def _frozen(kind: str, alone: list[dict]) -> list[str]:
-    """Compare runs with frozen parts with those of one process."""
-    import torch.distributed as dist
-
-    wrong = []
-    for (parallel, engine, freeze), want in zip(FROZEN, alone, strict=True):
-        run = _run(kind, ParallelConfig(**parallel), EngineConfig(**engine), freeze=freeze)
-        pairs = [("norms", run["norms"], want["norms"])]
-        pairs += [(name, run["tensors"][name], tensor) for name, tensor in want["tensors"].items() if run["tensors"]]
-        wrong += [
-            f"{parallel} {freeze} {name}: {(ours - theirs).abs().max():.2g}"
-            for name, ours, theirs in pairs
-            if not torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
-        ]
-    return wrong if dist.get_rank() == 0 else []
+def _differences(kind: str, parallel: dict, engine: dict, freeze: tuple, alone: dict[Any, dict]) -> list[str]:
+    run, want = _run(kind, ParallelConfig(**parallel), EngineConfig(**engine), freeze=freeze), alone[kind, freeze]
+    pairs = [("norms", run["norms"], want["norms"])]
+    if run["dp_rank"] == 0:  # which has the first samples
+        pairs += [("logp", run["logp"], want["logp"][: len(run["logp"])])]
+    if run["tensors"]:  # the first rank gathers them
+        pairs += [(name, run["tensors"][name], tensor) for name, tensor in want["tensors"].items()]
+    return [
+        f"{parallel} {engine} {freeze} {name}: {(ours - theirs).abs().max():.2g}"
+        for name, ours, theirs in pairs
+        if not torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
+    ]
 
 
-def _alone(kind: str) -> dict:
-    return _run(kind, ParallelConfig(), EngineConfig(micro_batch_tokens=10_000))
-
-
-def _both(kind: str, alone: dict) -> list[str]:
-    """Compare the first layout with one process; the others are compared with it."""
-    import torch.distributed as dist
-
-    (parallel, engine), *_ = layouts_of(kind)
-    run = _run(kind, ParallelConfig(**parallel), EngineConfig(**engine))
-    wrong = _case(kind)
-    if dist.get_rank() == 0:
-        pairs = [("logp", run["logp"], alone["logp"]), ("norms", run["norms"], alone["norms"])]
-        pairs += [(name, run["tensors"][name], tensor) for name, tensor in alone["tensors"].items()]
-        wrong += [
-            f"{parallel} and one process, {name}: {(ours - theirs).abs().max():.2g}"
-            for name, ours, theirs in pairs
-            if not torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
-        ]
-    return wrong
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_layout_equals_one_process(kind):
+@pytest.fixture(scope="module")
+def wrong() -> list[dict[str, list[str]]]:
+    """Of both ranks, which import the encoders once for all tests."""
     from tests.dist import single_process
 
     single_process()
-    assert run_distributed(_both, 2, 240.0, kind, _alone(kind)) == [[], []]
-
-
-def test_frozen_parts_in_layouts_equal_one_process():
-    from tests.dist import single_process
-
-    single_process()
+    asked = dict.fromkeys((kind, freeze) for kind, layouts in CASES.values() for *_, freeze in layouts)
     whole = EngineConfig(micro_batch_tokens=10_000)
-    alone = [_run("qwen3_vl", ParallelConfig(), whole, freeze=freeze) for *_, freeze in FROZEN]
-    assert run_distributed(_frozen, 2, 240.0, "qwen3_vl", alone) == [[], []]
+    alone = {(kind, freeze): _run(kind, ParallelConfig(), whole, freeze=freeze) for kind, freeze in asked}
+    return run_distributed(_wrong, 2, 400.0, alone)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_equals_one_process(name, wrong):
+    """With `frozen`, of the parts that learn."""
+    assert [found[name] for found in wrong] == [[], []]
