@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,10 +140,22 @@ def fork_programs() -> None:
 
 
 def fork_scorers() -> None:
-    """Fork reward processes of this rank from it: they would import for 0.6 CPU-seconds what is there."""
+    """Fork reward processes of this process from it: they would import for 0.6 CPU-seconds what is there."""
     from megarl.rewards import pool_process
 
     _start_by(_forked_module, pool_process)
+
+
+@contextlib.contextmanager
+def forked_scorers() -> Iterator[None]:
+    """`fork_scorers` within the block."""
+    from megarl.rewards import pool_process
+
+    try:
+        fork_scorers()
+        yield
+    finally:
+        pool_process.subprocess = subprocess
 
 
 def _start_by(popen: Callable[..., Any], module: Any) -> None:

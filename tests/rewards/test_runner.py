@@ -13,11 +13,13 @@ import pytest
 
 from megarl.config.data import RewardConfig
 from megarl.errors import ConfigError, RewardError, UserError
+from megarl.processes import has_nvidia_device
 from megarl.rewards import REWARDS, reward_metrics
 from megarl.rewards.pool import ScorerPool
 from megarl.rewards.pool_process import PoolProcess
 from megarl.rewards.preflight import check_import
 from megarl.rewards.runner import RewardRunner
+from tests.forked import forked_scorers
 from tests.house.test_docs import code_with
 
 HELPERS = """
@@ -115,6 +117,22 @@ def leave(sample):
     raise SystemExit(3)
 """
 BOTH = pytest.mark.parametrize("workers", [1, 2])
+#: Reward processes are programs, as in a run; in the other tests they are forked with their imports done.
+PROGRAMS = pytest.mark.usefixtures("programs")
+
+
+@pytest.fixture
+def programs():
+    """For `processes`."""
+
+
+@pytest.fixture(autouse=True)
+def processes(request):
+    if "programs" in request.fixturenames or has_nvidia_device():
+        yield
+        return
+    with forked_scorers():
+        yield
 
 
 @pytest.fixture
@@ -137,6 +155,7 @@ def config(name, mode="sequential", **more):
     return RewardConfig(name=str(name), mode=mode, **more)
 
 
+@PROGRAMS
 @BOTH
 def test_batch_function_with_kwargs_keeps_order_and_parts(file, workers):
     results = run(config(f"{file}:length", "batch", workers=workers, kwargs={"scale": 2}), samples("a", "b c", "ddd"))
@@ -214,6 +233,7 @@ def test_batches_are_split_between_groups_only(file):
     assert len(run(config(f"{file}:group_mean", "batch", workers=3), batch)) == 40
 
 
+@PROGRAMS
 def test_dead_process_is_recognised_and_replaced(file):
     with RewardRunner(config(f"{file}:die", workers=2)) as runner:
         with pytest.raises(RewardError) as caught:
@@ -435,6 +455,7 @@ def test_math_refuses_a_limit_that_is_none():
         RewardRunner(config("math", kwargs={"timeout_s": 0}))
 
 
+@PROGRAMS
 def test_package_function(tmp_path, monkeypatch):
     (tmp_path / "scores_pkg.py").write_text("def f(samples):\n    return [True] * len(samples)\n")
     monkeypatch.chdir(tmp_path)
@@ -477,6 +498,7 @@ def test_what_a_function_started_ends_with_its_process(file, tmp_path):
     assert _await_end([int(pid) for pid in note.read_text().split()])
 
 
+@PROGRAMS
 @pytest.mark.parametrize("then", ["leave", "stay"])
 def test_what_left_the_group_and_session_of_its_process_ends_too(file, tmp_path, then):
     note = tmp_path / "pids"
@@ -488,6 +510,7 @@ def test_what_left_the_group_and_session_of_its_process_ends_too(file, tmp_path,
         pool.close()
 
 
+@PROGRAMS
 def test_a_process_that_is_stopped_costs_its_batch_the_deadline_only(file):
     pool = ScorerPool(f"{file}:length", "batch", {}, 1)
     try:
@@ -502,6 +525,7 @@ def test_a_process_that_is_stopped_costs_its_batch_the_deadline_only(file):
         pool.close()
 
 
+@PROGRAMS
 def test_processes_end_with_their_parent(file):
     code = (
         "import os, signal\nfrom megarl.rewards.pool import ScorerPool\n"
