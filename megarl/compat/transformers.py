@@ -7,12 +7,10 @@ computes is checked in megarl/architectures.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 
-_CHECKS = "transformers.utils.type_validators"
-_TABLE = "transformers.activations"
+_CHECKS, _TABLE = "transformers.utils.type_validators", "transformers.activations"
 
 
 def install() -> None:
@@ -26,6 +24,6 @@ def install() -> None:
     empty.ACT2FN = {}  # type: ignore[attr-defined]
     sys.modules[_TABLE] = empty
     try:
-        importlib.import_module(_CHECKS)
+        import transformers.utils.type_validators  # noqa: F401
     finally:
         del sys.modules[_TABLE]
