@@ -1,8 +1,9 @@
 """File descriptors of a rank: each gloo group of n ranks holds a socket to each of the other n - 1.
 
-Measured with torch 2.13 on 2, 4 and 8 processes: a group of n costs n + 3 descriptors, also of one rank, and the first
-rank holds one more for each client of torch's store. With TORCH_GLOO_LAZY_INIT=1 a group costs 4, and each connection
-one from its first use on. Every group has gloo, also on GPUs: metrics and other plain data travel as CPU tensors.
+Measured with torch 2.13 on 4 processes: a group of n costs n - 1 descriptors, since groups share a device
+(megarl/compat/gloo.py), and the first rank holds one more for each client of torch's store. With TORCH_GLOO_LAZY_INIT=1
+a connection costs one from its first use on. Every group has gloo, also on GPUs: metrics and other plain data travel as
+CPU tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.launchers.common import LAZY_FROM
 
-_GROUP = 4  # of a group before its first connection
 _OTHERS = 128  # files, pipes, servers, libraries: 17 in a bare process, more with servers and reward processes
 _USUAL = 1024  # the limit that most systems start processes with
 
@@ -36,7 +36,7 @@ def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
 def descriptors(nproc: int, parallel: ParallelConfig) -> int:
     """Return the most descriptors that a rank of the run has open: the first rank's, with torch's store."""
     sizes = [*group_sizes(nproc, parallel), nproc]
-    return sum(_GROUP + _connections(size, nproc >= LAZY_FROM) for size in sizes) + nproc + _OTHERS
+    return sum(_connections(size, nproc >= LAZY_FROM) for size in sizes) + nproc + _OTHERS
 
 
 def _connections(size: int, lazy: bool) -> int:
