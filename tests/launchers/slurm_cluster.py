@@ -97,7 +97,7 @@ class Cluster:
     daemons: dict[str, subprocess.Popen[bytes]]
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
-        """What jobs have started on a node, or on all of them."""
+        """Return the processes that jobs have started on a node, or on all of them."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

@@ -79,6 +79,17 @@ def layers_for(sizes: dict) -> int:
     return 4 if "vpp" in sizes else 2
 
 
+def kind(name: str, layers: int) -> str:
+    """Return how tests of layouts call a model of this depth in a single process."""
+    return f"{name}, {layers} layers"
+
+
+def kinds(layouts: list) -> dict[str, tuple[str, int]]:
+    """Return name and depth of each model that a single process has to train for these (name, sizes, settings)."""
+    models = {(name, layers_for(sizes)) for name, sizes, _ in layouts}
+    return {kind(*model): model for model in sorted(models)}
+
+
 def _random(chunks, hf, seed) -> None:
     """Random weights with a scale that makes log-probs differ clearly."""
     from megarl.models.weights import init_random

@@ -1,7 +1,6 @@
 """One process group of one process for the tests that need no more."""
 
 import pytest
-import torch
 
 from tests.dist import single_process
 
@@ -9,5 +8,4 @@ from tests.dist import single_process
 @pytest.fixture
 def alone():
     """The layout of a single process."""
-    torch.set_num_threads(1)
     return single_process()

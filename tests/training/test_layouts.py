@@ -74,18 +74,14 @@ def _run(name: str, sizes: dict, layers: int, engine: EngineConfig) -> dict:
     return {"engine": made, "layout": layout, "before": before, "steps": steps}
 
 
-def _kind(name: str, layers: int) -> str:
-    return f"{name}, {layers} layers"
-
-
 def _reference(layouts: list) -> dict:
-    """What every model of these layouts gives in a single process."""
+    """Log-probs, metrics and weights of every model of these layouts in a single process."""
     from megarl.models.weights import iter_hf_tensors
 
     out = {}
-    for name, layers in sorted({(name, cases.layers_for(sizes)) for name, sizes, _ in layouts}):
+    for kind, (name, layers) in cases.kinds(layouts).items():
         got = _run(name, {}, layers, EngineConfig(micro_batch_tokens=10_000))
-        out[_kind(name, layers)] = {
+        out[kind] = {
             "before": {key: rows.values for key, rows in got["before"].items()},
             "steps": got["steps"],
             "weights": dict(iter_hf_tensors(got["engine"].chunks, got["layout"].world)),
@@ -101,7 +97,7 @@ def _compare(case: tuple, reference: dict) -> dict[str, float]:
     layers = cases.layers_for(sizes)
     defaults = {"micro_batch_tokens": 60, "logits_chunk_tokens": 16}
     got = _run(name, sizes, layers, EngineConfig(**{**defaults, **settings}))
-    want, layout = reference[_kind(name, layers)], got["layout"]
+    want, layout = reference[cases.kind(name, layers)], got["layout"]
     lengths = cases.make_batch(COUNT)["response_ids"].lengths
     order = list(range(COUNT))
     counts = [len(cases.split_over(cases.make_batch(COUNT), r, layout.dp_size)) for r in range(layout.dp_size)]

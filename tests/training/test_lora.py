@@ -206,19 +206,15 @@ def run(name: str, sizes: dict, settings: dict, layers: int) -> dict:
     return found | {"engine": engine}
 
 
-def kind(name: str, layers: int) -> str:
-    return f"{name}, {layers} layers"
-
-
 def reference() -> dict:
     from megarl.models.weights import iter_hf_tensors
 
     found = {}
-    for name, layers in sorted({(name, cases.layers_for(sizes)) for name, sizes, _ in LAYOUTS}):
+    for kind, (name, layers) in cases.kinds(LAYOUTS).items():
         got = run(name, {}, {"micro_batch_tokens": 10_000}, layers)
         engine = got.pop("engine")
         got |= {key: {part: rows.values for part, rows in got[key].items()} for key in ("before", "after")}
-        found[kind(name, layers)] = got | {"weights": dict(iter_hf_tensors(engine.chunks, engine.layout.world))}
+        found[kind] = got | {"weights": dict(iter_hf_tensors(engine.chunks, engine.layout.world))}
     return found
 
 
@@ -228,7 +224,7 @@ def compare(layouts: list, want: dict) -> list[dict[str, float]]:
     found = []
     for name, sizes, settings in layouts:
         layers = cases.layers_for(sizes)
-        single = want[kind(name, layers)]
+        single = want[cases.kind(name, layers)]
         got = run(name, sizes, {"micro_batch_tokens": 60, "logits_chunk_tokens": 16} | settings, layers)
         errors = {
             f"{key} {part}": off(rows.values, single[key][part])
