@@ -108,18 +108,18 @@ def test_tests_that_start_nothing_have_a_lower_priority(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("quick", "expected"),
     [
-        ({0}, ["a w1 w2 w3 s t q r", "x y z p"]),
-        ({1}, ["a w1 w2 w3", "x y z p q r s t"]),
-        ({0, 1}, ["a w1 w2 w3 t", "p q r s", "x y z"]),
-        ({0, 2}, ["a w1 w2 w3 s t", "p q r", "x y z"]),
-        ({0, 1, 2}, ["a w1 w2 w3 t", "p q r s", "x y z"]),
+        ({0}, ["a w1 w2 w3 s t p q r z", "u v w x y"]),
+        ({1}, ["a w1 w2 w3 s", "u v w x y z p q r t"]),
+        ({0, 1}, ["a w1 w2 w3 s t", "u w y z q r", "v x p"]),
+        ({0, 2}, ["a w1 w2 w3 s t", "u x p", "v w y z q r"]),
+        ({0, 1, 2}, ["a w1 w2 w3 s", "u w y p r", "v x z q t"]),
     ],
 )
-def test_one_process_takes_the_wide_files_and_the_last_one_those_that_start_nothing(
+def test_one_process_takes_the_wide_files_and_the_others_those_that_start_nothing_beside_them(
     tmp_path: Path, quick: set[int], expected: list[str]
 ) -> None:
     kinds = {"a": "alone", **dict.fromkeys(("w1", "w2", "w3"), "wide"), **dict.fromkeys("st", "servers")}
-    kinds |= dict.fromkeys("pqr", "procs") | dict.fromkeys("xyz", "")
+    kinds |= dict.fromkeys("pqr", "procs") | dict.fromkeys("uvwxyz", "")
     (tmp_path / "kinds").write_text(json.dumps(kinds))
     tests = [f"{file}::t{number}" for file in kinds for number in range(3)]
     config: Any = SimpleNamespace(

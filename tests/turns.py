@@ -114,10 +114,10 @@ def write_kinds(file: Path, items: list[pytest.Item], kinds: dict[Path, str]) ->
 
 
 class OneTakesTheWide(LoadFileScheduling):
-    """The first process takes the files that run singly; the last one only those that start no processes.
+    """The first process takes the files that run singly; beside them the others take those that start no processes.
 
-    So there is something to compute whenever tests with several processes wait. With two processes the second one
-    begins with those, and goes on with the others.
+    So there is something to compute whenever tests with several processes wait. After those that run singly, only the
+    last process goes on with those that start no processes, as long as there are any.
     """
 
     def __init__(self, config: pytest.Config, log: Any, kinds: Path) -> None:
@@ -131,11 +131,6 @@ class OneTakesTheWide(LoadFileScheduling):
             self._file.unlink()
         super().schedule()
 
-    def _reschedule(self, node: WorkerController) -> None:
-        if len(self.nodes) > 2 and node is self.nodes[-1] and "" not in map(self._kinds.get, self.workqueue):
-            node.shutdown()  # after what it has; two processes do the rest
-        super()._reschedule(node)
-
     def _assign_work_unit(self, node: WorkerController) -> None:
         self.workqueue.move_to_end(self._next(node), last=False)
         super()._assign_work_unit(node)
@@ -146,10 +141,8 @@ class OneTakesTheWide(LoadFileScheduling):
         singly = any(self._kinds[scope] in SINGLY for scope in (*self.workqueue, *under_way))
         if node is self.nodes[0]:
             order: tuple[str, ...] = (*KINDS, "")
-        elif node is self.nodes[-1]:
+        elif singly or node is self.nodes[-1]:  # another kind waits for a turn between two files that run singly
             order = ("", "procs", "servers")
-        elif singly:  # a test at a time has its turn between two of their files: better a short one
-            order = ("procs", "servers", "")
         else:
             order = ("servers", "procs", "")
         return min(self.workqueue, key=lambda scope: [*order, *KINDS].index(self._kinds[scope]))
