@@ -98,13 +98,16 @@ libero-env: $(STAMP)
 metaworld-env: $(STAMP)
 	$(BIN)/python tools/simulator_env.py metaworld
 
+# pip would compile all that it installs, in the time that the installation takes. These import what a run needs.
+COMPILED := ray, mlflow.store.tracking.sqlalchemy_store, megarl.runtime.worker, megarl.runtime.loop, megarl.training.engine
 # torch comes first, by itself: resolved together with the rest, pip may choose another build of several gigabytes.
 $(STAMP): setup.py pyproject.toml constraints.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "megarl needs Python 3.11 or newer, $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12 ..." % v[:2])'
 	@echo 'installing into $(VENV): this takes some minutes'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
 	(echo "$(TORCH)"; grep -v '^torch==' constraints.txt) > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c $(VENV)/constraints.txt -e '.[dev]'
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -W ignore -c 'import $(COMPILED)'
 	touch $@

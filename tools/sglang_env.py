@@ -60,12 +60,13 @@ def install(folder: Path, kind: str) -> None:
         pip(wanted["sglang"])
     else:
         # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.
-        pip(wanted["torch"])
+        # The import at the end compiles what a server needs; all of it would take as long as the installation.
+        pip("--no-compile", wanted["torch"])
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
             rest.write("\n".join(line for name, line in wanted.items() if name not in ("torch", "sglang")))
             rest.flush()
-            pip("-r", rest.name)
-        pip("--no-deps", wanted["sglang"])
+            pip("--no-compile", "-r", rest.name)
+        pip("--no-compile", "--no-deps", wanted["sglang"])
         code = f"import sys; sys.path.insert(0, {str(STAND_INS[0])!r}); import {IMPORTS}"
         subprocess.run([python, "-W", "ignore", "-c", code], check=True, env={"SGLANG_USE_CPU_ENGINE": "1"})
 

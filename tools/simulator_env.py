@@ -48,7 +48,8 @@ def install(folder: Path, name: str) -> None:
     python = str(folder / "bin" / "python")
 
     def pip(*arguments: str) -> None:
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
+        # The check at the end compiles what a simulator needs; all of it would take as long as the installation.
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-compile", *arguments], check=True)
 
     last = wanted.pop(PACKAGES[name])
     # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.
@@ -59,7 +60,7 @@ def install(folder: Path, name: str) -> None:
         rest.flush()
         pip("-r", rest.name)
     pip("--no-deps", last)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
     subprocess.run([python, "-W", "ignore", "-c", CHECKS[name]], check=True, env=environment)
 
 
