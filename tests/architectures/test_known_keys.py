@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
+import transformers
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.generic import GENERIC
@@ -131,6 +131,6 @@ def test_all_that_transformers_looks_up_while_it_runs_a_model_is_known(
             model(input_ids=tokens, labels=tokens.clamp(max=1))
             model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
     of_the_class = {name for name in dir(PreTrainedConfig) if name not in GENERIC}
-    generation = set(GenerationConfig._get_default_generation_params())
+    generation = set(transformers.GenerationConfig._get_default_generation_params())
     known = known_keys(model_type) | set(ARCHITECTURES[model_type].keys) | set(GENERIC) | generation | _HARMLESS
     assert {name for name in looked_up - of_the_class - known if not name.startswith("_")} == set()

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from megarl.commands.convert import convert, describe
 from megarl.config.load import dump_config
@@ -30,7 +30,7 @@ def test_cast_and_reshard(tmp_path):
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
 def test_dtype_is_kept_by_default(tmp_path):
@@ -65,7 +65,7 @@ def test_checkpoint_of_a_run(tmp_path):
     convert(folder, tmp_path / "out")
     written = tensors(tmp_path / "out")
     assert torch.equal(written["model.embed_tokens.weight"], engine.chunks[0].embedding.word_embeddings.weight[:16])
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("1+2")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("1+2")
 
 
 def test_taken_target_is_refused(tmp_path):
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_a_hub_model_says_itself_whether_it_has_a_head(monkeypat
 
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     found = json.loads((tmp_path / "config.json").read_text())
-    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda path, **more: (found, more))
+    monkeypatch.setattr(transformers.PretrainedConfig, "get_config_dict", lambda path, **more: (found, more))
     read = models_hf.read_hf_config
     monkeypatch.setattr(models_hf, "read_hf_config", lambda path, *rest, **more: read(str(tmp_path), *rest, **more))
     monkeypatch.setattr(files, "resolve_folder", fetched)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from megarl.envs.tools.mcp_servers import McpServer, McpServers
 from megarl.errors import ConfigError
 from megarl.processes import free_port
 
-pytest.importorskip("mcp", reason="the extra mcp is not installed")
+if importlib.util.find_spec("mcp") is None:
+    pytest.skip("the extra mcp is not installed", allow_module_level=True)
 
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 LIMIT_S = 60.0

@@ -9,7 +9,6 @@ import sys
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
 
 TEXT = "12+34=46"
 TOKENS = 48
@@ -27,15 +26,15 @@ def read(folder: str) -> dict:
     """What can be compared of one folder."""
     with open(f"{folder}/config.json", encoding="utf-8") as file:
         critic = "TokenClassification" in json.load(file)["architectures"][0]
-    kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    kind = transformers.AutoModelForTokenClassification if critic else transformers.AutoModelForCausalLM
     model = kind.from_pretrained(folder, attn_implementation="eager").float().eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return {
         "log_probs": log_probs(model),
-        "dtype": str(AutoModelForCausalLM.from_pretrained(folder, torch_dtype="auto").dtype) if not critic else "",
+        "dtype": "" if critic else str(kind.from_pretrained(folder, torch_dtype="auto").dtype),
         "tokens": tokenizer(TEXT)["input_ids"],
         "special": sorted(tokenizer.all_special_ids),
-        "end": None if critic else GenerationConfig.from_pretrained(folder).eos_token_id,
+        "end": None if critic else transformers.GenerationConfig.from_pretrained(folder).eos_token_id,
     }
 
 

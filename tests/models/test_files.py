@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.artifacts.facts import model_facts
@@ -41,7 +41,7 @@ def change_weights(folder, changes):
 
 def as_transformers(folder):
     """Our tensor and the one of transformers, from the same folder."""
-    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()[TENSOR]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()[TENSOR]
     return CheckpointReader(folder).read(TENSOR), theirs
 
 
@@ -241,7 +241,7 @@ def test_scales_that_do_not_fit_the_blocks_are_refused(tmp_path):
 def test_a_head_that_differs_from_tied_embeddings_is_kept_as_transformers_keeps_it(tmp_path):
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     change_weights(tmp_path, {"lm_head.weight": torch.randn(131, 64, generator=torch.Generator().manual_seed(0)) / 8})
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     with pytest.warns(UserWarning, match="tie_word_embeddings, and lm_head.weight in the files differs"):
         (model,) = build_tiny(tmp_path)
     seq = sequences()[0]
@@ -262,7 +262,7 @@ def test_tied_embeddings_stored_twice_or_as_the_head_stay_tied(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (model,) = build_tiny(tmp_path)
     assert torch.equal(model.embedding.word_embeddings.weight, embeddings)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
     assert torch.equal(theirs, embeddings)
 
 
@@ -271,7 +271,7 @@ def test_a_token_classifier_keeps_the_bias_of_its_score(tmp_path, tied):
     policy = save_tiny(tmp_path / "policy", "qwen3", tie_word_embeddings=tied)
     policy.config.num_labels = 1
     torch.manual_seed(5)
-    classifier = AutoModelForTokenClassification.from_config(policy.config).eval()
+    classifier = transformers.AutoModelForTokenClassification.from_config(policy.config).eval()
     torch.nn.init.constant_(classifier.score.bias, 0.75)
     classifier.save_pretrained(tmp_path / "critic")
     (critic,) = build_tiny(tmp_path / "critic", value_head=True)
@@ -279,7 +279,7 @@ def test_a_token_classifier_keeps_the_bias_of_its_score(tmp_path, tied):
     export_weights([critic], tmp_path / "exported", critic.hf_config, world=world())
     convert(tmp_path / "critic", tmp_path / "converted")
     for folder in ("exported", "converted"):
-        again = AutoModelForTokenClassification.from_pretrained(tmp_path / folder)
+        again = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / folder)
         assert torch.equal(again.score.bias, classifier.score.bias)
         assert torch.equal(again.score.weight, classifier.score.weight)
 
@@ -288,5 +288,5 @@ def test_a_critic_from_a_policy_has_no_bias_and_transformers_adds_none(tmp_path)
     save_tiny(tmp_path / "policy", "qwen3")
     (critic,) = build_tiny(tmp_path / "policy", value_head=True)
     export_weights([critic], tmp_path / "out", critic.hf_config, world=world())
-    assert AutoModelForTokenClassification.from_pretrained(tmp_path / "out").score.bias is None
+    assert transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out").score.bias is None
     assert not critic.value_weight.any()

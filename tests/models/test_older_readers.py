@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
+import transformers
 
 from megarl.compat.sglang import STAND_INS
 from megarl.data.tokenizer import character_tokenizer
@@ -60,7 +60,7 @@ def written(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_older_keys_stand_beside_the_newer_ones_and_mean_the_same(tmp_path: Path, rope: str) -> None:
-    config = AutoConfig.for_model("qwen3", rope_parameters=dict(ROPES[rope]), max_position_embeddings=128)
+    config = transformers.AutoConfig.for_model("qwen3", rope_parameters=dict(ROPES[rope]), max_position_embeddings=128)
 
     write_metadata(tmp_path, config, None, torch.bfloat16)
 
@@ -68,20 +68,20 @@ def test_older_keys_stand_beside_the_newer_ones_and_mean_the_same(tmp_path: Path
     assert raw["rope_theta"] == ROPES[rope]["rope_theta"]
     assert (raw["rope_scaling"] is None) == (rope == "default")
     assert raw["torch_dtype"] == raw["dtype"] == "bfloat16"
-    again = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    again = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert again == {**config.rope_parameters, **({"factor": 4.0} if rope == "yarn-ratio" else {})}
     # A reader of only one form gets the same numbers.
     for left_out in (["rope_parameters"], ["rope_scaling", "rope_theta"]):
         part = {key: value for key, value in raw.items() if key not in left_out}
-        single = AutoConfig.for_model(**part).rope_parameters
+        single = transformers.AutoConfig.for_model(**part).rope_parameters
         assert older_rope_keys(single, 128) == older_rope_keys(again, 128)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_the_number_of_experts_has_both_of_its_names(tmp_path: Path, model_type: str) -> None:
-    write_metadata(tmp_path, AutoConfig.for_model(model_type, num_experts=6), None, torch.float32)
+    write_metadata(tmp_path, transformers.AutoConfig.for_model(model_type, num_experts=6), None, torch.float32)
     assert written(tmp_path)["num_experts"] == written(tmp_path)["num_local_experts"] == 6
-    assert AutoConfig.from_pretrained(tmp_path).num_experts == 6
+    assert transformers.AutoConfig.from_pretrained(tmp_path).num_experts == 6
 
 
 def test_files_of_the_source_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_files_of_the_source_are_kept_as_they_are(tmp_path: Path) -> None:
     chunks = build_tiny(source)
 
     convert(source, tmp_path / "converted")
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     export_weights(chunks, tmp_path / "out", chunks[0].hf_config, tokenizer, world=world(), source=source)
 
     for folder in ("converted", "out"):
@@ -117,11 +117,11 @@ def test_a_generation_config_is_not_made_up_for_a_source_without_one(tmp_path: P
 def test_a_tokenizer_of_no_folder_has_a_class_that_both_versions_know(tmp_path: Path) -> None:
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
-    write_metadata(tmp_path, AutoConfig.for_model("qwen3"), tokenizer, torch.float32)
+    write_metadata(tmp_path, transformers.AutoConfig.for_model("qwen3"), tokenizer, torch.float32)
     found = written(tmp_path, "tokenizer_config.json")
     assert found["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert "extra_special_tokens" not in found
-    again = AutoTokenizer.from_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again.encode("1<|turn|>2") == tokenizer.encode("1<|turn|>2")
     assert again.all_special_ids == tokenizer.all_special_ids
 
@@ -144,12 +144,12 @@ def exports(folder: Path) -> list[Path]:
         save_tiny(source, model_type, **changes)
         character_tokenizer(ALPHABET).save_pretrained(source)
         (source / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
-        chunks, tokenizer = build_tiny(source), AutoTokenizer.from_pretrained(source)
+        chunks, tokenizer = build_tiny(source), transformers.AutoTokenizer.from_pretrained(source)
         export_weights(chunks, folder / name, chunks[0].hf_config, tokenizer, world=world(), source=source)
     for bias in (False, True):
-        policy = AutoConfig.from_pretrained(folder / "in" / "llama-llama3")
+        policy = transformers.AutoConfig.from_pretrained(folder / "in" / "llama-llama3")
         policy.num_labels, policy.token_classification_bias = 1, bias
-        classifier = AutoModelForTokenClassification.from_config(policy).eval()
+        classifier = transformers.AutoModelForTokenClassification.from_config(policy).eval()
         if bias:
             torch.nn.init.constant_(classifier.score.bias, 0.75)
         made.append(folder / f"critic-{bias}")
@@ -203,7 +203,7 @@ def test_sglang_reads_the_same_configuration(tmp_path: Path) -> None:
     for model_type in ARCHITECTURES:
         for rope, parameters in ROPES.items():
             kept = {"rope_parameters": dict(parameters), "max_position_embeddings": 128, "head_dim": 16}
-            config = AutoConfig.for_model(model_type, eos_token_id=[2, 5], **kept)
+            config = transformers.AutoConfig.for_model(model_type, eos_token_id=[2, 5], **kept)
             (tmp_path / f"{model_type}-{rope}").mkdir()
             write_metadata(tmp_path / f"{model_type}-{rope}", config, None, torch.bfloat16)
     paths, folders = json.dumps([str(path) for path in STAND_INS]), sorted(map(str, tmp_path.iterdir()))
@@ -212,7 +212,7 @@ def test_sglang_reads_the_same_configuration(tmp_path: Path) -> None:
     said = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert said.returncode == 0, said.stderr[-3000:]
     for folder, (rope, dtype, ends) in json.loads(said.stdout.splitlines()[-1]).items():
-        expected = AutoConfig.from_pretrained(folder).rope_parameters
+        expected = transformers.AutoConfig.from_pretrained(folder).rope_parameters
         theta, scaling = rope
         assert (theta, dtype, ends) == (expected["rope_theta"], "torch.bfloat16", [2, 5]), folder
         assert {key: value for key, value in scaling.items() if key != "type"} == expected, folder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 from megarl.config.data import RewardConfig
 from megarl.data.tokenizer import character_tokenizer
@@ -25,10 +25,10 @@ def tokenizer() -> Any:
     return made
 
 
-def config(**more: Any) -> Qwen3Config:
+def config(**more: Any) -> transformers.Qwen3Config:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 24, "pad_token_id": 0, **more}
-    return Qwen3Config(vocab_size=len(tokenizer()), **sizes, **more)
+    return transformers.Qwen3Config(vocab_size=len(tokenizer()), **sizes, **more)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier of two labels with random weights."""
     path = tmp_path_factory.mktemp("classifier")
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config(num_labels=2))
+    model = transformers.AutoModelForSequenceClassification.from_config(config(num_labels=2))
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(path)
     tokenizer().save_pretrained(path)
@@ -53,7 +53,7 @@ def scores(given: list[dict[str, Any]], **kwargs: Any) -> list[Any]:
 
 
 def expected(folder: Path, text: str, label: int) -> float:
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
     ids = tokenizer()(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         return float(model(ids).logits[0, label])
@@ -83,7 +83,7 @@ def test_a_sample_that_is_too_long_has_failed_and_the_others_have_not(folder):
 
 
 def test_what_is_no_classifier_is_refused(folder, tmp_path):
-    Qwen3ForCausalLM(config()).save_pretrained(tmp_path)
+    transformers.Qwen3ForCausalLM(config()).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     for path, words in ((tmp_path, "a language model has no score"), (tmp_path / "no", "no config.json here")):
         with pytest.raises(ConfigError, match=rf"reward\.kwargs\.path: .*{words}"):

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import VJEPA2Model
+import transformers
 
 from megarl.artifacts.action_statistics import read_statistics
 from megarl.config.load import load_config
@@ -109,7 +109,7 @@ def test_the_reference_sees_what_the_policy_sees(recipe, tmp_path) -> None:
 
     Scores are those of videos of every environment step, which nobody reads after them.
     """
-    VJEPA2Model(SMALL).save_pretrained(tmp_path / "vjepa2")
+    transformers.VJEPA2Model(SMALL).save_pretrained(tmp_path / "vjepa2")
     more = ["algorithm.kl={use: loss, coef: 0.1}", "trainer.steps=2", "actor.mini_batch_size=2", "validation.every=0"]
     more += [f"robot.reward={{name: progress, embedding: {{name: vjepa2, path: {tmp_path / 'vjepa2'}}}}}"]
     numbers = harness.train(recipe, tmp_path, *more)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import VJEPA2Config, VJEPA2Model
+from transformers import VJEPA2Config
 
 from megarl.comm import WorkerGroup
 from megarl.config.embedding import EmbeddingSettings
@@ -36,7 +37,7 @@ SMALL = VJEPA2Config(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    VJEPA2Model(SMALL).save_pretrained(tmp_path / "vjepa2")
+    transformers.VJEPA2Model(SMALL).save_pretrained(tmp_path / "vjepa2")
     return tmp_path / "vjepa2"
 
 
@@ -48,7 +49,7 @@ def built(folder: Path, **settings: object) -> EpisodeEmbedder:
 def test_embeddings_are_the_mean_of_the_models_tokens(folder: Path) -> None:
     batch = moving_squares([3, 11, 5], errors=["", "", "it crashed"])
     found = built(folder, batch_size=2).embed(batch)
-    model, clip = VJEPA2Model.from_pretrained(folder).eval(), VideoPipeline(frames=8, size=16)
+    model, clip = transformers.VJEPA2Model.from_pretrained(folder).eval(), VideoPipeline(frames=8, size=16)
     assert found.shape == (3, 24)
     assert not found[2].any()
     for row in (0, 1):
@@ -66,7 +67,7 @@ def test_the_clip_of_every_environment_step_is_what_is_embedded(folder: Path) ->
     embedder = built(folder, clip="steps")
     assert embedder.recording == Recording(("top",), 8)
     found = embedder.embed(batch)
-    model, clip = VJEPA2Model.from_pretrained(folder).eval(), VideoPipeline(frames=8, size=16)
+    model, clip = transformers.VJEPA2Model.from_pretrained(folder).eval(), VideoPipeline(frames=8, size=16)
     for row, frames in enumerate(clips):
         with torch.no_grad():
             tokens = model(pixel_values_videos=clip(frames)[None], skip_predictor=True).last_hidden_state
