@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -50,11 +51,16 @@ class Key:
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, with Annotated unwrapped; a one-element tuple for any other type."""
+    return _members(annotation)
+
+
+@functools.cache  # reading a recipe asks for each of its keys, several times
+def _members(annotation: Any) -> tuple[Any, ...]:
     origin = typing.get_origin(annotation)
     if origin is Annotated:
-        return alternatives(typing.get_args(annotation)[0])
+        return _members(typing.get_args(annotation)[0])
     if origin in (typing.Union, types.UnionType):
-        return tuple(member for part in typing.get_args(annotation) for member in alternatives(part))
+        return tuple(member for part in typing.get_args(annotation) for member in _members(part))
     return (annotation,)
 
 
