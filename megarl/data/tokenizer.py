@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.model_files import check_tokenizer_files
+from megarl.compat import transformers
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 
@@ -39,6 +40,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     key = "model.tokenizer" if model.tokenizer else "model.path"
     if Path(name).expanduser().is_dir():
         check_tokenizer_files(Path(name).expanduser(), key)
+    transformers.install()  # the tokenizer's class is found by the model's configuration
     from transformers import AutoTokenizer
 
     try:

@@ -1,6 +1,8 @@
-"""A model's configuration is loaded without transformers' modelling code, whichever architecture it has."""
+"""A model's configuration and tokenizer are loaded without transformers' modelling code, whatever its architecture."""
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,5 +23,20 @@ def _load_all() -> list[str]:
     return [name for name in HEAVY if name in sys.modules]
 
 
+def _load_tokenizer_of_a_llama(folder: str) -> list[str]:
+    from megarl.config.model import ModelConfig
+    from megarl.data.tokenizer import character_tokenizer, load_tokenizer
+
+    character_tokenizer("0123").save_pretrained(folder)
+    (Path(folder) / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    load_tokenizer(ModelConfig(path=folder))
+    assert "transformers.models.llama.configuration_llama" in sys.modules, "nothing was to import"
+    return [name for name in HEAVY if name in sys.modules]
+
+
 def test_configurations_of_all_architectures_import_no_modelling_code() -> None:
     assert run_distributed(_load_all, 1) == [[]]
+
+
+def test_a_tokenizer_beside_a_llama_imports_no_modelling_code(tmp_path: Path) -> None:
+    assert run_distributed(_load_tokenizer_of_a_llama, 1, 240, str(tmp_path)) == [[]]

@@ -1,4 +1,4 @@
-"""A real chat model, where `make smollm2` has put one: steps of its recipe through its own chat template."""
+"""A real chat model, where `make smollm2` has put one: a step of its recipe through its own chat template."""
 
 import math
 import re
@@ -44,15 +44,16 @@ def test_more_problems_than_there_are_is_an_error():
 
 
 @pytest.mark.skipif(not MODEL.is_dir(), reason="no model: make smollm2")
-def test_smollm2_takes_steps_in_its_own_chat_template(tmp_path):
-    # Right answers are too rare in so few samples for a gradient.
-    reward = tmp_path / "digits.py"
-    reward.write_text("def digits(samples):\n    return [sum(map(str.isdigit, s['response'])) for s in samples]\n")
-    few = ["data.batch_size=2", "rollout.sampling.n=4", "trainer.steps=2", "data.max_val_samples=4", "cluster.nproc=1"]
+def test_smollm2_takes_a_step_in_its_own_chat_template(tmp_path):
+    # Right answers are too rare in so few samples for a gradient; any two texts differ in this.
+    reward = tmp_path / "letters.py"
+    reward.write_text("def letters(samples):\n    return [sum(map(ord, s['response'])) / 1e3 for s in samples]\n")
+    few = ["data.batch_size=2", "rollout.sampling.n=2", "trainer.steps=1", "data.max_val_samples=2", "cluster.nproc=1"]
+    few += ["data.loader_kwargs={rows: 64, held_out: 8}"]
     few += ["tracking.mlflow=false", "tracking.report=false", "trainer.save_every=0", "actor.optim.warmup_steps=0"]
-    few += [f"reward=!replace {{name: '{reward}:digits'}}", "rollout.sampling.max_new_tokens=8"]
+    few += [f"reward=!replace {{name: '{reward}:letters'}}", "rollout.sampling.max_new_tokens=8"]
     numbers = harness.train(ROOT / "recipes" / "grpo_smollm2_words.yaml", tmp_path / "run", *few)
-    assert all(numbers[step]["actor/grad_norm"] > 0 for step in (1, 2))
+    assert numbers[1]["actor/grad_norm"] > 0
     assert abs(numbers[1]["rollout_corr/kl"]) < 1e-5  # the engine that generates has the trainer's log-probs
     sample = read_jsonl(tmp_path / "run" / "samples.jsonl", needs={})[0]
     assert sample["prompt"].startswith("<|im_start|>system\nAnswer with one calculation.<|im_end|>\n<|im_start|>user\n")
@@ -85,7 +86,7 @@ def test_smollm2_learns_polite_answers_and_gives_them_on_a_server_too(tmp_path):
 
 
 def check_export(folder: Path) -> None:
-    """Look at the model that the run leaves: transformers loads it, and two steps changed it a little."""
+    """Look at the model that the run leaves: transformers loads it, and a step changed it a little."""
     import torch
     from transformers import AutoModelForCausalLM
 
