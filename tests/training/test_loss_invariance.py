@@ -118,6 +118,16 @@ def _samples(engine, masked: str) -> Batch:
     return batch.drop(["drift"])
 
 
+def _cuts(loss: str, masked: str, ranks: int) -> list[int]:
+    """Micro-batches of the whole batch: one loss is cut in all ways, the others in those that differ most.
+
+    With holes a single process has the whole to compare with; of two ranks each has several micro-batches.
+    """
+    if masked == "holes":
+        return [4] if ranks == 2 else [1, 4]
+    return list(BUDGETS) if loss == LOSSES[0] else [1, 8]
+
+
 def _all_steps() -> dict[str, dict]:
     """Case and number of micro-batches -> what a step made of it, on this process group."""
     engine, found = _engine(), {}
@@ -128,8 +138,8 @@ def _all_steps() -> dict[str, dict]:
             batch = batch.split([SHARE, SAMPLES - SHARE])[rank]
         for loss in LOSSES:
             for mode in MODES if masked == "holes" else MODES[:1]:
-                for budget in BUDGETS.values() if masked == "all" else FEW:
-                    grads, metrics, count = step(engine, batch, {"name": loss, "aggregation": mode}, budget)
+                for cut in _cuts(loss, masked, size):
+                    grads, metrics, count = step(engine, batch, {"name": loss, "aggregation": mode}, BUDGETS[cut])
                     key = f"{loss}, {mode}, mask {masked}"
                     found.setdefault(key, []).append({"grads": grads, "metrics": metrics, "micro_batches": count})
     return found
@@ -299,8 +309,8 @@ def test_gradients_do_not_depend_on_the_split():
     two = run_distributed(_all_steps, 2, 300)
     assert len(one) == len(LOSSES) * (len(MODES) + 1)
     for key, steps in one.items():
-        counts = list(BUDGETS) if key.endswith("all") else [1, 4]
-        assert [s["micro_batches"] for s in steps] == counts, key
+        loss, masked = key.partition(",")[0], key.rpartition(" ")[2]
+        assert [s["micro_batches"] for s in steps] == _cuts(loss, masked, 1), key
         want = steps[0]
         scale = want["grads"].abs().max()
         assert scale > 1e-4, key
@@ -308,7 +318,7 @@ def test_gradients_do_not_depend_on_the_split():
             assert (split["grads"] - want["grads"]).abs().max() < 1e-5 * scale, key
             for name, value in want["metrics"].items():
                 assert split["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (key, name)
-        if key.endswith("all"):
+        if masked == "all":
             shares = [tuple(rank[key][number]["micro_batches"] for rank in two) for number in (0, -1)]
             assert shares == [(1, 1), (SHARE, SAMPLES - SHARE)], key
     # The comparison would say little if all losses had one gradient.
