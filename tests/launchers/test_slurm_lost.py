@@ -10,6 +10,7 @@ import pytest
 from megarl import cli
 from megarl.launchers.submit import excluded, jobs_of, state_of
 from tests.launchers import slurm_cluster
+from tests.launchers.forking_python import forking_python
 from tests.launchers.slurm_runs import a_slurm, launch, said, slow_reward, wait, wait_for_end, wait_for_step
 from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
@@ -46,6 +47,13 @@ def recipe(tmp_path_factory):
     return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
+@pytest.fixture
+def forking(tmp_path):
+    """The key that lets the nodes fork their programs."""
+    with forking_python(tmp_path) as python:
+        yield f"launch.slurm.python={python}"
+
+
 @pytest.fixture(scope="module")
 def local(recipe, tmp_path_factory):
     """Metrics of a run that nothing happens to."""
@@ -58,11 +66,11 @@ def events(run_dir, kind):
 
 
 def test_a_node_that_fails_its_tests_and_one_that_dies_are_replaced_by_spare_ones(
-    slurm, recipe, local, tmp_path, capsys
+    slurm, recipe, local, forking, tmp_path, capsys
 ):
     run_dir = tmp_path / "run"
     broken = """launch.slurm.setup=['if [ "$SLURMD_NODENAME" = n1 ]; then export TMPDIR=/proc; fi']"""
-    assert launch(recipe, run_dir, *FEW, slow_reward(recipe, 0.4), broken, "launch.spares=2") == 0
+    assert launch(recipe, run_dir, *FEW, forking, slow_reward(recipe, 0.4), broken, "launch.spares=2") == 0
     wait_for_step(run_dir, 4)
     slurm.lose("n3")
     assert wait_for_end(run_dir) == "COMPLETED", said(run_dir)

@@ -11,7 +11,9 @@ from megarl import cli
 from megarl.commands.cluster import last_step
 from megarl.launchers.submit import jobs_of, state_of
 from tests.launchers import slurm_cluster, slurm_runs
+from tests.launchers.forking_python import forking_python
 from tests.launchers.slurm_runs import a_slurm, said, slow_reward, wait, wait_for_end, wait_for_step
+from tests.ray_forks.clusters import offered
 from tests.runtime import harness
 
 pytestmark = [
@@ -39,14 +41,21 @@ def local(recipe, tmp_path_factory):
     return harness.train(recipe, tmp_path_factory.mktemp("local") / "run", *FEW)
 
 
+@pytest.fixture(scope="module")
+def forking(tmp_path_factory):
+    """The key that lets the nodes fork their programs."""
+    with offered(), forking_python(tmp_path_factory.mktemp("python")) as python:
+        yield f"launch.slurm.python={python}"
+
+
 def launch(recipe: Path, run_dir: Path, *keys: str) -> int:
     """Without tests of the nodes, which test_slurm_lost.py has."""
     return slurm_runs.launch(recipe, run_dir, *FEW, "launch.preflight=false", *keys)
 
 
-def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(slurm, recipe, local, tmp_path):
+def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(slurm, recipe, local, forking, tmp_path):
     run_dir = tmp_path / "run"
-    assert launch(recipe, run_dir, "launch.launcher=ray") == 0
+    assert launch(recipe, run_dir, forking, "launch.launcher=ray") == 0
     wait_for_step(run_dir, 1)
     names = {process.name() for process in slurm.processes()}
     assert {"gcs_server", "raylet"} <= names
@@ -57,11 +66,17 @@ def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(slurm, recipe
 
 
 def test_a_chain_of_jobs_that_is_cancelled_and_goes_on_has_the_metrics_of_the_local_launcher(
-    recipe, local, tmp_path, capsys
+    recipe, local, forking, tmp_path, capsys
 ):
     """The signal that Slurm sends before the time limit comes from the test, which cannot wait for minutes."""
     run_dir = tmp_path / "a run"
-    chain = ("launch.launcher=torchrun", "launch.slurm.chain=1", "launch.slurm.warn_s=60", "trainer.save_every=0")
+    chain = (
+        forking,
+        "launch.launcher=torchrun",
+        "launch.slurm.chain=1",
+        "launch.slurm.warn_s=60",
+        "trainer.save_every=0",
+    )
     assert launch(recipe, run_dir, *chain, slow_reward(recipe, 0.4)) == 0
     wait_for_step(run_dir, 3)
     (first,) = jobs_of(run_dir)

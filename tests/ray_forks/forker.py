@@ -32,7 +32,7 @@ def serve(path: str) -> None:
             if not select.select([server], [], [], 1.0)[0]:
                 continue
             client, _ = server.accept()
-            request, files = _received(client)
+            request, files = received(client)
             if not os.fork():
                 for number, file in enumerate(files):
                     os.dup2(file, number)
@@ -42,7 +42,8 @@ def serve(path: str) -> None:
                 os.close(file)
 
 
-def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Read a request, a line of JSON, and the files that come with it."""
     data, files, _, _ = socket.recv_fds(client, 1 << 20, 3)
     while not data.endswith(b"\n"):
         data += client.recv(1 << 20)
