@@ -131,12 +131,14 @@ def fork_programs() -> None:
     accept()
     if has_nvidia_device():
         return
+    from megarl.benchmarks import program
     from megarl.launchers import local, torchrun
     from megarl.rewards import preflight
 
     for module in (local, torchrun):
         _start_by(_forked_program, module)
     _start_by(_forked_module, preflight)
+    _start_by(_forked_command, program)
 
 
 def fork_scorers() -> None:
@@ -190,6 +192,22 @@ def _forked_program(args: list[str], *, env: dict[str, str], pass_fds: Sequence[
 
     becoming = functools.partial(in_child, env, pass_fds, work)
     return subprocess.Popen(args, env=env, pass_fds=pass_fds, preexec_fn=becoming, **options)
+
+
+def _forked_command(command: Sequence[str], *, env: dict[str, str], **options: Any) -> Any:
+    """A child that would become `python -m megarl ...` and instead does what that does; other programs start."""
+    if list(command[1:3]) != ["-m", "megarl"]:
+        return subprocess.Popen(command, env=env, **options)
+
+    def work() -> int:
+        from megarl import cli
+
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # that of who measures
+        fork_programs()
+        return cli.main(list(command[3:]))
+
+    becoming = functools.partial(in_child, env, (), work)
+    return subprocess.Popen(command, env=env, preexec_fn=becoming, **options)
 
 
 def _leave_folder_out() -> None:

@@ -298,16 +298,26 @@ _COPIED = 1 << 26  # bytes: more than caches hold
 
 
 def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_SIZE) -> float:
-    """Return the FLOP/s of the best of the products of `size` x `size` done in `seconds` on this process's device."""
+    """Return the FLOP/s of the best of the products of `size` x `size` done in `seconds` on this process's device.
+
+    They are of a quarter of the size where one would take longer: a processor without instructions for a dtype takes
+    seconds for it, and is as slow with small ones.
+    """
     import torch
 
     from megarl import device
 
     if dtype not in device.DTYPES:
         raise UserError("unknown dtype", where="peak_flops", found=dtype, allowed=sorted(device.DTYPES))
-    a = torch.randn(size, size, device=device.device()).to(device.DTYPES[dtype])
-    out = torch.empty_like(a)
-    return 2 * size**3 / best_seconds(lambda: torch.mm(a, a, out=out), seconds)
+
+    def product(size: int) -> Callable[[], object]:
+        a = torch.randn(size, size, device=device.device()).to(device.DTYPES[dtype])
+        out = torch.empty_like(a)
+        return lambda: torch.mm(a, a, out=out)
+
+    if 4**3 * best_seconds(product(size // 4), 0) > seconds:
+        size //= 4
+    return 2 * size**3 / best_seconds(product(size), seconds)
 
 
 def measure_memory() -> float:

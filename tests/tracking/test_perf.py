@@ -41,6 +41,19 @@ def test_measure_refuses_unknown_dtypes():
         measure_peak("fp7")
 
 
+@pytest.mark.parametrize(("took", "sizes"), [(1e-4, [16, 64]), (0.01, [16, 16])])
+def test_a_dtype_whose_products_take_too_long_is_measured_with_small_ones(took, sizes, monkeypatch):
+    made = []
+
+    def best_seconds(product, seconds):
+        made.append(len(product()))
+        return took
+
+    monkeypatch.setattr("megarl.planning.hardware.best_seconds", best_seconds)
+    assert measure_peak("fp32", 0.3, 64) == 2 * sizes[-1] ** 3 / took
+    assert made == sizes
+
+
 def test_perf_metrics_are_per_device():
     metrics = perf_metrics(tokens=8000, seconds=2.0, devices=4, flops=8e12, peak=10e12)
     assert metrics["perf/throughput"] == 1000
