@@ -94,11 +94,12 @@ GUESSING = (
 )
 
 
-def write_recipe(folder: Path) -> Path:
+def write_recipe(folder: Path, layers: int = 4) -> Path:
     """The tiny recipe and its reward file."""
     (folder / "reward.py").write_text(REWARD)
     path = folder / "tiny.yaml"
-    path.write_text(RECIPE.replace("REWARD_FILE", str(folder / "reward.py")))
+    depth = f"num_hidden_layers: {layers},"
+    path.write_text(RECIPE.replace("REWARD_FILE", str(folder / "reward.py")).replace("num_hidden_layers: 4,", depth))
     return path
 
 

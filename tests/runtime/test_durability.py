@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_damaged_files_beside_the_checkpoints_change_no_number(recipe, whole, un
 
 
 def test_a_finished_run_has_nothing_left_to_do(recipe, tmp_path):
-    first = harness.run(recipe, tmp_path, "trainer.steps=1", "sft.steps=0")
+    first = harness.train(recipe, tmp_path, "trainer.steps=1", "sft.steps=0")
     process = harness.start(recipe, tmp_path, "trainer.steps=1", "sft.steps=0", "trainer.keep_last=3")
     output = harness.finish(process)
     assert harness.metrics(tmp_path) == first
@@ -136,11 +136,11 @@ def test_a_finished_run_has_nothing_left_to_do(recipe, tmp_path):
 
 def test_a_run_that_starts_again_or_from_another_run_keeps_old_checkpoints_aside(recipe, tmp_path):
     short = ("trainer.steps=1", "sft.steps=0")
-    first = harness.run(recipe, tmp_path / "one", *short)
+    first = harness.train(recipe, tmp_path / "one", *short)
     assert harness.run(recipe, tmp_path / "one", *short, "trainer.resume=never") == first
     assert (tmp_path / "one" / "checkpoints.old-1" / "step_1" / "meta.json").is_file()
     assert (tmp_path / "one" / "checkpoints.old-1" / "reference" / "config.json").is_file()
     source = tmp_path / "one" / "checkpoints" / "step_1"
-    more = harness.run(recipe, tmp_path / "two", "trainer.steps=2", "sft.steps=0", f"trainer.resume={source}")
+    more = harness.train(recipe, tmp_path / "two", "trainer.steps=2", "sft.steps=0", f"trainer.resume={source}")
     assert list(more) == [2]
     assert (tmp_path / "two" / "reference" / "config.json").is_file()  # for later resumes of this run

@@ -124,7 +124,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("exchange"))
+    return harness.write_recipe(tmp_path_factory.mktemp("exchange"), layers=2)
 
 
 def assert_near(steps: dict[int, dict[str, float]], others: dict[int, dict[str, float]]) -> None:
