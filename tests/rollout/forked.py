@@ -22,13 +22,16 @@ from typing import IO
 import psutil
 import pytest
 
-from megarl.compat.sglang import LOADERS, STAND_INS
+from megarl.compat.sglang import LOADERS, STAND_INS, find_python, server_environment
 from megarl.rollout.sglang import server
 
 _FORKER = Path(__file__).with_name("forker.py")
 _PR_SET_CHILD_SUBREAPER = 36
-#: Variables of one server, read when it starts, and pytest's of one test.
-_OWN = ("MEGARL_SERVER_", "TMPDIR", "SGLANG_CPU_OMP_THREADS_BIND", "PYTEST_")
+#: Variables of one server, read when it starts, what Megatron and torch set in this process, and pytest's of one test.
+_OWN = (
+    *("MEGARL_SERVER_", "TMPDIR", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"),
+    *("GLOO_SOCKET_IFNAME", "NVTE_", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_"),
+)
 _ADOPTING = threading.Lock()
 
 
@@ -39,6 +42,14 @@ def forked_servers() -> Iterator[None]:
         if sys.platform == "linux":
             patch.setattr(server, "_start_process", _fork)
         yield
+
+
+def run_program(file: Path, arguments: Sequence[str], log: Path) -> int | None:
+    """Exit code of a program of the servers' interpreter, forked as servers are; what it prints is in `log`."""
+    python = find_python(None, cuda=False)
+    environment = server_environment(os.environ, python=python, api_key="", instance="", cuda=False)
+    with forked_servers(), log.open("ab") as output:
+        return server._start_process([str(python), str(file), *arguments], environment, output).wait()
 
 
 class ForkedProcess:
@@ -64,11 +75,12 @@ class ForkedProcess:
 def _fork(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
     python, file, *arguments = command
     common = tuple(sorted((name, value) for name, value in environment.items() if not name.startswith(_OWN)))
-    forker = _forker(python, file, common)
+    forker = _forker(python, common)
     assert forker.stdin is not None
     assert forker.stdout is not None
     with _adopting_orphans():
-        request = {"arguments": [str(part) for part in arguments], "environment": dict(environment), "log": log.name}
+        request = {"file": file, "arguments": [str(part) for part in arguments]}
+        request |= {"environment": dict(environment), "log": log.name}
         forker.stdin.write(json.dumps(request) + "\n")
         forker.stdin.flush()
         answer = forker.stdout.readline()
@@ -81,10 +93,10 @@ def _fork(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
 
 
 @functools.cache
-def _forker(python: str, file: str, environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+def _forker(python: str, environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
     """It ends with this process, whose end of its input is closed then. Variables are read by what it imports."""
     return subprocess.Popen(
-        [python, str(_FORKER), file, *(str(folder) for folder in (LOADERS, *STAND_INS))],
+        [python, str(_FORKER), *(str(folder) for folder in (LOADERS, *STAND_INS))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=dict(environment),

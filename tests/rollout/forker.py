@@ -1,14 +1,15 @@
 """Runs in the servers' interpreter: imports what servers import, once, and forks them from itself.
 
-    python forker.py SERVE_FILE FOLDER...       FOLDERs are on the path while it imports, the last one at its end
+    python forker.py FOLDER...       FOLDERs are on the path while it imports, the last one at its end
 
-Each line of its standard input asks for a server, `{"arguments": [...], "environment": {...}, "log": FILE}`; the answer
-is a line with the process id. The server is an orphan from the start: whoever asked, and has declared to take orphans
-(PR_SET_CHILD_SUBREAPER), is its parent, as if it had started `python SERVE_FILE ARGUMENTS` itself.
+Each line of its standard input asks for a server, `{"file": FILE, "arguments": [...], "environment": {...}, "log":
+FILE}`; the answer is a line with the process id. The server is an orphan from the start: whoever asked, and has
+declared to take orphans (PR_SET_CHILD_SUBREAPER), is its parent, as if it had started `python FILE ARGUMENTS` itself.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -27,16 +28,22 @@ MODULES = (
 
 
 def preload(folders: list[str]) -> None:
-    """Import what takes a server nine of its eleven seconds of CPU time."""
+    """Import what takes a server nine of its eleven seconds of CPU time.
+
+    Servers do not look through it for garbage: that would copy its pages, in each of their processes.
+    """
     path = list(sys.path)
     sys.path[:] = [*folders[:-1], *path, folders[-1]]
     for name in MODULES:
         importlib.import_module(name)
     sys.path[:] = path
+    gc.collect()
+    gc.freeze()
 
 
-def serve(file: str, request: dict) -> None:
+def serve(request: dict) -> None:
     """Become the server."""
+    file = request["file"]
     deadline = time.monotonic() + 60
     while os.getppid() != int(request["environment"]["MEGARL_SERVER_PARENT"]):  # the process between them has to end
         if time.monotonic() > deadline:
@@ -55,11 +62,12 @@ def serve(file: str, request: dict) -> None:
     try:
         runpy.run_path(file, run_name="__main__")
     finally:
+        gc.unfreeze()  # libraries would report what is never freed
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def fork(file: str, request: dict) -> int | None:
+def fork(request: dict) -> int | None:
     """Process id of the server; None in the server itself, when it has ended."""
     reading, writing = os.pipe()
     between = os.fork()
@@ -70,7 +78,7 @@ def fork(file: str, request: dict) -> int | None:
             os._exit(0)
         os.close(reading)
         os.close(writing)
-        serve(file, request)
+        serve(request)
         return None
     os.waitpid(between, 0)
     os.close(writing)
@@ -79,10 +87,9 @@ def fork(file: str, request: dict) -> int | None:
 
 
 def main() -> None:
-    file, *folders = sys.argv[1:]
-    preload(folders)
+    preload(sys.argv[1:])
     while line := sys.stdin.readline():
-        pid = fork(file, json.loads(line))
+        pid = fork(json.loads(line))
         if pid is None:
             return
         print(pid, flush=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 
 from megarl.architectures import ARCHITECTURES
 from megarl.comm import WorkerGroup
-from megarl.compat.sglang import STAND_INS
 from megarl.config.model import ModelConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
@@ -22,6 +19,7 @@ from megarl.rollout.sglang.block_fp8 import quantization_config, unsplittable, w
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.server import ServerSpec
 from megarl.sync.plan import wire_tensors
+from tests.rollout.forked import run_program
 from tests.rollout.servers import need_interpreter
 
 SIZES = {
@@ -35,9 +33,9 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "mlp_only_layers": []}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-#: Reads configurations as SGLang does, and prints which modules it quantises.
+#: Reads configurations as SGLang does, and writes which modules it quantises.
 READ = """
-import json, sys
+import json, pathlib, sys
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 found = []
@@ -45,7 +43,7 @@ for settings, names in json.loads(sys.argv[1]):
     config = Fp8Config.from_config(settings)
     assert config.is_checkpoint_fp8_serialized and config.weight_block_size == [128, 128]
     found.append({name: not is_layer_skipped(name, config.ignored_layers) for name in names})
-print(json.dumps(found))
+pathlib.Path(sys.argv[2]).write_text(json.dumps(found))
 """
 
 
@@ -103,7 +101,7 @@ def test_what_this_place_has_no_servers_for_is_refused(tmp_path, settings, fp8, 
     assert raised.value.where == key
 
 
-def test_sglang_quantises_just_the_modules_whose_weights_are_sent_as_fp8() -> None:
+def test_sglang_quantises_just_the_modules_whose_weights_are_sent_as_fp8(tmp_path) -> None:
     kinds = {"qwen3": {}, "qwen3_moe": EXPERTS, "mixtral": MIXTRAL}
     asked, sent = [], []
     for model_type, more in kinds.items():
@@ -119,11 +117,11 @@ def test_sglang_quantises_just_the_modules_whose_weights_are_sent_as_fp8() -> No
     whole = [[name for name, quantised in one.items() if not quantised] for one in sent]
     routers = [[], ["model.layers.1.mlp.gate"], ["model.layers.1.block_sparse_moe.gate"]]
     assert whole == [[*router, "lm_head"] for router in routers]
-    environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(map(str, STAND_INS))}
-    command = [str(need_interpreter()), "-c", READ, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == sent
+    need_interpreter()
+    program, written, log = tmp_path / "read.py", tmp_path / "written", tmp_path / "log"
+    program.write_text(READ)
+    assert run_program(program, [json.dumps(asked), str(written)], log) == 0, log.read_text()[-2000:]
+    assert json.loads(written.read_text()) == sent
 
 
 def test_the_model_of_fp8_servers_says_how_its_weights_come(tmp_path) -> None:

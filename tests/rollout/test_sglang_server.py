@@ -300,7 +300,7 @@ def scheduler_of(fleet: Fleet, number: int) -> psutil.Process:
 
 
 def test_a_server_whose_scheduler_hangs_is_replaced_while_the_other_one_draws(both: Fleet) -> None:
-    """Turns come until another server has come in its place, with the weights of now."""
+    """Turns come, a few each second, until another server has come in its place, with the weights of now."""
     pid, instance, before = both._owned[1].pid, both._owned[1].instance, both.servers[1].restarts
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     assert len(shared_memory(instance)) == 1
@@ -317,6 +317,7 @@ def test_a_server_whose_scheduler_hangs_is_replaced_while_the_other_one_draws(bo
             drawn[i].append(done.token_ids)
             generation.forget(i)
             generation.submit(i, [20 + i] * 5, 7, 16)
+        time.sleep(0.3)
     generation.close()
     assert [len({tuple(ids) for ids in drawn[i]}) for i in turns] == [1, 1]  # the same sample, whoever draws it
     assert both.servers[1].restarts == before + 1

@@ -186,7 +186,7 @@ def cpu_seconds_in(seconds: float) -> float:
 
     def used() -> float:
         servers = psutil.Process().children(recursive=True)
-        return sum(sum(server.cpu_times()[:2]) for server in servers if "serve.py" in " ".join(server.cmdline()))
+        return sum(sum(server.cpu_times()[:2]) for server in servers if "forker.py" in " ".join(server.cmdline()))
 
     before = used()
     time.sleep(seconds)
