@@ -20,6 +20,7 @@ from tests.planning.planned import H100, TWO_CORES, read
 BIG = "grpo_qwen3_8b_8gpu"
 LARGEST = "grpo_qwen3_30b_a3b_32gpu"
 AHEAD = "grpo_async_qwen3_8b_32gpu"
+FOUR = replace(H100, per_node=4)
 
 
 def search(name, *overrides, hardware=H100, **given):
@@ -50,11 +51,11 @@ def timed(asked, choice):
 @pytest.mark.parametrize(
     ("name", "overrides", "hardware"),
     [
-        (BIG, [], H100),
-        (BIG, ["rollout.sampling.max_new_tokens=16384", "actor.engine.micro_batch_tokens=32768"], H100),
-        (BIG, ["rollout.engine=embedded"], replace(H100, per_node=4)),
+        (BIG, [], FOUR),
+        (BIG, ["rollout.sampling.max_new_tokens=16384", "actor.engine.micro_batch_tokens=32768"], FOUR),
+        (BIG, ["rollout.engine=embedded"], FOUR),
         ("grpo_quickstart", [], TWO_CORES),
-        ("grpo_async_quickstart", ["model.dtype=bf16"], replace(H100, per_node=4)),
+        ("grpo_async_quickstart", ["model.dtype=bf16"], FOUR),
     ],
     ids=["servers", "long", "embedded", "cpu", "ahead"],
 )
