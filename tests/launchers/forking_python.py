@@ -38,10 +38,10 @@ if sys.argv[1:3] != ["-P", "-m"]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as forker:
     forker.connect({path!r})
-    for number in {passed}:
-        signal.signal(number, lambda number, frame: forker.send(bytes([number])))
     request = {{"arguments": sys.argv[3:], "environment": dict(os.environ), "folder": os.getcwd()}}
     socket.send_fds(forker, [json.dumps(request).encode() + b"\\n"], [0, 1, 2])
+    for number in {passed}:
+        signal.signal(number, lambda number, frame: forker.send(bytes([number])))
     code = int(forker.recv(16) or b"1")
 if code < 0:
     signal.signal(-code, signal.SIG_DFL)
