@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 # GPU=1: for machines with GPUs, where this one has none. Their torch is that of SGLang's servers.
 GPU ?= $(wildcard /dev/nvidia0)
 TORCH := $(shell grep '^torch==' $(if $(GPU),constraints-gpu.txt,constraints.txt))
+UV := $(shell grep '^uv==' constraints.txt)
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl
 
 .PHONY: quickstart srpo-quickstart test lint docs bench gpu-check bench-trl-env older-env triton-test sglang-env smollm2 libero-env metaworld-env
@@ -98,16 +99,19 @@ libero-env: $(STAMP)
 metaworld-env: $(STAMP)
 	$(BIN)/python tools/simulator_env.py metaworld
 
-# pip would compile all that it installs, in the time that the installation takes. These import what a run needs.
+# Nothing is compiled while it is installed, which would take as long again. These import what a run needs.
 COMPILED := ray, mlflow.store.tracking.sqlalchemy_store, megarl.runtime.worker, megarl.runtime.loop, megarl.training.engine
-# torch comes first, by itself: resolved together with the rest, pip may choose another build of several gigabytes.
+# uv installs in seconds, pip where there is none of it (tools/installer.py). torch comes first, by itself: resolved
+# together with the rest, another build of several gigabytes may be chosen.
+INSTALL := $(BIN)/python tools/installer.py $(BIN)/python
 $(STAMP): setup.py pyproject.toml constraints.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "megarl needs Python 3.11 or newer, $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12 ..." % v[:2])'
-	@echo 'installing into $(VENV): this takes some minutes'
+	@echo 'installing into $(VENV)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "$(UV)" || echo 'there is no uv: pip takes some minutes'
+	$(INSTALL) "$(TORCH)"
 	(echo "$(TORCH)"; grep -v '^torch==' constraints.txt) > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --no-compile -c $(VENV)/constraints.txt -e '.[dev]'
+	$(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -W ignore -c 'import $(COMPILED)'
 	touch $@

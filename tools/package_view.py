@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VIEW = ROOT / ".cache" / "package_view"
 MAPPED = ("benchmarks", "kernels", "launchers", "recipes")
 TOOLS = {
-    "mypy": ["-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "megarl"],
+    "mypy": ["-m", "mypy", "--num-workers", "2", "--config-file", str(ROOT / "pyproject.toml"), "-p", "megarl"],
     "lint-imports": ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--config"],
 }
 

@@ -32,6 +32,7 @@ from megarl.compat.cuda import (  # noqa: E402
     version_in,
 )
 from megarl.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noqa: E402
+from tools import installer  # noqa: E402
 
 #: Version of NCCL that both interpreters get: that of the torch which SGLang asks for, the newer of the two.
 NCCL = "2.30.7"
@@ -51,31 +52,26 @@ def install(folder: Path, kind: str) -> None:
     """Make a virtual environment in `folder`; of the kind `cpu`, check that the server imports in it."""
     wanted = pins()
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = str(folder / "bin" / "python")
-
-    def pip(*arguments: str) -> None:
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
-
+    python = folder / "bin" / "python"
     if kind == "cuda":
-        pip(wanted["sglang"])
+        installer.install(python, wanted["sglang"])
     else:
         # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.
-        # The import at the end compiles what a server needs; all of it would take as long as the installation.
-        pip("--no-compile", wanted["torch"])
+        installer.install(python, wanted["torch"])
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
             rest.write("\n".join(line for name, line in wanted.items() if name not in ("torch", "sglang")))
             rest.flush()
-            pip("--no-compile", "-r", rest.name)
-        pip("--no-compile", "--no-deps", wanted["sglang"])
+            installer.install(python, "-r", rest.name)
+        installer.install(python, "--no-deps", wanted["sglang"])
         code = f"import sys; sys.path.insert(0, {str(STAND_INS[0])!r}); import {IMPORTS}"
-        subprocess.run([python, "-W", "ignore", "-c", code], check=True, env={"SGLANG_USE_CPU_ENGINE": "1"})
+        subprocess.run([str(python), "-W", "ignore", "-c", code], check=True, env={"SGLANG_USE_CPU_ENGINE": "1"})
 
 
 def add_toolkit(python: Path) -> None:
     """Give the interpreter a compiler of the CUDA that its torch brings, where it has none: with a newer one, headers
     of two versions would meet."""
     if not (own_toolkit(python) / "bin/nvcc").is_file():
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "cuda-toolkit[nvcc,cccl]"], check=True)
+        installer.install(python, "cuda-toolkit[nvcc,cccl]")
         lay_out_toolkit(python)
 
 
@@ -103,8 +99,7 @@ def agree_on_nccl(*pythons: Path) -> None:
     for python in pythons:
         found = nccl_wheel(python)
         if found is not None and found.version != NCCL:
-            command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", f"{found.wheel}=={NCCL}"]
-            subprocess.run(command, check=True)
+            installer.install(python, "--no-deps", f"{found.wheel}=={NCCL}")
 
 
 def advice(servers: Path, trainer: Path) -> list[str]:

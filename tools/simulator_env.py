@@ -18,6 +18,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools import installer  # noqa: E402
+
 COMPLETE = ".complete"
 #: Simulator to the package whose version names the folder. It comes last and without its requirements, which are those
 #: of much more than the simulator.
@@ -45,23 +49,18 @@ def install(folder: Path, name: str) -> None:
     """Make a virtual environment in `folder` and check that the simulator imports in it."""
     wanted = pins(name)
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = str(folder / "bin" / "python")
-
-    def pip(*arguments: str) -> None:
-        # The check at the end compiles what a simulator needs; all of it would take as long as the installation.
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-compile", *arguments], check=True)
-
+    python = folder / "bin" / "python"
     last = wanted.pop(PACKAGES[name])
     # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.
     if torch := wanted.pop("torch", None):
-        pip(torch)
+        installer.install(python, torch)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
         rest.write("\n".join(wanted.values()))
         rest.flush()
-        pip("-r", rest.name)
-    pip("--no-deps", last)
+        installer.install(python, "-r", rest.name)
+    installer.install(python, "--no-deps", last)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
-    subprocess.run([python, "-W", "ignore", "-c", CHECKS[name]], check=True, env=environment)
+    subprocess.run([str(python), "-W", "ignore", "-c", CHECKS[name]], check=True, env=environment)
 
 
 def main() -> None:

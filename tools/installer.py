@@ -1,0 +1,63 @@
+"""Install packages into an interpreter: `python tools/installer.py PYTHON ARGUMENTS...`, with arguments of pip.
+
+uv installs them where the interpreter that runs this file has it: in seconds, where pip takes a minute or more. pip
+installs them elsewhere, and where uv fails. Neither compiles what it installs, which takes as long again: an import
+compiles what is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+#: Settings of pip to those of uv that say where packages come from. uv reads no setting of pip.
+SETTINGS = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "constraint": "UV_CONSTRAINT",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+}
+
+
+def settings_of_pip(listed: str) -> dict[str, str]:
+    """Translate the output of `pip config list` into environment variables of uv."""
+    found: dict[str, str] = {}
+    lines = [line.partition("=") for line in listed.splitlines()]
+    for section in ("global", "install", ":env:"):  # a later one has precedence
+        for name, _, value in lines:
+            variable = SETTINGS.get(name.removeprefix(f"{section}."))
+            if variable is not None:
+                separator = "," if variable == "UV_FIND_LINKS" else " "
+                found[variable] = separator.join(ast.literal_eval(value).split())
+    return found
+
+
+def environment(python: Path) -> dict[str, str]:
+    """Return the environment in which uv takes packages from where the pip of `python` takes them."""
+    command = [str(python), "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # pip takes the newest of all its indexes.
+    return {"UV_INDEX_STRATEGY": "unsafe-best-match", **settings_of_pip(listed), **os.environ}
+
+
+def install(python: Path, *arguments: str) -> None:
+    """Install into `python`; raise CalledProcessError where neither uv nor pip can."""
+    if find_spec("uv") is not None:
+        command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python), *arguments]
+        if subprocess.run(command, check=False, env=environment(Path(sys.executable))).returncode == 0:
+            return
+        print("uv could not install this, see above; pip tries it", file=sys.stderr)
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--no-compile", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    try:
+        install(Path(sys.argv[1]), *sys.argv[2:])
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)
