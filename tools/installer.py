@@ -46,6 +46,15 @@ def environment(python: Path) -> dict[str, str]:
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", **settings_of_pip(listed), **os.environ}
 
 
+def make_environment(folder: Path) -> None:
+    """Make a virtual environment of the running interpreter's Python, with a pip of its own."""
+    if find_spec("uv") is not None:
+        command = [sys.executable, "-m", "uv", "venv", "--quiet", "--seed", "--python", sys.executable, str(folder)]
+        if subprocess.run(command, check=False, env=environment(Path(sys.executable))).returncode == 0:
+            return
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+
+
 def install(python: Path, *arguments: str) -> None:
     """Install into `python`; raise CalledProcessError where neither uv nor pip can."""
     if find_spec("uv") is not None:

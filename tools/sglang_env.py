@@ -51,7 +51,7 @@ def pins() -> dict[str, str]:
 def install(folder: Path, kind: str) -> None:
     """Make a virtual environment in `folder`; of the kind `cpu`, check that the server imports in it."""
     wanted = pins()
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    installer.make_environment(folder)
     python = folder / "bin" / "python"
     if kind == "cuda":
         installer.install(python, wanted["sglang"])

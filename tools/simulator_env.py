@@ -48,7 +48,7 @@ def folder_of(name: str) -> Path:
 def install(folder: Path, name: str) -> None:
     """Make a virtual environment in `folder` and check that the simulator imports in it."""
     wanted = pins(name)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    installer.make_environment(folder)
     python = folder / "bin" / "python"
     last = wanted.pop(PACKAGES[name])
     # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Where one developer's files live, or where one site's package mirror is, belongs in no file of the project.
 MACHINE = re.compile(
-    r"(?<![\w.~$}/-])/(?:work|root|home|Users)/[\w.]|(?:extra-)?index-url|find-links|trusted-host|file:///",
+    r"(?<![\w.~$}/-])/(?:work|root|home|Users)/[\w.]|(?:index-url|find-links|trusted-host)(?!\x22)|file:///",
     re.IGNORECASE,
 )
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
