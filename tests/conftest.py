@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import campaigns
+from tests import campaigns, fork_servers
 from tests.turns import SINGLY, OneTakesTheWide, Turns, kinds_of, longest_first, write_kinds
 
 # How long an example takes depends on what else the machine does. The examples are the same in every run: one that
@@ -21,6 +21,7 @@ settings.load_profile("megarl")
 
 TURNS = pytest.StashKey[Turns]()
 KINDS = pytest.StashKey[dict[Path, str]]()
+RUN = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,13 +64,15 @@ def compute_in_one_thread() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneTakesTheWide | None:
     if config.getvalue("dist") != "loadfile":
         return None
-    run = config.pluginmanager.getplugin("dsession").nodemanager.testrunuid
-    return OneTakesTheWide(config, log, shared_file(f"{run}.kinds"))
+    config.stash[RUN] = config.pluginmanager.getplugin("dsession").nodemanager.testrunuid
+    return OneTakesTheWide(config, log, shared_file(f"{config.stash[RUN]}.kinds"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if TURNS in config.stash:
         config.stash[TURNS].close()
+    if RUN in config.stash:  # the process that the others have ended before
+        fork_servers.remove_files(config.stash[RUN])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import importlib
 import importlib.util
 import json
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megarl.processes import has_nvidia_device
+from tests import fork_servers
 
 if TYPE_CHECKING:
     from megarl.comm import WorkerGroup
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 _layouts: list[Layout] = []  # of this process; at most one
 _ROOT = Path(__file__).parents[1]
-_OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-
 
 _BEFORE_IT_BEGAN = ("EADDRINUSE", "Gloo connectFullMesh failed")
 """What ranks say that have not met: a program that is none of ours, such as srun, was given the port that was reserved,
@@ -120,33 +118,21 @@ def start(rank: int, target: Callable[..., None], args: tuple, preload: str) -> 
         process = multiprocessing.get_context("spawn").Process(target=target, args=args, daemon=True)
         process.start()
         return process
-    servers = _servers(preload)
+    servers = fork_servers.servers(preload)
     server = servers[rank % len(servers)]
-    process = multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=True)
+    task = (os.getpriority(os.PRIO_PROCESS, 0), target, args)
+    process = multiprocessing.get_context("forkserver").Process(target=_begin, args=task, daemon=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
         process.start()
     return process
 
 
-@functools.cache
-def _servers(preload: str) -> list[forkserver.ForkServer]:
-    """Processes that have imported `preload`, from which ranks are forked.
-
-    Two, with hash seeds of their own: ranks that go through a set in their own order must not agree by chance. One is
-    enough where a GPU is pretended.
-    """
-    servers = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in _OPENMP.items():  # OpenMP reads these when it is loaded
-            patch.setenv(name, value)
-        patch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)  # tests.preload is found from any folder
-        for _ in range(2 if preload == "tests.preload" else 1):
-            server = forkserver.ForkServer()
-            server.set_forkserver_preload([preload])
-            server.ensure_running()
-            servers.append(server)
-    return servers
+def _begin(priority: int, target: Callable[..., None], args: tuple) -> None:
+    """Call `target` with the priority of the process that started this one, which is not always the server's."""
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, priority)
+    target(*args)
 
 
 def world() -> WorkerGroup:
@@ -261,7 +247,7 @@ def _rank_main(
     names: tuple, rank: int, world_size: int, environment: dict, folder: str, timeout: float, args: bytes
 ) -> None:
     os.environ.clear()  # that of the process it is forked from
-    os.environ.update(environment, **_OPENMP, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(environment, **fork_servers.OPENMP, RANK=str(rank), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
 

@@ -16,6 +16,7 @@ MACHINE = re.compile(
     r"(?<![\w.~$}/-])/(?:work|root|home|Users)/[\w.]|(?:index-url|find-links|trusted-host)(?!\x22)|file:///",
     re.IGNORECASE,
 )
+NAMING_NONE = (Path(__file__), Path(__file__).with_name("test_installer.py"))  # they have patterns and examples
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -32,7 +33,7 @@ def tracked(*patterns: str) -> list[Path]:
 def test_no_file_names_one_machine() -> None:
     found = []
     for path in tracked():
-        if path == Path(__file__) or b"\0" in path.read_bytes():
+        if path in NAMING_NONE or b"\0" in path.read_bytes():
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if MACHINE.search(line):
