@@ -44,7 +44,7 @@ ROLE = "role"
 """Stands in the table for the model that the phase is entered for."""
 
 _STARTS, _PUBLISHES = "start_servers", "publish"
-_DRAWS = ("probe", "generate")
+_GENERATES = ("probe", "generate")
 """Phases that use published server weights. The others with server weights keep those that are there."""
 MOVES, MEETING = "residency", "meet"
 """Names in timings and traces: of the phase that all moves are counted in, and inside it of the wait for all ranks."""
@@ -166,7 +166,7 @@ class OffloadSchedule:
             RuntimeError: the phase generates with servers whose weights were dropped and not published again.
         """
         wanted = needed(name, role)
-        if self._servers is not None and name in _DRAWS and not self._published:
+        if self._servers is not None and name in _GENERATES and not self._published:
             raise RuntimeError(f"phase {name!r} needs the servers' weights, which have left: `publish` comes first")
         self._open.append((name, wanted))
         try:
@@ -190,7 +190,7 @@ class OffloadSchedule:
         name, wanted = self._open[-1]
         parts = {role: model.parts.intersection(wanted.get(role, ())) for role, model in self._models.items()}
         servers = frozenset(wanted.get(SERVERS, ()))
-        if name not in (_PUBLISHES, *_DRAWS):
+        if name not in (_PUBLISHES, *_GENERATES):
             servers &= self._granted or frozenset()
         told = self._servers is None or servers == self._granted
         if told and name != _STARTS and all(parts[role] == model.held for role, model in self._models.items()):

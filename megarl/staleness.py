@@ -214,8 +214,8 @@ class InOrder(StalenessPolicy):
         """Describe the policy as a line of the plan."""
         k = self.max_staleness
         if k:
-            return f"in_order, {count(k, 'step')} stale: step t is drawn with the weights after step t - {1 + k}"
-        return "in_order, not stale: a step is drawn after the one before it is trained"
+            return f"in_order, {count(k, 'step')} stale: step t is generated with the weights after step t - {1 + k}"
+        return "in_order, not stale: a step is generated after the one before it is trained"
 
 
 class AsReady(StalenessPolicy):

@@ -50,7 +50,7 @@ def descending(values: Tensor) -> Tensor:
     return _LARGEST - values.double().view(torch.int64)
 
 
-def drawn(seeds: Tensor, rows: Rows) -> Tensor:
+def random_keys(seeds: Tensor, rows: Rows) -> Tensor:
     """Return int64 [N]: a random key for every token, from only its sequence's seed and its position.
 
     The same token of the same sample gets the same key in any split of the mini-batch.

@@ -252,7 +252,7 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
     if config.validation.select_by is not None and held_out.n == 1:
         checks.of("validation").fail(
             "validation.select_by",
-            "there is nothing to choose: validation draws one sample per prompt",
+            "there is nothing to choose: validation generates one sample per prompt",
             found=config.validation.select_by,
             fix="set validation.sampling={n: 8, temperature: 1.0}, or remove it",
         )

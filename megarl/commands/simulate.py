@@ -160,7 +160,7 @@ def tables(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> list[
                 made[row.what].add_column(column, justify="right", no_wrap=True)
         cells = [str(row.system.devices), str(row.system.servers), str(row.system.groups), f"{row.outcome.step_s:.3g}"]
         cells += [f"{row.outcome.tokens_per_s:.0f}", f"{row.per_device / rows[0].per_device:.0%}"]
-        parts = (shares.training, shares.drawing, shares.samples, shares.push, shares.coordinator)
+        parts = (shares.training, shares.generating, shares.samples, shares.push, shares.coordinator)
         made[row.what].add_row(*cells, *map(_percent, parts), f"{row.outcome.staleness:.2f}")
     return list(made.values())
 

@@ -1,6 +1,6 @@
 """The requirements on a graph and its teams for the rollout's team to run ahead of the actor's.
 
-    in_order   rollout's team   draw t + 1 -------->  draw t + 2 -------->
+    in_order   rollout's team   generate t + 1 ---->  generate t + 2 ---->
                                             \\  weights t /
                actor's team     train t ---------->  train t + 1 ------->
 
@@ -9,7 +9,7 @@
                actor's team     train t ---------->  train t + 1 ------->
 
 Within a step everything goes from the rollout's team to others and nothing back to it. Where groups come one by one, it
-walks its nodes for each of them, and draws others meanwhile: only its first node may ask the engine.
+walks its nodes for each of them, and generates others meanwhile: only its first node may ask the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEY, ORDER, PARTIAL = "async.max_staleness", "async.order", "async.partial"
 #: samples and steps that are formed of them run ahead, it is twice that.
 MOST = 30
 #: The stage whose place a stream of groups takes.
-DRAWS = "megarl.runtime.stages.rollout:rollout"
+ROLLOUT_STAGE = "megarl.runtime.stages.rollout:rollout"
 _GREEDY = "megarl.runtime.stages.rollout:greedy_rollout"
 
 
@@ -53,7 +53,7 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
         )
     if Role.ACTOR in team.roles:
         raise ConfigError(
-            "samples are drawn while others are trained on, and the rollout takes turns with the actor in the team "
+            "samples are generated while others are trained on, and the rollout takes turns with the actor in the team "
             f"{team.name}",
             where=KEY,
             found=lag,
@@ -67,8 +67,8 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
             for one in back
         )
         raise ConfigError(
-            f"the team {team.name} draws samples before other teams work on them, and takes from these what it needs "
-            "in the same step",
+            f"the team {team.name} generates samples before other teams work on them, and takes from these what it "
+            "needs in the same step",
             where=KEY,
             found=what,
             allowed="0, or a team that takes nothing",
@@ -119,8 +119,8 @@ def _refuse_keys(config: RunConfig) -> None:
         )
     if section.in_order and section.partial:
         raise ConfigError(
-            "in order, all samples of a step are drawn to their end with the weights of this step, so that no new ones "
-            "come meanwhile",
+            "in order, all samples of a step are generated to their end with the weights of this step, so that no new "
+            "ones come meanwhile",
             where=PARTIAL,
             found=True,
             allowed=f"false, or true with {ORDER}=as_ready",
@@ -177,20 +177,20 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
 def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
     """Refuse nodes of the rollout's team that it cannot walk group by group, or that need a model."""
     first, *later = (graph[id] for id in team.nodes)
-    if first.func_name != DRAWS:
+    if first.func_name != ROLLOUT_STAGE:
         raise _refused(
-            f"groups are drawn one by one in the place of the stage {DRAWS.partition(':')[2]}, and the team "
-            f"{team.name} begins with another one",
+            f"groups are generated one by one in the place of the stage {ROLLOUT_STAGE.partition(':')[2]}, and the "
+            f"team {team.name} begins with another one",
             f"node {first.id!r}, {first.func_name}",
-            f"a pipeline whose first node in this team is {DRAWS}",
+            f"a pipeline whose first node in this team is {ROLLOUT_STAGE}",
         )
     for node in later:
         if node.models:
             raise _refused(_model_reason(node, team), f"node {node.id!r}", *_model_way_out(node, team))
         if node.declared.resamples:
             raise _refused(
-                f"a step is as many groups as {first.id!r} draws, one of each prompt, and node {node.id!r} makes other "
-                f"samples of them in the team {team.name}",
+                f"a step is as many groups as {first.id!r} generates, one of each prompt, and node {node.id!r} makes "
+                f"other samples of them in the team {team.name}",
                 f"node {node.id!r}",
                 f"no other node that resamples in the team {team.name}",
             )
@@ -199,8 +199,8 @@ def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
 def _model_reason(node: Node, team: TeamPlan) -> str:
     if node.func_name == _GREEDY:
         return (
-            f"node {node.id!r} draws greedy responses for a step as a whole, in the middle of its walk, and the engine "
-            "is at work on other groups then"
+            f"node {node.id!r} generates greedy responses for a step as a whole, in the middle of its walk, and the "
+            "engine is at work on other groups then"
         )
     return (
         f"node {node.id!r} works with the {' and the '.join(node.models)}, for which all replicas of a team come "
@@ -211,7 +211,7 @@ def _model_reason(node: Node, team: TeamPlan) -> str:
 def _model_way_out(node: Node, team: TeamPlan) -> tuple[str, str | None]:
     """Return what is allowed, and the fix; None: as for everything else."""
     others = [role for role in node.models if role != Role.ROLLOUT.value]
-    allowed = f"in the team {team.name} nodes that work with no model, after the one that draws"
+    allowed = f"in the team {team.name} nodes that work with no model, after the one that generates"
     if Role.ROLLOUT.value in node.models or not others:
         return allowed, None
     return allowed, f"put the {' and the '.join(others)} into another team than {team.name}, or set {ORDER}=in_order"

@@ -212,7 +212,11 @@ def team_of(node: Node, owner: Mapping[Role, str]) -> str:
         roles = list(dict.fromkeys(role.value for role in named)) or [node.role.value]
         raise ConfigError(
             f"node {node.id!r} works with the {' and the '.join(roles)}"
-            + (" and with what scores samples, which is where they are drawn" if "scorer" in node.needs_roles else ""),
+            + (
+                " and with what scores samples, which is where they are generated"
+                if "scorer" in node.needs_roles
+                else ""
+            ),
             where="placement.teams",
             found=", ".join(f"{role} in {owner[Role(role)]}" for role in roles if Role(role) in owner),
             fix="put these roles into one team",

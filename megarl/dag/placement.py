@@ -338,7 +338,7 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
         before = next((other for other in again if nodes[other.id] != nodes[node.id]), node)
         why = f"asks {before.id!r} for more samples until a step has enough, which it does in turns"
     elif samples is None:
-        before, why = first, "works on prompts, before samples are drawn"
+        before, why = first, "works on prompts, before samples are generated"
     elif node.declared.resamples:
         before, why = samples, f"makes other samples of those of {samples.id!r}"
     else:

@@ -35,7 +35,7 @@ class Trajectory:
     segments: one, unless it is interrupted.
 
     Attributes:
-        token_ids, drawn, logprobs: one entry per token after the prompt: its id, whether the policy sampled it, and its
+        token_ids, sampled, logprobs: one entry per token after the prompt: its id, whether it is the policy's, and its
             log-prob (0 for the environment's).
         versions: versions of the weights that sampled these tokens, as runs; the environment's tokens count to the turn
             before them.
@@ -54,7 +54,7 @@ class Trajectory:
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
-    drawn: list[bool] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: VersionRuns = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Trajectory:
             return
         if not self.in_turn:
             self.turn_starts.append(len(self.token_ids))
-        self._append(token_ids, drawn=True, logprobs=logprobs, versions=versions)
+        self._append(token_ids, sampled=True, logprobs=logprobs, versions=versions)
         self.segments += 1
 
     def end_turn(self, finish_reason: str) -> None:
@@ -89,7 +89,7 @@ class Trajectory:
             own = self.images
             self.images = images.shifted(shift) if own is None else own.followed_by(images, shift)
         versions = [[self.versions[-1][0], len(token_ids)]]
-        self._append(token_ids, drawn=False, logprobs=[0.0] * len(token_ids), versions=versions)
+        self._append(token_ids, sampled=False, logprobs=[0.0] * len(token_ids), versions=versions)
 
     def end(self, by: str) -> None:
         """End the episode; turns that the environment has not answered have no reward."""
@@ -101,7 +101,7 @@ class Trajectory:
         if self.in_turn:
             self.end_turn("abort")
         self.error = error
-        self.drawn = [False] * len(self.drawn)
+        self.sampled = [False] * len(self.sampled)
         self._need_token(end_token, version)
         self.end("error")
 
@@ -114,7 +114,7 @@ class Trajectory:
         end = self.turn_ends[-1] if self.turn_ends else 0
         if dropped := len(self.token_ids) - end:
             self.versions[-1][1] -= dropped  # they counted to the turn before
-        for per_token in (self.token_ids, self.drawn, self.logprobs):
+        for per_token in (self.token_ids, self.sampled, self.logprobs):
             del per_token[end:]
         if self.images is not None:
             self.images = self.images.between(0, len(self.prompt_ids) + end)
@@ -123,14 +123,14 @@ class Trajectory:
 
     def _need_token(self, end_token: int, version: int) -> None:
         if not self.token_ids:
-            self._append([end_token], drawn=False, logprobs=[0.0], versions=[[version, 1]])
+            self._append([end_token], sampled=False, logprobs=[0.0], versions=[[version, 1]])
             self.turn_starts, self.turn_ends = [1], [1]  # a turn without a token
 
     def _append(
-        self, token_ids: Sequence[int], *, drawn: bool, logprobs: Sequence[float], versions: VersionRuns
+        self, token_ids: Sequence[int], *, sampled: bool, logprobs: Sequence[float], versions: VersionRuns
     ) -> None:
         self.token_ids += token_ids
-        self.drawn += [drawn] * len(token_ids)
+        self.sampled += [sampled] * len(token_ids)
         self.logprobs += logprobs
         append_runs(self.versions, versions)
 
@@ -176,7 +176,9 @@ class Trajectory:
         """Return the fields as JSON values, images without their patches."""
         images = self.images
         told = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
-        return {**vars(self), "images": told}
+        fields = {**vars(self), "images": told}
+        fields["drawn"] = fields.pop("sampled")  # its name in checkpoints
+        return fields
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], patches: Mapping[int, Tensor]) -> Trajectory:
@@ -186,7 +188,9 @@ class Trajectory:
             places = tuple((start, rows, columns) for start, rows, columns in told["places"])
             whole = torch.cat([patches[digest] for digest in told["digests"]])
             images = ImageSet(whole, places, tuple(told["sizes"]), tuple(told["digests"]))
-        return cls(**{**fields, "images": images})
+        own = {**fields, "sampled": fields["drawn"], "images": images}
+        del own["drawn"]
+        return cls(**own)
 
     def copy(self) -> Trajectory:
         """Return a copy that shares no list with this one."""
@@ -210,9 +214,11 @@ def add_fields(samples: Batch, trajectories: Sequence[Trajectory], *, by_turn: b
         return Jagged.from_list(rows, dtype=dtype)
 
     responses = jagged([t.token_ids for t in trajectories], torch.int64)
-    drawn = _flat([t.drawn for t in trajectories], torch.bool) if by_turn else torch.ones_like(responses.values).bool()
+    sampled = (
+        _flat([t.sampled for t in trajectories], torch.bool) if by_turn else torch.ones_like(responses.values).bool()
+    )
     samples.set("response_ids", responses)
-    samples.set("response_mask", responses.like(drawn))
+    samples.set("response_mask", responses.like(sampled))
     samples.set("rollout_logp", responses.like(_flat([t.logprobs for t in trajectories], torch.float32)))
     set_versions(samples, [t.versions for t in trajectories])
     samples.set("finish_reason", [t.finish_reason for t in trajectories])

@@ -95,7 +95,7 @@ class Turns:
         unknown = self._tokenizer.unk_token_id
         if unknown is None or unknown not in ids:
             return ids
-        said = text.replace(self._tokenizer.unk_token, "")  # which the policy may have drawn, and is quoted here
+        said = text.replace(self._tokenizer.unk_token, "")  # which the policy may have sampled, and is quoted here
         strange = next((c for c in said if unknown in self._tokenizer(c, add_special_tokens=False)["input_ids"]), None)
         if strange is None:
             return ids
@@ -120,7 +120,8 @@ class Turns:
         ids = [] if tail is None else self._ids(tail)
         if not ids or ids[0] not in self._stops:
             raise ConfigError(
-                "the chat template does not write a turn of the assistant as it was drawn and end it with an end token",
+                "the chat template does not write a turn of the assistant as it was sampled and end it with an end "
+                "token",
                 where="data.override_chat_template",
                 found=self._rendered(_TALK),
                 allowed="a template that writes an assistant's content once, and an end token right after it",

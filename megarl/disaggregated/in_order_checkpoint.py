@@ -6,7 +6,7 @@ and group number k goes to replica k modulo their number of whoever reads them:
 
     drawn_0.safetensors    uid, sample_id, number and tokens of the group, fields as node/field; one row per sample
     drawn_0.json           metrics of the walk
-    drawn_0_2...           of the step after that, where drawing runs two steps ahead
+    drawn_0_2...           of the step after that, where generation runs two steps ahead
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The team of the rollout when it is not the actor's: it generates, `async.max_staleness` steps ahead of training.
 
     rollout's team (k = 1)                              actor's team
-    generate 2, weights 0    drawn/2 -------------->    train 1
+    generate 2, weights 0    generated/2 ---------->    train 1
     take weights 1           <------ weights/1 -----    push them: nothing is generated with weights 0 any more
     validate them            validation/1 --------->    record of step 1
     samples of 2             checkpoint/draw/1 ---->    checkpoint of step 1
-    generate 3, weights 1    drawn/3 -------------->    train 2
+    generate 3, weights 1    generated/3 ---------->    train 2
     take weights 2           <------ weights/2 -----    push them
 
 With k = 0 it generates step t + 1 after weights t have come, and nothing of it is in a checkpoint. At the end of a run,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megarl.runtime.recorder import Recorder
 
 
-DRAWN = "drawn"  # mail: all replicas have drawn this step
+GENERATED = "generated"  # mail: all replicas have generated this step
 
 
 def generates_apart(c: RankState) -> bool:
@@ -125,7 +125,9 @@ class InOrderLoop:
         tell_loader(c)
         # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
         if c.layout.is_lead:
-            store_of(c).arrive(f"{DRAWN}/{c.context.step}")  # what others wait for: one piece of mail of all replicas
+            store_of(c).arrive(
+                f"{GENERATED}/{c.context.step}"
+            )  # what others wait for: one piece of mail of all replicas
 
     def _follow(self, version: int) -> None:
         c, validated = self.c, validates(self.c.config, version)

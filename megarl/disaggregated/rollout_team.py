@@ -222,9 +222,9 @@ def post_validation(
         mail.post(f"{VALIDATION}/{step}", {"accuracy": accuracy, "metrics": metrics.to_json(), "rows": rows})
 
 
-def read_validation(step: int, mail: Mail, drawer: str) -> tuple[float, Metrics, list[dict[str, Any]]]:
-    """Accuracy and metrics after `step`, and rows for the report; waits until the team `drawer` has measured them."""
-    with phase("await_validation", waits_for=drawer):
+def read_validation(step: int, mail: Mail, team: str) -> tuple[float, Metrics, list[dict[str, Any]]]:
+    """Accuracy and metrics after `step`, and rows for the report; waits until the team `team` has measured them."""
+    with phase("await_validation", waits_for=team):
         said = mail.read(f"{VALIDATION}/{step}")
     return said["accuracy"], Metrics.from_json(said["metrics"]), said["rows"]
 

@@ -10,7 +10,7 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import GATE, OPEN, SAVES, WANTED
 from megarl.disaggregated.buffer.core import FORMED
 from megarl.disaggregated.generation import publish
-from megarl.disaggregated.in_order_loop import DRAWN, store_of
+from megarl.disaggregated.in_order_loop import GENERATED, store_of
 from megarl.models.copies import ParameterCopies
 from megarl.runtime.validate import may_be_last, validates
 from megarl.staleness import policy_of
@@ -76,9 +76,9 @@ class InOrderUpdates:
         assert team is not None, "every run generates samples"
         if wait:
             with phase("await_drawn", waits_for=team.name):
-                c.mail.read(f"{DRAWN}/{step}")
+                c.mail.read(f"{GENERATED}/{step}")
             return True
-        found = store_of(c).peek(f"{DRAWN}/{step}") is not None if c.layout.rank == 0 else None
+        found = store_of(c).peek(f"{GENERATED}/{step}") is not None if c.layout.rank == 0 else None
         return bool(c.layout.world.broadcast_json(found))
 
 

@@ -40,7 +40,7 @@ class Lengths:
     sigma: float
     longest: int
 
-    def draw(self, seed: tuple[int, ...], groups: int, samples: int) -> list[list[int]]:
+    def sample(self, seed: tuple[int, ...], groups: int, samples: int) -> list[list[int]]:
         """Return the tokens of the samples of so many groups, which follow from the seed."""
         found = np.random.default_rng(seed).lognormal(self._mu, self.sigma, (groups, samples))
         return np.clip(np.rint(found), 1, self.longest).astype(int).tolist()

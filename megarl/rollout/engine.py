@@ -92,11 +92,11 @@ class UnopenedEngine:
 
     def generate(self, *arguments: object) -> list[list[Completion]]:
         """Refuse it."""
-        raise RuntimeError("samples are drawn on servers, and none has been opened yet")
+        raise RuntimeError("samples are generated on servers, and none has been opened yet")
 
     def open(self, *arguments: object) -> Generation:
         """Refuse it."""
-        raise RuntimeError("samples are drawn on servers, and none has been opened yet")
+        raise RuntimeError("samples are generated on servers, and none has been opened yet")
 
 
 class Generation(Protocol):
@@ -116,7 +116,7 @@ class Generation(Protocol):
         """Ask for the next turn of `sequence` (a number below `sequences`), which is `tokens` so far.
 
         Args:
-            tokens: everything since the start; what was submitted and drawn before stays its beginning.
+            tokens: everything since the start; what was submitted and generated before stays its beginning.
             seed: of this turn.
             room: tokens of the turn, at most.
             images: of all of `tokens`.

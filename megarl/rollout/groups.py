@@ -473,7 +473,7 @@ class Groups:
 
     def _is_usable(self, group: Group, partial: Trajectory) -> bool:
         """Tell whether a trajectory is over or goes on under the rules and limits of now: they may have changed."""
-        plain = partial.prompt_ids == group.prompt_ids and len(partial.turn_starts) == 1 and all(partial.drawn)
+        plain = partial.prompt_ids == group.prompt_ids and len(partial.turn_starts) == 1 and all(partial.sampled)
         if self._rules is None and not plain:  # an episode, whose environment was taken away
             return False
         if partial.ended_by:

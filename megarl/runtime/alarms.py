@@ -39,7 +39,7 @@ class Alarms:
     def _rewards(self, numbers: Mapping[str, float]) -> str | None:
         low, high = (numbers.get(f"critic/score/{end}") for end in ("min", "max"))
         if low is None:
-            return None  # a step that draws nothing
+            return None  # a step that generates nothing
         self._same_scores = self._same_scores + 1 if low == high else 0
         flat = numbers.get("critic/advantages/min") == numbers.get("critic/advantages/max") == 0
         self._no_advantage = self._no_advantage + 1 if flat else 0

@@ -170,26 +170,26 @@ class Checkpoints:
         assert self.source is not None, "it has been found"
         c, step, lines = self._c, meta["step"], list[str]()
         check_model(self.source, meta, c.trained, self._world)
-        drawn = None
+        buffered = None
         if c.loading is not None:
             state = read_state(self.source)
             c.loading.check_state(state["loader"])
             if step < steps:  # else nothing of it is used
                 saved = state.get("drawn")
-                drawn = saved if steps_held(saved) else None
-                if saved is not None and drawn is None:
+                buffered = saved if steps_held(saved) else None
+                if saved is not None and buffered is None:
                     refuse_left_out(step, left_out(self.source, saved["parts"]), c.config)
                 if state.get("surplus_parts") and (why := self._why_no_surplus()):
                     lines.append(
                         "samples that dynamic sampling left over are in the checkpoint, and this run goes on without "
                         f"them: {why}"
                     )
-        if drawn is not None:
-            refuse_other_sampling(step, drawn, c.config, c.team.placement)
+        if buffered is not None:
+            refuse_other_sampling(step, buffered, c.config, c.team.placement)
         command: Command = "sft" if key.startswith("sft.") else "train"
         now = c.config.model_dump(mode="json")
-        ahead = None if drawn is None else step + steps_held(drawn)
-        changes = announcements(meta["config"], now, command, begun=step > 0, drawn=ahead)
+        ahead = None if buffered is None else step + steps_held(buffered)
+        changes = announcements(meta["config"], now, command, begun=step > 0, generated=ahead)
         return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]
 
     def _why_no_surplus(self) -> str | None:

@@ -51,7 +51,7 @@ class StepContext:
         progress: shows long work on the console; only on the rank that has a tracker, while it has one.
         surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
         sequences: how samples become sequences of the model.
-        scores: of robots' episodes, in the team that draws them.
+        scores: of robots' episodes, in the team that plays them.
         cuts: where mini-batches begin, which replicas share by tokens (`TeamPlan.cuts`); None: groups are dealt.
     """
 
@@ -76,7 +76,7 @@ class StepContext:
 
     @property
     def temperature(self) -> float:
-        """Temperature that samples are drawn and scored at."""
+        """Temperature that samples are sampled and scored at."""
         return self.config.rollout.sampling.temperature
 
     @cached_property

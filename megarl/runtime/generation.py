@@ -213,7 +213,7 @@ def account_update(c: RankState, report: SyncReport) -> None:
         assert isinstance(c.sync, WeightSync), "servers get their weights from it"
         tag = version_tag(report.version, c.sync.run)
         limit = c.config.sync.timeout_s
-        if c.team.holds(Role.ROLLOUT):  # a server that another team draws on may have a queue; this one is idle
+        if c.team.holds(Role.ROLLOUT):  # a server that another team generates on may have a queue; this one is idle
             limit = min(limit, c.fleet.answer_s)
         probes = probe_servers(c.fleet, report.to_probe, c.hf_config.vocab_size, limit, tag, c.layout.world)
         if not probes:

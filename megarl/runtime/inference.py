@@ -18,7 +18,7 @@ from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.role_models import make_reward_model
 from megarl.runtime.setup import build_rank_state
-from megarl.runtime.stages.rollout import generate as draw
+from megarl.runtime.stages import rollout
 from megarl.runtime.validate import evaluate as evaluate_controller
 from megarl.tracing import phase, set_step
 
@@ -46,7 +46,7 @@ def evaluate(config: RunConfig, run_dir: Path) -> None:
 
 
 def generate(config: RunConfig, run_dir: Path) -> None:
-    """Write RUN_DIR/responses.jsonl: one line per response to `data.val_files`, drawn with `validation.sampling`."""
+    """Write RUN_DIR/responses.jsonl: one line per response to `data.val_files`, by `validation.sampling`."""
     c = build_rank_state(config, run_dir, trainable=False, scored=())
     try:
         _restore(c)
@@ -65,7 +65,7 @@ def _write_responses(c: RankState) -> None:
     # A server's answer may hold half a surrogate pair; backslashreplace writes the escape that JSON has for it.
     with output.open("w", encoding="utf-8", errors="backslashreplace") as file, phase("generate"):
         for prompts in rounds(c.val_data, size, c.layout.dp_rank, c.layout.dp_size):
-            samples = draw(c.context, c.rollout, prompts, config.validation_sampling)
+            samples = rollout.generate(c.context, c.rollout, prompts, config.validation_sampling)
             mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
             parts = c.layout.dp_group.all_gather_json(mine)
             lines = [line for part in parts for line in part]

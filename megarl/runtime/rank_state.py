@@ -116,8 +116,8 @@ class RankState:
     Attributes:
         team: this rank's team; what another one holds is not here.
         held: this team's roles, by the names under which stages take them.
-        sync: brings the parameters to where samples are drawn; see `megarl.runtime.generation`.
-        loader: training data, in the team that draws samples; None: there is none.
+        sync: brings the parameters to where samples are generated; see `megarl.runtime.generation`.
+        loader: training data, in the team that generates samples; None: there is none.
         val_data: held-out prompts, as `loader`.
         val_pairs: held-out preference pairs, or labelled examples, where nothing is generated.
         fleet: the servers that generate, when there are any.
@@ -191,12 +191,12 @@ class RankState:
 
     @property
     def rollout(self) -> RolloutRole:
-        """Draws samples; only in the team that does. `open_rollout` may give it another engine."""
+        """Generates samples; only in the team that does. `open_rollout` may give it another engine."""
         return self._role("rollout", RolloutRole)
 
     @property
     def scorer(self) -> ScorerRole:
-        """Scores samples, where they are drawn."""
+        """Scores samples, where they are generated."""
         return self._role("scorer", ScorerRole)
 
     def _role(self, name: str, kind: type[R]) -> R:
@@ -210,7 +210,7 @@ class RankState:
         return {name: model.engine for name, model in self.models.items() if name in _TRAINED}
 
     def end_generation(self) -> None:
-        """Close what samples are drawn and scored with: another team does that from here on."""
+        """Close what samples are generated and scored with: another team does that from here on."""
         with contextlib.ExitStack() as stack:
             self._close_generation(stack)
         self.held = {name: role for name, role in self.held.items() if name not in ("rollout", "scorer")}

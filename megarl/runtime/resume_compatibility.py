@@ -55,14 +55,14 @@ def _model_path(before: Plain, now: Plain) -> Effect:
 
 
 def _init_seed(before: Plain, now: Plain) -> Effect:
-    drawn = _at(now, "model.lora") not in (None, _MISSING) and _at(now, "model.path") is None
-    return FIXED if drawn else f"not used: {WEIGHTS}"  # the checkpoint has only adapters
+    initialised = _at(now, "model.lora") not in (None, _MISSING) and _at(now, "model.path") is None
+    return FIXED if initialised else f"not used: {WEIGHTS}"  # the checkpoint has only adapters
 
 
 def _staleness(before: Plain, now: Plain) -> Effect:
     ready = not any(_is_in_order(config) for config in (before, now))
     fewer = ready and _at(now, STALENESS) < _at(before, STALENESS)
-    return "groups of the checkpoint that no step could use in time any more are drawn again" if fewer else None
+    return "groups of the checkpoint that no step could use in time any more are generated again" if fewer else None
 
 
 #: By key, or by section where all its keys behave alike. The data must stay the same: the loader refuses other prompts.
@@ -142,7 +142,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "preference": None,
     "trainer.steps": None,
     "trainer.epochs": None,
-    "trainer.seed": f"used for what is drawn from now on; {ORDER}",
+    "trainer.seed": f"used for what is sampled from now on; {ORDER}",
     "trainer.save_every": None,
     "trainer.resume_every": None,
     "trainer.save_by_s": None,
@@ -160,9 +160,9 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "tracking": None,
 }
 
-#: How samples are drawn and scored, which a rollout may have done already for the next step; by key or section.
-DRAWING = ("algorithm.overlong", "async", "data", "env", "reward", "robot", "rollout", "trainer.seed")
-#: What chooses samples with what draws them, where they are handed over as they get ready.
+#: How samples are generated and scored, which a rollout may have done already for the next step; by key or section.
+SAMPLING = ("algorithm.overlong", "async", "data", "env", "reward", "robot", "rollout", "trainer.seed")
+#: What chooses samples with what generates them, where they are handed over as they get ready.
 CHOOSING = ("algorithm.dynamic_sampling", "algorithm.filter")
 HELD_OUT = ("data.val_files", "data.val_batch_size", "data.max_val_samples")
 
@@ -226,12 +226,12 @@ def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
 
 
 def announcements(
-    before: Plain, now: Plain, command: Command, *, begun: bool = True, drawn: int | None = None
+    before: Plain, now: Plain, command: Command, *, begun: bool = True, generated: int | None = None
 ) -> list[str]:
     """Return a line for every setting that has changed since the checkpoint, with what it does not do.
 
-    Not `begun`: the checkpoint is that of a cold start, and what comes before the first step is still to come. `drawn`:
-    the checkpoint holds samples that no step has been trained on, until this step.
+    Not `begun`: the checkpoint is that of a cold start, and what comes before the first step is still to come.
+    `generated`: the checkpoint holds samples that no step has been trained on, until this step.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with one of them.
@@ -248,23 +248,23 @@ def announcements(
                 fix=f"set {key}={old}; trainer.resume=never starts from the beginning",
             )
         notes = [effect] if effect else []
-        if drawn is not None and _is_of_drawing(key, now) and not (effect or "").startswith("not used"):
-            notes += _late(key, now, drawn)
+        if generated is not None and _is_of_sampling(key, now) and not (effect or "").startswith("not used"):
+            notes += _late(key, now, generated)
         lines.append(f"{key}: {old} -> {new}" + (f" ({'; '.join(notes)})" if notes else ""))
     return lines
 
 
-def _late(key: str, now: Plain, drawn: int) -> list[str]:
-    """From when on a setting of drawing counts, where samples have been drawn before it changed."""
+def _late(key: str, now: Plain, generated: int) -> list[str]:
+    """From when on a setting of sampling counts, where samples have been generated before it changed."""
     if _is_in_order(now):
-        return [f"from step {drawn + 1} on: samples until step {drawn} are drawn and scored already"]
+        return [f"from step {generated + 1} on: samples until step {generated} are generated and scored already"]
     if key.startswith("async."):
         return []  # these count at once, for all groups
-    return ["not for the finished groups of the checkpoint, which are drawn and scored already"]
+    return ["not for the finished groups of the checkpoint, which are generated and scored already"]
 
 
-def _is_of_drawing(key: str, now: Plain) -> bool:
-    entries = DRAWING if _is_in_order(now) else (*DRAWING, *CHOOSING)
+def _is_of_sampling(key: str, now: Plain) -> bool:
+    entries = SAMPLING if _is_in_order(now) else (*SAMPLING, *CHOOSING)
     return key not in HELD_OUT and any(key == entry or key.startswith(f"{entry}.") for entry in entries)
 
 
@@ -310,10 +310,10 @@ def steps_held(saved: Mapping[str, Any] | None) -> int:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """Settings by key that drawing and training of one step must have in common.
+    """Settings by key that generation and training of one step must have in common.
 
     In order the store takes as many groups for a step as the one has. The log-probs that the actor computes are
-    compared with those that samples were drawn with, which are of the other.
+    compared with those that samples were generated with, which are of the other.
     """
     settings: dict[str, Any] = {"rollout.sampling.temperature": config.rollout.sampling.temperature}
     if config.async_.in_order:
@@ -322,7 +322,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig, placement: Placement) -> None:
-    """Refuse to resume where what was drawn for the next step cannot be trained on in this run.
+    """Refuse to resume where what was generated for the next step cannot be trained on in this run.
 
     Args:
         saved: what `describe_buffered` said when it was written.
@@ -333,7 +333,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
     order, held = saved["order"], steps_held(saved)
     if (order == "in_order") != config.async_.in_order:
         raise ConfigError(
-            f"the checkpoint holds samples that were drawn ahead of training, from step {step + 1} on, in another "
+            f"the checkpoint holds samples that were generated ahead of training, from step {step + 1} on, in another "
             "order",
             where="async.order",
             found=config.async_.order,
@@ -342,8 +342,8 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
         )
     if order == "in_order" and config.async_.max_staleness < held - 1:
         raise ConfigError(
-            f"the checkpoint holds samples of {held} steps that were drawn ahead of training, and this run would not "
-            "keep what is left of them in its next one",
+            f"the checkpoint holds samples of {held} steps that were generated ahead of training, and this run would "
+            "not keep what is left of them in its next one",
             where="async.max_staleness",
             found=config.async_.max_staleness,
             allowed=f"{held - 1} or more",
@@ -353,7 +353,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
     for key, now in _settings(config).items():
         if key in before and before[key] != now:
             raise ConfigError(
-                f"the checkpoint holds the samples of step {step + 1}, and they were drawn with another value",
+                f"the checkpoint holds the samples of step {step + 1}, and they were generated with another value",
                 where=key,
                 found=now,
                 allowed=str(before[key]),
@@ -363,7 +363,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
 
 
 def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
-    """Refuse to resume in order where a run as ready left out prompts, which would never be drawn.
+    """Refuse to resume in order where a run as ready left out prompts, which would never be generated.
 
     Raises:
         ConfigError: there are some.
@@ -372,8 +372,8 @@ def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
         return
     steps = -(-prompts // config.data.batch_size)
     raise ConfigError(
-        f"the run that wrote the checkpoint left out {count(prompts, 'prompt')} that were to be drawn again, and in "
-        "order nobody draws them",
+        f"the run that wrote the checkpoint left out {count(prompts, 'prompt')} that were to be generated again, and "
+        "in order nobody generates them",
         where="async.order",
         found=config.async_.order,
         allowed="as_ready",
@@ -383,10 +383,10 @@ def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
 
 def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]], placement: Placement) -> None:
     team = placement.of_role(Role.ROLLOUT)
-    assert team is not None, "every run draws samples"
+    assert team is not None, "every run generates samples"
     if team == placement.of_role(Role.ACTOR):
         raise ConfigError(
-            f"the checkpoint holds samples of step {step + 1} that were drawn ahead of training, by a rollout in a "
+            f"the checkpoint holds samples of step {step + 1} that were generated ahead of training, by a rollout in a "
             "team of its own, and only such a one can hand them over",
             where="placement",
             found="the rollout in the team of the actor",
@@ -397,8 +397,8 @@ def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]]
     lacking = [f"{field} of {one.node}" for one in given for field in one.fields if field not in kept.get(one.node, ())]
     if lacking:
         raise ConfigError(
-            f"the checkpoint holds samples of step {step + 1} that were drawn ahead of training, and they lack fields "
-            "that nodes of this recipe hand over",
+            f"the checkpoint holds samples of step {step + 1} that were generated ahead of training, and they lack "
+            "fields that nodes of this recipe hand over",
             where="recipe",
             found=", ".join(lacking),
             allowed="; ".join(f"{', '.join(fields)} of {node}" for node, fields in kept.items()),
@@ -418,7 +418,7 @@ def _way_out(step: int, held: int, before: str) -> str:
 
 
 def left_out(folder: Path, parts: int) -> int:
-    """Of the checkpoint that `parts` replicas wrote into: how many prompts before its loader's place nobody has drawn.
+    """Of the checkpoint that `parts` replicas wrote into: how many prompts before its loader's place have no samples.
 
     It is one that holds no samples, so these are all that a run in order would miss.
     """

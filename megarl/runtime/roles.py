@@ -77,7 +77,7 @@ class ActorRole(ModelRole):
         return self.engine.step
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Log-prob of every response token (float32) at `temperature`; None: the one that samples are drawn at."""
+        """Log-prob of every response token (float32) at `temperature`; None: the one that samples are generated at."""
         self._c.count_pass(samples)
         return self.score(samples, temperature)
 
@@ -329,7 +329,7 @@ class RolloutRole:
     """Where samples come from.
 
     Attributes:
-        engine: the trainer's own parameters or servers; `weight_version` is that of the weights that it draws with.
+        engine: the trainer's own parameters or servers; `weight_version` is that of the weights that it generates with.
         eos_ids: tokens that end a response (`megarl.data.end_tokens`), the tokenizer's own first.
         episodes: the recipe's environment; None when a sample is one prompt and one response.
         robots: simulators in which it acts; None: it writes text.

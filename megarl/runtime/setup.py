@@ -149,21 +149,21 @@ def _load_data(
 ) -> tuple[_Source | None, _Pairs]:
     """Load what `team` generates from (None: it does not), and the pairs that a run without generation learns from."""
     source, pairs = None, _Pairs()
-    draws = team.holds(Role.ROLLOUT)
-    if draws or (team.holds(Role.ACTOR) and config.sft.steps):  # a cold start is measured where it trains
+    generates = team.holds(Role.ROLLOUT)
+    if generates or (team.holds(Role.ACTOR) and config.sft.steps):  # a cold start is measured where it trains
         state = ProcessState.now()
-        learns_pairs = config.preference is not None and not draws
+        learns_pairs = config.preference is not None and not generates
         source = _Source.load(
             config,
             hf_config,
             tokenizer,
             layout,
-            trainable=trainable and draws,
+            trainable=trainable and generates,
             scored=() if learns_pairs else scored,
             held_out=not learns_pairs,
         )
         state.check("the environment, or a function of the data,")
-    if config.preference is not None and not draws:
+    if config.preference is not None and not generates:
         pairs = _Pairs.load(config, config.preference, hf_config, tokenizer, layout)
     return source, pairs
 
@@ -320,8 +320,8 @@ def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
 
 
 def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str) -> None:
-    """Refuse another model (named at `key`) that has fewer embeddings than the policy can draw tokens, or that sees no
-    images where the policy does.
+    """Refuse another model (named at `key`) that has fewer embeddings than the policy can sample tokens, or that sees
+    no images where the policy does.
 
     Raises:
         ConfigError: names both sizes, or kinds.
@@ -336,7 +336,7 @@ def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str
         )
     if model.vocab_size < policy.vocab_size:
         raise ConfigError(
-            "the policy can draw tokens for which this model has no embedding",
+            "the policy can sample tokens for which this model has no embedding",
             where=key,
             found=f"{model.vocab_size} tokens",
             allowed=f"at least the policy's {policy.vocab_size} tokens; more are padding",

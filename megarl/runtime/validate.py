@@ -111,7 +111,7 @@ def _report_rows(c: RankState, samples: Batch, results: list[dict[str, Any]], co
 def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False) -> float | None:
     """Evaluate and hand everything to the step's record. Returns the accuracy over all ranks, None without prompts.
 
-    Collective over the ranks of a team that draws samples, also those of a cold start. Where pairs are learnt, the
+    Collective over the ranks of a team that generates samples, also those of a cold start. Where pairs are learnt, the
     accuracy is the share of held-out ones that are ranked right; a cold start before that evaluates nothing.
     """
     if c.val_pairs is not None:

@@ -24,11 +24,11 @@ from megarl.config.load import load_config
 from megarl.errors import DataError
 from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
-from megarl.simulation.drawing import ReplicaClock
+from megarl.simulation.replica import ReplicaClock
 from megarl.simulation.seconds import Line, Table
 from megarl.simulation.system import SimTeam, System, read_system
 
-_TRIALS = 20  # steps of samples that are drawn to find what a decoding step takes
+_TRIALS = 20  # steps of samples that are generated to find what a decoding step takes
 _FOLLOWS = 0.25  # share of the variance that tokens have to explain for a node to count as growing with them
 _PUSH = "timing_s/weight_sync"
 
@@ -80,8 +80,8 @@ def calibrate(run_dir: Path) -> Calibration:
     longest = config.rollout.sampling.max_new_tokens
     seen = (_mean(lines, "response_length/mean"), _mean(lines, "response_length/max"))
     lengths = Lengths.of(*seen, samples, longest)
-    drawn = statistics.fmean(_drawn(run_dir, lines, system.draws))
-    token = Line(drawn / statistics.fmean(_makespan(system, lengths, trial) for trial in range(_TRIALS)))
+    generation = statistics.fmean(_generation(run_dir, lines, system.rollout_node))
+    token = Line(generation / statistics.fmean(_makespan(system, lengths, trial) for trial in range(_TRIALS)))
     nodes = {id: _line(lines, id, team) for team in system.teams for id in team.nodes}
     other = {team.name: _other(lines, team, system) for team in system.teams}
     push = _mean(lines, _PUSH)
@@ -95,7 +95,7 @@ def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
     return statistics.fmean(found) if found else 0.0
 
 
-def _drawn(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[float]:
+def _generation(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[float]:
     """Return the slowest rank's seconds of generation of every step: from the trace, or from the metrics if there is
     none."""
     file = run_dir / "trace.json"
@@ -114,7 +114,7 @@ def _drawn(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[fl
 def _makespan(system: System, lengths: Lengths, trial: int) -> float:
     """Return the seconds of the slowest replica for a step if a decoding step takes a second."""
     servers = [ReplicaClock(Table(Line(1.0)), system.slots, system.prompt_tokens) for _ in range(system.servers)]
-    for number, tokens in enumerate(lengths.draw((trial,), system.groups, system.samples)):
+    for number, tokens in enumerate(lengths.sample((trial,), system.groups, system.samples)):
         servers[number % system.servers].add(number, tokens)
     return max(server.finish() for server in servers)
 
@@ -137,8 +137,11 @@ def _line(lines: Sequence[dict[str, Any]], id: str, team: SimTeam) -> Line:
 
 def _other(lines: Sequence[dict[str, Any]], team: SimTeam, system: System) -> float:
     """Return the seconds of a step in which a team works, and on none of its nodes."""
-    trains, draws = team is system.train, team is system.draw or (team is system.train and system.draw is None)
-    known = [*team.nodes, *([system.draws] if draws else [])]
+    trains, generates = (
+        team is system.train,
+        team is system.rollout or (team is system.train and system.rollout is None),
+    )
+    known = [*team.nodes, *([system.rollout_node] if generates else [])]
     names = [f"timing_s/{id}" for id in known] + ([_PUSH] if trains else [])
 
     busy = f"team/{team.name}/busy_s"

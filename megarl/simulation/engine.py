@@ -1,6 +1,6 @@
 """Discrete events: the teams of a run as processes that wait for each other as the real ones do.
 
-rollout's team     draws by `buffer.flow` (as_ready, with the store's own rules) or step by step (in_order)
+rollout's team     generates by `buffer.flow` (as_ready, with the store's own rules) or step by step (in_order)
 actor's team       waits for samples and other teams' nodes, computes, pushes weights by the rules of
                    `disaggregated.weight_updates`
 other teams        walk their nodes of every step
@@ -18,14 +18,14 @@ from typing import Any, TypeAlias
 import simpy
 
 from megarl.planning.lengths import Lengths
-from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.outcome import Simulated
+from megarl.simulation.replica import ReplicaClock
 from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import SimTeam, System
 from megarl.staleness import StalenessSettings, make_policy
 
 Steps: TypeAlias = Generator[simpy.Event, Any, None]
-_BLOCK = 256  # groups whose samples are drawn at once
+_BLOCK = 256  # groups whose lengths are sampled at once
 _BALANCED = 1.02  # tokens of the fullest replica over the mean, where groups are shared by tokens
 
 
@@ -86,8 +86,8 @@ class Simulation:
         for team in self.system.others:
             self.env.process(self._scores(team, rules))
         self.env.run(self.env.process(self._train(rules)))
-        drawn = sum(server.busy_s for server in self.servers) / len(self.servers)
-        self.outcome.spent = {**self._spent, "drawing": drawn}
+        generating = sum(server.busy_s for server in self.servers) / len(self.servers)
+        self.outcome.spent = {**self._spent, "generating": generating}
         self.outcome.nodes, self.outcome.failures = dict(self._nodes), (self._dead[0], self._dead[1])
         return self.outcome
 
@@ -103,14 +103,14 @@ class Simulation:
         """Return the tokens of the responses of a group, which follow from its number."""
         block, place = divmod(number, _BLOCK)
         if block not in self._blocks:
-            self._blocks[block] = self.lengths.draw((self._seed, block), _BLOCK, self.system.samples)
+            self._blocks[block] = self.lengths.sample((self._seed, block), _BLOCK, self.system.samples)
         tokens = self._blocks[block][place]
         self._tokens[number] = sum(tokens) + len(tokens) * self.system.prompt_tokens
         return tokens
 
     def call(self, calls: int = 1) -> Steps:
         """Ask the coordinator, and wait until it has answered."""
-        if self.system.draw is None and not self.system.others:
+        if self.system.rollout is None and not self.system.others:
             return
         seconds = calls * self.seconds.call()
         self.outcome.calls += calls
@@ -150,7 +150,7 @@ class Simulation:
             yield self.env.timeout(self.seconds.handover(tokens))
         for id in team.nodes:
             for other in self.system.waits[id]:
-                if other != self.system.draws and not self._is_drawers(other):
+                if other != self.system.rollout_node and not self._is_of_rollout_team(other):
                     yield self.event("node", other, step)
             seconds = self.seconds.node(id, tokens, team.replicas)
             if team is self.system.train:
@@ -162,9 +162,9 @@ class Simulation:
             yield from self.call(team.replicas * team.gives)
         yield self.env.timeout(self.seconds.other(team.name))
 
-    def _is_drawers(self, id: str) -> bool:
+    def _is_of_rollout_team(self, id: str) -> bool:
         """Tell whether the node belongs to the rollout's team, whose work is part of the samples."""
-        return self.system.draw is not None and id in self.system.draw.nodes
+        return self.system.rollout is not None and id in self.system.rollout.nodes
 
     # -- teams -------------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,9 @@ class Simulation:
             if step % self.faults.save_every == 0:
                 saved = self.env.now
             began = self._without_pushes()
-            yield from rules.after_step(step)  # in order, weights wait for samples that the ones before have to draw
+            yield from rules.after_step(
+                step
+            )  # in order, weights wait for samples that the ones before have to generate
             self._spent["samples"] += self._without_pushes() - began
             self.outcome.ends.append(self.env.now)
             self.outcome.tokens.append(sum(self._tokens.pop(number) for number in groups))

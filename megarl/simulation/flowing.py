@@ -13,8 +13,8 @@ import simpy
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.buffer.flow import Flow
 from megarl.disaggregated.pace import Pace
-from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.engine import Simulation, Steps, serve
+from megarl.simulation.replica import ReplicaClock
 
 _INFO = GroupInfo("", 0, (), 0)
 _MOMENT = 1e-6  # seconds: time goes on, however a difference is rounded
@@ -33,19 +33,19 @@ class Flowing:
         self._flow = Flow(simulation.settings)
         self._flow.open(0, 0, {}, [])
         self._version = self._asked_for = self._finished = 0
-        self._opened = 0  # replicas that draw nothing
+        self._opened = 0  # replicas that generate nothing
         self._gate, self._open = simulation.env.event(), simulation.env.event()
         self._wanted = False  # the trainer waits for the gate
         self._replicas: list[_Replica] = []
-        draw = system.draw
-        assert draw is not None, "the checks want the rollout in a team of its own"
-        # What that team does with a group after it is drawn, from what it does with its share of a step.
+        rollout = system.rollout
+        assert rollout is not None, "the checks want the rollout in a team of its own"
+        # What that team does with a group after it is generated, from what it does with its share of a step.
         share = max(1.0, system.groups / system.servers)
-        seconds = [simulation.seconds.node(id, 0.0, draw.replicas) for id in draw.nodes]
-        self._scoring_s = (sum(seconds) + simulation.seconds.other(draw.name)) / share
+        seconds = [simulation.seconds.node(id, 0.0, rollout.replicas) for id in rollout.nodes]
+        self._scoring_s = (sum(seconds) + simulation.seconds.other(rollout.name)) / share
 
     def start(self) -> None:
-        """Begin to draw."""
+        """Begin to generate."""
         for server in self._s.servers:
             replica = _Replica(self, server)
             self._replicas.append(replica)
@@ -61,7 +61,7 @@ class Flowing:
         return list(groups)
 
     def before_step(self, step: int) -> Steps:
-        """Wait for samples; where all is drawn that may be drawn, the weights go now."""
+        """Wait for samples; where all is generated that may be, the weights go now."""
         if self._partial:
             return
         yield from self.samples(step)
@@ -121,9 +121,9 @@ class Flowing:
 class _Replica:
     """See `megarl.disaggregated.as_ready_loop.AsReadyLoop`."""
 
-    def __init__(self, rules: Flowing, drawing: ReplicaClock) -> None:
+    def __init__(self, rules: Flowing, replica: ReplicaClock) -> None:
         s = rules._s
-        self._rules, self._drawing, self._s, self._env = rules, drawing, s, s.env
+        self._rules, self._replica, self._s, self._env = rules, replica, s, s.env
         self._samples = s.system.samples
         fair = -(-s.policy.capacity // s.system.servers)
         groups = min(max(1, s.system.slots // self._samples), fair)
@@ -153,7 +153,7 @@ class _Replica:
             if self._done:
                 yield from self._swap(0)
             yield rules.open_gate()
-            self._drawing.reread()
+            self._replica.reread()
 
     def _segment(self) -> Steps:
         """Generate with one version of the weights."""
@@ -166,7 +166,7 @@ class _Replica:
                 self._begin()
                 room = self._room
                 missing = 0 if self._dry else self._pace.missing(room, len(self._waiting))
-            idle = not self._drawing.busy and not self._scoring
+            idle = not self._replica.busy and not self._scoring
             empty = idle or min(room, missing) > 0
             if self._pace.is_due(self._env.now, missing, finished=bool(self._done), empty=empty):
                 yield from self._swap(missing)
@@ -178,13 +178,13 @@ class _Replica:
     @property
     def _room(self) -> int:
         """Groups that could begin."""
-        return max(0, self._most - self._drawing.load) // self._samples
+        return max(0, self._most - self._replica.load) // self._samples
 
     def _begin(self) -> None:
         if not self._waiting:
             return
         for number in serve(self._waiting, self._room):
-            self._drawing.add(number, self._s.group(number))
+            self._replica.add(number, self._s.group(number))
 
     def _swap(self, missing: int) -> Steps:
         began, done = self._env.now, self._done
@@ -199,7 +199,7 @@ class _Replica:
         """Let time pass until something is over, the store is to be called, an engine dies, or a weight update is
         wanted."""
         now = self._env.now
-        over = self._drawing.until_event(self._samples if not self._dry or self._waiting else 0)
+        over = self._replica.until_event(self._samples if not self._dry or self._waiting else 0)
         times = [] if over is None else [over]
         times += [self._scoring[0][0] - now] if self._scoring else []
         times += [self._pace.left_s(now)] if missing or self._done else []
@@ -211,10 +211,10 @@ class _Replica:
         self._sleeps = False
         self._advance(self._env.now - now)
         if self._env.now >= self._failure:
-            self._drawing.fail(self._s.faults.server_s)
+            self._replica.fail(self._s.faults.server_s)
             self._s.server_died()
             self._failure = self._env.now + self._s.next_failure(self._s.system.server_devices)
 
     def _advance(self, seconds: float) -> None:
-        for number in self._drawing.advance(seconds):
+        for number in self._replica.advance(seconds):
             heapq.heappush(self._scoring, (self._env.now + self._rules._scoring_s, number))

@@ -1,4 +1,4 @@
-"""`async.order` in_order: step after step, drawn with exactly the weights after step t - 1 - k."""
+"""`async.order` in_order: step after step, generated with exactly the weights after step t - 1 - k."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Ordered:
         self._waiting: deque[int] = deque()  # versions that are there and not pushed
 
     def start(self) -> None:
-        """Begin to draw, where a team of its own does."""
-        if self._s.system.draw is not None:
-            self._s.env.process(self._draws())
+        """Begin to generate, where a team of its own does."""
+        if self._s.system.rollout is not None:
+            self._s.env.process(self._generate_all())
 
     def samples(self, step: int) -> Generator[simpy.Event, Any, range]:
         """Return the groups of a step when they are generated; a team that generates for itself does so now."""
         s = self._s
-        if s.system.draw is None and not s.event("drawn", step).triggered:
-            yield from self._draw(step)
-            s.event("drawn", step).succeed()
+        if s.system.rollout is None and not s.event("generated", step).triggered:
+            yield from self._generate(step)
+            s.event("generated", step).succeed()
         else:
-            yield s.event("drawn", step)
+            yield s.event("generated", step)
         return self._numbers(step)
 
     def before_step(self, step: int) -> Steps:
@@ -49,27 +49,27 @@ class Ordered:
         yield from self._push_waiting(lambda _: now)
         if not policy.samples_with(step):
             return
-        if not self._waiting and (now or self._drawn_before(step).triggered):
+        if not self._waiting and (now or self._generated_before(step).triggered):
             yield from self._push(step)
         else:
             self._waiting.append(step)
 
-    def _drawn_before(self, version: int) -> simpy.Event:
+    def _generated_before(self, version: int) -> simpy.Event:
         """Return the event that everything is generated that comes from the weights that `version` replaces."""
-        return self._s.event("drawn", self._policy.last_step(version - 1))
+        return self._s.event("generated", self._policy.last_step(version - 1))
 
     def _push_waiting(self, must_go: Callable[[int], bool]) -> Steps:
         while self._waiting:
             version = self._waiting[0]
-            if not must_go(version) and not self._drawn_before(version).triggered:
+            if not must_go(version) and not self._generated_before(version).triggered:
                 return
             yield from self._push(version)
             self._waiting.popleft()
 
     def _push(self, version: int) -> Steps:
         s = self._s
-        if s.system.draw is not None and self._policy.max_staleness:
-            yield self._drawn_before(version)
+        if s.system.rollout is not None and self._policy.max_staleness:
+            yield self._generated_before(version)
         yield from s.push()
         s.event("pushed", version).succeed()
 
@@ -77,20 +77,20 @@ class Ordered:
         groups = self._s.system.groups
         return range((step - 1) * groups, step * groups)
 
-    def _draws(self) -> Steps:
+    def _generate_all(self) -> Steps:
         s = self._s
         for step in range(1, s.steps + 1):
-            yield from self._draw(step)
-            team = s.system.draw
+            yield from self._generate(step)
+            team = s.system.rollout
             assert team is not None, "it is started for such a team only"
             yield from s.walk(team, self._numbers(step), step)
             yield from s.call(team.replicas)
-            s.event("drawn", step).succeed()
+            s.event("generated", step).succeed()
             version = self._policy.oldest(step + 1)
             if version >= 1 and self._policy.samples_with(version):
                 yield s.event("pushed", version)
 
-    def _draw(self, step: int) -> Steps:
+    def _generate(self, step: int) -> Steps:
         """Give each server its groups, and wait for the last one."""
         s = self._s
         for place, number in enumerate(self._numbers(step)):
@@ -98,7 +98,7 @@ class Ordered:
         longest = 0.0
         for server in s.servers:
             seconds, failure = server.finish(), s.next_failure(s.system.server_devices)
-            if failure < seconds:  # what it has drawn of this step is lost
+            if failure < seconds:  # what it has generated of this step is lost
                 s.server_died()
                 seconds += failure + s.faults.server_s
             longest = max(longest, seconds)

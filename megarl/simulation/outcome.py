@@ -15,14 +15,14 @@ class Shares(NamedTuple):
 
     Attributes:
         training: the actor's team computes.
-        drawing: the mean replica decodes something.
+        generating: the mean replica decodes something.
         push: weights are on their way.
         coordinator: it answers calls.
-        samples: the actor's team waits for samples, and for those that have to be drawn before new weights go.
+        samples: the actor's team waits for samples, and for those that have to be generated before new weights go.
     """
 
     training: float
-    drawing: float
+    generating: float
     push: float
     coordinator: float
     samples: float

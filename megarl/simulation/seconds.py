@@ -18,7 +18,7 @@ class Seconds(Protocol):
         """Return seconds that a replica spends on reading a prompt or an interrupted sample of so many tokens."""
 
     def node(self, id: str, tokens: float, replicas: int) -> float:
-        """Return seconds of a node of the graph (not of drawing) whose fullest replica, of `replicas`, has so many
+        """Return seconds of a node of the graph (not of generation) whose fullest replica, of `replicas`, has so many
         tokens."""
 
     def push(self, replicas: int) -> float:

@@ -23,7 +23,7 @@ class SimTeam:
         name: as in the recipe.
         devices: workers, one per device.
         replicas: data-parallel size.
-        nodes: that it walks, in order, but the one that draws.
+        nodes: that it walks, in order, but the one that generates.
         takes: handovers that it takes in a step.
         gives: handovers that it gives in a step.
     """
@@ -48,11 +48,11 @@ class System:
         order: `async.order`.
         partial: `async.partial`.
         shares_tokens: `placement.share` is tokens.
-        servers: replicas that draw: engines, or servers.
+        servers: replicas that generate: engines, or servers.
         server_devices: of each of them.
         slots: samples that one of them decodes side by side.
         train: the actor's team.
-        draw: the team that draws; None: the actor's does.
+        rollout: the team that generates; None: the actor's does.
         others: teams of references, critics and teachers.
         waits: nodes of other teams that a node waits for, by its id.
     """
@@ -68,15 +68,15 @@ class System:
     server_devices: int
     slots: int
     train: SimTeam
-    draw: SimTeam | None
+    rollout: SimTeam | None
     others: tuple[SimTeam, ...]
     waits: Mapping[str, tuple[str, ...]]
-    draws: str = "rollout"
+    rollout_node: str = "rollout"
 
     @property
     def teams(self) -> tuple[SimTeam, ...]:
         """All of them, the actor's first."""
-        return (self.train, *([] if self.draw is None else [self.draw]), *self.others)
+        return (self.train, *([] if self.rollout is None else [self.rollout]), *self.others)
 
     @property
     def in_order(self) -> bool:
@@ -116,7 +116,7 @@ class System:
             groups=self.groups * (factor if grow else 1),
             servers=self.servers * factor,
             train=bigger(self.train),
-            draw=None if self.draw is None else bigger(self.draw),
+            rollout=None if self.rollout is None else bigger(self.rollout),
             others=tuple(map(bigger, self.others)),
         )
 
@@ -151,7 +151,7 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
     }
     actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
     assert actor is not None, "every run trains an actor"
-    assert rollout is not None, "every run draws samples"
+    assert rollout is not None, "every run generates samples"
     apart = rollout.name != actor.name
     sglang = config.rollout.engine == "sglang"
     settings = config.rollout.sglang
@@ -167,8 +167,8 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
         server_devices=settings.tp_size if sglang else rollout.parallel.model_parallel_size,
         slots=settings.max_concurrency if sglang else config.rollout.max_running,
         train=teams[actor.name],
-        draw=teams[rollout.name] if apart else None,
+        rollout=teams[rollout.name] if apart else None,
         others=tuple(team for name, team in teams.items() if name not in (actor.name, rollout.name)),
         waits={id: tuple(up for up in graph.upstream(id) if home[up] != home[id]) for id in graph.order()},
-        draws=first,
+        rollout_node=first,
     )

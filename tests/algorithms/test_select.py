@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.rows import Rows
-from megarl.algorithms.select import descending, drawn, smallest
+from megarl.algorithms.select import descending, random_keys, smallest
 
 keys = st.lists(st.integers(0, 2**63 - 1) | st.integers(0, 5), max_size=30)
 
@@ -31,14 +31,14 @@ def test_keys_of_positive_floats_are_in_reverse_order(values):
 def test_draws_belong_to_sample_and_place():
     seeds = torch.tensor([7, 2**62, 7])
     rows = Rows(torch.tensor([0, 3, 5, 7]), None)
-    found = drawn(seeds, rows)
+    found = random_keys(seeds, rows)
     assert (found >= 0).all()
     assert found[:2].tolist() == found[5:].tolist()
     assert len(set(found.tolist())) == 5
-    assert drawn(seeds[1:], Rows(torch.tensor([0, 2, 4]), None)).tolist() == found[3:].tolist()
+    assert random_keys(seeds[1:], Rows(torch.tensor([0, 2, 4]), None)).tolist() == found[3:].tolist()
 
 
 def test_draws_are_even():
-    found = drawn(torch.arange(200), Rows(torch.arange(201) * 100, None)).double() / 2.0**63
+    found = random_keys(torch.arange(200), Rows(torch.arange(201) * 100, None)).double() / 2.0**63
     assert abs(found.mean().item() - 0.5) < 0.01
     assert abs((found < 0.1).double().mean().item() - 0.1) < 0.01

@@ -243,7 +243,7 @@ def test_the_plan_says_what_runs_ahead_and_how_far():
     def said(*overrides):
         return policy_of(load_config("grpo_quickstart", overrides, components=COMPONENTS)).describe()
 
-    assert said() == "in_order, not stale: a step is drawn after the one before it is trained"
+    assert said() == "in_order, not stale: a step is generated after the one before it is trained"
     assert "1 step stale" in said("async.max_staleness=1")
     ready = said("async.max_staleness=2", READY, "data.batch_size=24")
     assert "as_ready, at most 2 steps stale" in ready

@@ -78,7 +78,7 @@ def trained() -> tuple[Any, Any]:
 
 def test_the_limit_is_looked_at_between_turns(ticking):
     [over] = play(Scripted("1"), 2.5, [[3]])  # the third look comes after the environment's answer
-    assert (over.ended_by, over.finish_reason, over.turns, over.drawn) == ("seconds", "stop", 1, [True] * 2)
+    assert (over.ended_by, over.finish_reason, over.turns, over.sampled) == ("seconds", "stop", 1, [True] * 2)
 
 
 def test_turns_that_are_under_way_keep_what_was_drawn(trained, ticking):
@@ -94,9 +94,9 @@ def test_turns_that_are_under_way_keep_what_was_drawn(trained, ticking):
         assert part.finish_reason == "abort"
         assert part.token_ids == full.token_ids[:24]
         assert part.logprobs == full.logprobs[:24]
-        assert (part.drawn, part.turn_ends, part.turn_rewards) == ([True] * 24, [24], [1.0])
+        assert (part.sampled, part.turn_ends, part.turn_rewards) == ([True] * 24, [24], [1.0])
     waited = cut[2]  # for a row: it never said a word
-    assert (waited.token_ids, waited.drawn, waited.turn_ends, waited.finish_reason) == ([END], [False], [1], "abort")
+    assert (waited.token_ids, waited.sampled, waited.turn_ends, waited.finish_reason) == ([END], [False], [1], "abort")
 
 
 #: End tokens that come often enough for second turns.
@@ -109,15 +109,15 @@ def test_whenever_the_time_is_over_what_is_kept_is_the_beginning_of_the_episode(
     whole, kinds = play(made, None, PROMPTS, OFTEN), set()
     for seconds in range(10):
         for part, full in zip(play(made, seconds + 0.5, PROMPTS, OFTEN), whole, strict=True):
-            if part.drawn == [False]:
+            if part.sampled == [False]:
                 kinds.add("nothing")
                 assert (part.token_ids, part.ended_by, part.finish_reason) == ([END], "seconds", "abort")
                 continue
             count = len(part.token_ids)
-            assert (part.token_ids, part.drawn) == (full.token_ids[:count], full.drawn[:count])
+            assert (part.token_ids, part.sampled) == (full.token_ids[:count], full.sampled[:count])
             assert part.logprobs == full.logprobs[:count]
             assert part.turn_ends[-1] == count
-            assert part.drawn[-1]
+            assert part.sampled[-1]
             kinds.add((part.ended_by, part.finish_reason, part.turns))
     assert kinds >= {"nothing", ("seconds", "abort", 1), ("seconds", "abort", 2), ("turns", "stop", 2)}
 
@@ -163,7 +163,7 @@ def test_an_engine_in_rounds_ends_before_a_round_that_would_come_too_late():
         [over] = playing.play(Scripted("1"), rules, [group("0", {}, [3], 0, lambda turn: turn)], SAMPLING, [END])
     finally:
         slow.close()
-    assert (over.ended_by, over.token_ids, over.drawn) == ("seconds", [END], [False])
+    assert (over.ended_by, over.token_ids, over.sampled) == ("seconds", [END], [False])
 
 
 def test_a_round_that_would_come_too_late_is_still_one_for_the_replicas_that_wait_for_it_in_theirs(ticking):
@@ -187,5 +187,5 @@ def test_an_episode_that_said_nothing_in_a_later_turn_drops_what_it_was_told():
     add_turn(told, [5, 6], [-1.0, -2.0], [[3, 2]])
     told.add_observation([7, 8])
     told.end_unsaid(END, 4)
-    assert (told.token_ids, told.drawn, told.logprobs, told.versions) == ([5, 6], [True] * 2, [-1.0, -2.0], [[3, 2]])
+    assert (told.token_ids, told.sampled, told.logprobs, told.versions) == ([5, 6], [True] * 2, [-1.0, -2.0], [[3, 2]])
     assert (told.ended_by, told.finish_reason, told.turns) == ("seconds", "abort", 1)

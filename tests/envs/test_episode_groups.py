@@ -93,8 +93,8 @@ def test_tokens_of_the_environment_are_masked_and_rewards_sit_on_turns(player):
     expected = [*ids("1"), EOS, *ids("+0"), *ids("22"), EOS, *ids("+1"), *ids("3"), EOS]
     assert trajectory.prompt_ids == ids("1+1=0")
     assert trajectory.token_ids == expected
-    assert trajectory.drawn == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2
-    assert trajectory.logprobs == [-0.5 if drawn else 0.0 for drawn in trajectory.drawn]
+    assert trajectory.sampled == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2
+    assert trajectory.logprobs == [-0.5 if drawn else 0.0 for drawn in trajectory.sampled]
     assert trajectory.versions == [[7, len(expected)]]
     assert trajectory.turn_starts == [0, 4, 9]
     assert trajectory.turn_ends == [2, 7, 11]
@@ -128,7 +128,7 @@ def test_samples_of_a_prompt_share_a_request_while_they_are_alike(player):
 def test_limits_end_an_episode_after_a_turn_of_the_policy(player, limits, turns, ended_by, reason):
     [trajectory] = player(Scripted("1"), Echo, **limits)([start()], SAMPLING, [EOS])
     assert (trajectory.turns, trajectory.ended_by, trajectory.finish_reason) == (turns, ended_by, reason)
-    assert trajectory.drawn[-1]
+    assert trajectory.sampled[-1]
     assert len(trajectory.token_ids) <= limits.get("tokens", 40)
 
 
@@ -177,9 +177,9 @@ def test_or_it_marks_its_episode_and_nothing_of_that_is_trained_on(player):
     begins = [group(kind, {"prompt": kind}, ids("1+1="), 0, lambda turn: turn) for kind in [*REASONS, "fine"]]
     counted = []
     *bad, good = player(Scripted("1"), Faulty, on_error="mark")(begins, SAMPLING, [EOS], counted.append)
-    assert all(t.error and t.ended_by == "error" and not any(t.drawn) and t.token_ids for t in bad)
+    assert all(t.error and t.ended_by == "error" and not any(t.sampled) and t.token_ids for t in bad)
     assert all(sum(tokens for _, tokens in t.versions) == len(t.token_ids) for t in bad)
-    assert (good.error, good.ended_by, good.drawn) == ("", "done", [True, True])
+    assert (good.error, good.ended_by, good.sampled) == ("", "done", [True, True])
     assert sum(counted) == len(begins)
 
 

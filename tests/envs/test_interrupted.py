@@ -360,7 +360,7 @@ def test_an_episode_whose_environment_was_taken_away_is_no_plain_answer():
     groups.open()
     *begun, gone_on = until_idle(groups)
     for place, found in enumerate(begun):
-        assert (found.prompt_ids, found.turns, all(found.drawn)) == ([9], 1, True)
+        assert (found.prompt_ids, found.turns, all(found.sampled)) == ([9], 1, True)
         assert found.versions == [[1, len(found.token_ids)]]
         assert found.token_ids[0] == rule([9], 1000 + 10 * place, 0, 1)[0]
     assert (gone_on.token_ids[:2], gone_on.versions[0]) == ([7, 8], [0, 2])
@@ -461,7 +461,7 @@ def test_time_counts_only_while_it_is_open(host, monkeypatch):
     assert groups.wait(after(20)) == []
     clock[0] = 1002.5
     [(_, [cut])] = groups.wait()
-    assert (cut.ended_by, cut.finish_reason, cut.drawn) == ("seconds", "abort", [False])
+    assert (cut.ended_by, cut.finish_reason, cut.sampled) == ("seconds", "abort", [False])
     groups.close()
 
 

@@ -57,7 +57,7 @@ def test_a_prompt_is_read_once_for_all_its_samples():
 
 def walked(lengths, prompt, number, slots, seed):
     """Seconds of a batch in which a sample that ends makes room for the next one, token by token."""
-    waiting = [length for group in lengths.draw((seed,), 1, number) for length in group]
+    waiting = [length for group in lengths.sample((seed,), 1, number) for length in group]
     one, at, now, running = decoder(given=PlanAssumptions()), 0.0, 0, []
     while waiting or running:
         while waiting and len(running) < slots:
@@ -100,7 +100,7 @@ def test_places_that_are_always_taken_hold_long_samples_for_longer():
     lengths = Lengths(1000.0, 0.8, 16384)
     one = decoder()
     found = one.generate(Workload(256, 1, 200.0, lengths), 1, 64, flows=True)[-1]
-    drawn = [group[0] for group in lengths.draw((0,), 20_000, 1)]
+    drawn = [group[0] for group in lengths.sample((0,), 20_000, 1)]
     keys = sum(200.0 * length + length**2 / 2 for length in drawn) / len(drawn)
     weights = 256 / 64 * lengths.expected * 2 * DENSE.parameters
     assert found.bytes - weights == pytest.approx(256 * keys * one.key_bytes, rel=0.03)

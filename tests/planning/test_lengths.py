@@ -11,7 +11,7 @@ CASES = [Lengths(300.0, 0.8, 1024), Lengths(300.0, 0.3, 1024), Lengths(900.0, 1.
 
 
 def drawn(lengths, groups=4000, samples=8):
-    return np.array(lengths.draw((1,), groups, samples))
+    return np.array(lengths.sample((1,), groups, samples))
 
 
 @pytest.mark.parametrize("lengths", CASES, ids=str)

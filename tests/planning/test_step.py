@@ -103,7 +103,7 @@ def test_flops_are_those_of_lengths_that_vary():
     plan = planned(BIG, *keys, assumed=["mean_tokens=8000"])
     config, _, sizes = read(BIG, *keys)
     counter = FlopCounter.of(sizes[Role.ACTOR])
-    drawn = [float(one[0]) for one in Lengths(8000.0, 0.8, 32768).draw((0,), 4000, 1)]
+    drawn = [float(one[0]) for one in Lengths(8000.0, 0.8, 32768).sample((0,), 4000, 1)]
     passes = sum(counter.forward([300 + length], head_tokens=length) for length in drawn) / len(drawn)
     decoded = sum(counter.generate([300.0], [[length]]) for length in drawn) / len(drawn)
     number = config.data.batch_size * config.rollout.sampling.n

@@ -24,7 +24,7 @@ class Turn:
     before: list[int]
     seed: int
     room: int
-    drawn: list[tuple[int, float]] = field(default_factory=list)
+    sampled: list[tuple[int, float]] = field(default_factory=list)
     aborted: bool = False
 
 
@@ -57,7 +57,7 @@ class ScriptedGeneration:
         while not over and self.turns:
             for sequence, turn in self.turns.items():
                 for _ in range(self.engine.steps(sequence)):
-                    turn.drawn.append(rule(turn.before, turn.seed, len(turn.drawn), self.version))
+                    turn.sampled.append(rule(turn.before, turn.seed, len(turn.sampled), self.version))
                     if (reason := self._reason(turn)) is not None:
                         over[sequence] = self._completion(turn, reason)
                         break
@@ -69,21 +69,21 @@ class ScriptedGeneration:
         return over
 
     def _reason(self, turn: Turn) -> FinishReason | None:
-        if turn.drawn[-1][0] in self.stop_ids:
+        if turn.sampled[-1][0] in self.stop_ids:
             return "stop"
-        return "length" if len(turn.drawn) == turn.room else None
+        return "length" if len(turn.sampled) == turn.room else None
 
     def _completion(self, turn: Turn, reason: FinishReason) -> Completion:
-        tokens, logprobs = [token for token, _ in turn.drawn], [logprob for _, logprob in turn.drawn]
+        tokens, logprobs = [token for token, _ in turn.sampled], [logprob for _, logprob in turn.sampled]
         return Completion(tokens, logprobs, reason, [[self.version, len(tokens)]])
 
     def abort(self, sequence: int) -> None:
         turn = self.turns[sequence]
         turn.aborted = True
         for _ in range(self.engine.late(sequence)):
-            if turn.drawn and self._reason(turn) is not None:
+            if turn.sampled and self._reason(turn) is not None:
                 break
-            turn.drawn.append(rule(turn.before, turn.seed, len(turn.drawn), self.version))
+            turn.sampled.append(rule(turn.before, turn.seed, len(turn.sampled), self.version))
 
     def forget(self, sequence: int) -> None:
         self.over.remove(sequence)

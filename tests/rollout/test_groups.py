@@ -195,8 +195,8 @@ def test_a_group_that_an_interruption_finds_complete_comes_without_generation():
     stream.add(group(0, [1], 2))
     made.opened[0].turns[0].aborted = True
     made.opened[0].turns[1].aborted = True
-    made.opened[0].turns[0].drawn = [(7, -1.0), (5, -2.0)]  # it had just ended
-    made.opened[0].turns[1].drawn = [(2, -3.0)]
+    made.opened[0].turns[0].sampled = [(7, -1.0), (5, -2.0)]  # it had just ended
+    made.opened[0].turns[1].sampled = [(2, -3.0)]
     stream.interrupt()
     assert [draft.finish_reason for draft in stream.partial()[0]] == ["stop", "stop"]
     [(number, samples)] = stream.wait()

@@ -166,7 +166,7 @@ def test_logprobs_of_later_turns_equal_transformers_in_generation_and_training(m
         )
     with torch.no_grad():
         want = torch.cat([of_transformers(reference, one, settings) for one in found])
-    drawn = torch.tensor([drawn for one in found for drawn in one.drawn])
+    drawn = torch.tensor([drawn for one in found for drawn in one.sampled])
     generated = torch.tensor([logp for one in found for logp in one.logprobs])
     torch.testing.assert_close(generated[drawn], want[drawn], atol=1e-5, rtol=0)
     assert drawn.sum() < len(drawn)
@@ -205,7 +205,7 @@ def test_a_broken_image_is_an_error_of_its_episode(made):
     marked = play(made, Broken, "mark")
     assert {one.ended_by for one in marked} >= {"error"}
     for one in marked:
-        assert one.ended_by != "error" or (not any(one.drawn) and "image 1 of the observation" in one.error)
+        assert one.ended_by != "error" or (not any(one.sampled) and "image 1 of the observation" in one.error)
 
 
 @ONE_KIND
@@ -248,7 +248,7 @@ def test_an_interrupted_episode_goes_on_from_a_checkpoint_with_its_images(made, 
     assert whole.turns == 3
     kept = whole.copy()
     kept.ended_by, end = "", kept.turn_starts[2]  # before its last turn
-    for values in (kept.token_ids, kept.drawn, kept.logprobs):
+    for values in (kept.token_ids, kept.sampled, kept.logprobs):
         del values[end:]
     del kept.turn_starts[2:], kept.turn_ends[2:], kept.turn_rewards[2:]
     kept.versions, kept.segments, kept.info = [[0, end]], 2, {}

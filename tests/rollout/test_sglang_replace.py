@@ -1,4 +1,4 @@
-"""Servers that hang are replaced while samples are drawn. The servers: process_server.py."""
+"""Servers that hang are replaced while samples are generated. The servers: process_server.py."""
 
 from __future__ import annotations
 

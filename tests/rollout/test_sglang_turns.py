@@ -243,10 +243,10 @@ def test_turns_that_servers_do_not_end_in_time_keep_what_there_is(monkeypatch: p
     with servers(rule) as made:
         played = play(alone(made, max_concurrency=2), 3000.0, [2])
     assert [(t.ended_by, t.finish_reason) for t in played] == [("seconds", "abort")] * 4
-    assert sorted(t.drawn for t in played) == [[False]] * 2 + [[True] * 4] * 2
+    assert sorted(t.sampled for t in played) == [[False]] * 2 + [[True] * 4] * 2
     for trajectory in played:
         kept = [token(trajectory.prompt_ids, 0, place) for place in range(4)]
-        assert trajectory.token_ids == (kept if trajectory.drawn[0] else [2])
+        assert trajectory.token_ids == (kept if trajectory.sampled[0] else [2])
 
 
 def test_an_environment_that_takes_its_time_holds_up_no_other_episode():
@@ -254,7 +254,7 @@ def test_an_environment_that_takes_its_time_holds_up_no_other_episode():
     with servers(ok) as made:
         played = play(alone(made), None, range(1000))  # whatever is drawn ends a turn
     assert [(t.ended_by, t.turns, t.turn_rewards) for t in played] == [("done", 2, [1.0, 1.0])] * 4
-    assert all(t.drawn == [True] * 8 + [False] * 2 + [True] * 8 for t in played)
+    assert all(t.sampled == [True] * 8 + [False] * 2 + [True] * 8 for t in played)
 
 
 def test_an_aborted_turn_keeps_what_the_server_had_and_one_that_waited_has_nothing():

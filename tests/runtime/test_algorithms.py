@@ -230,7 +230,7 @@ def test_a_teacher_may_pad_its_embedding_further(folder: Path, teacher: Path, tm
     from megarl.recipes import entry
 
     (tmp_path / "run").mkdir()
-    with pytest.raises(ConfigError, match=r"teacher\.path: the policy can draw tokens"):
+    with pytest.raises(ConfigError, match=r"teacher\.path: the policy can sample tokens"):
         entry.train(config_of(folder, *settings), tmp_path / "run")
 
 

@@ -252,7 +252,7 @@ CASES = {
         (
             "in phase step/dynamic_sampling at step 1",
             "after 3 rounds of generation 0 of 4 groups have scores that differ",
-            "groups drawn in this step by the scores of their samples: {'all 1': 12, 'between': 0}",
+            "groups generated in this step by the scores of their samples: {'all 1': 12, 'between': 0}",
             "algorithm.dynamic_sampling.max_rounds",
         ),
     ),

@@ -63,7 +63,7 @@ def test_a_section_that_was_not_there_is_one_change():
         (
             {"trainer": {"seed": 0}},
             {"trainer": {"seed": 1}},
-            ["trainer.seed: 0 -> 1 (used for what is drawn from now on"],
+            ["trainer.seed: 0 -> 1 (used for what is sampled from now on"],
         ),
         ({}, {"data": {"shuffle": False}}, ["data.shuffle: True -> False (not used: the prompts keep the order"]),
         ({}, {"model": {"init_seed": 3}}, ["model.init_seed: 0 -> 3 (not used: the weights are those"]),
@@ -125,9 +125,9 @@ def test_a_changed_argument_of_a_reward_or_environment_is_used(before, now, line
 )
 def test_what_is_drawn_already_is_not_drawn_with_changed_settings(now, late):
     (usual,) = announcements(config(), config(**now), "train")
-    (line,) = announcements(config(), config(**now), "train", drawn=4)
+    (line,) = announcements(config(), config(**now), "train", generated=4)
     assert "step 5" not in usual
-    assert line.endswith("from step 5 on: samples until step 4 are drawn and scored already)") == late
+    assert line.endswith("from step 5 on: samples until step 4 are generated and scored already)") == late
 
 
 READY = {"max_staleness": 2, "order": "as_ready"}
@@ -136,22 +136,22 @@ READY = {"max_staleness": 2, "order": "as_ready"}
 def test_what_is_ready_stays_as_it_is_and_what_is_not_takes_new_settings():
     before = config(**{"async": READY})
     now = config(**{"async": {**READY, "partial": True}, "reward": {"kwargs": {"most": 2}}})
-    late, at_once = announcements(before, now, "train", drawn=4)
-    assert late.endswith("(not for the finished groups of the checkpoint, which are drawn and scored already)")
+    late, at_once = announcements(before, now, "train", generated=4)
+    assert late.endswith("(not for the finished groups of the checkpoint, which are generated and scored already)")
     assert at_once == "async.partial: False -> True"
 
 
 @pytest.mark.parametrize(("of_async", "chosen"), [(READY, True), ({"max_staleness": 2}, False)])
 def test_what_is_ready_was_chosen_with_the_filter_of_then(of_async, chosen):
     before, now = (config(**{"async": of_async}, algorithm={"filter": {"high": high}}) for high in (0.9, 0.8))
-    (line,) = announcements(before, now, "train", drawn=4)
+    (line,) = announcements(before, now, "train", generated=4)
     assert ("not for the finished groups" in line) == chosen
 
 
 def test_less_staleness_draws_again_what_would_be_too_old():
     more, less = config(**{"async": READY}), config(**{"async": {**READY, "max_staleness": 1}})
-    assert "drawn again" in announcements(more, less, "train", drawn=4)[0]
-    assert announcements(less, more, "train", drawn=4) == ["async.max_staleness: 1 -> 2"]
+    assert "generated again" in announcements(more, less, "train", generated=4)[0]
+    assert announcements(less, more, "train", generated=4) == ["async.max_staleness: 1 -> 2"]
 
 
 def test_the_settings_of_sft_take_effect_in_sft():

@@ -35,7 +35,7 @@ LEARNING = ("sft.steps=0", "trainer.steps=6", "trainer.save_every=0", "validatio
 #: On a CPU these calls free nothing, but they must be taken at the right moments all the same.
 COLOCATED = ("rollout.sglang.colocated=true", "actor.engine.offload=true")
 SGLANG = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", *LEARNING)
-#: The phase of rank 0 while samples are drawn.
+#: The phase of rank 0 while samples are generated.
 DRAWS = "step/rollout"
 #: For a machine on which a server takes minutes to start.
 _BUSY_S = 600.0

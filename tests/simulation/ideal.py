@@ -1,7 +1,7 @@
 """The ends of the steps of a run, in seconds from its start, if nothing took time but samples and training.
 
-    synchronous   draw t with the weights t - 1, train t                        every G(t) + T
-    in order      draw up to k steps ahead of training                          k = 1: every max(G(t + 1), T)
+    synchronous   generate t with the weights t - 1, train t                        every G(t) + T
+    in order      generate up to k steps ahead of training                          k = 1: every max(G(t + 1), T)
     flowing       groups come and go by the rules of `megarl.disaggregated.buffer.flow`        simulated
 
 T is a step of training, and G(t) what the samples of step t take on the slots that there are. A simulation jumps from

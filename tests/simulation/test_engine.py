@@ -21,17 +21,17 @@ class OfWork(Lengths):
 
     work: Work = CASES["balanced"]
 
-    def draw(self, seed, groups, samples):
+    def sample(self, seed, groups, samples):
         first = seed[1] * groups
         return [[round(s / TOKEN_S) for s in self.work.seconds(number)] for number in range(first, first + groups)]
 
 
 def system(work, lag=0, flows=False, partial=False, servers=1) -> System:
     train = SimTeam("train", 1, 1, ("actor_train",), takes=1)
-    draw = SimTeam("draw", servers, servers, (), gives=1)
+    rollout = SimTeam("draw", servers, servers, (), gives=1)
     order = "as_ready" if flows else "in_order"
     sizes = (work.groups, work.samples, 6, lag, order, partial, False, servers, 1, work.slots)
-    return System(*sizes, train, draw, (), {"actor_train": ("rollout",)})
+    return System(*sizes, train, rollout, (), {"actor_train": ("rollout",)})
 
 
 def simulate(work, of, steps=STEPS, faults=None, seconds=None):
@@ -59,8 +59,8 @@ def test_as_ready_is_the_ideal_pipeline_but_for_calls_that_are_put_off(case, par
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_where_drawing_is_slower_training_is_hidden_in_order_at_any_staleness(lag):
     work = replace(CASES["tails"], training_s=0.5)
-    drawn = sum(max(work.step_seconds(step)) for step in range(1, STEPS + 1))
-    assert simulate(work, system(work, lag)).ends[-1] == pytest.approx(drawn + work.training_s, rel=0.02)
+    generation = sum(max(work.step_seconds(step)) for step in range(1, STEPS + 1))
+    assert simulate(work, system(work, lag)).ends[-1] == pytest.approx(generation + work.training_s, rel=0.02)
 
 
 @pytest.mark.parametrize("partial", [False, True])

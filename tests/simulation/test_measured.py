@@ -93,17 +93,17 @@ def test_what_is_measured_is_what_the_run_was_made_of():
 
 
 def calibrate_without_trace(told) -> float:
-    from megarl.simulation.calibrate import _drawn, _makespan
+    from megarl.simulation.calibrate import _generation, _makespan
 
     lines = [line for line in read_jsonl(RUNS / "synchronous" / "metrics.jsonl") if line["step"] > 2]
-    drawn = _drawn(RUNS, lines, "rollout")
+    drawn = _generation(RUNS, lines, "rollout")
     units = sum(_makespan(told.system, told.lengths, trial) for trial in range(20)) / 20
     return sum(drawn) / len(drawn) / units
 
 
 def test_lengths_are_found_again_from_mean_and_longest():
     made = Lengths(100.0, 0.8, 10**9)
-    steps = made.draw((3,), 400, 64)
+    steps = made.sample((3,), 400, 64)
     mean = sum(map(sum, steps)) / 400 / 64
     found = Lengths.of(mean, sum(map(max, steps)) / 400, 64, 10**9)
     assert found.sigma == pytest.approx(0.8, abs=0.05)

@@ -47,13 +47,13 @@ class StoreActor:
         flow: StalenessSettings | None = None,
     ) -> None:
         self._core = DurableCore(lambda: Core(placement, groups_per_step, share, flow), journal, name)
-        self._roll = ProgressTable([team.name for team in placement.teams], time.monotonic())
+        self._progress = ProgressTable([team.name for team in placement.teams], time.monotonic())
         self._waiting: dict[Topic, set[asyncio.Future[None]]] = {}
 
     async def ping(self, team: str, rank: int, ping: Ping) -> Ack:
         """Hear where a worker stands."""
-        self._roll.ping(team, rank, ping, time.monotonic())
-        return self._core.word(team, rank, whole=True)
+        self._progress.ping(team, rank, ping, time.monotonic())
+        return self._core.ack(team, rank, whole=True)
 
     async def change(
         self, team: str, rank: int, serial: int, call: str, refs: Sequence[Any], start: int = 0
@@ -67,7 +67,7 @@ class StoreActor:
             raise StoreError(f"team {team!r} has begun again since rank {rank} of start {start} did")
         answer, topics = self._core.change(team, rank, serial, call, refs)
         self._wake(list(self._waiting) if topics is None else topics)
-        return self._core.word(team, rank), answer
+        return self._core.ack(team, rank), answer
 
     async def give_again(self, team: str, rank: int, serials: Sequence[int], refs: Sequence[Sequence[Any]]) -> None:
         """Take the references of earlier calls, after a restart."""
@@ -79,7 +79,7 @@ class StoreActor:
         """See `Core.restart_team`. Others wait for the team's new processes, which are there within `limit_s`."""
         finished: int | None = self._core.ask("restart_team", team, number)
         self._wake(list(self._waiting))
-        self._roll.restart(team, time.monotonic(), limit_s)
+        self._progress.restart(team, time.monotonic(), limit_s)
         return finished
 
     async def assignment(
@@ -123,7 +123,7 @@ class StoreActor:
         if found is None:
             await self._come(topic, slice_s)
             found = ask()
-        return found, [] if found is not None else self._roll.others(team, time.monotonic())
+        return found, [] if found is not None else self._progress.others(team, time.monotonic())
 
     async def _come(self, topic: Topic, slice_s: float) -> None:
         """Wait for `topic`, for `slice_s` seconds at most."""

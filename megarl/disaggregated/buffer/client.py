@@ -252,21 +252,21 @@ class StoreClient:
                 with self._keeping:
                     self._given[self._serial] = list(refs)
             number = (self.team, self.rank, self._serial)
-            word, answer = self._call(f"the store to {what}", "change", *number, call, list(refs), self._start)
-        self._heed(word)
+            ack, answer = self._call(f"the store to {what}", "change", *number, call, list(refs), self._start)
+        self._heed(ack)
         return answer
 
     def _ping(self) -> Ack:
-        return self._call("the store to answer", "ping", self.team, self.rank, self._word())
+        return self._call("the store to answer", "ping", self.team, self.rank, self._own_progress())
 
-    def _heed(self, word: Ack) -> None:
+    def _heed(self, ack: Ack) -> None:
         """Let go of bytes that nobody needs, and give again what the store lacks."""
         with self._keeping:
-            told, held = word.gone if word.held is None else list(self._given), frozenset(word.held or ())
-            gone = [one for one in told if one in self._given and one <= word.heard and one not in held]
+            told, held = ack.gone if ack.held is None else list(self._given), frozenset(ack.held or ())
+            gone = [one for one in told if one in self._given and one <= ack.heard and one not in held]
             for serial in gone:
                 del self._given[serial]
-            again = {serial: self._given[serial] for serial in word.lacking if serial in self._given}
+            again = {serial: self._given[serial] for serial in ack.lacking if serial in self._given}
         if again:
             what = "the store to take references again"
             self._call(what, "give_again", self.team, self.rank, list(again), list(again.values()))
@@ -366,7 +366,7 @@ class StoreClient:
                 if not isinstance(error.__cause__, ray.exceptions.GetTimeoutError):
                     return
 
-    def _word(self) -> Ping:
+    def _own_progress(self) -> Ping:
         return Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)
 
 

@@ -140,9 +140,9 @@ class Payload:
 
 
 class PayloadPiece(NamedTuple):
-    """One reference of a parcel."""
+    """One reference of a payload."""
 
-    parcel: Payload
+    payload: Payload
     place: int
 
 
@@ -233,7 +233,7 @@ class DurableCore:
         self._make, self._room = make, room
         self._core = make()
         self._said: dict[Worker, tuple[int, Any]] = {}  # number and answer of the last call of each
-        self._parcels: dict[Worker, weakref.WeakValueDictionary[int, Payload]] = {}
+        self._payloads: dict[Worker, weakref.WeakValueDictionary[int, Payload]] = {}
         self._refs: weakref.WeakKeyDictionary[Payload, Sequence[Any]] = weakref.WeakKeyDictionary()
         self._gone: defaultdict[Worker, list[int]] = defaultdict(list)  # that the worker has not been told of
         self._lacking: defaultdict[Worker, weakref.WeakSet[Payload]] = defaultdict(weakref.WeakSet)
@@ -308,7 +308,7 @@ class DurableCore:
             return None
         found = []
         for piece in pieces:
-            refs = self._refs.get(piece.parcel)
+            refs = self._refs.get(piece.payload)
             if refs is None:
                 return None
             found.append(refs[piece.place])
@@ -316,15 +316,15 @@ class DurableCore:
 
     def bind(self, team: str, rank: int, serial: int, refs: Sequence[Any]) -> None:
         """These are the references of a call of this worker; of one that is forgotten they are not kept."""
-        parcel = self._of(team, rank).get(serial)
-        if parcel is not None:
-            self._refs[parcel] = refs
-            self._lacking[team, rank].discard(parcel)
+        payload = self._of(team, rank).get(serial)
+        if payload is not None:
+            self._refs[payload] = refs
+            self._lacking[team, rank].discard(payload)
 
-    def word(self, team: str, rank: int, *, whole: bool = False) -> Ack:
-        """To a worker: what is new; or the `whole`, which takes long where it gave much that is needed."""
+    def ack(self, team: str, rank: int, *, whole: bool = False) -> Ack:
+        """Tell a worker what is new; or the `whole`, which takes long where it gave much that is needed."""
         gone = self._gone.pop((team, rank), [])
-        lacking = sorted(parcel.serial for parcel in self._lacking[team, rank])
+        lacking = sorted(payload.serial for payload in self._lacking[team, rank])
         return Ack(self._last(team, rank), gone, lacking, sorted(self._of(team, rank)) if whole else None)
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -337,14 +337,14 @@ class DurableCore:
         method, *arguments = call
         pieces: list[PayloadPiece] = []
         if count:
-            parcel = Payload(team, rank, serial)
-            pieces = [PayloadPiece(parcel, place) for place in range(count)]
+            payload = Payload(team, rank, serial)
+            pieces = [PayloadPiece(payload, place) for place in range(count)]
         try:
             answer, topics = _CHANGES[method](self._core, arguments, pieces)
         except StoreError as error:
             answer, topics = _Refusal(str(error)), []
         if count:
-            self._keep(parcel)
+            self._keep(payload)
         if serial:
             self._said[team, rank] = serial, answer
         return topics
@@ -352,15 +352,15 @@ class DurableCore:
     def _of(self, team: str, rank: int) -> weakref.WeakValueDictionary[int, Payload]:
         """List what a worker sent that is still needed."""
         worker = (team, rank)
-        if worker not in self._parcels:
-            self._parcels[worker] = weakref.WeakValueDictionary()
-        return self._parcels[worker]
+        if worker not in self._payloads:
+            self._payloads[worker] = weakref.WeakValueDictionary()
+        return self._payloads[worker]
 
-    def _keep(self, parcel: Payload) -> None:
-        worker, serial = (parcel.team, parcel.rank), parcel.serial
-        self._of(*worker)[serial] = parcel
-        self._lacking[worker].add(parcel)
-        weakref.finalize(parcel, _note_gone, self._gone, worker, serial).atexit = False
+    def _keep(self, payload: Payload) -> None:
+        worker, serial = (payload.team, payload.rank), payload.serial
+        self._of(*worker)[serial] = payload
+        self._lacking[worker].add(payload)
+        weakref.finalize(payload, _note_gone, self._gone, worker, serial).atexit = False
 
     def _append(self, record: str) -> None:
         self._journal.append(record)
@@ -373,11 +373,11 @@ class DurableCore:
         """All that calls have changed, as JSON."""
         new = vars(self._make())
         core = {name: value for name, value in vars(self._core).items() if value != new[name]}
-        parcels = [parcel for some in self._parcels.values() for parcel in some.values()]
-        return frozen.freeze((core, self._said, parcels), _CLASSES)
+        payloads = [payload for some in self._payloads.values() for payload in some.values()]
+        return frozen.freeze((core, self._said, payloads), _CLASSES)
 
     def _restore(self, state: Any) -> None:
-        core, self._said, parcels = frozen.thaw(state, _CLASSES)
+        core, self._said, payloads = frozen.thaw(state, _CLASSES)
         vars(self._core).update(core)
-        for parcel in parcels:
-            self._keep(parcel)
+        for payload in payloads:
+            self._keep(payload)

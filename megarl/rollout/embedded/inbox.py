@@ -339,7 +339,7 @@ class PushedWeights:
         self._version = 0
 
     def follow(self, version: int) -> None:
-        """Draw with `version` from here on, which is there, or comes within the deadline. Collective over the engine.
+        """Generate with `version` from here on. It is there, or comes within the deadline. Collective over the engine.
 
         Raises:
             WorkerError: it did not come.

@@ -81,7 +81,7 @@ class Mesh:
 
     @property
     def is_last_stage(self) -> bool:
-        """This process draws tokens."""
+        """This process samples tokens."""
         return self.pp.rank == self.pp.size - 1
 
     def from_last_stage(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Drawing tokens: counter-based noise, exact filters, log-probs of the full or filtered distribution, on shards.
+"""Sampling tokens: counter-based noise, exact filters, log-probs of the full or filtered distribution, on shards.
 
 A token is the winner of an exponential race: with E_v ~ Exp(1) independent, argmax_v(z_v - log E_v) is distributed as
 softmax(z) (the Gumbel-max trick). E_v is a hash of (seed, token number, v), so a draw depends on nothing but its own

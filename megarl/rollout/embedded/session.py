@@ -1,4 +1,4 @@
-"""One call of `generate` on one process: the loop that prefills, decodes, draws and retires samples.
+"""One call of `generate` on one process: the loop that prefills, decodes, samples and retires samples.
 
 State lives in device tensors indexed by cache row, results in tensors indexed by sample, so that a decode step is a
 fixed sequence of device operations without a host read; the host looks at the finished flags every `check_every` steps.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _CHECK_EVERY_GPU = 8
 #: Tokens, their log-probs, and what ended them.
-Drawn = tuple[list[int], list[float], FinishReason]
+Sampled = tuple[list[int], list[float], FinishReason]
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Session:
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
     @torch.inference_mode()
-    def run(self) -> list[Drawn]:
+    def run(self) -> list[Sampled]:
         """Return the tokens, log-probs and finish reason of every sample, in the order of requests and seeds."""
         steps = 0
         while True:
@@ -260,7 +260,7 @@ class Session:
         return rows, self._reach + 1
 
     def _step(self, rows: int, length: int, lockstep: int) -> None:
-        """Draw one token for each of the first `rows` rows: device operations only, so that it can be captured."""
+        """Sample one token for each of the first `rows` rows: device operations only, so that it can be captured."""
         sample, token, position, count = self._state.numbers[:, :rows]
         attend: Attend
         if self._stage.kernels is not None:
@@ -270,19 +270,19 @@ class Session:
         turned = position if self._shifts is None else position + self._shifts[sample]
         logits = self._stage.forward(token, turned, attend, want_logits=True, lockstep=lockstep)
         if logits is not None:
-            drawn, logprobs = self._sampler(logits, self._seeds[sample], count)
+            sampled, logprobs = self._sampler(logits, self._seeds[sample], count)
             self._logprobs[sample, count] = logprobs
         else:
-            drawn = torch.empty_like(token)
-        drawn = self._mesh.from_last_stage(drawn)
-        self._tokens[sample, count] = drawn
-        token.copy_(drawn)
+            sampled = torch.empty_like(token)
+        sampled = self._mesh.from_last_stage(sampled)
+        self._tokens[sample, count] = sampled
+        token.copy_(sampled)
         position += 1
         count += 1
         done = self._state.done[:rows]
         done |= count >= (self._sampling.max_new_tokens if self._room is None else self._room[sample])
         if len(self._stops):
-            done |= (drawn[:, None] == self._stops).any(1)  # isin sorts many ends, and waits for the device
+            done |= (sampled[:, None] == self._stops).any(1)  # isin sorts many ends, and waits for the device
 
     def _retire(self, rows: int) -> None:
         """Give the rows of finished samples back and close the gaps."""
@@ -303,12 +303,12 @@ class Session:
         if running is not None:
             self._reach = int(state.position[:running].max()) if running else 0
 
-    def _results(self) -> list[Drawn]:
-        """Return what all samples have drawn."""
+    def _results(self) -> list[Sampled]:
+        """Return the tokens of all samples."""
         room = torch.tensor(self._sampling.max_new_tokens) if self._room is None else self._room[:-1].cpu()
         return self._cut(self._tokens[:-1], self._mesh.from_last_stage(self._logprobs)[:-1], room)
 
-    def _cut(self, tokens: Tensor, logprobs: Tensor, room: Tensor) -> list[Drawn]:
+    def _cut(self, tokens: Tensor, logprobs: Tensor, room: Tensor) -> list[Sampled]:
         """Return rows cut at the first end token, else after their `room`; those that ran on until a check are longer.
 
         Args:

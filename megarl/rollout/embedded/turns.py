@@ -18,7 +18,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.rollout.embedded.attention import ExtendAttention
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.rows import CacheRows, RowAssignment
-from megarl.rollout.embedded.session import Drawn, Session, SessionLimits, seen
+from megarl.rollout.embedded.session import Sampled, Session, SessionLimits, seen
 from megarl.tracing import beat
 
 if TYPE_CHECKING:
@@ -76,42 +76,44 @@ class TurnSession(Session):
         self._aborted.add(sequence)
 
     @torch.inference_mode()
-    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Drawn]:
+    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Sampled]:
         """Decode until turns are over or `enough()` is true, and give these; nothing when none is under way."""
-        drawn = self._cut_aborted()
-        if drawn:
-            return drawn
+        sampled = self._cut_aborted()
+        if sampled:
+            return sampled
         steps, wanted = 0, 0
         while True:
             beat()
             self._admit_turns()
             rows = self._rows.running
             wanted = max(wanted, rows // _TOGETHER, 1)
-            if rows == 0 or (len(drawn) >= wanted):
-                return drawn
+            if rows == 0 or (len(sampled) >= wanted):
+                return sampled
             self._decode(rows, rows)
             steps, self._steps = steps + 1, self._steps + 1
             if steps % self._check_every == 0:
-                drawn |= self._retire_turns(rows)
+                sampled |= self._retire_turns(rows)
             if enough is not None and self._steps % _LOOK_EVERY == 0 and enough():
-                return drawn
+                return sampled
 
-    def _cut_aborted(self) -> dict[int, Drawn]:
+    def _cut_aborted(self) -> dict[int, Sampled]:
         """Return the aborted turns: those in the queue have nothing, those that run what was sampled of them."""
-        drawn: dict[int, Drawn] = {sequence: ([], [], "abort") for sequence in self._queue if sequence in self._aborted}
-        self._queue = [sequence for sequence in self._queue if sequence not in drawn]
-        rows = [row for row, sequence in enumerate(self._rows.holders) if sequence in self._aborted - drawn.keys()]
+        sampled: dict[int, Sampled] = {
+            sequence: ([], [], "abort") for sequence in self._queue if sequence in self._aborted
+        }
+        self._queue = [sequence for sequence in self._queue if sequence not in sampled]
+        rows = [row for row, sequence in enumerate(self._rows.holders) if sequence in self._aborted - sampled.keys()]
         self._aborted = set()
         if not rows:
-            return drawn
+            return sampled
         place = torch.tensor([self._rows.holders[row] for row in rows], device=self._stage.device)
         count, room = self._state.count[rows], self._rooms[place]
         self._rooms[place] = torch.minimum(count, room)
         self._state.done[rows] = True
         cut = set(place[count < room].tolist())
         for sequence, (tokens, logprobs, reason) in self._retire_turns(self._rows.running).items():
-            drawn[sequence] = tokens, logprobs, "abort" if reason == "length" and sequence in cut else reason
-        return drawn
+            sampled[sequence] = tokens, logprobs, "abort" if reason == "length" and sequence in cut else reason
+        return sampled
 
     def _extent(self, rows: int) -> tuple[int, int]:
         kept = max((self._cached.get(s, 0) for s in self._rows.holders[self._rows.running :]), default=0)
@@ -183,7 +185,7 @@ class TurnSession(Session):
             return None, torch.cat([torch.arange(start, end) for start, end in zip(first, ends, strict=True)])
         return seen([(range(start, end), own) for start, end, own in zip(first, ends, sets, strict=True)], self._stage)
 
-    def _retire_turns(self, rows: int) -> dict[int, Drawn]:
+    def _retire_turns(self, rows: int) -> dict[int, Sampled]:
         """Take the turns that are over out of the running rows; their rows are kept."""
         finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
         if not finished:
@@ -191,12 +193,12 @@ class TurnSession(Session):
         sequences = [self._rows.holders[row] for row in finished]
         place = torch.tensor(sequences, device=self._stage.device)
         logprobs = self._mesh.from_last_stage(self._logprobs[place])
-        drawn = dict(zip(sequences, self._cut(self._tokens[place], logprobs, self._rooms[place].cpu()), strict=True))
-        for sequence, (tokens, _, _) in drawn.items():
+        sampled = dict(zip(sequences, self._cut(self._tokens[place], logprobs, self._rooms[place].cpu()), strict=True))
+        for sequence, (tokens, _, _) in sampled.items():
             self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1  # the last token was not fed
         moves = self._rows.retire(finished)
         self._move(moves, self._rows.running)
-        return drawn
+        return sampled
 
 
 def _passes(lengths: Sequence[int], budget: int) -> list[slice]:

@@ -284,7 +284,7 @@ class Dispatch:
     async def _watch(self, number: int, server: ServerApi) -> None:
         """Drop a server whose scheduler gives no sign of life; one that crashed shows by itself.
 
-        A server that has nothing to do draws one token for `/health_generate`; one that is at work answers with its
+        A server that has nothing to do generates one token for `/health_generate`; one that is at work answers with its
         next batch, whatever that is, so that long samples and long queues are no reason to drop it. `/health` of a
         colocated server is answered whether its scheduler lives or not.
         """

@@ -9,9 +9,9 @@
 All ranks meet every few seconds while samples are on their way: none of them waits for another so long that it is taken
 for dead, however long generation takes, and an error on one rank ends all of them.
 
-A server that fails is replaced while the others draw, and gets samples as soon as it holds the current weights. A rank
-is stuck when no such server is left. Finished samples stay; the rest goes on after `catch_up` has brought servers that
-were started again to those weights. Turns of episodes: see `turns.py`.
+A server that fails is replaced while the others generate, and gets samples as soon as it holds the current weights. A
+rank is stuck when no such server is left. Finished samples stay; the rest goes on after `catch_up` has brought servers
+that were started again to those weights. Turns of episodes: see `turns.py`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SglangEngine:
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
 
         def begin(pool: ThreadPoolExecutor) -> Future[None] | None:
-            """Draw what is left; None: nothing is, or there is no server for it."""
+            """Generate what is left; None: nothing is, or there is no server for it."""
             servers = {server.number: server.api for server in self.servers()}
             if not servers or all(sample.finish_reason is not None for sample in samples):
                 return None
@@ -164,7 +164,7 @@ class SglangEngine:
 
         Args:
             told: the messages of all ranks (`tell`).
-            fill: bring those that answer to the current weights; samples are still to be drawn.
+            fill: bring those that answer to the current weights; samples are still to be generated.
 
         Raises:
             ServerError: no server is left, and none may be started again.
@@ -216,7 +216,7 @@ class SglangEngine:
         return [server for server in current if server.number in mine] or current
 
     def _meet(self, begin: Callable[[], Future[None] | None]) -> None:
-        """Wait until every rank has drawn what it can. Collective over all ranks of the run.
+        """Wait until every rank has generated what it can. Collective over all ranks of the run.
 
         Args:
             begin: begins with what is left of this rank's samples, on servers that are left.

@@ -52,7 +52,9 @@ def probe_servers(
             if probe.version == tag:
                 probes.append(asdict(probe))
             else:
-                fleet.mark_failed(server, f"probe: drawn with the weights {probe.version!r}; this run has sent {tag!r}")
+                fleet.mark_failed(
+                    server, f"probe: generated with the weights {probe.version!r}; this run has sent {tag!r}"
+                )
         except ServerError as error:
             fleet.mark_failed(server, f"{error.phase}: {error.reason}")
     fleet.share_failures()

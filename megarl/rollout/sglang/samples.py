@@ -164,7 +164,7 @@ def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:
     if len(versions) != count:
         raise ValueError(f"weight versions of {len(versions)} tokens for {count} tokens")
     if _own_version(now, tag) != read_tag(tag)[0]:
-        raise ValueError(f"drawn with the old weights {now!r}, although the server has acknowledged {tag!r}")
+        raise ValueError(f"generated with the old weights {now!r}, although the server has acknowledged {tag!r}")
     return versions
 
 
@@ -172,7 +172,7 @@ def _own_version(found: object, tag: str) -> int:
     """Return the version in `found`, which must be of the run of `tag` and not newer."""
     (number, run), (newest, own) = read_tag(found), read_tag(tag)
     if run != own:
-        raise ValueError(f"drawn with the weights {found!r} of another run; this run has sent {tag!r}")
+        raise ValueError(f"generated with the weights {found!r} of another run; this run has sent {tag!r}")
     if number > newest:
-        raise ValueError(f"drawn with the weights {found!r}; the newest that this run has sent are {tag!r}")
+        raise ValueError(f"generated with the weights {found!r}; the newest that this run has sent are {tag!r}")
     return number

@@ -104,7 +104,7 @@ class RolloutError(MegarlError):
     resamples=True,
 )
 def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
-    """Draw `rollout.sampling.n` responses for every prompt of this rank."""
+    """Generate `rollout.sampling.n` responses for every prompt of this rank."""
     with nullcontext() if rollout.stale is None else rollout.stale.installed():
         samples = generate(c, rollout, prompts, c.config.rollout.sampling, scored=True)
     if kept := _data_prompt(c.config):

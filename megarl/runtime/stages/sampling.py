@@ -75,12 +75,12 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
             break
     kept = len(pool)
     if kept < wanted and settings.short == "fill":
-        # a round draws as many groups as a step trains on, so the last one dropped enough of them
+        # a round generates as many groups as a step trains on, so the last one dropped enough of them
         pool.add(samples, [not kept_one for kept_one in keep])
     elif kept < wanted:
         every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]
         found = f"{settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have {settings.kept_groups}"
-        raise no_signal(f"step {c.step}: after {found}", "groups drawn in this step", every)
+        raise no_signal(f"step {c.step}: after {found}", "groups generated in this step", every)
     batch, rest = pool.deal(wanted)
     left = max(0, kept - wanted)
     c.surplus = logprob.score_waiting(c, rest, actor) if left and settings.surplus == "keep" else None

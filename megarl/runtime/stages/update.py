@@ -202,11 +202,11 @@ def _keys(c: StepContext, mini: Batch, update: int) -> Tensor:
     import torch
 
     from megarl.algorithms.rows import Rows
-    from megarl.algorithms.select import drawn
+    from megarl.algorithms.select import random_keys
 
     mask = mini["loss_mask"]
     seeds = [c.seeds.tokens(update, sample) for sample in mini["sample_id"]]
-    return drawn(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
+    return random_keys(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
 
 
 #: Argument of TokenInputs -> field of the samples.

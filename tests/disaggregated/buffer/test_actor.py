@@ -33,8 +33,8 @@ def test_waiting_calls_are_woken_by_the_last_gift(tmp_path: Path) -> None:
             asyncio.create_task(actor.read("ref", "m", 300.0)),
         ]
         await asyncio.sleep(0)
-        word, _ = await change(actor, "train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], refs=["bytes"])
-        assert word == (1, [], [], None)
+        ack, _ = await change(actor, "train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], refs=["bytes"])
+        assert ack == (1, [], [], None)
         await asyncio.sleep(0.01)
         assert not any(call.done() for call in calls)
         await change(actor, "train", 1, 1, "give", "train", 1, 1, KEY, [])

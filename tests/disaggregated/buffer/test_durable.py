@@ -54,19 +54,19 @@ class Workers:
         self.store = DurableCore(self.new, self.path, "s", self.room)
 
     def give_again(self) -> None:
-        """What a worker does with a word of the store."""
+        """What a worker does with an acknowledgement of the store."""
         for worker in list(self.serials):
-            word = self.heed(worker, whole=True)
-            assert word.heard == self.serials[worker]
-            for serial in word.lacking:
+            ack = self.heed(worker, whole=True)
+            assert ack.heard == self.serials[worker]
+            for serial in ack.lacking:
                 self.store.bind(*worker, serial, self.given[worker][serial])
-            assert self.store.word(*worker).lacking == []
+            assert self.store.ack(*worker).lacking == []
 
     def heed(self, worker: tuple[str, int], *, whole: bool = False) -> Ack:
         """Let go of what the store says that nobody needs; what it says."""
-        word, kept = self.store.word(*worker, whole=whole), self.kept[worker]
-        kept -= set(word.gone) if word.held is None else kept - set(word.held)
-        return word
+        ack, kept = self.store.ack(*worker, whole=whole), self.kept[worker]
+        kept -= set(ack.gone) if ack.held is None else kept - set(ack.held)
+        return ack
 
     def change(self, worker: tuple[str, int], dies: str, method: str, *arguments: Any, count: int = 0) -> Any:
         """One call, which the core and the store answer alike; its answer, or the message of the error."""
@@ -228,7 +228,7 @@ def test_answers_say_once_what_nobody_needs_any_more(tmp_path: Path) -> None:
     assert workers.heed(("train", 0)) == (workers.serials["train", 0], [], [], None), "it was told of the others"
     assert workers.heed(("ref", 0)).gone != []
     assert {worker: sorted(workers.kept[worker]) for worker in workers.serials} == workers.held()
-    assert workers.store.word("ref", 0).gone == []
+    assert workers.store.ack("ref", 0).gone == []
 
 
 def test_the_journal_is_as_long_as_what_is_alive(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_bytes_whose_references_are_not_there_yet_are_waited_for(tmp_path: Path)
         play(workers, ("give", rank, 1, (rank,)), "")
     workers.open()
     assert workers.store.fetch("ref", 1, BOTH, ["u0"]) is None
-    assert workers.store.word("train", 0, whole=True) == (1, [], [1], [1])
+    assert workers.store.ack("train", 0, whole=True) == (1, [], [1], [1])
     workers.store.bind("train", 0, 1, ["again"])
     assert workers.store.fetch("ref", 1, BOTH, ["u0"]) == ["again"]
     assert workers.store.fetch("ref", 1, BOTH, ["u0", "u1"]) is None

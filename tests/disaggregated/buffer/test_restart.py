@@ -101,15 +101,15 @@ def test_mail_that_it_posts_again_stays_as_it_was() -> None:
 
 
 def test_to_those_who_wait_it_moves_until_it_has_had_time_to_start() -> None:
-    roll = ProgressTable(["train", "ref"], now=0.0)
-    roll.ping("ref", 1, Ping(5, "step", 1, ""), 1.0)
-    roll.restart("ref", 50.0, 30.0)
-    (told,) = roll.others("train", 70.0)
+    table = ProgressTable(["train", "ref"], now=0.0)
+    table.ping("ref", 1, Ping(5, "step", 1, ""), 1.0)
+    table.restart("ref", 50.0, 30.0)
+    (told,) = table.others("train", 70.0)
     assert (told.ping, told.silent_s) == (None, 0.0)
-    (told,) = roll.others("train", 95.0)
+    (told,) = table.others("train", 95.0)
     assert (told.ping, told.silent_s) == (None, 15.0)
-    roll.ping("ref", 0, Ping(1, "start", 0, ""), 96.0)
-    assert roll.others("train", 100.0)[0].silent_s == 4.0
+    table.ping("ref", 0, Ping(1, "start", 0, ""), 96.0)
+    assert table.others("train", 100.0)[0].silent_s == 4.0
 
 
 # -- random deaths ----------------------------------------------------------------------------------------------------

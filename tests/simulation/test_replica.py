@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.simulation.drawing import ReplicaClock
+from megarl.simulation.replica import ReplicaClock
 from megarl.simulation.seconds import Line, Table
 from tests.simulation.ideal import makespan
 

@@ -119,7 +119,7 @@ class ReplicaClock:
         return over
 
     def finish(self) -> float:
-        """Let all that there is be drawn; the seconds that it takes."""
+        """Generate all that there is; the seconds that it takes."""
         total = 0.0
         while (seconds := self.until_event(0)) is not None:
             self.advance(seconds)
