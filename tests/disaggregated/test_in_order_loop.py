@@ -163,8 +163,8 @@ def test_ppo_with_a_critic_in_a_third_team(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("val_files", "end"),
     [
-        (["rows.jsonl"], ["drawn/5", 4, "train 5", "drawn/5", 5]),
-        ([], ["train 5", "drawn/5", 5]),
+        (["rows.jsonl"], ["generated/5", 4, "train 5", "generated/5", 5]),
+        ([], ["train 5", "generated/5", 5]),
     ],
 )
 def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_end_go_if_they_are_validated(
@@ -194,8 +194,8 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
         pushes.after_step(step, saves=step == 5)
     assert said == [
         *("train 1", "train 2"),
-        *("drawn/3", 1, "train 3"),  # before step 3 is trained: step 4 is drawn with them meanwhile
-        *("drawn/4", 2, "train 4"),
+        *("generated/3", 1, "train 3"),  # before step 3 is trained: step 4 is drawn with them meanwhile
+        *("generated/4", 2, "train 4"),
         *end,
     ]
 
