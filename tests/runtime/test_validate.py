@@ -21,7 +21,7 @@ class SeenError(Exception):
     ("module", "call"),
     [
         (validate, validate.validate),
-        (inference, inference._write_responses),
+        (inference.rollout, inference._write_responses),
     ],
 )
 def test_end_tokens_of_training_also_end_held_out_responses(module, call, monkeypatch, tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_end_tokens_of_training_also_end_held_out_responses(module, call, monkey
 
     monkeypatch.setattr("megarl.data.loader.rounds", lambda *args: [["prompt"]])
     monkeypatch.setattr(inference, "rounds", lambda *args: [["prompt"]])
-    monkeypatch.setattr(module, "generate" if module is validate else "draw", generate)
+    monkeypatch.setattr(module, "generate", generate)
     config = RunConfig(
         name="case",
         rollout=RolloutConfig(sampling=SamplingConfig(stop_token_ids=[7, 5])),
