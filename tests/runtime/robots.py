@@ -32,7 +32,7 @@ rollout: {{sampling: {{n: 4}}}}
 validation: {{every: 2}}
 sft: {{train_files: [experts], steps: 3, batch_size: 8, optim: {{lr: 1.0e-2}}}}
 actor: {{optim: {{lr: 1.0e-3}}, engine: {{micro_batch_tokens: 200}}}}
-trainer: {{steps: 4, save_every: 1}}
+trainer: {{steps: 3, save_every: 1}}
 cluster: {{nproc: 2, threads: 1, timeout_s: 200}}
 tracking: {{mlflow: false, report: false}}
 """

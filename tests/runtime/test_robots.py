@@ -19,7 +19,7 @@ from tests.runtime.robots import write_robots_recipe
 from tests.runtime.test_durability import at_step
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
-STEPS = 4
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_a_run_clones_plays_updates_and_measures(run_dir: Path) -> None:
         assert 1 <= found["env/calls/mean"] <= 3
         assert found["env/steps/total"] == found["env/steps/mean"] * 16
         assert found["actor/grad_norm"] >= 0
-    assert [step for step in numbers if "val/acc" in numbers[step]] == [0, 2, 4]
+    assert [step for step in numbers if "val/acc" in numbers[step]] == [0, 2, 3], "every second step and the last one"
     stages = [json.loads(line)["stage"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert stages[:3] == ["sft"] * 3
     assert len(list((run_dir / "demonstrations").glob("*.safetensors"))) == 6, "start states that are trained on"
@@ -93,10 +93,12 @@ def without_its_last_step(recipe: Path, run_dir: Path, *settings: str) -> dict[i
     return harness.train(recipe, run_dir, *settings)
 
 
-@pytest.mark.parametrize("layout", ["tp: 2", "pp: 2", "tp: 2, sp: true"])
+@pytest.mark.parametrize("layout", ["pp: 2", "tp: 2, sp: true"])
 def test_the_layout_changes_no_episode(layout, recipe, run_dir, tmp_path) -> None:
     """The same seeds draw the same actions; what is summed in another order differs by fp32 rounding."""
-    numbers, expected = harness.train(recipe, tmp_path, f"actor.parallel={{{layout}}}"), harness.metrics(run_dir)
+    settings = (f"actor.parallel={{{layout}}}", "trainer.steps=2")
+    numbers, expected = harness.train(recipe, tmp_path, *settings), harness.metrics(run_dir)
+    assert sorted(numbers) == [0, 1, 2]
     for step, found in numbers.items():
         for name in ("env/success", "env/steps/total", "val/acc"):
             assert found.get(name) == expected[step].get(name)
@@ -111,6 +113,7 @@ def test_the_reference_sees_what_the_policy_sees(recipe, tmp_path) -> None:
     """
     transformers.VJEPA2Model(SMALL).save_pretrained(tmp_path / "vjepa2")
     more = ["algorithm.kl={use: loss, coef: 0.1}", "trainer.steps=2", "actor.mini_batch_size=2", "validation.every=0"]
+    more += ["cluster.nproc=1", "validation.before_train=false"]
     more += [f"robot.reward={{name: progress, embedding: {{name: vjepa2, path: {tmp_path / 'vjepa2'}}}}}"]
     numbers = harness.train(recipe, tmp_path, *more)
     assert numbers[2]["actor/kl_loss"] > numbers[1]["actor/kl_loss"] >= 0
