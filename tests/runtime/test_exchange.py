@@ -115,16 +115,23 @@ def test_metrics_tell_how_even_mini_batches_are_and_would_have_been():
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 TOKENS = "placement.share=tokens"
+ONE_STEP = ("trainer.steps=1", "trainer.save_every=0", "trainer.export_hf=false", "validation.before_train=false")
 #: Recipes whose mini-batches have several groups for each replica.
 RUNS = {
     "grpo-tp2-dp2": ("sft.steps=0", "cluster.nproc=4", "actor.parallel.tp=2", "data.batch_size=8"),
-    "ppo-dp3": (*harness.PPO, "cluster.nproc=3", "data.batch_size=12", "critic.mini_batch_size=6"),
+    "ppo-dp3": (
+        *harness.PPO,
+        "critic.warmup_steps=0",
+        "cluster.nproc=3",
+        "data.batch_size=12",
+        "critic.mini_batch_size=6",
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("exchange"), layers=2)
+    return harness.write_recipe(tmp_path_factory.mktemp("exchange"))
 
 
 def assert_near(steps: dict[int, dict[str, float]], others: dict[int, dict[str, float]]) -> None:
@@ -145,7 +152,7 @@ def without_balance(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, f
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RUNS)
 def test_training_is_the_same_up_to_rounding(recipe, name):
-    settings = (*RUNS[name], "actor.mini_batch_size=" + ("4" if "grpo" in name else "12"), "trainer.steps=2")
+    settings = (*RUNS[name], "actor.mini_batch_size=" + ("4" if "grpo" in name else "12"), *ONE_STEP)
     dealt = harness.train(recipe, recipe.parent / f"{name}-dealt", *settings)
     tokens = harness.train(recipe, recipe.parent / f"{name}-tokens", *settings, TOKENS)
     assert_near(dealt, without_balance(tokens))
@@ -174,8 +181,8 @@ def test_dynamic_sampling_shares_by_tokens_and_goes_on_from_a_checkpoint(recipe)
 @pytest.mark.procs
 @pytest.mark.timeout(600)
 def test_teams_share_by_tokens_what_one_of_them_has_exchanged(recipe):
-    sizes = ("data.batch_size=8", "actor.mini_batch_size=4", "critic.mini_batch_size=8", "trainer.steps=2")
-    settings = (*harness.PPO, *sizes)
+    sizes = ("data.batch_size=8", "actor.mini_batch_size=4", "critic.mini_batch_size=8")
+    settings = (*harness.PPO, "critic.warmup_steps=0", *sizes, *ONE_STEP)
     one = harness.train(recipe, recipe.parent / "ppo-one", *settings, "cluster.nproc=1")
     roles = {"train": "actor, rollout, reference", "value": "critic"}
     placed = [f"placement.teams.{name}={{roles: [{held}], devices: 2}}" for name, held in roles.items()]
@@ -188,4 +195,4 @@ def test_teams_share_by_tokens_what_one_of_them_has_exchanged(recipe):
             for step, numbers in several.items()
         },
     )
-    assert several[2]["balance/tokens_max_over_mean"] <= several[2]["balance/tokens_max_over_mean_dealt"]
+    assert several[1]["balance/tokens_max_over_mean"] < several[1]["balance/tokens_max_over_mean_dealt"]
