@@ -64,7 +64,7 @@ Trained = dict[int, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.mark.parametrize("overrides", [(), TWO_REPLICAS, (PARTIAL, *LONG, IN_HAND), (PARTIAL, *LONG, *TWO_REPLICAS)])

@@ -82,13 +82,13 @@ def test_workers_go_with_their_launcher(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.campaign("teams")  # as of teams, below, and of two nodes of a batch job, test_slurm_real.py
 def test_a_run_has_the_metrics_of_one_of_the_local_launcher(tmp_path: Path) -> None:
-    recipe = harness.write_recipe(tmp_path, layers=2)
+    recipe = harness.write_recipe(tmp_path)
     local = harness.run(recipe, tmp_path / "local")
     assert harness.run(recipe, tmp_path / "ray", launcher="ray") == local
 
 
 def test_teams_on_two_nodes_have_the_metrics_of_those_without_ray(tmp_path: Path) -> None:
-    recipe = harness.write_recipe(tmp_path, layers=2)
+    recipe = harness.write_recipe(tmp_path)
     more = ["sft.steps=0", "trainer.steps=2", "trainer.export_hf=false", "cluster.nproc=2"]
     for name, roles in (("train", ["actor", "rollout"]), ("frozen", ["reference"])):
         more.append(f"placement.teams.{name}={{roles: {roles}, devices: 1}}")

@@ -44,7 +44,7 @@ def slurm(tmp_path):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    return harness.write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture

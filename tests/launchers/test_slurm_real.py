@@ -33,7 +33,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    return harness.write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tests.forked import Command, fork_scorers
 RECIPE = """
 name: tiny
 model:
-  hf_config: {model_type: qwen3, hidden_size: 32, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2,
+  hf_config: {model_type: qwen3, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
     head_dim: 8, intermediate_size: 64, vocab_size: 20, max_position_embeddings: 64, tie_word_embeddings: true,
     pad_token_id: 0, bos_token_id: 1, eos_token_id: 2}
   tokenizer: "chars:0123456789+-*/=."
@@ -94,12 +94,11 @@ GUESSING = (
 )
 
 
-def write_recipe(folder: Path, layers: int = 4) -> Path:
+def write_recipe(folder: Path) -> Path:
     """The tiny recipe and its reward file."""
     (folder / "reward.py").write_text(REWARD)
     path = folder / "tiny.yaml"
-    depth = f"num_hidden_layers: {layers},"
-    path.write_text(RECIPE.replace("REWARD_FILE", str(folder / "reward.py")).replace("num_hidden_layers: 4,", depth))
+    path.write_text(RECIPE.replace("REWARD_FILE", str(folder / "reward.py")))
     return path
 
 

@@ -103,7 +103,7 @@ sys.modules.update(dict.fromkeys(filter(None, os.environ.get("HIDDEN_PACKAGES", 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands run: recipe, and all bad files."""
     here = tmp_path_factory.mktemp("here")
-    harness.write_recipe(here, layers=2)
+    harness.write_recipe(here)
     for name, text in FILES.items():
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text(text)

@@ -103,12 +103,12 @@ def test_eval_scores_the_held_out_prompts(tuned: Path, folder: Path) -> None:
     megarl(folder, "eval", tuned, "--weights=last", "cluster.nproc=1", "--run-dir", folder / "eval")
     numbers = lines(folder / "eval" / "metrics.jsonl")[-1]
     trained = next(row for row in lines(tuned / "metrics.jsonl") if row["step"] == 6)
-    assert numbers["val/acc"] == trained["val/acc"]
+    assert numbers["val/acc"] == pytest.approx(trained["val/acc"])  # a mean over other shares of the prompts
     assert numbers["stage"] == "eval"
     resume = f"trainer.resume={tuned / 'checkpoints' / 'step_6'}"
     megarl(folder, "eval", "tiny.yaml", resume, "cluster.nproc=1", "--run-dir", folder / "resumed")
     again = lines(folder / "resumed" / "metrics.jsonl")[-1]
-    assert (again["step"], again["val/acc"]) == (6, trained["val/acc"])
+    assert (again["step"], again["val/acc"]) == (6, pytest.approx(trained["val/acc"]))
     assert not (folder / "eval" / "checkpoints").exists()
 
 

@@ -59,7 +59,7 @@ def controller(tmp_path_factory):
 
     layout = join_alone()
     folder = tmp_path_factory.mktemp("run")
-    recipe = harness.write_recipe(folder, layers=2)
+    recipe = harness.write_recipe(folder)
     config = load_config(
         recipe, ["cluster.nproc=1", "rollout.dtype=bf16", "rollout.stale_steps=2", "algorithm.kl.use=none"]
     )

@@ -50,7 +50,7 @@ def numbers_from(first: int, found: dict[int, dict[str, float]]) -> dict[int, di
 
 
 def test_runs_that_change_their_placement_and_are_killed_have_the_numbers_of_one_that_is_not(tmp_path):
-    recipe = harness.write_recipe(tmp_path, layers=2)
+    recipe = harness.write_recipe(tmp_path)
     one, two, again = (tmp_path / name for name in ("one", "two", "again"))
     undisturbed = harness.train(recipe, one, *RUN, "cluster.nproc=1")
     assert "critic/grad_norm" in undisturbed[4]

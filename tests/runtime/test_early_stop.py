@@ -103,7 +103,7 @@ def test_a_metric_of_validation_ends_no_run_between_validations():
 @pytest.mark.procs
 @pytest.mark.timeout(600)
 def test_a_run_that_ended_early_is_finished_until_its_settings_say_otherwise(tmp_path: Path) -> None:
-    recipe = harness.write_recipe(tmp_path, layers=2)
+    recipe = harness.write_recipe(tmp_path)
     settings = ("sft.steps=0", "cluster.nproc=1", "trainer.steps=5", "trainer.save_every=0", "validation.every=0")
     settings += ("algorithm.kl.use=none", "trainer.best_metric=null", "actor.optim.lr=1.0e-9")
     run_dir = tmp_path / "run"

@@ -86,7 +86,7 @@ GREEDY = ("algorithm.advantage.name=remax", "data.val_files=[]", "validation.eve
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture(scope="module")

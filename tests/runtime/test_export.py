@@ -56,7 +56,7 @@ def transformers_logprobs(folder: Path) -> torch.Tensor:
 
 
 def test_transformers_agrees_with_the_trainer_about_the_exported_model(tmp_path):
-    recipe = harness.write_recipe(tmp_path, layers=2)
+    recipe = harness.write_recipe(tmp_path)
     run_dir = tmp_path / "run"
     harness.run(recipe, run_dir, "trainer.steps=2")
     ours = run_distributed(trainer_logprobs, 2, 120, str(run_dir))[0]

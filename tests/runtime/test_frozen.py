@@ -81,7 +81,7 @@ def _resume_each(recipe: str, run_dir: str, overrides: list[str], teams: list) -
 
 @pytest.mark.procs
 def test_a_damaged_reference_is_made_again_and_the_resumed_run_is_the_same(tmp_path):
-    recipe = harness.write_recipe(tmp_path, layers=2)
+    recipe = harness.write_recipe(tmp_path)
     whole = harness.train(recipe, tmp_path / "whole", *SHORT, work=_resume_each)
     assert whole[2]["actor/kl_loss"] > 0
     for name, why in {"flipped": f"{WEIGHTS} holds other bytes", "removed": "there is no reference/"}.items():

@@ -113,7 +113,7 @@ def expected(work: str, role: str, has_state: bool) -> str:
 )
 def test_only_what_works_is_on_the_device(tmp_path, settings, works):
     settings = [*settings, *OFFLOAD, *SMALL, *VALIDATION]
-    recipe = str(write_recipe(tmp_path, layers=2))
+    recipe = str(write_recipe(tmp_path))
     (seen,) = run_pretending(watched_run, 1, 240, recipe, str(tmp_path / "run"), settings)
     # While a critic warms up, in the first step, the actor rests.
     first = [work for work in works if work != "update actor"] if "score critic" in works else works

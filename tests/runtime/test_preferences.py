@@ -35,7 +35,7 @@ def overrides(pipeline: str, *more: str) -> list[str]:
     ],
 )
 def test_a_run_is_the_same_in_two_processes_and_after_a_checkpoint(pipeline, more, tmp_path):
-    recipe = harness.write_recipe(tmp_path, layers=2)
+    recipe = harness.write_recipe(tmp_path)
     whole = harness.train(recipe, tmp_path / "whole", *overrides(pipeline, *more))
     assert set(whole) == {0, 1, 2, 3, 4}
     assert whole[4]["rewards/margins"] > 0 == whole[0]["val/rewards/margins"]

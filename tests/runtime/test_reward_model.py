@@ -84,7 +84,7 @@ def scores_of_samples(recipe: str, folder: str, parallel: str) -> list[float]:
 
 @pytest.mark.parametrize("parallel", ["{tp: 2, sp: true}", "{pp: 2}"])
 def test_its_scores_are_those_of_transformers_and_one_that_is_too_long_has_none(folder, parallel, tmp_path):
-    recipe = harness.write_recipe(tmp_path, layers=2)
+    recipe = harness.write_recipe(tmp_path)
     for found in run_distributed(scores_of_samples, 2, 240, str(recipe), str(folder), parallel):
         wanted = of_transformers(folder, [[*prompt, *response] for prompt, response in SAMPLES[:3]])
         assert found[:3] == pytest.approx(wanted, abs=1e-5)
@@ -110,7 +110,7 @@ def settings(folder: Path, *more: str, **parts: str) -> list[str]:
 @pytest.fixture(scope="module")
 def one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, float]]]:
     """A run in one process, in which the reward `classifier` has transformers score the same text."""
-    recipe = harness.write_recipe(tmp_path_factory.mktemp("reward_model"), layers=2)
+    recipe = harness.write_recipe(tmp_path_factory.mktemp("reward_model"))
     same = f"{{name: classifier, weight: 0, kwargs: {{path: {folder}}}}}"
     more = settings(folder, "cluster.nproc=1", "reward_model.form=text", same=same)
     return recipe, harness.train(recipe, recipe.parent / "one", *more)

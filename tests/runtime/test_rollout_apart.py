@@ -39,7 +39,7 @@ FOUR_TEAMS = (
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):

@@ -30,7 +30,7 @@ IN_ORDER = (
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 def test_in_order_the_numbers_are_those_of_an_undisturbed_run(recipe, tmp_path):

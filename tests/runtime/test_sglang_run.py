@@ -44,7 +44,7 @@ GUESSING = (*harness.GUESSING, "algorithm.kl.use=none")
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture(scope="module")
