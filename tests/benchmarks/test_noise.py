@@ -22,13 +22,13 @@ def test_the_same_seconds_are_not_slower():
     assert (judged.ratio, judged.low, judged.high, judged.slower) == (1, 1, 1, False)
 
 
-def test_a_tenth_is_found_and_nothing_else_in_hundreds_of_sessions():
+def test_a_tenth_is_found_and_nothing_else_in_a_hundred_sessions():
     rng, found, false = random.Random(1), 0, 0
-    for _ in range(200):
+    for _ in range(50):
         false += in_turn(rounds(rng), rounds(rng)).slower
         found += in_turn(rounds(rng, factor=1.1), rounds(rng)).slower
     assert false == 0
-    assert found > 190
+    assert found > 47
 
 
 def test_what_disturbs_both_of_a_pair_does_not_count():
@@ -74,9 +74,9 @@ def session(now: int, then: int, number: int = 15):
     return in_turn([one for one, _ in pairs], [other for _, other in pairs])
 
 
-def test_a_planted_tenth_of_real_work_is_found_and_ten_repeats_of_the_same_code_are_silent():
-    loops = 150_000
-    assert [session(loops, loops).slower for _ in range(10)] == [False] * 10
+def test_a_planted_tenth_of_real_work_is_found_and_repeats_of_the_same_code_are_silent():
+    loops = 100_000
+    assert [session(loops, loops).slower for _ in range(3)] == [False] * 3
     planted = session(loops * 11 // 10, loops)
     assert planted.slower
     assert planted.ratio == pytest.approx(1.1, abs=0.05)

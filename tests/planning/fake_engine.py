@@ -1,6 +1,6 @@
 """The real training engine at real size without its memory: parameters, gradients and activations that are only shapes.
 
-    python tests/planning/fake_engine.py CASES.json      # prints the bytes of each case as a line of JSON
+    main(CASES, MEASURED)      # files: the cases as JSON, and the bytes of each as a line of JSON
 
 One process stands for one rank of a world of any size. torch's `fake` backend answers every collective at once, and
 under FakeTensorMode a tensor has a shape, a dtype and a storage of so many bytes, but no numbers. `Storages` adds up
@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -347,11 +346,8 @@ def _sequence_parallel(case: FakeCase) -> bool:
     return bool(case.parallel.get("tp", 1) > 1 and (case.parallel.get("sp") or case.model.get("num_experts")))
 
 
-def main(path: str) -> None:
-    """Measure the cases of a JSON file."""
-    for given in json.loads(Path(path).read_text()):
-        print(json.dumps(measure(FakeCase(**given))), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+def main(cases: str, measured: str) -> None:
+    """Measure the cases of a JSON file, each to a line of another file."""
+    with open(measured, "w") as file:
+        for given in json.loads(Path(cases).read_text()):
+            file.write(json.dumps(measure(FakeCase(**given))) + "\n")

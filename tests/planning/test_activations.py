@@ -6,8 +6,6 @@ The engine runs in a process of its own, once for all cases: Megatron's state is
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +14,14 @@ import pytest
 
 from megarl import artifacts
 from megarl.artifacts.facts import facts_from_config
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.planning.activations import Activations, Passes
 from megarl.planning.memory import logit_copies
 from megarl.planning.shards import BYTES, state_bytes
+from tests.forked import Forked
 from tests.planning import fake_engine
 from tests.planning.fake_engine import FakeCase
 
@@ -121,15 +121,15 @@ def tracked(tmp_path_factory):
 
 
 def track(cases, folder):
-    file = folder / "cases.json"
+    file, measured = folder / "cases.json", folder / "measured.jsonl"
     file.write_text(json.dumps([asdict(one) for one in cases]))
-    command = [sys.executable, fake_engine.__file__, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    process = Forked(fake_engine.main, (str(file), str(measured)))
+    assert process.wait(600) == 0
+    found = list(read_jsonl(measured))
     return {numbers["name"]: numbers for numbers in found}
 
 
+@pytest.mark.procs
 @pytest.mark.parametrize("one", SMALL, ids=lambda one: one.name)
 def test_formulas_are_within_a_tenth_of_the_engine(one, tracked):
     seen, said = tracked[one.name], formulas(one)
@@ -137,12 +137,14 @@ def test_formulas_are_within_a_tenth_of_the_engine(one, tracked):
         assert said[name] == pytest.approx(seen[name], rel=0.1), name
 
 
+@pytest.mark.procs
 def test_layers_of_experts_that_are_computed_again_leave_nothing(tracked):
     """Only Megatron's buffers are left, as without recomputation."""
     assert tracked["experts, recomputed"]["left"] <= tracked["wide experts"]["left"]
 
 
 @pytest.mark.campaign("memory")
+@pytest.mark.procs
 @pytest.mark.parametrize("one", real_cases(), ids=lambda one: one.name)
 def test_formulas_are_within_a_tenth_at_real_size(one, tmp_path):
     seen, said = track([one], tmp_path)[one.name], formulas(one)

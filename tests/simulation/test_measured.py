@@ -147,13 +147,13 @@ def test_a_run_as_ready_does_not_tell_what_a_token_takes(tmp_path):
         calibrate(tmp_path)
 
 
-def test_a_hundred_steps_on_1024_devices_take_seconds():
+def test_steps_on_1024_devices_take_seconds():
     teams = "{train: {roles: [actor, reference], devices: 16}, draw: {roles: [rollout], devices: 16}}"
     overrides = [f"placement.teams={teams}", "cluster.nproc=32", "rollout.sglang.colocated=false"]
     overrides += ["rollout.sglang.servers=16", "data.batch_size=1024", "rollout.sampling.max_new_tokens=8192"]
     overrides += ["async={max_staleness: 2, order: as_ready, partial: true}", "actor.engine.offload=false"]
     began = time.process_time()
-    (row,) = Study("grpo_qwen3_8b_8gpu", tuple(overrides), devices=(1024,)).rows()
-    assert time.process_time() - began < 120  # 9 to 10 on two cores that others keep busy; slower ones take more
+    (row,) = Study("grpo_qwen3_8b_8gpu", tuple(overrides), devices=(1024,), steps=20).rows()
+    assert time.process_time() - began < 24  # 2 on two cores that others keep busy; slower ones take more
     assert row.system.devices == 1024
-    assert len(row.outcome.ends) == 100
+    assert len(row.outcome.ends) == 20
