@@ -190,6 +190,9 @@ def _is_raised_by_code(error: BaseException) -> bool:
 def installed_version(package: str) -> str | None:
     """Return the version of an installed distribution, without importing it; None when it is missing."""
     try:
-        return importlib.metadata.version(package)
+        found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+    # `version` would read a file with the package's whole description as a message.
+    named = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
+    return named[1] if named else found.version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from tests.house.sources import parse
 from tests.house.test_repository import ROOT, tracked
 
 FOLDERS = ("megarl", "launchers", "recipes", "kernels", "tools")
@@ -31,7 +32,7 @@ def complaints(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_docstrings_are_sentences() -> None:
     files = [path for folder in FOLDERS for path in tracked(f"{folder}/*.py")]
     assert len(files) > 300, "the product's files were not found"
-    found = {str(path.relative_to(ROOT)): list(complaints(ast.parse(path.read_text("utf-8")))) for path in files}
+    found = {str(path.relative_to(ROOT)): list(complaints(parse(path))) for path in files}
     wrong = [f"{file}:{line}: {text}" for file, lines in found.items() for line, text in lines]
 
     assert wrong == []

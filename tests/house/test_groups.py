@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.house.sources import parse
+
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
@@ -56,15 +58,13 @@ def test_every_call_that_talks_to_other_ranks_is_given_its_group():
     for path in FILES:
         name = str(path.relative_to(ROOT))
         allowed, _ = ALLOWED.get(name, (set(), ""))
-        wrong += [
-            f"{name}:{line}: {what}" for what, line in findings(ast.parse(path.read_text())) if what not in allowed
-        ]
+        wrong += [f"{name}:{line}: {what}" for what, line in findings(parse(path)) if what not in allowed]
     assert wrong == [], "give it a WorkerGroup (megarl/comm.py), and call its method or pass group="
 
 
 def test_what_is_allowed_is_used():
     for name, (allowed, _) in ALLOWED.items():
-        assert allowed & {what for what, _ in findings(ast.parse((ROOT / name).read_text()))}, name
+        assert allowed & {what for what, _ in findings(parse(ROOT / name))}, name
 
 
 def test_a_call_without_group_is_found():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.sources import parse
 from tests.house.test_repository import ROOT, tracked
 
 #: Functions that import, or look for, what a text names.
@@ -70,7 +71,7 @@ PRODUCT = tracked("megarl/*.py", "recipes/*.py", "launchers/*.py", "benchmarks/*
 def names_of(path: Path) -> tuple[set[str], set[str]]:
     """(names of functions in a file that import by text, texts in it that name modules of this package)."""
     called, texts = set(), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Call):
             function = node.func
             name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

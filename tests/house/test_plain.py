@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.house.sources import parse
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("megarl", "launchers", "recipes", "kernels", "benchmarks", "tools")
 #: Where messages of rewards, tools, environments and simulators are read: no exceptions.
@@ -63,7 +65,7 @@ def findings(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def found_in(path: Path) -> list[tuple[str, int]]:
-    return list(findings(ast.parse(path.read_text())))
+    return list(findings(parse(path)))
 
 
 def test_nothing_unpickles_but_what_is_on_the_list() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.sources import parse
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Where one developer's files live, or where one site's package mirror is, belongs in no file of the project.
@@ -58,7 +60,7 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
 def test_functions_fit_on_a_screen(folder: str) -> None:
     found = []
     for path in tracked(f"{folder}/*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 lines = node.end_lineno - node.lineno + 1
                 if lines > 60:
