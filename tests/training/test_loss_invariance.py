@@ -121,10 +121,10 @@ def _samples(engine, masked: str) -> Batch:
 def _cuts(loss: str, masked: str, ranks: int) -> list[int]:
     """Micro-batches of the whole batch: one loss is cut in all ways, the others in those that differ most.
 
-    With holes a single process has the whole to compare with; of two ranks each has several micro-batches.
+    With holes a single process has only the whole to compare with; of two ranks each has several micro-batches.
     """
     if masked == "holes":
-        return [4] if ranks == 2 else [1, 4]
+        return [4] if ranks == 2 else [1]
     return list(BUDGETS) if loss == LOSSES[0] else [1, 8]
 
 
