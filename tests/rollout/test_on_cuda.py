@@ -21,14 +21,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "many ends": {"stop_token_ids": tuple(range(30, 70))},
 }
 CASES = [("qwen3", name) for name in SETTINGS] + [("mistral", "sampled"), ("qwen3_moe", "sampled")]
-TWO_LAYERS = {"num_hidden_layers": 2}
+ONE_LAYER, TWO_LAYERS = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
 
 
 def generate(chunks, settings: dict, dtype: str = "model", **config: Any) -> list:
     limits = {"max_running": 7, **config}
-    return engine(chunks, dtype=dtype, **limits).generate(
-        make_requests(4), sampled(max_new_tokens=10, **settings), STOP
-    )
+    return engine(chunks, dtype=dtype, **limits).generate(make_requests(4), sampled(max_new_tokens=6, **settings), STOP)
 
 
 def plain() -> list:
@@ -90,7 +88,7 @@ def on_device() -> list[dict]:
     with Pretend():
         fresh_parallel()
         for kind, name in CASES:
-            exact, half = (build(kind, hf=TWO_LAYERS, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+            exact, half = build(kind, hf=TWO_LAYERS), build(kind, hf=ONE_LAYER, dtype=torch.bfloat16)
             with Watch() as watch:
                 captured, *halves = (
                     generate(chunks, SETTINGS[name], cuda_graphs=graphs)
@@ -219,10 +217,9 @@ def tensor_parallel(pretend: bool) -> dict:
         from tests.pretend_cuda import Pretend
     found = {}
     with Pretend() if pretend else contextlib.nullcontext():
-        for kind in ("qwen3", "qwen3_moe"):
+        for kind, name in (("qwen3", "filtered"), ("qwen3_moe", "sampled")):
             fresh_parallel(tp=2)
-            chunks = build(kind, hf=TWO_LAYERS, tp=2)
-            found[kind] = [tokens(generate(chunks, SETTINGS[name])) for name in ("sampled", "filtered")]
+            found[kind] = tokens(generate(build(kind, hf=TWO_LAYERS, tp=2), SETTINGS[name]))
     return found
 
 
