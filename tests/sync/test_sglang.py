@@ -267,23 +267,24 @@ def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, param
         assert_all_verified(tmp_path, url, runs, 1, parameters)
 
 
-EVERY = {2: [{"tp": 2}, PP2, VPP2], 4: [TP2_PP2]}  # layouts by the number of the trainer's processes
+#: Layouts and transports by the number of the trainer's processes.
+BOTH = {4: [(TP2_PP2, "tensor"), (TP2_PP2, "distributed")]}
+EVERY = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), (VPP2, "tensor")], **BOTH}
 
 
 @pytest.mark.parametrize(
     ("name", "tied", "dtype", "wire", "parameters", "layouts"),
     [
         ("qwen3", False, "float32", "fp32", PARAMETERS, EVERY),
-        ("qwen2", True, "bfloat16", "bf16", 30, {4: [TP2_PP2]}),
+        ("qwen2", True, "bfloat16", "bf16", 30, BOTH),
         pytest.param("qwen2", True, "bfloat16", "bf16", 30, EVERY, marks=pytest.mark.campaign("servers")),
     ],
 )
 def test_a_server_of_two_ranks_holds_every_parameter_on_both(tmp_path, name, tied, dtype, wire, parameters, layouts):
     # 128: on a CPU the server pads the width of the MLP to a multiple of 32 on each rank
     changes = {"tie_word_embeddings": tied, "intermediate_size": 128}
-    ways = [{"transport": transport, "dtype": wire} for transport in ("tensor", "distributed")]
     runs = [
-        (processes, [(layout, settings) for layout in several for settings in ways])
+        (processes, [(layout, {"transport": transport, "dtype": wire}) for layout, transport in several])
         for processes, several in layouts.items()
     ]
     with serving(tmp_path, name, dtype, tp_size=2, **changes) as url:
