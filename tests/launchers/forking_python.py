@@ -1,10 +1,10 @@
-"""An interpreter for `launch.slurm.python` that forks modules of Megarl from a process with its imports done.
+"""An interpreter for `launch.slurm.python` that runs modules in forks of a process with its imports done.
 
-    with forking_python(folder) as python: ...     # python -P -m megarl train recipe.yaml ...
+    python = forking_python(folder)     # python -P -m megarl train recipe.yaml ...
 
 The program of every node and its workers would import torch and Megatron: 10 CPU-seconds. To Slurm nothing differs:
 the process that it starts passes on signals, ends with the exit code of the other one, and takes it along when it is
-killed. What is not `-P -m megarl...` is run by the real interpreter. Workers of a Ray are forked within `offered` of
+killed. What is not `-P -m MODULE` is run by the real interpreter. Workers of a Ray are forked within `offered` of
 tests/ray_forks/clusters.py. Nodes start real programs in the campaign `slurm`.
 """
 
@@ -18,18 +18,14 @@ import select
 import signal
 import socket
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from megarl.processes import CAUGHT, has_nvidia_device
-from tests import dist
 from tests.forked import fork_programs, in_child
-from tests.ray_forks.forker import received
+from tests.forker import forker, received
 from tests.ray_forks.launcher import FORKER, choose_worker
 
-_STARTS_S = 120.0
 _PASSED = (*CAUGHT, signal.SIGUSR1, signal.SIGUSR2)
 _PROGRAM = """\
 #!{python} -IS
@@ -50,48 +46,18 @@ sys.exit(code)
 """
 
 
-@contextlib.contextmanager
-def forking_python(folder: Path) -> Iterator[Path]:
+def forking_python(folder: Path) -> Path:
     """Write the interpreter into `folder`; with a GPU, which no fork survives, it is the real one."""
     if has_nvidia_device():
-        yield Path(sys.executable)
-        return
-    with tempfile.TemporaryDirectory(prefix="megarl-python-") as sockets:  # the path of a socket has 108 bytes at most
-        path = os.path.join(sockets, "socket")
-        process = dist.start(0, _serve, (path,), "tests.preload")
-        deadline = time.monotonic() + _STARTS_S
-        while not os.path.exists(path):
-            assert process.is_alive(), "the process that programs are forked from has ended"
-            assert time.monotonic() < deadline, "the process that programs are forked from does not answer"
-            time.sleep(0.02)
-        program = folder / "python"
-        program.write_text(_PROGRAM.format(python=sys.executable, path=path, passed=[int(one) for one in _PASSED]))
-        program.chmod(0o755)
-        try:
-            yield program
-        finally:
-            process.kill()
+        return Path(sys.executable)
+    program = folder / "python"
+    passed = [int(number) for number in _PASSED]
+    program.write_text(_PROGRAM.format(python=sys.executable, path=forker(_keep), passed=passed))
+    program.chmod(0o755)
+    return program
 
 
-def _serve(path: str) -> None:
-    """Fork a program for whoever asks at this socket, until the process that wanted it is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for programs
-    parent = os.getppid()
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"{path}.new")
-        server.listen(64)
-        os.rename(f"{path}.new", path)
-        while os.getppid() == parent:
-            if not select.select([server], [], [], 1.0)[0]:
-                continue
-            client, _ = server.accept()
-            if not os.fork():
-                server.close()
-                _keep(client)
-            client.close()
-
-
-def _keep(client: socket.socket) -> None:
+def _keep(client: socket.socket) -> NoReturn:
     """Start the program that is asked for, and pass on signals until it or who asks has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, files = received(client)

@@ -50,8 +50,7 @@ def recipe(tmp_path_factory):
 @pytest.fixture
 def forking(tmp_path):
     """The key that lets the nodes fork their programs."""
-    with forking_python(tmp_path) as python:
-        yield f"launch.slurm.python={python}"
+    return f"launch.slurm.python={forking_python(tmp_path)}"
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,8 @@ def local(recipe, tmp_path_factory):
 @pytest.fixture(scope="module")
 def forking(tmp_path_factory):
     """The key that lets the nodes fork their programs."""
-    with offered(), forking_python(tmp_path_factory.mktemp("python")) as python:
-        yield f"launch.slurm.python={python}"
+    with offered():
+        yield f"launch.slurm.python={forking_python(tmp_path_factory.mktemp('python'))}"
 
 
 def launch(recipe: Path, run_dir: Path, *keys: str) -> int:

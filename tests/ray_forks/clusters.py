@@ -13,11 +13,8 @@ does not survive, Ray starts them itself.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
-import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,11 +22,9 @@ import pytest
 
 from megarl.compat.ray_session import for_one_run
 from megarl.processes import has_nvidia_device
-from tests import dist
-from tests.ray_forks.forker import serve
+from tests.forker import forker
+from tests.ray_forks.forked_worker import IMPORTS, fork_worker
 from tests.ray_forks.launcher import FORKER, WORKER, choose_worker
-
-_STARTS_S = 120.0
 
 
 @contextlib.contextmanager
@@ -68,7 +63,7 @@ def offered() -> Iterator[None]:
     """Within the block launchers that this process starts may fork the workers of their Ray."""
     with pytest.MonkeyPatch.context() as patch:
         if not has_nvidia_device():
-            patch.setenv(FORKER, _forker())
+            patch.setenv(FORKER, forker(fork_worker, *IMPORTS))
         yield
 
 
@@ -82,21 +77,3 @@ def own() -> Iterator[None]:
             patch.setattr(RayParams, "update_if_absent", RayParams.update_if_absent)  # restored at the end
             choose_worker()
         yield
-
-
-def _forker() -> str:
-    """Socket of the process that forks workers, which ends with this one."""
-    path = os.path.join(_folder().name, "socket")
-    if not os.path.exists(path):
-        process = dist.start(0, serve, (path,), "tests.preload")
-        deadline = time.monotonic() + _STARTS_S
-        while not os.path.exists(path):
-            assert process.is_alive(), "the process that forks Ray's workers has ended"
-            assert time.monotonic() < deadline, "the process that forks Ray's workers does not answer"
-            time.sleep(0.02)
-    return path
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="megarl-ray-")
