@@ -15,6 +15,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
+from megarl.errors import UserError
 from megarl.launchers.common import run_workers
 from tests.ray_forks.launcher import accept
 
@@ -28,7 +29,11 @@ def main(
     rollout: Any = {} if servers is None else {"engine": "sglang", "sglang": {"servers": int(servers)}}
     budget: Any = {"restarts": int(os.environ.get("TEAM_RESTARTS", "0"))}
     config = RunConfig(name="drive", cluster=cluster, rollout=rollout, placement=budget)
-    return run_workers(launcher, f"entries:{entry}", config, Path(run_dir), teams(*sizes))
+    try:
+        return run_workers(launcher, f"entries:{entry}", config, Path(run_dir), teams(*sizes))
+    except UserError as error:
+        print("stopped:", error, file=sys.stderr)
+        return error.exit_code
 
 
 def teams(*sizes: int) -> Placement:

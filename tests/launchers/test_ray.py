@@ -102,8 +102,14 @@ def test_teams_on_two_nodes_have_the_metrics_of_those_without_ray(tmp_path: Path
 def test_ray_is_started_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_ADDRESS", FORKER):
         monkeypatch.delenv(name, raising=False)
-    # Three workers, also on two cores.
-    assert every.launch("ray", "write_environment", tmp_path, "3", program=True).code == 0
+    assert every.launch("ray", "write_environment", tmp_path, "1", program=True).code == 0
+
+
+def test_a_signal_to_all_processes_of_a_job_with_its_own_ray_leaves_time_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    every.test_a_signal_to_all_processes_of_a_job_leaves_time_to_save("ray", signal.SIGTERM, tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
@@ -258,7 +264,7 @@ def test_a_cluster_whose_control_store_is_gone_for_a_while_is_lost(monkeypatch: 
 
 
 def test_the_local_launcher_runs_several_teams_in_a_ray_of_its_own(tmp_path: Path) -> None:
-    result = every.launch("local", "meet_in_teams", tmp_path, "2+1")
+    result = every.launch("local", "meet_in_teams", tmp_path, "2+1")  # three workers, also on two cores
 
     assert result.code == 0, result.err
     seen = [json.loads((tmp_path / f"seen_{worker}.json").read_text()) for worker in range(3)]

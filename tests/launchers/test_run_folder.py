@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 
 from megarl.artifacts.run_folder import RunFolder, restore_config
 from megarl.errors import UserError
-from tests.launchers.test_launchers import DEADLINE_S, command, environment
+from tests.launchers.test_launchers import DEADLINE_S, Drive
 
 
 @pytest.mark.procs
@@ -23,26 +21,10 @@ from tests.launchers.test_launchers import DEADLINE_S, command, environment
 def test_a_run_that_loses_its_folder_ends_with_one_message(launcher: str, entry: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    program = f"""
-import drive, sys
-from megarl.errors import UserError
-try:
-    sys.exit(drive.main(*{command(launcher, entry, run_dir, "1")[2:]}))
-except UserError as error:
-    print("stopped:", error)
-    sys.exit(error.exit_code)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 2, done.stdout
-    (line,) = [line for line in done.stdout.splitlines() if "megarl: " in line or "stopped: " in line]
+    process = Drive(launcher, entry, str(run_dir), "1")
+    said = "".join(process.communicate(timeout=DEADLINE_S))
+    assert process.returncode == 2, said
+    (line,) = [line for line in said.splitlines() if "megarl: " in line or "stopped: " in line]
     assert line.startswith(f"stopped: {run_dir}: the folder of this run was deleted or moved")
     assert not (run_dir / "config.yaml").exists()  # nothing is written into what is no folder of the run
 
