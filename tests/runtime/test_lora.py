@@ -37,6 +37,7 @@ def settings(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
         "sft.steps=0",
         "actor.optim.lr=1.0e-2",
         "cluster.nproc=1",
+        "trainer.steps=3",
     )
 
 
@@ -56,13 +57,13 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_its_files_are_the_adapters
     assert harness.train(recipe, killed, *settings) == whole
 
     names = set()
-    for file in (killed / "checkpoints/step_4").glob("rank_*.safetensors"):
+    for file in (killed / "checkpoints/step_3").glob("rank_*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             names |= set(tensors.keys())
     assert names
     assert all(".lora_A.weight@" in name or ".lora_B.weight@" in name for name in names)
     no_parallel()  # of another test
-    convert(killed / "checkpoints/step_4", tmp_path / "from checkpoint")
+    convert(killed / "checkpoints/step_3", tmp_path / "from checkpoint")
     convert(killed / "hf_adapter", tmp_path / "from adapter")
     merged = (killed / "hf/model.safetensors").read_bytes()
     assert merged != (tmp_path / "base/model.safetensors").read_bytes()
@@ -74,16 +75,16 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_its_files_are_the_adapters
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(AssertionError, match="the files of this model are not those that the run began with"):
-        harness.train(recipe, killed, *settings, "trainer.steps=5")
+        harness.train(recipe, killed, *settings, "trainer.steps=4")
 
 
 def test_the_reference_is_the_model_without_adapters(recipe, settings, tmp_path):
     off = harness.train(recipe, tmp_path / "off", *settings)
     named = harness.train(recipe, tmp_path / "named", *settings, f"reference.path={tmp_path / 'base'}")
     assert off == named
-    assert any(value > 0 for name, value in off[4].items() if name.rpartition("/")[2].startswith("kl"))
+    assert any(value > 0 for name, value in off[3].items() if name.rpartition("/")[2].startswith("kl"))
     assert not (tmp_path / "off/reference").exists()
-    state = json.loads((tmp_path / "off/checkpoints/step_4/state.json").read_text())
+    state = json.loads((tmp_path / "off/checkpoints/step_3/state.json").read_text())
     assert state["frozen"]["reference"]["key"] == "model.lora"
 
 
