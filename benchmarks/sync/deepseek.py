@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.models.weights.plan import Box
+from megarl.models.weights.plan import TensorSlice
 from megarl.sync.plan import Held, TrainerRank
 
 LAYERS, DENSE_LAYERS, EXPERTS = 61, 3, 256
@@ -42,8 +42,8 @@ def deepseek_v3(pp: int, ep: int) -> tuple[dict[str, Held], list[TrainerRank]]:
 
     def add(shapes: dict[str, tuple[int, ...]], ranks: tuple[int, ...]) -> None:
         for name, shape in shapes.items():
-            box: Box = tuple((0, n) for n in shape)
-            tensors[name] = Held(shape, ((box, ranks),))
+            region: TensorSlice = tuple((0, n) for n in shape)
+            tensors[name] = Held(shape, ((region, ranks),))
 
     def stage(number: int) -> tuple[int, ...]:
         return tuple(range(number * ep, (number + 1) * ep))

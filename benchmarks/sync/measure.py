@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from megarl.models.weights.plan import Box
+    from megarl.models.weights.plan import TensorSlice
     from megarl.rollout.sglang.receiver import SglangReceiver
     from megarl.sync.plan import Held, SyncPlan
     from megarl.sync.sender import BucketSender
@@ -58,8 +58,8 @@ def _weights() -> dict[str, Tensor]:
 def _held(names: list[str]) -> dict[str, Held]:
     from megarl.sync.plan import Held
 
-    box = ((0, SIDE), (0, SIDE))
-    return {name: Held((SIDE, SIDE), ((box, (0,)),)) for name in names}
+    region = ((0, SIDE), (0, SIDE))
+    return {name: Held((SIDE, SIDE), ((region, (0,)),)) for name in names}
 
 
 @contextmanager
@@ -169,11 +169,11 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
 
     weights = _weights()
     plan = make_plan(_held(list(weights)), [TrainerRank()], [_HOST], bucket_bytes=BUCKET_MB * 10**6)
-    box = ((0, SIDE), (0, SIDE))
+    region = ((0, SIDE), (0, SIDE))
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     rows = []
     with _receiver(folder) as receiver, _transport(name, plan, folder) as transport:
-        held: dict[tuple[str, Box], Tensor] = {(key, box): tensor for key, tensor in weights.items()}
+        held: dict[tuple[str, TensorSlice], Tensor] = {(key, region): tensor for key, tensor in weights.items()}
         source = Source(held, plan, WorkerGroup.alone(), torch.bfloat16, live=transport.live)
         sender = BucketSender(source, transport)
         update = _Update(sender, transport, receiver)
@@ -217,8 +217,8 @@ def _plan_seconds() -> dict[str, float]:
     from megarl.sync.plan import Held, TrainerRank, make_plan
 
     half = SIDE // 2
-    boxes = ((((0, half), (0, SIDE)), (0,)), (((half, SIDE), (0, SIDE)), (1,)))
-    thousand = {f"model.layers.{i}.weight": Held((SIDE, SIDE), boxes) for i in range(1000)}
+    regions = ((((0, half), (0, SIDE)), (0,)), (((half, SIDE), (0, SIDE)), (1,)))
+    thousand = {f"model.layers.{i}.weight": Held((SIDE, SIDE), regions) for i in range(1000)}
     tensors, ranks = deepseek_v3(pp=16, ep=64)
     return {
         "plan, 1000 tensors": _least(lambda: make_plan(thousand, [TrainerRank()] * 2, [_HOST] * 4)),

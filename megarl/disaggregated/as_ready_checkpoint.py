@@ -3,9 +3,9 @@
 Each replica writes its groups; whoever reads them shares them out by their prompts' numbers:
 
     flow_0.safetensors    finished ones: number of the group, uid, sample_id, fields as node/field; one row per sample
-    flow_0.json           versions of all, by number; finished: what they hold, their metrics; drafts of the others;
-                          prompts to be generated again; metrics of samples that came to nothing
-    flow_0_images.safetensors    patches of the images of drafts, each image once; only where they have some
+    flow_0.json           versions of all, by number; finished: what they hold, their metrics; partial trajectories of
+                          the others; prompts to be generated again; metrics of samples that came to nothing
+    flow_0_images.safetensors    patches of the images of these, each image once; only where they have some
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def files_of_flow(
     c: RankState,
     version: int,
     under_way: Mapping[int, int],
-    drafts: Mapping[int, Sequence[Trajectory]],
+    partials: Mapping[int, Sequence[Trajectory]],
     carried: Metrics,
 ) -> dict[str, bytes]:
     """Name and content of all that this rank adds to the checkpoint of step `version`, whose weights nobody has used.
@@ -51,14 +51,14 @@ def files_of_flow(
         return {}
     ready, versions = unused_groups(store, version, layout.dp_rank, layout.dp_size)
     again = store.flow_state()["again"] if layout.rank == 0 else []
-    return flow_files(layout, ready, {**versions, **under_way}, drafts, again, carried)
+    return flow_files(layout, ready, {**versions, **under_way}, partials, again, carried)
 
 
 def flow_files(
     layout: Layout,
     ready: Sequence[FinishedGroups],
     versions: Mapping[int, int],
-    drafts: Mapping[int, Sequence[Trajectory]],
+    partials: Mapping[int, Sequence[Trajectory]],
     again: Sequence[int],
     carried: Metrics,
 ) -> dict[str, bytes]:
@@ -68,7 +68,7 @@ def flow_files(
         layout: of this rank.
         ready: finished groups.
         versions: of the weights that the first tokens of all groups were generated with, by number.
-        drafts: of groups that are under way, as far as something of them was generated.
+        partials: of groups that are under way, as far as something of them was generated.
         again: prompts that nobody generates, and that have to be generated; of the team's first rank.
         carried: metrics of samples that came to nothing, which no finished group has.
     """
@@ -77,7 +77,7 @@ def flow_files(
     told = {
         "versions": {str(number): version for number, version in versions.items()},
         "finished": [{"numbers": one.numbers, "groups": one.groups, "metrics": one.metrics.to_json()} for one in ready],
-        "drafts": {str(number): [draft.to_json() for draft in some] for number, some in drafts.items()},
+        "drafts": {str(number): [partial.to_json() for partial in some] for number, some in partials.items()},
         "again": list(again),
         "carried": carried.to_json(),
     }
@@ -86,19 +86,19 @@ def flow_files(
         from megarl.data.batch import Batch
 
         files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat([_batch(one) for one in ready]).to_bytes()
-    if patches := _patches_of(drafts):
+    if patches := _patches_of(partials):
         from safetensors.torch import save
 
         files[_images_file(layout.dp_rank)] = save({str(digest): one.contiguous() for digest, one in patches.items()})
     return files
 
 
-def _patches_of(drafts: Mapping[int, Sequence[Trajectory]]) -> dict[int, Tensor]:
-    """Return the patches of the images of drafts by their digests: samples of a group share theirs."""
+def _patches_of(partials: Mapping[int, Sequence[Trajectory]]) -> dict[int, Tensor]:
+    """Return the patches of the images of partial trajectories by their digests: samples of a group share theirs."""
     found: dict[int, Tensor] = {}
-    for draft in (one for some in drafts.values() for one in some):
-        if draft.images is not None:
-            found.update(zip(draft.images.digests, draft.images.parts(), strict=True))
+    for partial in (one for some in partials.values() for one in some):
+        if partial.images is not None:
+            found.update(zip(partial.images.digests, partial.images.parts(), strict=True))
     return found
 
 
@@ -127,14 +127,14 @@ class BufferedGroups:
     Attributes:
         versions: of the weights that the first tokens of every group were generated with, by number.
         finished: numbers of those that are finished.
-        drafts: of the others, as far as something was generated.
+        partials: of the others, as far as something was generated.
         again: prompts that nobody had begun to generate again.
         carried: metrics of samples that came to nothing, which no finished group has.
     """
 
     versions: dict[int, int]
     finished: dict[int, tuple[list[Any], dict[str, Any]]]
-    drafts: dict[int, list[Trajectory]]
+    partials: dict[int, list[Trajectory]]
     again: list[int]
     carried: Metrics
     _batch: Batch | None
@@ -168,7 +168,7 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
 
     versions: dict[int, int] = {}
     finished: dict[int, tuple[list[Any], dict[str, Any]]] = {}
-    drafts: dict[int, list[Trajectory]] = {}
+    partials: dict[int, list[Trajectory]] = {}
     again: list[int] = []
     carried = Metrics()
     batches = []
@@ -177,7 +177,7 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
         versions |= {int(number): version for number, version in told["versions"].items()}
         patches = _read_patches(folder / _images_file(part))
         for number, some in told["drafts"].items():
-            drafts[int(number)] = [Trajectory.from_json(draft, patches) for draft in some]
+            partials[int(number)] = [Trajectory.from_json(partial, patches) for partial in some]
         again += told["again"]
         carried.merge(Metrics.from_json(told["carried"]))
         for one in told["finished"]:
@@ -186,11 +186,11 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
         if told["finished"]:
             batches.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
     batch = Batch.concat(batches) if batches else None
-    return BufferedGroups(versions, finished, drafts, again, carried, batch)
+    return BufferedGroups(versions, finished, partials, again, carried, batch)
 
 
 def _read_patches(file: Path) -> dict[int, Tensor]:
-    """Return the patches of the images of drafts by their digests; none where no draft has images."""
+    """Return the patches of the images of partial trajectories by their digests; none where none has images."""
     from safetensors.torch import load
 
     return {int(digest): one for digest, one in load(file.read_bytes()).items()} if file.is_file() else {}

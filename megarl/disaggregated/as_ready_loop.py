@@ -3,14 +3,14 @@
     rollout's team, every replica by itself              store                    actor's team
     prompts that may begin             <-.
     generate, walk the nodes: groups   --+-- swap ---->  forms steps  --------->  train v + 1
-    gate n: nothing is generated         open/n ------------------------------->  which has trained v since
-    follow                     <-------- gate/n: v, weights/v ------------------  push
+    update n: nothing is generated       open/n ------------------------------->  which has trained v since
+    follow                     <-------- update/n: v, weights/v ----------------  push
 
-Between two gates a replica generates with one version of the weights. With `async.partial` the actor's team asks for
-the gate after every step (`wanted/n`); what is under way stops, and goes on with the new weights. Without, a gate opens
-when everything is generated that may begin with this version, and the actor's team comes to it between two steps; it
-asks and waits only where it has to: at a validation, where a save may be due, at the end, and when these weights are
-too old for the next step.
+Between two weight updates a replica generates with one version of the weights. With `async.partial` the actor's team
+asks for an update after every step (`wanted/n`); what is under way stops, and goes on with the new weights. Without, a
+replica is open for one when everything is generated that may begin with this version, and the actor's team comes to it
+between two steps; it asks and waits only where it has to: at a validation, where a save may be due, at the end, and
+when these weights are too old for the next step.
 
 A group whose rewards are being computed is put aside at the node that waits for them, and generation goes on. With
 `async.partial` the weights may change meanwhile; a checkpoint waits for these rewards.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
-OPEN, WANTED, GATE, OPENED = "open", "wanted", "gate", "flow_opened"
+OPEN, WANTED, UPDATE, OPENED = "open", "wanted", "update", "flow_opened"
 SAVES = "saves"  # whether a checkpoint of a step may be written: told before its weights go
 PLACE = "flow_place"  # of the loader, when prompts begin to be handed out
 _LOOK_S = 0.1  # between two looks for whether the weights are wanted
@@ -106,14 +106,14 @@ class AsReadyLoop:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: BufferedGroups | None
-    _gate: int = 1  # metrics number 0 are those before the first step
+    _update: int = 1  # metrics number 0 are those before the first step
     _dry: bool = False  # nothing more may begin with these weights
     _looked: float = 0.0
     _wanted: bool = False
     _prompts: dict[int, Batch] = field(default_factory=dict)  # under way, by number
     _versions: dict[int, int] = field(default_factory=dict)  # of first tokens: all groups that are not finished
     _waiting: list[int] = field(default_factory=list)  # to be begun as soon as there is room
-    _drafts: dict[int, list[Trajectory]] = field(default_factory=dict)  # of these
+    _partials: dict[int, list[Trajectory]] = field(default_factory=dict)  # of these
     _scoring: deque[Scoring] = field(default_factory=deque)  # in the order in which the rewards come
     _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
     _rejected: list[list[float]] = field(default_factory=list)  # scores of groups, since the last one that was not
@@ -134,7 +134,7 @@ class AsReadyLoop:
                 set_step(version + 1)
                 with phase("step"):
                     self._generate(producer, version)
-                    version = self._pass_gate()
+                    version = self._update_weights()
                     self._validate(version)
                 self._save(version, producer)
         finally:
@@ -181,14 +181,14 @@ class AsReadyLoop:
         self._versions = {number: held.versions[number] for number in self._waiting}
         # Not of those that are too old: they are generated again from their first token on; and so are all if n
         # changed.
-        n, found = c.config.rollout.sampling.n, held.drafts
-        self._drafts = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
+        n, found = c.config.rollout.sampling.n, held.partials
+        self._partials = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
         self.held = None  # its samples are the store's now
 
     # -- one segment -------------------------------------------------------------------------------------------------
 
     def _generate(self, producer: Groups, version: int) -> None:
-        """Generate with `version` until the gate is to be opened."""
+        """Generate with `version` until weights are to be updated."""
         c, interrupts = self.c, self.c.config.async_.partial
         # Ranks that meet while they generate: replicas that ask the same servers do so together.
         together = c.layout.mp_group if c.fleet is None else c.layout.world
@@ -260,7 +260,7 @@ class AsReadyLoop:
         assert c.loader is not None, "it has given numbers"
         self._prompts[number] = prompt = c.loader.at([number])
         [group] = groups_of_prompts(c.context, prompt, c.config.rollout.sampling.n, [number])
-        again = producer.add(group, self._drafts.pop(number, None))
+        again = producer.add(group, self._partials.pop(number, None))
         if again and c.layout.is_lead:
             why = "are beyond the limits of now, or were begun with another environment"
             print(f"group {group.uid}: {again} of its samples {why}, and begin again")
@@ -282,7 +282,7 @@ class AsReadyLoop:
         if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
         self._looked = now
-        return store_of(self.c).has_come(f"{WANTED}/{self._gate}")
+        return store_of(self.c).has_come(f"{WANTED}/{self._update}")
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
         """Walk the nodes after the one that generates, as far as they do not wait for rewards."""
@@ -369,18 +369,18 @@ class AsReadyLoop:
 
     # -- between two segments ----------------------------------------------------------------------------------------
 
-    def _pass_gate(self) -> int:
+    def _update_weights(self) -> int:
         """Let the actor's team replace the weights; the version that is generated with from here on."""
-        c, gate = self.c, self._gate
+        c, update = self.c, self._update
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
-                store_of(c).arrive(f"{OPEN}/{gate}")
-            version = int(c.mail.read(f"{GATE}/{gate}"))
+                store_of(c).arrive(f"{OPEN}/{update}")
+            version = int(c.mail.read(f"{UPDATE}/{update}"))
         publish(c, version)
         c.context.step = version
-        self.recorder.end_step(gate)  # what it has measured until here
+        self.recorder.end_step(update)  # what it has measured until here
         self.recorder.start_step()
-        self._gate, self._dry, self._wanted = gate + 1, False, False
+        self._update, self._dry, self._wanted = update + 1, False, False
         return version
 
     def _validate(self, version: int) -> None:
@@ -398,10 +398,10 @@ class AsReadyLoop:
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
         tell_place(c)  # nobody begins anything before the next segment
-        drafts = producer.partial() | self._drafts
-        files = partial(self._files, version, drafts)
+        partials = producer.partial() | self._partials
+        files = partial(self._files, version, partials)
         self.checkpoints.after_step(version, last=version == c.config.trainer.steps, files=files)
 
-    def _files(self, version: int, drafts: dict[int, list[Trajectory]]) -> dict[str, bytes]:
+    def _files(self, version: int, partials: dict[int, list[Trajectory]]) -> dict[str, bytes]:
         self.c.layout.world.barrier()  # every replica has put what it has
-        return files_of_flow(self.c, version, self._versions, drafts, self._carried)
+        return files_of_flow(self.c, version, self._versions, partials, self._carried)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
-from megarl.disaggregated.as_ready_loop import GATE, OPEN, SAVES, WANTED
+from megarl.disaggregated.as_ready_loop import OPEN, SAVES, UPDATE, WANTED
 from megarl.disaggregated.buffer.core import FORMED
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_loop import GENERATED, store_of
@@ -83,10 +83,10 @@ class InOrderUpdates:
 
 
 class AsReadyUpdates:
-    """The actor's end of the gates (see `as_ready_loop`) at which a rollout's team takes weights. Collective."""
+    """The actor's end of the weight updates of a rollout's team (see `as_ready_loop`). Collective."""
 
     def __init__(self, c: RankState) -> None:
-        self._c, self._gate, self._version, self._policy = c, 1, c.context.step, policy_of(c.config)
+        self._c, self._number, self._version, self._policy = c, 1, c.context.step, policy_of(c.config)
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run generates samples"
         self._team = team
@@ -114,7 +114,7 @@ class AsReadyUpdates:
             c.mail.post(f"{SAVES}/{step}", saves)
         if saves or validates(c.config, step) or self._policy.weights_must_go(self._version, step + 1):
             if c.layout.rank == 0:
-                c.mail.post(f"{WANTED}/{self._gate}", step)
+                c.mail.post(f"{WANTED}/{self._number}", step)
             self._await_open()
             self._push(step)
         elif self._is_open():
@@ -123,7 +123,7 @@ class AsReadyUpdates:
     def _is_open(self) -> bool:
         """No replica generates. Collective.
 
-        The samples of a step may be the last ones that a replica put before it opens the gate: it is a matter of
+        The samples of a step may be the last ones that a replica put before it is open for weights: it is a matter of
         milliseconds then, and without waiting for them it would have nothing to do for a step of training.
         """
         world, store = self._c.layout.world, store_of(self._c)
@@ -134,19 +134,19 @@ class AsReadyUpdates:
 
     def _await_open(self) -> None:
         with phase("await_drawn", waits_for=self._team.name):
-            self._c.mail.read(f"{OPEN}/{self._gate}")
+            self._c.mail.read(f"{OPEN}/{self._number}")
 
     def _push(self, version: int) -> None:
         c = self._c
         if c.layout.rank == 0:
-            c.mail.post(f"{GATE}/{self._gate}", version)
+            c.mail.post(f"{UPDATE}/{self._number}", version)
         publish(c, version)
-        self._told.append(self._gate)
-        self._gate, self._version = self._gate + 1, version
+        self._told.append(self._number)
+        self._number, self._version = self._number + 1, version
 
     def metrics(self, step: int) -> list[dict[str, Any]]:
         """Of the samples of `step`, and of the segments of the rollout's team that have ended in it."""
         c, told = self._c, self._told
         self._told = []
-        found = [c.mail.read(f"metrics/{self._team.name}/{gate}") for gate in told]
+        found = [c.mail.read(f"metrics/{self._team.name}/{number}") for number in told]
         return found + c.team.read(f"{FORMED}/{step}")["metrics"]

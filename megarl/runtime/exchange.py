@@ -64,7 +64,7 @@ class TokenExchange:
             pool = GroupPool(context.layout.dp_group, context.cuts)
             pool.add(batch, [True] * len(group_places(batch["uid"])))
             try:
-                return pool.deal(len(pool))[0]
+                return pool.split(len(pool))[0]
             except ValueError as error:
                 raise ConfigError(
                     f"the samples that node {node.id!r} made cannot go to other replicas: {error}",
@@ -127,7 +127,7 @@ class GroupPool:
                     self._counts.append(share[place][0])
                     self._tokens.append(share[place][1])
 
-    def deal(self, wanted: int) -> tuple[Batch, Batch]:
+    def split(self, wanted: int) -> tuple[Batch, Batch]:
         """This replica's share of the first `wanted` groups, and of the rest; the samples of a group stand together.
 
         Groups that are shared by tokens have their numbers in the column ORDINAL. The rest is dealt in any case, as it
@@ -157,8 +157,8 @@ class GroupPool:
             return mine, held
         leaving = [[k for k in held if taker[k] == r and r != self._rank] for r in range(self._size)]
         spans = mine.to_blocks([self._places(held, groups) for groups in leaving])
-        gifts = [span.block.tobytes() if groups else b"" for span, groups in zip(spans, leaving, strict=True)]
-        arrived = [Batch.from_bytes(data) for data in self._group.all_to_all_bytes(gifts) if data]
+        blocks = [span.block.tobytes() if groups else b"" for span, groups in zip(spans, leaving, strict=True)]
+        arrived = [Batch.from_bytes(data) for data in self._group.all_to_all_bytes(blocks) if data]
         kept = [k for k in held if taker[k] == self._rank]
         came = [k for k, to in enumerate(taker) if to == self._rank and self._owners[k] != self._rank]
         came.sort(key=self._owners.__getitem__)  # what arrived stands in the order of its senders

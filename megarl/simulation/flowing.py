@@ -34,8 +34,8 @@ class Flowing:
         self._flow.open(0, 0, {}, [])
         self._version = self._asked_for = self._finished = 0
         self._opened = 0  # replicas that generate nothing
-        self._gate, self._open = simulation.env.event(), simulation.env.event()
-        self._wanted = False  # the trainer waits for the gate
+        self._updated, self._open = simulation.env.event(), simulation.env.event()
+        self._wanted = False  # the trainer waits to send weights
         self._replicas: list[_Replica] = []
         rollout = system.rollout
         assert rollout is not None, "the checks want the rollout in a team of its own"
@@ -82,9 +82,9 @@ class Flowing:
         yield self._open
         yield from self._s.push()
         self._version, self._opened = version, 0
-        gate, self._gate = self._gate, self._s.env.event()
+        updated, self._updated = self._updated, self._s.env.event()
         self._open, self._wanted = self._s.env.event(), False
-        gate.succeed()
+        updated.succeed()
 
     def _form(self) -> None:
         size = self._s.system.groups
@@ -110,12 +110,12 @@ class Flowing:
         self._form()
         return numbers
 
-    def open_gate(self) -> simpy.Event:
+    def open_for_weights(self) -> simpy.Event:
         """Note that this replica generates nothing; return the event of new weights."""
         self._opened += 1
         if self._opened == len(self._s.servers):
             self._open.succeed()
-        return self._gate
+        return self._updated
 
 
 class _Replica:
@@ -152,7 +152,7 @@ class _Replica:
             yield from self._segment()
             if self._done:
                 yield from self._swap(0)
-            yield rules.open_gate()
+            yield rules.open_for_weights()
             self._replica.reread()
 
     def _segment(self) -> Steps:
@@ -204,7 +204,7 @@ class _Replica:
         times += [self._scoring[0][0] - now] if self._scoring else []
         times += [self._pace.left_s(now)] if missing or self._done else []
         seconds = max(_MOMENT, min([*times, self._failure - now]))
-        # Woken when the gate is wanted, with `partial`: a condition of two events would be most of what this costs.
+        # Woken when weights wait, with `partial`: a condition of two events would be most of what this costs.
         self._sleeps = True
         with contextlib.suppress(simpy.Interrupt):
             yield self._env.timeout(seconds)

@@ -1,13 +1,13 @@
 """The plan of bytes from senders to receivers: plain data, no torch, testable without processes.
 
-    holders of a tensor's boxes          routes                             buckets of a sender
+    holders of a tensor's regions          routes                             buckets of a sender
     (trainer ranks)
     r0: rows 0..63   of q_proj --.
                                   >--> replica 0, sender r0 --> receiver 0   [q_proj | k_proj | v_proj | ...]
     r1: rows 64..127 of q_proj --'     replica 1, sender r2 --> receiver 1   [...]
 
 A replica is a set of ranks that holds the whole model once. Receivers are shared out over the replicas; inside a
-replica every tensor has one sender, other holders pass it their boxes, and the bytes of the senders are balanced. A
+replica every tensor has one sender, other holders pass it their regions, and the bytes of the senders are balanced. A
 transport that needs shared memory (`same_host`) sends from ranks on the receiver's own host, and of the replica whose
 GPUs the receiver is on, if any.
 """
@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megarl.models.weights.plan import Box, Coordinate, box_count, hf_tensors, slices_for
+from megarl.models.weights.plan import Coordinate, TensorSlice, hf_tensors, slice_numel, slices_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,10 +43,10 @@ class TrainerRank:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One Hugging Face tensor: each box it is held in, with the trainer ranks that hold it, in rank order."""
+    """One Hugging Face tensor: each region it is held in, with the trainer ranks that hold it, in rank order."""
 
     shape: tuple[int, ...]
-    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
+    regions: tuple[tuple[TensorSlice, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,12 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Route:
     """The transfers of one replica to its receivers: the buckets of each sender, and for every tensor who gives which
-    box."""
+    region."""
 
     replica: int
     receivers: tuple[int, ...]
     senders: dict[int, tuple[Bucket, ...]]
-    givers: dict[str, tuple[tuple[Box, int], ...]] = field(repr=False)
+    givers: dict[str, tuple[tuple[TensorSlice, int], ...]] = field(repr=False)
 
     @property
     def lead(self) -> int:
@@ -149,24 +149,26 @@ def _gathered(route: Route, sender: int) -> int:
         for entry in bucket.entries:
             if entry.name == entry.source:
                 size = ITEMSIZE[entry.dtype]
-                total += sum(box_count(box) * size for box, giver in route.givers[entry.source] if giver != sender)
+                total += sum(
+                    slice_numel(region) * size for region, giver in route.givers[entry.source] if giver != sender
+                )
     return total
 
 
 def holdings(hf: PretrainedConfig, ranks: Sequence[Coordinate]) -> dict[str, Held]:
-    """Return, for every tensor of the model in export order, which of the trainer's `ranks` hold which boxes of it."""
+    """Return, for every tensor of the model in export order, which of the trainer's `ranks` hold which regions."""
     same: dict[Coordinate, list[int]] = {}
     for rank, at in enumerate(ranks):
         same.setdefault(at, []).append(rank)
-    found: dict[str, dict[Box, set[int]]] = {name: {} for name in hf_tensors(hf)}
+    found: dict[str, dict[TensorSlice, set[int]]] = {name: {} for name in hf_tensors(hf)}
     for at, members in same.items():
         for shard in slices_for(hf, at):
             for piece in shard.pieces:
-                found[piece.source].setdefault(piece.source_box, set()).update(members)
+                found[piece.source].setdefault(piece.source_slice, set()).update(members)
     shapes = hf_tensors(hf)
     return {
-        name: Held(shapes[name], tuple((box, tuple(sorted(who))) for box, who in boxes.items()))
-        for name, boxes in found.items()
+        name: Held(shapes[name], tuple((region, tuple(sorted(who))) for region, who in regions.items()))
+        for name, regions in found.items()
     }
 
 
@@ -202,7 +204,7 @@ def make_plan(
     Raises:
         ValueError: a receiver's host has no trainer rank although `same_host` asks for it.
     """
-    count = min(len(who) for held in tensors.values() for _, who in held.boxes)
+    count = min(len(who) for held in tensors.values() for _, who in held.regions)
     members = _replicas(tensors, count)
     routes = []
     sharing = members[:1] if one_replica else members
@@ -219,7 +221,7 @@ def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ..
 
 def _replicas(tensors: dict[str, Held], count: int) -> list[set[int]]:
     members: list[set[int]] = [set() for _ in range(count)]
-    for who in {who for held in tensors.values() for _, who in held.boxes}:
+    for who in {who for held in tensors.values() for _, who in held.regions}:
         for replica in range(count):
             members[replica].update(_in_replica(who, replica, count))
     return members
@@ -275,12 +277,13 @@ def _route(
     frozen: Container[str],
 ) -> Route:
     holders = {
-        name: tuple((box, _in_replica(who, replica, count)) for box, who in held.boxes)
+        name: tuple((region, _in_replica(who, replica, count)) for region, who in held.regions)
         for name, held in tensors.items()
     }
     sender_of = _assign(tensors, holders, pools, ranks, ITEMSIZE[dtype])
     givers = {
-        name: tuple((box, _giver(who, sender_of[name], ranks)) for box, who in boxes) for name, boxes in holders.items()
+        name: tuple((region, _giver(who, sender_of[name], ranks)) for region, who in regions)
+        for name, regions in holders.items()
     }
     names: dict[int, list[str]] = {}
     for name in tensors:
@@ -302,7 +305,7 @@ def _route(
 
 
 def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> int:
-    """Return the holder that gives a box: the sender itself, else one on its host, else the first."""
+    """Return the holder that gives a region: the sender itself, else one on its host, else the first."""
     if sender in who:
         return sender
     return next((rank for rank in who if ranks[rank].host == ranks[sender].host), who[0])
@@ -310,7 +313,7 @@ def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> i
 
 def _assign(
     tensors: dict[str, Held],
-    holders: dict[str, tuple[tuple[Box, tuple[int, ...]], ...]],
+    holders: dict[str, tuple[tuple[TensorSlice, tuple[int, ...]], ...]],
     pools: dict[int, tuple[int, ...]],
     ranks: Sequence[TrainerRank],
     itemsize: int,
@@ -318,8 +321,8 @@ def _assign(
     """Return one sender per tensor. The largest first, each to the candidate with the least to send so far."""
     candidates: dict[str, tuple[int, ...]] = {}
     known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
-    for name, boxes in holders.items():
-        key = tuple(who for _, who in boxes)
+    for name, regions in holders.items():
+        key = tuple(who for _, who in regions)
         if key not in known:
             pool = pools[ranks[key[0][0]].stage]
             holding = {rank for who in key for rank in who}

@@ -21,22 +21,22 @@ from megarl.comm import WorkerGroup
 from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.fill import weight_readers
-from megarl.models.weights.plan import Box, box_count, box_slices
+from megarl.models.weights.plan import TensorSlice, as_index, slice_numel
 from megarl.sync.plan import FP8_BLOCK, ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan
 from megarl.tracing import beat
 
-Held = Mapping[tuple[str, Box], Tensor]
+Held = Mapping[tuple[str, TensorSlice], Tensor]
 HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One box of one tensor on its way from `giver` to its place in the bucket of `sender`."""
+    """One region of one tensor on its way from `giver` to its place in the bucket of `sender`."""
 
     giver: int
     sender: int
     entry: Entry
-    box: Box
+    region: TensorSlice
 
 
 class Pieces(Held):
@@ -45,15 +45,15 @@ class Pieces(Held):
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:
         self._readers = {
-            (piece.source, piece.source_box): partial(read, piece.target_box)
+            (piece.source, piece.source_slice): partial(read, piece.target_slice)
             for shard, read in weight_readers(chunks)
             for piece in shard.pieces
         }
 
-    def __getitem__(self, key: tuple[str, Box]) -> Tensor:
+    def __getitem__(self, key: tuple[str, TensorSlice]) -> Tensor:
         return self._readers[key]()
 
-    def __iter__(self) -> Iterator[tuple[str, Box]]:
+    def __iter__(self) -> Iterator[tuple[str, TensorSlice]]:
         return iter(self._readers)
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class Source:
             self._wait(sending.popleft()[0], "to take a piece")
 
     def _take(self, entry: Entry, moves: list[Move], out: Tensor) -> None:
-        """Collect all boxes of one tensor into its place; quantise it when the wire wants that."""
+        """Collect all regions of one tensor into its place; quantise it when the wire wants that."""
         plain = ITEMSIZE[entry.dtype] > 1
         if plain:
             whole = out[entry.offset : entry.offset + entry.nbytes].view(self.dtype).view(entry.shape)
@@ -162,9 +162,9 @@ class Source:
             self._count(-whole.nbytes)
 
     def _receive(self, move: Move, whole: Tensor) -> Iterator[dist.Work]:
-        target = whole[box_slices(move.box)]
+        target = whole[as_index(move.region)]
         if move.giver == self.rank:
-            target.copy_(self.held[move.entry.source, move.box])
+            target.copy_(self.held[move.entry.source, move.region])
             return
         for rows in _slabs(target):
             if rows.is_contiguous():
@@ -177,7 +177,7 @@ class Source:
             self._count(-slab.nbytes)
 
     def _give(self, move: Move, sending: deque[tuple[dist.Work, Tensor]]) -> None:
-        for rows in _slabs(self.held[move.entry.source, move.box], ITEMSIZE[str(self.dtype).removeprefix("torch.")]):
+        for rows in _slabs(self.held[move.entry.source, move.region], ITEMSIZE[str(self.dtype).removeprefix("torch.")]):
             ready = rows.to(self.device, self.dtype).contiguous()
             while len(sending) > 1:  # at most two slabs on their way
                 self._wait(sending.popleft()[0], "to take a piece")
@@ -209,10 +209,10 @@ class Source:
         self.peak_staged = max(self.peak_staged, self._staged)
 
 
-def _slabs(box: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
+def _slabs(region: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
     """Yield the row blocks of at most SLAB_BYTES, `itemsize` bytes per element; giver and taker must cut alike."""
-    row = max(box[0].numel() * (itemsize or box.element_size()), 1)
-    yield from box.split(max(SLAB_BYTES // row, 1))
+    row = max(region[0].numel() * (itemsize or region.element_size()), 1)
+    yield from region.split(max(SLAB_BYTES // row, 1))
 
 
 def _given_by_one(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
@@ -220,19 +220,23 @@ def _given_by_one(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
     if route is None:
         return set()
     givers = plan.routes[route].givers
-    return {source for source, boxes in givers.items() if {giver for _, giver in boxes} == {rank}}
+    return {source for source, regions in givers.items() if {giver for _, giver in regions} == {rank}}
 
 
 def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]:
-    """Return the moves of `rank`, by round: every tensor it collects, and every box it gives to another rank."""
+    """Return the moves of `rank`, by round: every tensor it collects, and every region it gives to another rank."""
     found: dict[int, list[tuple[Entry, list[Move]]]] = {}
     for sender in sorted(route.senders):
         for number, bucket in enumerate(route.senders[sender]):
             for entry in bucket.entries:
                 if entry.name != entry.source:
                     continue  # scales come with their weight
-                boxes = route.givers[entry.source]
-                moves = [Move(g, sender, entry, box) for box, g in boxes if rank in (sender, g) and box_count(box)]
+                regions = route.givers[entry.source]
+                moves = [
+                    Move(g, sender, entry, region)
+                    for region, g in regions
+                    if rank in (sender, g) and slice_numel(region)
+                ]
                 if moves:
                     found.setdefault(number, []).append((entry, moves))
     return found

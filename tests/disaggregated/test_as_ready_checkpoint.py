@@ -81,7 +81,7 @@ def test_every_group_goes_on_at_one_replica(tmp_path, now):
             metrics.merge(one.metrics)
     assert sorted(numbers) == sorted({*FINISHED, UNDER_WAY, BEGUN} - {LATE})
     assert held.versions == {0: 1, 1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 2}
-    assert held.drafts == {UNDER_WAY: DRAFTS, BEGUN: [Trajectory([1]), Trajectory([1])]}
+    assert held.partials == {UNDER_WAY: DRAFTS, BEGUN: [Trajectory([1]), Trajectory([1])]}
     assert held.again == [8, 9]
     assert metrics.result() == {"groups": 3}, "of those that were finished together the first one has them"
 

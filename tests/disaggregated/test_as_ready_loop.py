@@ -215,7 +215,7 @@ def first_prompts(run_dir: Path, count: int) -> list[str]:
 
 
 def check_time(numbers: dict[int, dict[str, float]]) -> None:
-    """What the teams did with their time, of every step, although the drawing goes from gate to gate."""
+    """What the teams did with their time, of every step, although samples go from one weight update to the next."""
     for step in range(1, STEPS + 1):
         told = numbers[step]
         for name, other in (("train", "draw"), ("draw", "train")):
@@ -301,9 +301,9 @@ def stands_still_until_weights_come(recipe: str, run_dir: str, overrides: list[s
         return swap(self, c, ready, *rest)
 
     def called(self: Any) -> bool:
-        if self._gate == 1 and len(given) >= 4:
+        if self._update == 1 and len(given) >= 4:
             calls.append(len(given))
-        stands = self._gate == 1 and len(calls) > 1  # since the call before samples have got tokens
+        stands = self._update == 1 and len(calls) > 1  # since the call before samples have got tokens
         while not (found := is_called(self)) and stands:
             time.sleep(0.01)
         return found

@@ -191,7 +191,7 @@ def test_what_is_finished_is_put_off_and_handed_over_in_one_call_when_nothing_is
     assert (run.calls, run.told) == ([[0, 1]], [(0, 9), (1, 9)])
 
 
-def test_what_was_put_off_is_handed_over_before_the_gate(monkeypatch):
+def test_what_was_put_off_is_handed_over_before_the_weights_change(monkeypatch):
     run = Run(monkeypatch, partial=True)
     put_off(run)
     run.wanted = lambda: run.stream.tokens >= 4

@@ -68,7 +68,7 @@ def test_it_asks_for_what_it_has_places_for_and_takes_others_in_hand_only_after_
 
 
 def test_no_replica_holds_in_hand_what_another_one_has_a_place_for():
-    """Four replicas of 16 places come to a gate; B = 64 groups may begin. The last one calls a little later."""
+    """Four replicas of 16 places come to a weight update; B = 64 groups may begin. The last one calls later."""
     left, drawn = 64, []
     replicas = [paced(places=16, most=32) for _ in range(4)]
     for place, pace in enumerate(replicas):

@@ -93,8 +93,8 @@ def test_servers_are_sent_merged_weights(exported):
     base, _, merged, lora = exported
     sent, want = Pieces(adapted(base, lora)), CheckpointReader(merged)
     assert {name for name, _ in sent} == set(want.names())
-    for (name, box), tensor in sent.items():
-        assert torch.equal(tensor, want.read(name, box)), name
+    for (name, region), tensor in sent.items():
+        assert torch.equal(tensor, want.read(name, region)), name
 
 
 def test_peft_computes_what_the_merged_model_does(exported):

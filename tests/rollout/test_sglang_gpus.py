@@ -9,7 +9,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 from megarl.launchers.seats import gpus_of, rank_order
 from megarl.processes import nvidia_devices
-from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS, deal, most_servers, server_gpus
+from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS, most_servers, place_servers, server_gpus
 from megarl.rollout.sglang.launch import WorkerPlace
 
 
@@ -33,7 +33,7 @@ def seen(workers: int, environment: dict[str, str], present: int, **settings: An
 def test_servers_are_where_workers_have_gpus_to_lend(
     servers: int, ranks: int, workers: list[int], dealt: list[int]
 ) -> None:
-    found = deal(servers, ranks, workers)
+    found = place_servers(servers, ranks, workers)
     assert [len(parts) for parts in found] == dealt
     assert [part for parts in found for part in parts] == [(number, 0) for number in range(servers)]
 
@@ -51,7 +51,7 @@ def test_servers_are_where_workers_have_gpus_to_lend(
 def test_the_nodes_of_a_server_are_on_machines_of_their_own(
     servers: int, ranks: int, nnodes: int, workers: list[int], dealt: list[list[tuple[int, int]]]
 ) -> None:
-    assert deal(servers, ranks, workers, nnodes) == dealt
+    assert place_servers(servers, ranks, workers, nnodes) == dealt
     assert most_servers(ranks, workers, nnodes) == servers
 
 

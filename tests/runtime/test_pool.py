@@ -47,7 +47,7 @@ def deal(group: WorkerGroup) -> list[list]:
     for row in kept():
         mine = row[rank::size]
         pool.add(mixed(groups([name for name, _ in mine])), [keep for _, keep in mine])
-    parts = pool.deal(WANTED)
+    parts = pool.split(WANTED)
     return [[part["id"], same(part, batch_of(part["id"]))] for part in parts] + [len(pool)]
 
 
@@ -112,7 +112,7 @@ def by_tokens(group: WorkerGroup) -> list:
     pool = GroupPool(counting, CUTS)
     mine = list(range(group.rank, 12, group.size))
     pool.add(mixed(drawn(mine)), [True] * len(mine))
-    batch, rest = pool.deal(12)
+    batch, rest = pool.split(12)
     numbers = [int(uid) for uid in batch["uid"][::2]]
     good = same(batch.drop([ORDINAL]), drawn(numbers)) and batch[ORDINAL] == [k for k in numbers for _ in range(2)]
     leaves = len(set(mine) - set(numbers)) > 0

@@ -46,7 +46,10 @@ def test_in_order_the_numbers_are_those_of_an_undisturbed_run(recipe, tmp_path):
 
 @pytest.mark.parametrize(
     ("more", "places"),
-    [((), ["when_something_is_put", "while_it_writes_that"]), (PARTIAL, ["in_the_middle_of_a_push", "at_a_gate"])],
+    [
+        ((), ["when_something_is_put", "while_it_writes_that"]),
+        (PARTIAL, ["in_the_middle_of_a_push", "at_a_weight_update"]),
+    ],
     ids=["whole", "partial"],
 )
 def test_as_ready_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path, more, places):
@@ -141,7 +144,7 @@ def when_something_is_put(step: int, die: Callable[[], None]) -> None:
     before(GroupChannel, "swap", die, enough)
 
 
-def at_a_gate(step: int, die: Callable[[], None]) -> None:
+def at_a_weight_update(step: int, die: Callable[[], None]) -> None:
     """It has come there, and gets no weights any more."""
     from megarl.disaggregated import as_ready_loop as flow
 

@@ -171,8 +171,8 @@ class _Flowing:
         self._under_way: list[tuple[float, int]] = []  # a heap: end of a sample, its group
         self._left: dict[int, int] = {}  # samples of a group that are not over
         self._version = 0  # of the weights that are sampled with
-        self._is_open = False  # the gate
-        self._is_asked = False  # for the gate
+        self._is_open = False  # for new weights
+        self._is_asked = False  # to take weights
         self._training: float | None = None  # when the step that is trained ends
         self._trained = 0  # steps
         self._ends: list[float] = []  # of steps that are over, with what the trainer waits for after them

@@ -28,7 +28,7 @@ def work(training: float, listed: list[list[int]] | None = None, groups=2, sampl
 
 
 def steady(ends: list[float]) -> float:
-    """Seconds of a step in the long run: where the cycle of gates is any number of steps up to 4."""
+    """Seconds of a step in the long run: where the cycle of weight updates is any number of steps up to 4."""
     return (ends[-13] - ends[-25]) / 12
 
 
@@ -106,7 +106,7 @@ class Ticking:
     busy_until: int | None = None
     is_open: bool = False
     asked: bool = False
-    over: bool = False  # a step is trained, and the trainer may wait for the gate
+    over: bool = False  # a step is trained, and the trainer may wait to send weights
     versions: dict[int, int] = field(default_factory=dict)
     left: dict[int, list[int]] = field(default_factory=dict)  # seconds of samples under way, by group
     ready: set[int] = field(default_factory=set)

@@ -41,16 +41,16 @@ def planned(name: str, layout: str, servers: int = 3, tied: bool = False, **sett
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_every_server_gets_every_element_once(name, layout, tied):
     hf, ranks, plan = planned(name, layout, tied=tied, bucket_bytes=SLAB_BYTES + 40_000)
-    held = [{(p.source, p.source_box) for s in slices_for(hf, at) for p in s.pieces} for at in ranks]
+    held = [{(p.source, p.source_slice) for s in slices_for(hf, at) for p in s.pieces} for at in ranks]
     for server in range(3):
         (route,) = (route for route in plan.routes if server in route.receivers)
         sent = [e.name for buckets in route.senders.values() for b in buckets for e in b.entries]
         assert sorted(sent) == sorted(hf_tensors(hf))
         for tensor, shape in hf_tensors(hf).items():
             seen = torch.zeros(shape, dtype=torch.int32)
-            for box, giver in route.givers[tensor]:
-                assert (tensor, box) in held[giver]
-                seen[tuple(slice(*span) for span in box)] += 1
+            for region, giver in route.givers[tensor]:
+                assert (tensor, region) in held[giver]
+                seen[tuple(slice(*span) for span in region)] += 1
             assert seen.min() == seen.max() == 1, tensor
 
 

@@ -61,8 +61,8 @@ def test_each_buffer_is_shared_once_however_often_it_is_handed_over(shares, monk
     hf = config("qwen3", vocab_size=4000)
     ranks = trainer()
     plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE] * 2, bucket_bytes=SLAB_BYTES + 20_000)
-    boxes = [(name, box) for name, tensor in holdings(hf, ranks).items() for box, _ in tensor.boxes]
-    held = {(name, box): torch.zeros([stop - start for start, stop in box]) for name, box in boxes}
+    regions = [(name, region) for name, tensor in holdings(hf, ranks).items() for region, _ in tensor.regions]
+    held = {(name, region): torch.zeros([stop - start for start, stop in region]) for name, region in regions}
     transport = TensorTransport(plan, torch.device("cpu"), 5.0)
     monkeypatch.setattr(
         transport, "buffer", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).as_subclass(OnDevice)

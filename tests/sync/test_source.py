@@ -113,9 +113,9 @@ def give(device: str) -> list[str]:
     plan = make_plan(holdings(config("llama"), ranks), ranks_of(ranks), [HERE], senders_per_stage=1)
     shapes = hf_tensors(config("llama"))
     held = {
-        (name, box): torch.zeros(shapes[name])[tuple(slice(*span) for span in box)]
-        for name, boxes in plan.routes[0].givers.items()
-        for box, giver in boxes
+        (name, region): torch.zeros(shapes[name])[tuple(slice(*span) for span in region)]
+        for name, regions in plan.routes[0].givers.items()
+        for region, giver in regions
         if giver == 1
     }
     second = SimpleNamespace(rank=1, ranks=(0, 1), process_group=None)

@@ -112,15 +112,18 @@ def _compare(case: tuple, reference: dict) -> dict[str, float]:
         pairs = zip(got["steps"], want["steps"], strict=True)
         errors[f"step {key}"] = max(abs(a[key] - b[key]) / max(abs(b[key]), 1.0) for a, b in pairs)
     errors["weights"] = max(
-        (parameter[_cut(piece.target_box)] - want["weights"][piece.source][_cut(piece.source_box)]).abs().max().item()
+        (parameter[_cut(piece.target_slice)] - want["weights"][piece.source][_cut(piece.source_slice)])
+        .abs()
+        .max()
+        .item()
         for shard, parameter in local_shards(got["engine"].chunks)
         for piece in shard.pieces
     )
     return errors
 
 
-def _cut(box) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
+def _cut(region) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in region)
 
 
 def _all_cases(layouts: list, reference: dict) -> list[dict[str, float]]:

@@ -31,7 +31,7 @@ def spread_up(engine) -> None:
     up = [(shard, p) for shard, p in local_adapters(engine.chunks, engine.lora) if shard.param.endswith(".b")]
     fill(
         up,
-        lambda name, box: draw_tensor(engine.hf_config, name, shapes[name], 7)[tuple(slice(*s) for s in box)] * 4,
+        lambda name, region: draw_tensor(engine.hf_config, name, shapes[name], 7)[tuple(slice(*s) for s in region)] * 4,
     )
 
 
@@ -52,7 +52,7 @@ def _whole(engine, of) -> dict[str, torch.Tensor]:
     found = {name: torch.zeros(shape) for name, shape in adapter_tensors(engine.hf_config, engine.lora).items()}
     for shard, parameter in local_adapters(engine.chunks, engine.lora):
         for piece in shard.pieces:
-            cut = [tuple(slice(*span) for span in box) for box in (piece.source_box, piece.target_box)]
+            cut = [tuple(slice(*span) for span in region) for region in (piece.source_slice, piece.target_slice)]
             found[piece.source][cut[0]] = of(parameter)[cut[1]].float()
     return found
 
@@ -235,7 +235,7 @@ def compare(layouts: list, want: dict) -> list[dict[str, float]]:
             pairs = zip(got["steps"], single["steps"], strict=True)
             errors[key] = max(abs(a[key] - b[key]) / max(abs(b[key]), 1.0) for a, b in pairs)
         errors["merged"] = max(
-            (read(piece.target_box) - single["weights"][piece.source][cut(piece.source_box)]).abs().max().item()
+            (read(piece.target_slice) - single["weights"][piece.source][cut(piece.source_slice)]).abs().max().item()
             for shard, read in weight_readers(got["engine"].chunks)
             for piece in shard.pieces
         )
@@ -248,8 +248,8 @@ def off(found: torch.Tensor, want: torch.Tensor) -> float:
     return ((found - want).abs() / want.abs().clamp(min=1)).max().item()
 
 
-def cut(box) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
+def cut(region) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in region)
 
 
 @pytest.mark.procs

@@ -182,9 +182,11 @@ def errors(engine, want: dict[str, torch.Tensor]) -> float:
     """Largest error of this rank's part of the gradient, as a share of the largest entry of all."""
     from megarl.models.weights.fill import local_shards
 
-    cut = lambda box: tuple(slice(*span) for span in box)  # noqa: E731
+    cut = lambda region: tuple(slice(*span) for span in region)  # noqa: E731
     found = [
-        (parameter.main_grad[cut(piece.target_box)].double() - want[piece.source][cut(piece.source_box)]).abs().max()
+        (parameter.main_grad[cut(piece.target_slice)].double() - want[piece.source][cut(piece.source_slice)])
+        .abs()
+        .max()
         for shard, parameter in local_shards(engine.chunks)
         for piece in shard.pieces
     ]

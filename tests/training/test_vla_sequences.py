@@ -147,7 +147,7 @@ def _after_a_step(folder: str, budget: int, split: dict[str, int]) -> dict[str, 
     assert logp.lengths.tolist() == samples["response_ids"].lengths.tolist()
     metrics = engine.train_step(samples, loss, TEMPERATURE).result()
     pieces = [
-        (piece.source, piece.source_box, parameter.detach()[tuple(slice(*span) for span in piece.target_box)])
+        (piece.source, piece.source_slice, parameter.detach()[tuple(slice(*span) for span in piece.target_slice)])
         for shard, parameter in local_shards(engine.chunks)
         for piece in shard.pieces
     ]
@@ -158,7 +158,7 @@ def test_splitting_episodes_leaves_a_step_alone_and_so_does_the_layout(tmp_path)
     single_process()
     save_small(tmp_path)
     whole = _after_a_step(str(tmp_path), 100_000, {})
-    expected = {(name, str(box)): value for name, box, value in whole["pieces"]}
+    expected = {(name, str(region)): value for name, region, value in whole["pieces"]}
     runs = [[_after_a_step(str(tmp_path), 60, {})]]
     runs += [run_distributed(_after_a_step, 2, 240.0, str(tmp_path), 60, one) for one in ({"tp": 2}, {"pp": 2}, {})]
     for ranks in runs:
@@ -168,8 +168,8 @@ def test_splitting_episodes_leaves_a_step_alone_and_so_does_the_layout(tmp_path)
         for found in ranks:
             assert found["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], abs=1e-6)
             assert found["metrics"]["actor/grad_norm"] == pytest.approx(whole["metrics"]["actor/grad_norm"], rel=1e-5)
-            for name, box, value in found["pieces"]:
-                same = expected.get((name, str(box)))
+            for name, region, value in found["pieces"]:
+                same = expected.get((name, str(region)))
                 if same is not None:
                     torch.testing.assert_close(value, same, atol=2e-6, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
-from megarl.disaggregated.buffer import json_state as frozen
+from megarl.disaggregated.buffer import json_state
 from megarl.disaggregated.buffer.core import STATE, Core, GroupInfo, StoreError, Topic
 from megarl.disaggregated.buffer.flow import Finished, FlowGroup
 
@@ -374,10 +374,10 @@ class DurableCore:
         new = vars(self._make())
         core = {name: value for name, value in vars(self._core).items() if value != new[name]}
         payloads = [payload for some in self._payloads.values() for payload in some.values()]
-        return frozen.freeze((core, self._said, payloads), _CLASSES)
+        return json_state.freeze((core, self._said, payloads), _CLASSES)
 
     def _restore(self, state: Any) -> None:
-        core, self._said, payloads = frozen.thaw(state, _CLASSES)
+        core, self._said, payloads = json_state.thaw(state, _CLASSES)
         vars(self._core).update(core)
         for payload in payloads:
             self._keep(payload)

@@ -34,7 +34,7 @@ def adapter_tensors(hf: PretrainedConfig, lora: LoraConfig) -> dict[str, tuple[i
 
 
 def adapter_slices(hf: PretrainedConfig, at: Coordinate, lora: LoraConfig) -> list[Shard]:
-    """Return every adapter parameter of the process at `at`, and the boxes it is filled from."""
+    """Return every adapter parameter of the process at `at`, and the regions it is filled from."""
     size = _sizes(hf, lora)
     return [
         shard_of(rule, chunk, param, names, at, size)

@@ -1,4 +1,4 @@
-"""Safetensors folders: read any box of any tensor, write tensors one at a time."""
+"""Safetensors folders: read any region of any tensor, write tensors one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.artifacts.checkpoint_files import INDEX, file_names, quantized_block
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
 from megarl.errors import ConfigError
-from megarl.models.weights.plan import Box, box_slices
+from megarl.models.weights.plan import TensorSlice, as_index
 from megarl.tracing import keep_beating
 
 _COMPARED_ROWS = 4096
@@ -157,17 +157,17 @@ class CheckpointReader:
         """Return the dtype of tensor `name` as its file spells it, such as BF16."""
         return str(self._slice(name).get_dtype())
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return the tensor `name` or the part of it inside `box`, in the file's dtype; quantised tensors in float32.
+    def read(self, name: str, region: TensorSlice | None = None) -> torch.Tensor:
+        """Return the tensor `name` or its `region`, in the file's dtype; quantised tensors in float32.
 
         Raises:
             ConfigError: the tensor is missing, or holds codes of numbers whose scales are not known.
         """
         found = self._slice(name)
-        part = found[box_slices(box)] if box is not None else found[...]
-        return part if part.dtype in _CODES else self._dequantized(name, part, box)
+        part = found[as_index(region)] if region is not None else found[...]
+        return part if part.dtype in _CODES else self._dequantized(name, part, region)
 
-    def _dequantized(self, name: str, codes: torch.Tensor, box: Box | None) -> torch.Tensor:
+    def _dequantized(self, name: str, codes: torch.Tensor, region: TensorSlice | None) -> torch.Tensor:
         """Return each code times the scale of its block; the last blocks of a row or column may be cut off."""
         scale_name, shape = f"{name}_scale_inv", self.shape(name)
         scales = self._slice(scale_name)[...] if scale_name in self else None
@@ -189,7 +189,7 @@ class CheckpointReader:
                 allowed=f"{shape} in blocks of {self._block}",
                 fix="check weight_block_size in config.json",
             )
-        spans = box or tuple((0, n) for n in shape)
+        spans = region or tuple((0, n) for n in shape)
         rows, columns = (torch.arange(*span) // size for span, size in zip(spans, self._block, strict=True))
         return codes.float() * scales.float()[rows][:, columns]
 
@@ -202,8 +202,8 @@ class CheckpointReader:
         if self.shape(HEAD) != (rows, columns):
             return True
         for start in range(0, rows, _COMPARED_ROWS):
-            box = ((start, min(start + _COMPARED_ROWS, rows)), (0, columns))
-            if not torch.equal(self.read(HEAD, box).float(), self.read(embeddings, box).float()):
+            region = ((start, min(start + _COMPARED_ROWS, rows)), (0, columns))
+            if not torch.equal(self.read(HEAD, region).float(), self.read(embeddings, region).float()):
                 return True
         return False
 
@@ -229,8 +229,8 @@ class _LoadedSlice:
     def get_dtype(self) -> str:
         return _CODES.get(self._tensor.dtype, str(self._tensor.dtype))
 
-    def __getitem__(self, box: Any) -> torch.Tensor:
-        return self._tensor[box]
+    def __getitem__(self, region: Any) -> torch.Tensor:
+        return self._tensor[region]
 
 
 def _open_file(path: Path) -> Any:

@@ -18,7 +18,16 @@ from megarl.errors import ConfigError
 from megarl.models.hf import vision_of
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import CheckpointReader
-from megarl.models.weights.plan import Box, Coordinate, Shard, box_count, box_shape, box_slices, hf_tensors, slices_for
+from megarl.models.weights.plan import (
+    Coordinate,
+    Shard,
+    TensorSlice,
+    as_index,
+    hf_tensors,
+    slice_numel,
+    slice_shape,
+    slices_for,
+)
 from megarl.processes import is_first_process
 from megarl.tracing import beat
 
@@ -61,8 +70,8 @@ def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Pa
     return [(shard, params[shard.chunk, shard.param]) for shard in shards]
 
 
-#: fn(box of a parameter) -> the values of the weight there.
-Reader = Callable[[Box], torch.Tensor]
+#: fn(region of a parameter) -> the values of the weight there.
+Reader = Callable[[TensorSlice], torch.Tensor]
 
 
 def weight_readers(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Reader]]:
@@ -78,22 +87,22 @@ def weight_readers(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Reader]]:
     return found
 
 
-def _read(weight: torch.Tensor, adapter: Adapter | None, box: Box) -> torch.Tensor:
+def _read(weight: torch.Tensor, adapter: Adapter | None, region: TensorSlice) -> torch.Tensor:
     if adapter is not None and adapter.enabled:
-        return adapter.merged(weight, box)
-    return weight[box_slices(box)]
+        return adapter.merged(weight, region)
+    return weight[as_index(region)]
 
 
 @torch.no_grad()
-def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str, Box], torch.Tensor]) -> None:
-    """Copy every piece, read by `read(source, box)`, into place; uncovered rows (vocabulary padding) become zero."""
+def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str, TensorSlice], torch.Tensor]) -> None:
+    """Copy every piece, read by `read(source, region)`, into place; uncovered rows (vocabulary padding) become zero."""
     for shard, param in shards:
         beat()
-        covered = sum(box_count(piece.target_box) for piece in shard.pieces)
+        covered = sum(slice_numel(piece.target_slice) for piece in shard.pieces)
         if covered != param.numel():
             param.zero_()
         for piece in shard.pieces:
-            param[box_slices(piece.target_box)].copy_(read(piece.source, piece.source_box))
+            param[as_index(piece.target_slice)].copy_(read(piece.source, piece.source_slice))
 
 
 def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
@@ -123,10 +132,10 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
                 allowed=[shape],
             )
 
-    def read(name: str, box: Box) -> torch.Tensor:
+    def read(name: str, region: TensorSlice) -> torch.Tensor:
         if name.startswith("score.") and name not in reader:
-            return torch.zeros(box_shape(box))
-        return reader.read(name, box)
+            return torch.zeros(slice_shape(region))
+        return reader.read(name, region)
 
     fill(local_shards(chunks), read)
 
@@ -140,11 +149,11 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
     shapes = hf_tensors(hf_config, value_head=chunks[0].has_value_head)
     drawn: dict[str, torch.Tensor] = {}
 
-    def read(name: str, box: Box) -> torch.Tensor:
+    def read(name: str, region: TensorSlice) -> torch.Tensor:
         if name not in drawn:
             drawn.clear() if len(drawn) > 2 else None  # the three parts of qkv are read in turns
             drawn[name] = draw_tensor(hf_config, name, shapes[name], seed)
-        return drawn[name][box_slices(box)]
+        return drawn[name][as_index(region)]
 
     fill(local_shards(chunks), read)
 

@@ -1,7 +1,8 @@
-"""The plan from boxes of Hugging Face tensors to boxes of local parameters: plain data, no torch, no Megatron.
+"""The plan from regions of Hugging Face tensors to regions of local parameters: plain data, no torch, no Megatron.
 
-A box is one (start, stop) per dimension. A local parameter is covered by the target boxes of its pieces, except for the
-padding rows of the vocabulary. Loading, random initialisation, export and weight synchronisation all read this plan.
+A region is one (start, stop) per dimension. A local parameter is covered by the target regions of its pieces, except
+for the padding rows of the vocabulary. Loading, random initialisation, export and weight synchronisation all read this
+plan.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from megarl.models.hf import checkpoint_name, dimensions, moe_layers, value_bias
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Box = tuple[tuple[int, int], ...]
+#: A region of a tensor: (start, stop) of each dimension.
+TensorSlice = tuple[tuple[int, int], ...]
 
 
-def box_slices(box: Box) -> tuple[slice, ...]:
-    """Return the index of a box in its tensor."""
-    return tuple(slice(*span) for span in box)
+def as_index(region: TensorSlice) -> tuple[slice, ...]:
+    """Return the index of a region in its tensor."""
+    return tuple(slice(*span) for span in region)
 
 
-def box_shape(box: Box) -> tuple[int, ...]:
-    """Return the sizes of a box."""
-    return tuple(stop - start for start, stop in box)
+def slice_shape(region: TensorSlice) -> tuple[int, ...]:
+    """Return the sizes of a region."""
+    return tuple(stop - start for start, stop in region)
 
 
-def box_count(box: Box) -> int:
-    """Return the elements inside a box."""
-    return math.prod(box_shape(box))
+def slice_numel(region: TensorSlice) -> int:
+    """Return the elements inside a region."""
+    return math.prod(slice_shape(region))
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Piece:
-    """One assignment: hf[source][source_box] is local[target_box]."""
+    """One assignment: hf[source][source_slice] is local[target_slice]."""
 
     source: str
-    source_box: Box
-    target_box: Box
+    source_slice: TensorSlice
+    target_slice: TensorSlice
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def tensors_of(hf: PretrainedConfig, parts: Collection[str]) -> frozenset[str]:
 
 
 def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False) -> list[Shard]:
-    """Return every parameter of the process at `at`, and the boxes it is filled from."""
+    """Return every parameter of the process at `at`, and the regions it is filled from."""
     size = dimensions(hf)
     shards = []
     for rule, (chunk, param), names in instances(hf, at, rules(hf, value_head=value_head)):
@@ -163,7 +165,7 @@ def sources_of(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> 
     return list(zip(names, shapes * (len(names) // len(shapes)), strict=True))
 
 
-def _whole(shape: tuple[int, ...]) -> Box:
+def _whole(shape: tuple[int, ...]) -> TensorSlice:
     return tuple((0, n) for n in shape)
 
 
@@ -200,8 +202,8 @@ def _row(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     pieces, offset = [], 0
     for name, (rows, total) in sources:
         columns = total // ways
-        source_box = ((0, rows), (rank * columns, (rank + 1) * columns))
-        pieces.append(Piece(name, source_box, ((offset, offset + rows), (0, columns))))
+        source_slice = ((0, rows), (rank * columns, (rank + 1) * columns))
+        pieces.append(Piece(name, source_slice, ((offset, offset + rows), (0, columns))))
         offset += rows
     return (offset, columns), tuple(pieces)
 

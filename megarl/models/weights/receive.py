@@ -11,7 +11,16 @@ from torch import Tensor
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.fill import local_shards
-from megarl.models.weights.plan import Box, Coordinate, Piece, Shard, box_count, box_slices, hf_tensors, slices_for
+from megarl.models.weights.plan import (
+    Coordinate,
+    Piece,
+    Shard,
+    TensorSlice,
+    as_index,
+    hf_tensors,
+    slice_numel,
+    slices_for,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,22 +28,22 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[Box]]:
-    """Return the boxes of each tensor that the process at `at` holds, as often as it holds them."""
-    found: dict[str, list[Box]] = {}
+def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[TensorSlice]]:
+    """Return the regions of each tensor that the process at `at` holds, as often as it holds them."""
+    found: dict[str, list[TensorSlice]] = {}
     for shard in slices_for(hf, at):
         for piece in shard.pieces:
-            found.setdefault(piece.source, []).append(piece.source_box)
+            found.setdefault(piece.source, []).append(piece.source_slice)
     return found
 
 
-def part_name(tensor: str, box: Box, number: int) -> str:
-    """Return the name in messages of box `box` of a tensor, the `number`-th that a process holds of it.
+def part_name(tensor: str, region: TensorSlice, number: int) -> str:
+    """Return the name in messages of region `region` of a tensor, the `number`-th that a process holds of it.
 
     >>> part_name("norm.weight", ((0, 4),), 0)
     'norm.weight[0:4], part 0'
     """
-    spans = ",".join(f"{start}:{stop}" for start, stop in box)
+    spans = ",".join(f"{start}:{stop}" for start, stop in region)
     return f"{tensor}[{spans}], part {number}"
 
 
@@ -66,7 +75,7 @@ class WeightWriter:
         """
         self._check(name, tuple(tensor.shape))
         for piece, param in self._places.get(name, ()):
-            param[box_slices(piece.target_box)].copy_(tensor[box_slices(piece.source_box)])
+            param[as_index(piece.target_slice)].copy_(tensor[as_index(piece.source_slice)])
 
     @torch.no_grad()
     def write_elements(self, name: str, shape: tuple[int, ...], positions: Tensor, values: Tensor) -> None:
@@ -84,9 +93,9 @@ class WeightWriter:
         at = torch.unravel_index(positions, shape)
         for piece, param in self._places.get(name, ()):
             inside = torch.ones_like(positions, dtype=torch.bool)
-            for index, (start, stop) in zip(at, piece.source_box, strict=True):
+            for index, (start, stop) in zip(at, piece.source_slice, strict=True):
                 inside &= (index >= start) & (index < stop)
-            offsets = [to - source for (source, _), (to, _) in zip(piece.source_box, piece.target_box, strict=True)]
+            offsets = [to - source for (source, _), (to, _) in zip(piece.source_slice, piece.target_slice, strict=True)]
             where = tuple(index[inside] + offset for index, offset in zip(at, offsets, strict=True))
             param[where] = values[inside].to(param.dtype)
 
@@ -100,13 +109,13 @@ class WeightWriter:
         reader = CheckpointReader(folder)
         for name, places in self._places.items():
             for piece, param in places:
-                param[box_slices(piece.target_box)].copy_(reader.read(name, piece.source_box))
+                param[as_index(piece.target_slice)].copy_(reader.read(name, piece.source_slice))
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every part that this process holds, under its `part_name`."""
         for name, places in self._places.items():
             for number, (piece, param) in enumerate(places):
-                yield part_name(name, piece.source_box, number), param.detach()[box_slices(piece.target_box)]
+                yield part_name(name, piece.source_slice, number), param.detach()[as_index(piece.target_slice)]
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if self.shapes.get(name) != shape:
@@ -115,9 +124,9 @@ class WeightWriter:
 
 @torch.no_grad()
 def _clear_padding(shard: Shard, param: Tensor) -> None:
-    if sum(box_count(piece.target_box) for piece in shard.pieces) == param.numel():
+    if sum(slice_numel(piece.target_slice) for piece in shard.pieces) == param.numel():
         return
     padding = torch.ones_like(param, dtype=torch.bool)
     for piece in shard.pieces:
-        padding[box_slices(piece.target_box)] = False
+        padding[as_index(piece.target_slice)] = False
     param.masked_fill_(padding, 0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import ServerError
-from megarl.models.weights.plan import Box, Coordinate, box_slices
+from megarl.models.weights.plan import Coordinate, TensorSlice, as_index
 from megarl.models.weights.receive import held_slices, part_name
 from megarl.rollout.embedded.inbox import PEER
 from megarl.sync.checksum import Checksum, make_checksum
@@ -54,18 +54,18 @@ class EngineLayout:
         return len(self.coordinates)
 
     @functools.cached_property
-    def _boxes(self) -> list[dict[str, list[Box]]]:
+    def _regions(self) -> list[dict[str, list[TensorSlice]]]:
         return [held_slices(self.hf, at) for at in self.coordinates]
 
     def needs(self, rank: int, tensor: str) -> bool:
         """Tell whether `rank` holds any part of this tensor."""
-        return tensor in self._boxes[rank]
+        return tensor in self._regions[rank]
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield each box that `rank` holds as a parameter of its own."""
-        for number, box in enumerate(self._boxes[rank].get(name, ())):
-            part = tensor[box_slices(box)].to(self.dtype)
-            yield part_name(name, box, number), part, part.numel()
+        """Yield each region that `rank` holds as a parameter of its own."""
+        for number, region in enumerate(self._regions[rank].get(name, ())):
+            part = tensor[as_index(region)].to(self.dtype)
+            yield part_name(name, region, number), part, part.numel()
 
     def make_checksum(self, nbytes: int) -> Checksum:
         """Return the checksum of the engine's device."""

@@ -22,7 +22,7 @@ TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
 SERVER_GPUS = "MEGARL_SERVER_GPUS"
 
 
-def deal(servers: int, ranks: int, workers: Sequence[int], nnodes: int = 1) -> list[list[tuple[int, int]]]:
+def place_servers(servers: int, ranks: int, workers: Sequence[int], nnodes: int = 1) -> list[list[tuple[int, int]]]:
     """Return which nodes of which servers are on every machine, (server, node): equally many where machines are alike.
 
     Args:
@@ -46,7 +46,7 @@ def deal(servers: int, ranks: int, workers: Sequence[int], nnodes: int = 1) -> l
 
 
 def most_servers(ranks: int, workers: Sequence[int], nnodes: int = 1) -> int:
-    """Return how many servers find room on the GPUs that workers lend; arguments as of `deal`."""
+    """Return how many servers find room on the GPUs that workers lend; arguments as of `place_servers`."""
     places = [number // ranks for number in workers]
     return max(n for n in range(sum(places) // nnodes + 1) if sum(min(place, n) for place in places) >= n * nnodes)
 

@@ -16,7 +16,7 @@ from megarl.processes import nvidia_devices
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.external import check_external, differences
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.gpus import deal, server_gpus
+from megarl.rollout.sglang.gpus import place_servers, server_gpus
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 
 
@@ -158,7 +158,7 @@ def _own(
             allowed=f"at most {len(machines)}",
             fix="lower rollout.sglang.nnodes, or give the team that generates more machines",
         )
-    here = deal(config.servers, config.ranks_per_node, machines, config.nnodes)[place.machine]
+    here = place_servers(config.servers, config.ranks_per_node, machines, config.nnodes)[place.machine]
     owned: dict[int, ServerProcess] = {}
     for local, (number, node) in enumerate(here if place.is_first else ()):
         spec = ServerSpec(

@@ -81,7 +81,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]
         found = f"{settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have {settings.kept_groups}"
         raise no_signal(f"step {c.step}: after {found}", "groups generated in this step", every)
-    batch, rest = pool.deal(wanted)
+    batch, rest = pool.split(wanted)
     left = max(0, kept - wanted)
     c.surplus = logprob.score_waiting(c, rest, actor) if left and settings.surplus == "keep" else None
     c.metrics.max("sampling/rounds", round_)

@@ -22,7 +22,7 @@ LAYOUTS = [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, {}]
 
 def _run(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
     """Of this rank: what the head gave of each micro-batch, which calls these were, and gradients of its parameters
-    by tensor and box."""
+    by tensor and region."""
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -72,12 +72,12 @@ def _run(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
             dist.all_reduce(gradient, group=mpu.get_tensor_model_parallel_group())
         if place.dp_size > 1:
             dist.all_reduce(gradient, group=mpu.get_data_parallel_group())
-        gradients += [(p.source, p.source_box, gradient[_cut(p.target_box)]) for p in shard.pieces]
+        gradients += [(p.source, p.source_slice, gradient[_cut(p.target_slice)]) for p in shard.pieces]
     return {"seen": dict(zip(map(str, numbers), seen, strict=False)), "gradients": gradients}
 
 
-def _cut(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
+def _cut(region: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in region)
 
 
 def _all(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -89,8 +89,8 @@ def test_every_layout_equals_one_process(tmp_path):
     tensors = save_small(tmp_path)
     ((expected,),) = run_distributed(_all, 1, 120, str(tmp_path), [{}])
     whole = {name: torch.zeros_like(value) for name, value in tensors.items()}
-    for name, box, gradient in expected["gradients"]:
-        whole[name][_cut(box)] = gradient
+    for name, region, gradient in expected["gradients"]:
+        whole[name][_cut(region)] = gradient
     assert all(value.abs().max() > 0 for value in whole.values())
     ranks = run_distributed(_all, 2, 90, str(tmp_path), LAYOUTS)
     for number, parallel in enumerate(LAYOUTS):
@@ -99,6 +99,6 @@ def test_every_layout_equals_one_process(tmp_path):
             for name, value in found["seen"].items():
                 # Sums in another order: a few units in the last place of logits of about 10.
                 torch.testing.assert_close(value, expected["seen"][name], rtol=1e-6, atol=1e-5)
-            for name, box, gradient in found["gradients"]:
-                error = (gradient - whole[name][_cut(box)]).abs().max()
+            for name, region, gradient in found["gradients"]:
+                error = (gradient - whole[name][_cut(region)]).abs().max()
                 assert error <= 1e-5 * whole[name].abs().max(), (parallel, name, error)
