@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,10 @@ Opened = Callable[[], contextlib.AbstractContextManager[Handler]]
 
 class Refused(Exception):
     """The other side answered that it cannot do what was asked."""
+
+
+class FailedError(ConnectionError):
+    """The other side failed at what was asked, told why, and closed the connection."""
 
 
 def send_message(sock: socket.socket, header: dict[str, Any], *bodies: memoryview, end: float | None = None) -> None:
@@ -101,6 +106,7 @@ class MessageClient:
 
         Raises:
             Refused: the other side could not do it.
+            FailedError: it failed at it.
             OSError: it is gone, or did not answer in time; the connection is of no more use.
         """
         with self._lock:
@@ -108,6 +114,8 @@ class MessageClient:
             try:
                 send_message(self._sock, header, *bodies, end=end)
                 answer, _ = read_message(self._sock, end)
+                if "failed" in answer:
+                    raise FailedError(f"it failed: {answer['failed']}")
             except OSError:
                 self._sock.close()  # the answer may still come, and the next call would take it for its own
                 raise
@@ -159,6 +167,10 @@ def _converse(opened: Opened, sock: socket.socket, key: str, name: str) -> None:
                     found = handle(header, bodies)
                 except Refused as refusal:
                     found = {"refused": str(refusal)}
+                except Exception as error:
+                    traceback.print_exc()
+                    send_message(sock, {"failed": f"{type(error).__name__}: {error}"})
+                    return
                 send_message(sock, found)
         except OSError:
             return  # this trainer is gone; the next one begins with everything

@@ -72,8 +72,14 @@ class Relay:
             "handles": self._handles,
         }
         with self._lock:
-            sender = self._senders.setdefault(header.pop("sender"), _Sender())
-            return actions[header.pop("op")](sender, bodies=bodies, **header)
+            name = header.pop("sender")
+            try:
+                return actions[header.pop("op")](self._senders.setdefault(name, _Sender()), bodies=bodies, **header)
+            except Refused:
+                raise
+            except Exception:
+                del self._senders[name]  # half of it may be new: what comes next has to be whole
+                raise
 
     def _full(
         self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, entries: list[list[Any]]

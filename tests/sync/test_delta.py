@@ -15,7 +15,7 @@ from megarl.compat.sglang import PATCH_LOADER
 from megarl.errors import ServerError
 from megarl.kernels import delta as kernels
 from megarl.sync.delta import Delta, apply_delta, make_delta
-from megarl.sync.messages import MessageClient, Refused, proof, read_message, send_message
+from megarl.sync.messages import FailedError, MessageClient, Refused, proof, read_message, send_message
 from megarl.sync.plan import make_plan
 from megarl.sync.protocol import version_tag
 from megarl.sync.relay import Relay, serve
@@ -169,6 +169,30 @@ def test_another_base_is_not_brought_forward(relay):
     with pytest.raises(Refused, match="not of"):
         client.call(at | {"op": "patch", "version": 3, "ranks": 1})
     client.close()
+
+
+def test_a_relay_that_fails_says_why_and_is_given_everything_again(relay, monkeypatch):
+    at = {"sender": "0", "bucket": 0}
+    full = {"op": "full", "version": 3, "entries": [["a", [4], "float32", 0, 16, "a"]]}
+    delta = make_delta([torch.zeros(16, dtype=torch.uint8)], [torch.ones(16, dtype=torch.uint8)], [4], 100)
+    change = at | {"op": "delta", "base": 3, "version": 4}
+    client = MessageClient(relay[1], KEY, 60.0)
+    client.call(at | full, memoryview(bytearray(16)))
+    with monkeypatch.context() as patch:
+        patch.setattr("megarl.sync.relay.shared_buffer", lambda *_: no_space())
+        with pytest.raises(FailedError, match="it failed: OSError: no space left in shared memory"):
+            client.call(change, *delta.to_bytes())
+    with pytest.raises(OSError):
+        client.call(change, *delta.to_bytes())  # nobody knows what this relay has now
+    again = MessageClient(relay[1], KEY, 60.0)
+    assert again.call(change, *delta.to_bytes()) == {"taken": False}
+    again.call(at | full, memoryview(bytearray(16)))
+    assert again.call(change, *delta.to_bytes()) == {"taken": True}
+    again.close()
+
+
+def no_space() -> None:
+    raise OSError("no space left in shared memory")
 
 
 def test_a_late_answer_is_not_taken_for_the_next_one():

@@ -269,13 +269,14 @@ def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, param
 
 #: Layouts and transports by the number of the trainer's processes.
 BOTH = {4: [(TP2_PP2, "tensor"), (TP2_PP2, "distributed")]}
-EVERY = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), (VPP2, "tensor")], **BOTH}
+ONE = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), (VPP2, "tensor")], **BOTH}
+EVERY = {2: [(layout, way) for layout in ({"tp": 2}, PP2, VPP2) for way in ("tensor", "distributed")], **BOTH}
 
 
 @pytest.mark.parametrize(
     ("name", "tied", "dtype", "wire", "parameters", "layouts"),
     [
-        ("qwen3", False, "float32", "fp32", PARAMETERS, EVERY),
+        ("qwen3", False, "float32", "fp32", PARAMETERS, ONE),
         ("qwen2", True, "bfloat16", "bf16", 30, BOTH),
         pytest.param("qwen2", True, "bfloat16", "bf16", 30, EVERY, marks=pytest.mark.campaign("servers")),
     ],
