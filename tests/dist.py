@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 _layouts: list[Layout] = []  # of this process; at most one
 _ROOT = Path(__file__).parents[1]
 
-_BEFORE_IT_BEGAN = ("EADDRINUSE", "Gloo connectFullMesh failed")
-"""What ranks say that have not met: a program that is none of ours, such as srun, was given the port that was reserved,
-or gloo lost a connection while many processes started."""
+_NEVER_MET = "the ranks have not met"
+"""What a rank says that fails before there is a process group: a program that is none of ours, such as srun, was given
+the port that was reserved, or gloo lost a connection while many processes started."""
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 240.0, *args: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def _run(fn: Callable[..., Any], world_size: int, timeout: float, args: tuple, p
     try:
         return _run_once(fn, world_size, timeout, args, preload)
     except AssertionError as error:
-        if not any(said in str(error) for said in _BEFORE_IT_BEGAN):
+        if _NEVER_MET not in str(error):
             raise
     return _run_once(fn, world_size, timeout, args, preload)
 
@@ -252,6 +252,7 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    met = True
     try:
         module, function, root = names
         if root not in sys.path:
@@ -259,9 +260,11 @@ def _rank_main(
         target = importlib.import_module(module)
         for part in function.split("."):
             target = getattr(target, part)
+        met = False
         dist.init_process_group(
             "gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=min(timeout, 120))
         )
+        met = True
         _write(Path(folder), rank, target(*pickle.loads(args)))
         dist.barrier()
         dist.destroy_process_group()
@@ -270,7 +273,7 @@ def _rank_main(
         os._exit(0)  # a communication thread can abort the interpreter's teardown; workers end in the same way
     except BaseException:
         path = Path(folder) / f"{rank}.error.tmp"
-        path.write_text(traceback.format_exc())
+        path.write_text(traceback.format_exc() if met else f"{_NEVER_MET}\n{traceback.format_exc()}")
         path.rename(path.with_suffix(""))
         os._exit(1)
 

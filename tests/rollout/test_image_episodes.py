@@ -256,7 +256,7 @@ def test_an_interrupted_episode_goes_on_from_a_checkpoint_with_its_images(made, 
         SimpleNamespace(dp_rank=0, is_lead=True), [], {}, {0: [kept]}, [], Metrics()
     ).items():
         (tmp_path / name).write_bytes(content)
-    [read] = read_buffered_groups(tmp_path, 1).drafts[0]
+    [read] = read_buffered_groups(tmp_path, 1).partials[0]
     assert torch.equal(read.images.patches, kept.images.patches)
     with producer(made, Looking) as (groups, first):
         groups.add(first, [read])
