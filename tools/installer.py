@@ -38,9 +38,9 @@ def settings_of_pip(listed: str) -> dict[str, str]:
     return found
 
 
-def environment(python: Path) -> dict[str, str]:
-    """Return the environment in which uv takes packages from where the pip of `python` takes them."""
-    command = [str(python), "-m", "pip", "config", "list"]
+def environment() -> dict[str, str]:
+    """Return the environment in which uv takes packages from where pip takes them."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     # pip takes the newest of all its indexes.
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", **settings_of_pip(listed), **os.environ}
@@ -50,7 +50,7 @@ def make_environment(folder: Path) -> None:
     """Make a virtual environment of the running interpreter's Python, with a pip of its own."""
     if find_spec("uv") is not None:
         command = [sys.executable, "-m", "uv", "venv", "--quiet", "--seed", "--python", sys.executable, str(folder)]
-        if subprocess.run(command, check=False, env=environment(Path(sys.executable))).returncode == 0:
+        if subprocess.run(command, check=False, env=environment()).returncode == 0:
             return
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
 
@@ -59,7 +59,7 @@ def install(python: Path, *arguments: str) -> None:
     """Install into `python`; raise CalledProcessError where neither uv nor pip can."""
     if find_spec("uv") is not None:
         command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python), *arguments]
-        if subprocess.run(command, check=False, env=environment(Path(sys.executable))).returncode == 0:
+        if subprocess.run(command, check=False, env=environment()).returncode == 0:
             return
         print("uv could not install this, see above; pip tries it", file=sys.stderr)
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--no-compile", *arguments], check=True)

@@ -188,8 +188,8 @@ class Trajectory:
             places = tuple((start, rows, columns) for start, rows, columns in told["places"])
             whole = torch.cat([patches[digest] for digest in told["digests"]])
             images = ImageSet(whole, places, tuple(told["sizes"]), tuple(told["digests"]))
-        own = {**fields, "sampled": fields["drawn"], "images": images}
-        del own["drawn"]
+        own = {**fields, "images": images}
+        own["sampled"] = own.pop("drawn")
         return cls(**own)
 
     def copy(self) -> Trajectory:

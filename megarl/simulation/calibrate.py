@@ -137,10 +137,8 @@ def _line(lines: Sequence[dict[str, Any]], id: str, team: SimTeam) -> Line:
 
 def _other(lines: Sequence[dict[str, Any]], team: SimTeam, system: System) -> float:
     """Return the seconds of a step in which a team works, and on none of its nodes."""
-    trains, generates = (
-        team is system.train,
-        team is system.rollout or (team is system.train and system.rollout is None),
-    )
+    trains = team is system.train
+    generates = team is system.rollout or (trains and system.rollout is None)
     known = [*team.nodes, *([system.rollout_node] if generates else [])]
     names = [f"timing_s/{id}" for id in known] + ([_PUSH] if trains else [])
 

@@ -78,7 +78,7 @@ class Relay:
             except Refused:
                 raise
             except Exception:
-                del self._senders[name]  # half of it may be new: what comes next has to be whole
+                self._senders.pop(name, None)  # half of it may be new: what comes next has to be whole
                 raise
 
     def _full(
