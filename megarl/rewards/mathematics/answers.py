@@ -97,14 +97,10 @@ def _equal(first: str, second: str, grouping: bool) -> bool:
     if canonical(left) == canonical(right):
         return True
     try:
-        gold, given = _read(left), _read(right)
+        gold, given = read(left), read(right)
         return same(gold, stated_value(given) if isinstance(gold, Number) else given)
     except (UnreadError, OutsideError, RecursionError):
         return False
-
-
-def _read(tokens: list[Token]) -> Node:
-    return read(tokens)
 
 
 def _label(text: str) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.equality import equal_expressions, proportional, rounds_to
 from megarl.rewards.mathematics.regions import region
-from megarl.rewards.mathematics.tree import Apply, Compound, Node, Relation, Symbol, UnreadError, symbols, walk
+from megarl.rewards.mathematics.tree import Apply, Compound, Node, Relation, Symbol, UnreadError, mapped, symbols, walk
 from megarl.rewards.mathematics.values import OutsideError, exact
 
 _MAX_UNORDERED = 40  # more items are only compared in order
@@ -109,16 +109,10 @@ def _only(node: Node) -> Node:
 
 def _signed(node: Node, plus: str) -> Node:
     """Return the tree with the upper or the lower signs."""
-    if isinstance(node, Apply):
-        args = tuple(_signed(arg, plus) for arg in node.args)
-        if node.name in ("pm", "mp"):
-            return args[0] if node.name == plus else Apply("neg", args)
-        return Apply(node.name, args)
-    if isinstance(node, Compound):
-        return Compound(node.kind, tuple(_signed(item, plus) for item in node.items), node.marks)
-    if isinstance(node, Relation):
-        return Relation(tuple(_signed(side, plus) for side in node.sides), node.ops, node.modulus)
-    return node
+    made = mapped(node, lambda child: _signed(child, plus))
+    if isinstance(made, Apply) and made.name in ("pm", "mp"):
+        return made.args[0] if made.name == plus else Apply("neg", made.args)
+    return made
 
 
 def _spread(node: Compound, items: list[Node]) -> list[Node]:
@@ -168,49 +162,36 @@ def _expressions(a: Node, b: Node) -> bool:
     if isinstance(a, Apply) and isinstance(b, Apply) and a.name == b.name and len(a.args) == len(b.args):
         if a.name in ("cup", "cap", "gcd", "lcm", "max", "min"):
             return _in_any_order(a.args, b.args)
-        if a.name == "\\":
-            return all(map(_same, a.args, b.args))
-        structured = any(isinstance(found, Compound) for node in (a, b) for found in walk(node))
-        return structured and all(map(_same, a.args, b.args))
+        structured = any(isinstance(found, Compound) for found in walk(a, b))
+        return (structured or a.name == "\\") and all(map(_same, a.args, b.args))
     return False
 
 
 def _groups(a: Compound, b: Compound) -> bool:
-    kinds = {a.kind, b.kind}
+    kinds, dotted = {a.kind, b.kind}, _has_dots(a) or _has_dots(b)
     if kinds == {"list"}:
-        if _has_dots(a) or _has_dots(b):
-            return len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
+        if dotted:
+            return _in_order(a.items, b.items)
         if a.marks != b.marks and not _may_be_marked(a, b):
             return False
         named, others = (a, b) if _names_many(a) else (b, a)
         if _names_many(named) and not any(isinstance(item, Relation) for item in others.items):
-            return len(a.items) == len(b.items) and all(map(_same, a.items, b.items))  # x = 1, y = 2 is not 2, 1
+            return _in_order(a.items, b.items)  # x = 1, y = 2 is not 2, 1
         return _in_any_order(a.items, b.items)
-    if kinds == {"set"}:
-        return (
-            _in_any_order(_distinct(a.items), _distinct(b.items))
-            if not (_has_dots(a) or _has_dots(b))
-            else (len(a.items) == len(b.items) and all(map(_same, a.items, b.items)))
-        )
-    if kinds == {"list", "set"}:
-        return (
-            not _names_many(a)
-            and not _names_many(b)
-            and not _has_dots(a)
-            and not _has_dots(b)
-            and _in_any_order(_distinct(a.items), _distinct(b.items))
-        )
+    if kinds == {"set"} and dotted:
+        return _in_order(a.items, b.items)
+    if kinds == {"set"} or (kinds == {"list", "set"} and not (dotted or _names_many(a) or _names_many(b))):
+        return _in_any_order(_distinct(a.items), _distinct(b.items))
     if kinds == {"tuple"}:
-        return a.marks == b.marks and len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
+        return a.marks == b.marks and _in_order(a.items, b.items)
     if kinds == {"builder"}:
         return _builders(a, b)
     if kinds == {"ratio"}:
         return _ratios(a, b)
     if kinds == {"rows"}:
-        if len(a.items) != len(b.items) or _matrix_kind(a) != _matrix_kind(b):
-            return False
-        return _in_any_order(a.items, b.items) if a.marks == "cases" else all(map(_same, a.items, b.items))
-    return kinds == {"row"} and len(a.items) == len(b.items) and all(map(_same, a.items, b.items))
+        compared = _in_any_order if a.marks == "cases" else _in_order
+        return _matrix_kind(a) == _matrix_kind(b) and compared(a.items, b.items)
+    return kinds == {"row"} and _in_order(a.items, b.items)
 
 
 def _may_be_marked(a: Compound, b: Compound) -> bool:
@@ -256,6 +237,10 @@ def _distinct(items: tuple[Node, ...]) -> tuple[Node, ...]:
     return tuple(made)
 
 
+def _in_order(a: tuple[Node, ...], b: tuple[Node, ...]) -> bool:
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
 def _in_any_order(a: tuple[Node, ...], b: tuple[Node, ...]) -> bool:
     if len(a) != len(b):
         return False
@@ -286,15 +271,7 @@ def _bound(node: Compound) -> set[str]:
 
 
 def _renamed(node: Node, old: str, new: str) -> Node:
-    if isinstance(node, Symbol):
-        return Symbol(new) if node == Symbol(old) else node
-    if isinstance(node, Apply):
-        return Apply(node.name, tuple(_renamed(arg, old, new) for arg in node.args))
-    if isinstance(node, Compound):
-        return Compound(node.kind, tuple(_renamed(item, old, new) for item in node.items), node.marks)
-    if isinstance(node, Relation):
-        return Relation(tuple(_renamed(side, old, new) for side in node.sides), node.ops, node.modulus)
-    return node
+    return Symbol(new) if node == Symbol(old) else mapped(node, lambda child: _renamed(child, old, new))
 
 
 def _ratios(a: Compound, b: Compound) -> bool:
@@ -318,16 +295,16 @@ def _converted(a: Node, b: Node) -> bool:
         others = b.items if isinstance(b, Compound) and b.kind in ("list", "set") else ()
         return not any(isinstance(item, Relation) for item in others) and _in_any_order(values, others)
     if a.kind == "list" and a.marks == "and" and isinstance(b, Apply) and b.name == "mixed":
-        return len(a.items) == len(b.args) and all(map(_same, a.items, b.args))  # 5 feet and 3 inches
+        return _in_order(a.items, b.args)  # 5 feet and 3 inches
     if not isinstance(b, Compound):
         return a.kind == "list" and isinstance(b, Relation) and b.ops == ("=",) and _tuple_equation(a, b)
     if a.kind == "list" and a.marks in (",", "and") and b.kind == "tuple" and b.marks == "()":
         values = _named_values(a.items) if all(isinstance(item, Relation) for item in a.items) else a.items
-        return values is not None and len(values) == len(b.items) and all(map(_same, values, b.items))
+        return values is not None and _in_order(values, b.items)
     if a.kind == "rows" and b.kind == "tuple" and b.marks == "()" and _matrix_kind(a) == "matrix":
         rows = [row.items if isinstance(row, Compound) else (row,) for row in a.items]
         cells = rows[0] if len(rows) == 1 else tuple(row[0] for row in rows if len(row) == 1)
-        return len(cells) == len(b.items) and len(cells) >= len(rows) and all(map(_same, cells, b.items))
+        return len(cells) >= len(rows) and _in_order(cells, b.items)
     return False
 
 
@@ -403,14 +380,11 @@ def _is_value_of(relation: Relation, value: Node) -> bool:
     named = _is_name(sides[0]) or (
         isinstance(value, Compound) and value.kind == "rows" and not isinstance(sides[0], Compound)
     )
-    rest = sides[1:] if named and not _is_named_tuple(sides[1]) else sides
+    listed = isinstance(sides[1], Compound) and sides[1].kind == "list"
+    rest = sides[1:] if named and not listed else sides
     if rest == sides and (len(sides) < 2 or any(symbols(side, "variable") for side in sides)):
         return False
     return all(_same(side, value) for side in rest)
-
-
-def _is_named_tuple(node: Node) -> bool:
-    return isinstance(node, Compound) and node.kind == "list"
 
 
 def _relations(a: Relation, b: Relation) -> bool:
@@ -418,9 +392,10 @@ def _relations(a: Relation, b: Relation) -> bool:
         return False
     if a.modulus is not None and b.modulus is not None:
         return _same(a.modulus, b.modulus) and (_congruent(a, b) or _congruent(a, _turned(b)))
-    if len(a.ops) == len(b.ops) == 1 and set(a.ops + b.ops) <= {"=", "!=", "<", ">", "<=", ">="}:
-        return _single(a, b)
-    return _side_by_side(a, b) or _side_by_side(a, _turned(b))
+    if _side_by_side(a, b) or _side_by_side(a, _turned(b)):
+        return True
+    single = len(a.ops) == len(b.ops) == 1 and set(a.ops + b.ops) <= {"=", "!=", "<", ">", "<=", ">="}
+    return single and _multiples(a, b)
 
 
 def _turned(node: Relation) -> Relation:
@@ -433,10 +408,8 @@ def _side_by_side(a: Relation, b: Relation) -> bool:
     return a.ops == b.ops and all(map(_same, a.sides, b.sides))
 
 
-def _single(a: Relation, b: Relation) -> bool:
-    """Return whether two single equations or inequalities have the same sides, or are multiples of each other."""
-    if _side_by_side(a, b) or _side_by_side(a, _turned(b)):
-        return True
+def _multiples(a: Relation, b: Relation) -> bool:
+    """Return whether two single equations or inequalities are multiples of each other."""
     if a.ops == b.ops == ("=",):
         a, b = _name_first(a), _name_first(b)
         if _is_name(a.sides[0]) and _same_name(a.sides[0], b.sides[0]):
@@ -463,8 +436,8 @@ def _congruent(a: Relation, b: Relation) -> bool:
     """Return whether the sides agree, where whole numbers may differ by multiples of the modulus."""
     assert a.modulus is not None
     modulus = exact(a.modulus)
-    if modulus is None or len(a.sides) != len(b.sides) or a.ops != b.ops:
-        return len(a.sides) == len(b.sides) and a.ops == b.ops and all(map(_same, a.sides, b.sides))
+    if modulus is None or a.ops != b.ops:
+        return _side_by_side(a, b)
     for x, y in zip(a.sides, b.sides, strict=True):
         left, right = exact(x), exact(y)
         if (left is None or right is None or not _divides(modulus, left - right)) and not _same(x, y):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from megarl.rewards.mathematics.tree import Apply, Compound, Node, Number, Symbol, UnreadError, symbols, walk
+from megarl.rewards.mathematics.tree import Apply, Compound, Node, Number, Symbol, UnreadError, mapped, symbols, walk
 from megarl.rewards.mathematics.values import (
     DIGITS,
     OutsideError,
@@ -125,11 +125,9 @@ def _quantities(reference: Node, answer: Node) -> bool:
 
 def _units_as_letters(node: Node) -> Node:
     """Return `5 m` read as 5 times m."""
-    if isinstance(node, Symbol):
-        return Symbol(node.name) if node.kind == "unit" and len(node.name) == 1 else node
-    if isinstance(node, Apply):
-        return Apply(node.name, tuple(_units_as_letters(arg) for arg in node.args))
-    return node
+    if isinstance(node, Symbol) and node.kind == "unit" and len(node.name) == 1:
+        return Symbol(node.name)
+    return mapped(node, _units_as_letters)
 
 
 # -- values
@@ -243,7 +241,7 @@ def proportional(first: Node, second: Node, positive: bool) -> bool:
     Raises:
         UnreadError: a part of them has no value.
     """
-    if any(isinstance(found, Compound) for node in (first, second) for found in walk(node)):
+    if any(isinstance(found, Compound) for found in walk(first, second)):
         return False
     names = unknowns(first, second)
     if not any(not name.startswith("unit") for name in names) or unknowns(first) != unknowns(second):

@@ -24,8 +24,9 @@ _CLOSING = {"(": ")", "[": "]"}
 _CALLED = frozenset("fghFGHP")  # `f(x)` is a value of a function, `x(y+1)` a product
 _LOGARITHMS = frozenset({"ln", "log", "lg"})
 _SUPERSCRIPTS = frozenset({"\\circ", "\\degrees"})
-_PAIRS = {"\\lfloor": ("\\rfloor", "floor"), "\\lceil": ("\\rceil", "ceil")}
-_OPENING = frozenset({"(", "[", "{", "\\{", "\\langle", "\\|", *_PAIRS})
+#: Closing mark and function of each pair of marks that applies one.
+_PAIRS = {"|": ("|", "abs"), "\\|": ("\\|", "norm"), "\\lfloor": ("\\rfloor", "floor"), "\\lceil": ("\\rceil", "ceil")}
+_OPENING = frozenset({"(", "[", "{", "\\{", "\\langle", *_PAIRS})
 _VALUES = frozenset(
     {"\\frac", "\\sqrt", "\\cbrt", "\\binom", "\\infty", "\\emptyset", "\\dots", "\\angle", "\\triangle",
      "\\measuredangle",
@@ -43,7 +44,7 @@ class ExpressionReader(TokenReader):
         """Read the content of brackets; the reader of answers implements it."""
         raise NotImplementedError
 
-    def rows(self) -> Node:
+    def rows(self, environment: str) -> Node:
         """Read the content of an environment; the reader of answers implements it."""
         raise NotImplementedError
 
@@ -63,10 +64,7 @@ class ExpressionReader(TokenReader):
     def _signs(self) -> list[str]:
         found = []
         while self.next_is("+", "-", "\\pm", "\\mp"):
-            token = self.peek()
-            assert token is not None
-            found.append(token.text)
-            self.at += 1
+            found.append(self.step().text)
             if len(found) > 3:
                 raise UnreadError("many signs")
         return found
@@ -127,7 +125,8 @@ class ExpressionReader(TokenReader):
         """Read the powers, factorials, percent signs and degrees after a value."""
         for _ in range(_MAX_DEPTH):
             if self.next_is("^") and self._is_degree():
-                node = self._degree(node)
+                self.at += 4 if self.next_is("{", ahead=1) else 2
+                node = self._degree_unit(node)
             elif self.take("\\degrees"):
                 node = self._degree_unit(node)
             elif self.next_is("^") and self._is_prime():
@@ -157,10 +156,6 @@ class ExpressionReader(TokenReader):
             self.next_is("{", ahead=1) and self.next_is(*_SUPERSCRIPTS, ahead=2) and self.next_is("}", ahead=3)
         )
 
-    def _degree(self, node: Node) -> Node:
-        self.at += 4 if self.next_is("{", ahead=1) else 2
-        return self._degree_unit(node)
-
     def _degree_unit(self, node: Node) -> Node:
         token = self.peek()
         if token is not None and token.kind in ("letter", "word") and token.text in ("C", "F"):
@@ -172,7 +167,7 @@ class ExpressionReader(TokenReader):
         if self.next_is("'", "\\prime", "*"):
             raise UnreadError("a mark as exponent")
         signs = self._signs()
-        node = self._braced() if self.next_is("{") else self._primary()
+        node = self._enclosed(self.step().text) if self.next_is("{") else self._primary()
         if self.take("^"):
             self.depth += 1
             if self.depth > 2 * _MAX_DEPTH:
@@ -220,9 +215,8 @@ class ExpressionReader(TokenReader):
         if token.kind == "word":
             return self._word(token)
         if token.kind == "begin":
-            self.at -= 1
-            return self.rows()
-        if token.kind == "command" or token.text in _OPENING or token.text == "|" or token.text in _MONEY:
+            return self.rows(token.text)
+        if token.kind == "command" or token.text in _OPENING or token.text in _MONEY:
             return self._command(token.text)
         raise UnreadError(f"no value: {token.text}")
 
@@ -272,11 +266,8 @@ class ExpressionReader(TokenReader):
         )  # y(x) = ...
         if called and node.kind == "variable" and self.next_is("("):
             start = self.at
-            self._bracket("(")
-            return self._after_call(Symbol(node.name + canonical(self.tokens[start : self.at])))
-        return node
-
-    def _after_call(self, node: Symbol) -> Node:
+            self._enclosed(self.step().text)
+            return Symbol(node.name + canonical(self.tokens[start : self.at]))
         return node
 
     def _word(self, token: Token) -> Node:
@@ -301,7 +292,7 @@ class ExpressionReader(TokenReader):
 
     def _command(self, text: str) -> Node:
         name = text[1:]
-        if text in _OPENING or text == "|":
+        if text in _OPENING:
             return self._enclosed(text)
         if text == "\\frac":
             return self._fraction()
@@ -338,44 +329,30 @@ class ExpressionReader(TokenReader):
 
     def _enclosed(self, opening: str) -> Node:
         bars, in_set = self.bars, self.in_set
-        self.bars, self.in_set = 0, False
-        if opening == "|" or opening == "\\|":
-            self.bars = 1
-            inner = self.listing()
-            self.expect(opening)
-            node: Node = Apply("abs" if opening == "|" else "norm", (inner,))
-        elif opening in _PAIRS:
+        self.bars, self.in_set = int(opening in ("|", "\\|")), False
+        if opening in _PAIRS:
             closing, name = _PAIRS[opening]
-            inner = self.listing()
+            node: Node = Apply(name, (self.listing(),))
             self.expect(closing)
-            node = Apply(name, (inner,))
         elif opening == "\\{":
             node = self._set()
         elif opening == "\\langle":
-            inner = self.listing()
+            node = Compound("tuple", _items(self.listing()), "()")
             self.expect("\\rangle")
-            node = Compound(
-                "tuple", inner.items if isinstance(inner, Compound) and inner.kind == "list" else (inner,), "()"
-            )
         elif opening == "{":
             node = self.listing()
             if self.take("\\choose"):
                 node = Apply("binom", (node, self.listing()))
             self.expect("}")
         else:
-            self.at -= 1
             node = self._bracket(opening)
         self.bars, self.in_set = bars, in_set
         return node
 
     def _bracket(self, opening: str) -> Node:
-        bars, in_set = self.bars, self.in_set
-        self.bars, self.in_set = 0, False
-        self.expect(opening)
         inner = self.listing()
         closing = ")" if self.next_is(")") else "]"
         self.expect(")", "]")
-        self.bars, self.in_set = bars, in_set
         if isinstance(inner, Compound) and inner.kind == "list" and inner.marks == ",":
             if opening + closing in ("(]", "[)") and len(inner.items) != 2:
                 raise UnreadError("brackets that are no pair")
@@ -394,16 +371,12 @@ class ExpressionReader(TokenReader):
             self.expect("\\}")
             return Compound("builder", (inner, condition))
         self.expect("\\}")
-        return Compound("set", inner.items if isinstance(inner, Compound) and inner.kind == "list" else (inner,))
-
-    def _braced(self) -> Node:
-        self.expect("{")
-        return self._enclosed("{")
+        return Compound("set", _items(inner))
 
     def argument(self) -> Node:
         """Read `{...}`, or one token: a digit, a letter, a command."""
         if self.next_is("{"):
-            return self._braced()
+            return self._enclosed(self.step().text)
         token = self.peek()
         if token is not None and token.kind == "number" and token.text.isdigit() and len(token.text) > 1:
             digit, rest = token.text[0], token.text[1:]
@@ -452,18 +425,14 @@ class ExpressionReader(TokenReader):
     def _function_arguments(self, divided: bool) -> tuple[Node, ...]:
         """Read a function's arguments; `divided`: `\\sin x/2` is the sine of a half, `\\ln x/2` half a logarithm."""
         if self.next_is("(", "[", "{", "\\{"):
-            token = self.peek()
-            assert token is not None
-            self.at += 1
-            inner = self._enclosed(token.text)
+            inner = self._enclosed(self.step().text)
             if isinstance(inner, Compound) and inner.kind in ("tuple", "list", "set"):
                 return inner.items
             return (inner,)
         signs = self._signs()
         factors = [self._factor()]
         while self._starts_factor() or (divided and self.next_is("/")):
-            token = self.peek()
-            assert token is not None
+            token = self.tokens[self.at]
             if (
                 token.text[1:] in words.FUNCTIONS
                 or token.kind in ("word", "begin", "number")
@@ -491,3 +460,7 @@ class ExpressionReader(TokenReader):
         if name in words.ALPHABETS:
             return Symbol("bb" + inside if name in ("mathbb", "Bbb") else f"{name} {inside}", "set")
         return self._called(Symbol(f"{name} {inside}"))
+
+
+def _items(node: Node) -> tuple[Node, ...]:
+    return node.items if isinstance(node, Compound) and node.kind == "list" else (node,)

@@ -32,25 +32,18 @@ class AnswerReader(ExpressionReader):
     def listing(self) -> Node:
         """Read statements separated by commas, semicolons, line ends, `and` and `or`."""
         items, marks = [self.statement()], []
-        while True:
-            mark = self._separator()
-            if mark is None:
-                break
+        while (mark := self._separator()) is not None:
             marks.append(mark)
             items.append(self.statement())
-        if not marks:
-            return items[0]
         return _joined(items, marks)
 
     def _separator(self) -> str | None:
         found: list[str] = []
         while self.next_is(",", ";", "and", "or", "quad", "\\\\"):
-            token = self.peek()
-            assert token is not None
             if len(found) > 2:
                 raise UnreadError("separators of nothing")
-            found.append("," if token.text in (";", "quad", "\\\\") else token.text)
-            self.at += 1
+            mark = self.step().text
+            found.append(mark if mark in ("and", "or") else ",")
         if not found:
             return None
         if self.peek() is None and found == [","]:
@@ -61,10 +54,8 @@ class AnswerReader(ExpressionReader):
     def statement(self) -> Node:
         """Read an expression or a set, or a chain of relations between them."""
         sides, ops = [self._ratio()], []
-        while self.peek() is not None and self._relation():
-            token = self.peek(-1)
-            assert token is not None
-            ops.append(token.text)
+        while self.next_is(*words.RELATIONS):
+            ops.append(self.step().text)
             if ops == ["\\to"] and self.peek() is None:
                 raise UnreadError("an arrow to nowhere")
             sides.append(self._ratio())
@@ -72,9 +63,6 @@ class AnswerReader(ExpressionReader):
         if not ops and modulus is None:
             return sides[0]
         return Relation(tuple(sides), tuple(ops), modulus)
-
-    def _relation(self) -> bool:
-        return self.take(*words.RELATIONS)
 
     def _modulus(self) -> Node | None:
         """Read `\\pmod{4}`, `\\mod 4` or `(mod 4)`."""
@@ -100,36 +88,30 @@ class AnswerReader(ExpressionReader):
     def _sets(self) -> Node:
         node = self.expression()
         while self.next_is(*_SETS):
-            token = self.peek()
-            assert token is not None
-            self.at += 1
-            name, right = _SETS[token.text], self.expression()
+            name, right = _SETS[self.step().text], self.expression()
             if isinstance(node, Apply) and node.name == name and name != "\\":
                 node = Apply(name, (*node.args, right))
             else:
                 node = Apply(name, (node, right))
         return node
 
-    def rows(self) -> Node:
-        """Read `\\begin{...}` to `\\end{...}`: rows of cells; aligned lines are a list."""
-        token = self.peek()
-        assert token is not None
-        self.at += 1
+    def rows(self, environment: str) -> Node:
+        """Read what follows `\\begin{...}` up to its `\\end{...}`: rows of cells; aligned lines are a list."""
         self.depth += 4
         if self.depth > 40:
             raise UnreadError("environments are nested too deeply")
         bars, in_set, self.bars, self.in_set = self.bars, self.in_set, 0, False
         rows: list[Node] = []
-        while not self._ended(token.text):
-            rows.append(self._row(token.text))
-            if not self.take("\\\\") and not self._at_end(token.text):
+        while not self._ended(environment):
+            rows.append(self._row(environment))
+            if not self.take("\\\\") and not self._at_end(environment):
                 raise UnreadError("a row does not end")
         self.bars, self.in_set, self.depth = bars, in_set, self.depth - 4
         if not rows:
             raise UnreadError("an empty environment")
-        if token.text in words.LINES:
-            return _joined(rows, [","] * (len(rows) - 1)) if len(rows) > 1 else rows[0]
-        return Compound("rows", tuple(rows), token.text.removesuffix("*"))
+        if environment in words.LINES:
+            return _joined(rows, [","] * (len(rows) - 1))
+        return Compound("rows", tuple(rows), environment.removesuffix("*"))
 
     def _at_end(self, name: str) -> bool:
         token = self.peek()
@@ -148,15 +130,11 @@ class AnswerReader(ExpressionReader):
             while end < len(self.tokens) and self.tokens[end].text not in ("\\\\",) and self.tokens[end].kind != "end":
                 end += 1
             self.tokens[self.at : end] = [t for t in self.tokens[self.at : end] if t.text != "&"]
-            return self.listing_of_line()
+            return self.statement()
         cells = [self._cell(environment)]
         while self.take("&"):
             cells.append(self._cell(environment))
         return Compound("row", tuple(cells))
-
-    def listing_of_line(self) -> Node:
-        """Read one line of an aligned block."""
-        return self.statement()
 
     def _cell(self, environment: str) -> Node:
         if environment == "cases":
@@ -168,21 +146,21 @@ class AnswerReader(ExpressionReader):
             raise UnreadError("an empty cell")
         items, marks = [self.statement()], []
         while self.next_is(",", "and", "or"):
-            token = self.peek()
-            assert token is not None
-            self.at += 1
+            mark = self.step().text
             if self.next_is("&", "\\\\") or self._at_end(environment):
                 break
             following = self.peek()
             if following is not None and following.text in ("if", "for", "when"):
                 self.at += 1
-            marks.append(token.text)
+            marks.append(mark)
             items.append(self.statement())
-        return _joined(items, marks) if marks else items[0]
+        return _joined(items, marks)
 
 
 def _joined(items: list[Node], marks: list[str]) -> Node:
-    """Return the list of the items; alternatives of several statements each are lists themselves."""
+    """Return the list of the items, or the only one; alternatives of several statements each are lists themselves."""
+    if not marks:
+        return items[0]
     kinds = {mark.lstrip(",") or "," for mark in marks}
     if "or" in kinds and len(kinds) > 1 and all(isinstance(item, Relation) for item in items) and ",or" not in marks:
         groups: list[list[Node]] = [[items[0]]]

@@ -26,6 +26,12 @@ class TokenReader:
         position = self.at + ahead
         return self.tokens[position] if position < len(self.tokens) else None
 
+    def step(self) -> Token:
+        """Step over the next token, which `next_is` has found, and return it."""
+        token = self.tokens[self.at]
+        self.at += 1
+        return token
+
     def next_is(self, *texts: str, ahead: int = 0) -> bool:
         """Return whether the next token is one of these commands or marks."""
         token = self.peek(ahead)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from megarl.rewards.mathematics.grammar import is_all_reals
 from megarl.rewards.mathematics.tree import Apply, Compound, Node, Number, Relation, Symbol, UnreadError, symbols
-from megarl.rewards.mathematics.values import Evaluation, OutsideError, context, exact, near
+from megarl.rewards.mathematics.values import DIGITS, Evaluation, OutsideError, context, exact, near
 
 _MAX_PARTS = 64
 _REALS = frozenset({"bbR"})
@@ -95,7 +96,7 @@ def _end(node: Node) -> Endpoint:
     value = Evaluation({}, real=True, log_base=None).value(node) if not _free(node) else None
     if value is None:
         raise UnreadError("an end with variables")
-    if isinstance(value, context().mpc):
+    if isinstance(value, context(DIGITS).mpc):
         raise UnreadError("an end that is not real")
     return Endpoint(node, rational, value)
 
@@ -118,9 +119,7 @@ def _group(node: Compound) -> Region:
         parts = [_region(item) for item in node.items]
         if node.marks == "or":
             return _named(_union(parts), parts)
-        met = parts[0]
-        for part in parts[1:]:
-            met = _intersection(met, part)
+        met = functools.reduce(_intersection, parts)
         if node.marks == "," and not met.spans:
             met = _union(parts)
         return _named(met, parts)
@@ -160,10 +159,7 @@ def _relation(node: Relation) -> Region:
     if any(op not in _FLIPPED for op in node.ops) or set(node.ops) == {"="}:
         raise UnreadError("no inequality")
     parts = [_inequality(a, op, b) for a, op, b in zip(node.sides, node.ops, node.sides[1:], strict=False)]
-    met = parts[0]
-    for part in parts[1:]:
-        met = _intersection(met, part)
-    return _named(met, parts)
+    return _named(functools.reduce(_intersection, parts), parts)
 
 
 def _inequality(left: Node, op: str, right: Node) -> Region:
@@ -240,9 +236,7 @@ def _operation(node: Apply) -> Region:
     if node.name == "cup":
         made = _union(parts)
     elif node.name == "cap":
-        made = parts[0]
-        for part in parts[1:]:
-            made = _intersection(made, part)
+        made = functools.reduce(_intersection, parts)
     else:
         made = _intersection(parts[0], _complement(parts[1]))
     return Region(made.spans, names.pop() if names else None)
@@ -252,7 +246,7 @@ def _union(parts: list[Region]) -> Region:
     spans = [span for part in parts for span in part.spans]
     if len(spans) > _MAX_PARTS:
         raise UnreadError("too many intervals")
-    spans.sort(key=lambda span: (context().mpf(span.low.value), not span.with_low))
+    spans.sort(key=lambda span: (context(DIGITS).mpf(span.low.value), not span.with_low))
     made: list[RealInterval] = []
     for span in spans:
         last = made[-1] if made else None

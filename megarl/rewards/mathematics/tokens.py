@@ -100,8 +100,7 @@ _ABOUT = re.compile(r"(?:\\approx(?![A-Za-z])|=)\s*(?=\S)")
 
 def clean(text: str) -> str:
     """Return an answer as ASCII LaTeX, without marks around it (dollars, asterisks, a full stop)."""
-    if "\\right" in text and _BRACE_OF_ROWS.search(text):
-        text = _END_OF_ROWS.sub(r"\\end{cases}", _BRACE_OF_ROWS.sub(r"\\begin{cases}", text))
+    text = _cases(text)
     text = _LINE_END.sub(r"\\\\", text)
     text = _RAISED.sub(lambda found: "^{" + found.group().translate(words.RAISED) + "}", text)
     text = _LOWERED.sub(lambda found: "_{" + found.group().translate(words.LOWERED) + "}", text)
@@ -112,11 +111,16 @@ def clean(text: str) -> str:
             break
         text = bare
     text = _dollars(text)
-    if "\\right" in text and _BRACE_OF_ROWS.search(text):
-        text = _END_OF_ROWS.sub(r"\\end{cases}", _BRACE_OF_ROWS.sub(r"\\begin{cases}", text))
+    text = _cases(text)
     text = _NUMERALS.sub(_numerals, text)
     text = _DAYTIME.sub(lambda found: found.group(1).lower() + "m", _ABBREVIATED.sub(r"\1", text))
     return _REVERSED.sub(_interval, text)
+
+
+def _cases(text: str) -> str:
+    if "\\right" not in text or not _BRACE_OF_ROWS.search(text):
+        return text
+    return _END_OF_ROWS.sub(r"\\end{cases}", _BRACE_OF_ROWS.sub(r"\\begin{cases}", text))
 
 
 def _numerals(found: re.Match[str]) -> str:

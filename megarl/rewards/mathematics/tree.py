@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, TypeAlias
@@ -87,9 +87,20 @@ def children(node: Node) -> tuple[Node, ...]:
     return ()
 
 
-def walk(node: Node) -> Iterator[Node]:
-    """Yield the node and all nodes below it."""
-    pending = [node]
+def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
+    """Return the node with each of its children changed; the modulus of a relation stays."""
+    if isinstance(node, Apply):
+        return Apply(node.name, tuple(map(change, node.args)))
+    if isinstance(node, Compound):
+        return Compound(node.kind, tuple(map(change, node.items)), node.marks)
+    if isinstance(node, Relation):
+        return Relation(tuple(map(change, node.sides)), node.ops, node.modulus)
+    return node
+
+
+def walk(*nodes: Node) -> Iterator[Node]:
+    """Yield the nodes and all nodes below them."""
+    pending = list(nodes)
     while pending:
         found = pending.pop()
         yield found

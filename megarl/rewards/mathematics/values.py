@@ -35,13 +35,9 @@ class OutsideError(Exception):
     """A value is undefined, or not real although all variables are."""
 
 
-def context(digits: int = DIGITS) -> Any:
-    """Return mpmath's arithmetic with so many digits."""
-    return _context(digits)
-
-
 @functools.cache
-def _context(digits: int) -> Any:
+def context(digits: int) -> Any:
+    """Return mpmath's arithmetic with so many digits."""
     from mpmath.ctx_mp import MPContext
 
     made = MPContext()
@@ -345,11 +341,7 @@ def _is_negative(name: str, index: int) -> bool:
 
 def has_steps(*nodes: Node) -> bool:
     """Return whether a value jumps: one of the trees has a floor, a ceiling or a sign."""
-    return any(
-        isinstance(found, Apply) and found.name in ("floor", "ceil", "sgn", "abs")
-        for node in nodes
-        for found in walk(node)
-    )
+    return any(isinstance(found, Apply) and found.name in ("floor", "ceil", "sgn", "abs") for found in walk(*nodes))
 
 
 def whole_points(names: list[str]) -> list[dict[str, Any]]:
@@ -364,19 +356,13 @@ def whole_points(names: list[str]) -> list[dict[str, Any]]:
 def is_complex(*nodes: Node) -> bool:
     """Return whether the imaginary unit is in one of the trees."""
     return any(
-        found == Symbol("i", "constant") or (isinstance(found, Apply) and found.name == "cis")
-        for node in nodes
-        for found in walk(node)
+        found == Symbol("i", "constant") or (isinstance(found, Apply) and found.name == "cis") for found in walk(*nodes)
     )
 
 
 def log_bases(*nodes: Node) -> tuple[float | None, ...]:
     """Return the possible bases of `\\log` in these trees: None (natural logarithm) or 10."""
-    bare = any(
-        isinstance(found, Apply) and found.name == "log" and len(found.args) == 1
-        for node in nodes
-        for found in walk(node)
-    )
+    bare = any(isinstance(found, Apply) and found.name == "log" and len(found.args) == 1 for found in walk(*nodes))
     return (None, 10) if bare else (None,)
 
 
