@@ -28,7 +28,7 @@ from typing import Any
 from megarl.benchmarks.sources import package_of
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE = "2a8fda5e"
+BASE = "7ee42c31"
 # The base's name of a metric or recipe -> its name now.
 RENAMED: dict[str, str] = {}
 

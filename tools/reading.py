@@ -1,5 +1,6 @@
 """Measure how much of this project has to be read: `python tools/reading.py [--no-steps]`
 
+    a first reading                     files that docs/architecture.md walks through, and their lines
     a GRPO step, an asynchronous step   a small run is traced: files of which step 2 calls a function, in any process of
                                         the run, their lines, and the lines of the functions that it calls
     megarl/runtime                      imports between its files (arrows), and groups of files that import each other
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -88,6 +90,16 @@ def lines_of(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
+def walks() -> dict[str, list[Path]]:
+    """Map the title of each walk in docs/architecture.md to the files that its table lists."""
+    sections = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## ")
+    return {
+        section.partition("\n")[0]: [ROOT / name for name in re.findall(r"^\| `([\w/]+\.py)`", section, re.MULTILINE)]
+        for section in sections
+        if section.startswith("The walk of")
+    }
+
+
 def function_lines(path: Path, firsts: set[int]) -> int:
     """Return the lines of those functions of a file that begin in one of the lines `firsts`; nested ones count once."""
     inside: set[int] = set()
@@ -146,6 +158,8 @@ def main() -> int:
         if wanted.files:
             for path in sorted(calls):
                 print(f"    {path.relative_to(ROOT)} {lines_of(path)}")
+    for title, files in walks().items():
+        print(f"{title[0].lower()}{title[1:]}: {len(files)} files, {sum(map(lines_of, files))} lines")
     arrows = imports_between(ROOT / "megarl" / "runtime")
     print(
         f"megarl/runtime: {len(arrows)} files, {sum(map(len, arrows.values()))} arrows, {len(circles(arrows))} circles"
