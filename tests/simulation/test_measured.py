@@ -25,7 +25,6 @@ from tests.simulation.ideal import CASES, synchronous
 from tests.simulation.test_engine import TOKEN_S, OfWork, system
 
 RUNS = Path(__file__).parent / "recorded"
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SYNCHRONOUS = "synchronous"
 SETTINGS = {
     SYNCHRONOUS: (0, False, False),
@@ -40,7 +39,7 @@ FILES = {"balanced": "overlap", "tails": "overlap-tails", "drawing": "overlap-dr
 
 
 def recorded_modes(case: str) -> dict[str, dict[str, object]]:
-    return json.loads((RESULTS / f"{FILES[case]}-2x-amd-epyc.json").read_text())["modes"]
+    return json.loads((RUNS / f"{FILES[case]}.json").read_text())["modes"]
 
 
 @pytest.mark.parametrize(("case", "mode"), [(case, mode) for case in FILES for mode in recorded_modes(case)])
