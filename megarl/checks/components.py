@@ -17,21 +17,18 @@ from megarl.imports import is_file_reference, is_module_reference
 S = TypeVar("S", bound=Spec)
 
 
-def check_function_name(
-    text: str, key: str, known: Sequence[str], noun: str, checks: Checklist, *, files: bool = False
-) -> bool:
-    """Return whether this is a registered name, or a `pkg.mod:fn` (`files`: or a `file.py:fn`) that can be found."""
+def check_function_name(text: str, key: str, known: Sequence[str], noun: str, checks: Checklist) -> bool:
+    """Return whether this is a registered name, or a `pkg.mod:fn` or `file.py:fn` that can be found."""
     if text in known:
         checks.ok(text)
         return True
-    if is_module_reference(text) or (files and is_file_reference(text)):
+    if is_module_reference(text) or is_file_reference(text):
         return check_function(text, key, checks)
-    forms = ["file.py:fn", "pkg.mod:fn"] if files else ["pkg.mod:fn"]
     checks.fail(
         key,
         f"unknown {noun}",
         found=text,
-        allowed=[*known, *forms],
+        allowed=[*known, "file.py:fn", "pkg.mod:fn"],
         fix=method_fix(text, known) or f"set {key} to one of these",
     )
     return False
@@ -46,7 +43,7 @@ def check_component(
     """
     path = path or registry.key.rpartition(".")[0]
     key = f"{path}.{section.named_by}"
-    if not check_function_name(section.component, key, registry.names(), registry.kind, checks, files=True):
+    if not check_function_name(section.component, key, registry.names(), registry.kind, checks):
         return None
     try:
         chosen = registry.choose(section, path)

@@ -22,9 +22,7 @@ from megarl.runtime.stages.resampling import COPIES
 def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
     """Build the graph of `algorithm.pipeline`; return it or its error, None (recorded) for an unknown name."""
     name = config.algorithm.pipeline
-    if not check_function_name(
-        name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks.of("pipeline"), files=True
-    ):
+    if not check_function_name(name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks.of("pipeline")):
         return None
     try:
         return build_task_graph(config)

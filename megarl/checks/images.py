@@ -38,84 +38,68 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
         )
         return
     layouts = [config.actor.parallel] if placement is None else [team.parallel for team in placement.teams]
-    problems = image_problems(layouts)
-    if encoder is not None and config.rollout.engine == "sglang":
-        problems += [*_server_problems(config.rollout.sglang, encoder), *_partial_problems(config)]
-        if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:  # else it is another machine's
-            problems += _interpreter_problems(config.rollout.sglang)
-    for problem in problems:
+    before = len(checks.items)
+    for problem in image_problems(layouts):
         checks.from_error(problem)
-    if facts is not None and encoder is not None and _deep_layers_fit(config, facts, checks) and not problems:
+    if encoder is not None and config.rollout.engine == "sglang":
+        _check_servers(config.rollout.sglang, encoder, checks)
+        if config.async_.partial:
+            checks.fail(
+                "async.partial",
+                "a server would take the image token in what a sample has said so far for another image",
+                found=True,
+                allowed="false where SGLang servers get images",
+                fix="set async.partial=false, or rollout.engine=embedded",
+            )
+        if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:  # else it is another machine's
+            _check_interpreter(config.rollout.sglang, checks)
+    fits = len(checks.items) == before
+    if facts is not None and encoder is not None and _deep_layers_fit(config, facts, checks) and fits:
         checks.ok(f"{encoder.model_type}, {facts.visual_parameters:,} parameters of its encoder")
 
 
-def _server_problems(servers: SGLangConfig, encoder: VisionEncoder) -> list[ConfigError]:
-    """Return what keeps SGLang servers from this vision encoder."""
-    found, tp = list[ConfigError](), servers.tp_size
+def _check_servers(servers: SGLangConfig, encoder: VisionEncoder, checks: Checklist) -> None:
+    """Check that SGLang servers take this vision encoder."""
+    tp = servers.tp_size
     if encoder.model_type == "qwen2_5_vl" and encoder.patch_values != _PATCH_VALUES:
-        found.append(
-            ConfigError(
-                "a server takes patches of another size for features that are there already",
-                where="model: vision_config.patch_size",
-                found=encoder.patch,
-                allowed=f"14, {_PATCH_VALUES} numbers of a patch, as published models of Qwen2.5-VL have it",
-                fix="take such a model, or rollout.engine=embedded",
-            )
+        checks.fail(
+            "model: vision_config.patch_size",
+            "a server takes patches of another size for features that are there already",
+            found=encoder.patch,
+            allowed=f"14, {_PATCH_VALUES} numbers of a patch, as published models of Qwen2.5-VL have it",
+            fix="take such a model, or rollout.engine=embedded",
         )
     if encoder.model_type == "qwen3_vl_moe" and len(encoder.deepstack) != _MIXTURE_BLOCKS:
-        found.append(
-            ConfigError(
-                "servers add features of another number of blocks to the layers of this mixture",
-                where="model: vision_config.deepstack_visual_indexes",
-                found=list(encoder.deepstack),
-                allowed=f"{_MIXTURE_BLOCKS} blocks, as published models of Qwen3-VL have them",
-                fix="take such a model, or rollout.engine=embedded",
-            )
+        checks.fail(
+            "model: vision_config.deepstack_visual_indexes",
+            "servers add features of another number of blocks to the layers of this mixture",
+            found=list(encoder.deepstack),
+            allowed=f"{_MIXTURE_BLOCKS} blocks, as published models of Qwen3-VL have them",
+            fix="take such a model, or rollout.engine=embedded",
         )
     if encoder.heads % tp or encoder.ffn % tp:
-        found.append(
-            ConfigError(
-                "the ranks of a server share the heads and the MLP of the vision encoder",
-                where="rollout.sglang.tp_size",
-                found=tp,
-                allowed=divisors(math.gcd(encoder.heads, encoder.ffn)),
-                fix="change tp_size",
-            )
+        checks.fail(
+            "rollout.sglang.tp_size",
+            "the ranks of a server share the heads and the MLP of the vision encoder",
+            found=tp,
+            allowed=divisors(math.gcd(encoder.heads, encoder.ffn)),
+            fix="change tp_size",
         )
-    return found
 
 
-def _partial_problems(config: RunConfig) -> list[ConfigError]:
-    """Return what keeps samples with images from going on under other weights on a server."""
-    if not config.async_.partial:
-        return []
-    return [
-        ConfigError(
-            "a server would take the image token in what a sample has said so far for another image",
-            where="async.partial",
-            found=True,
-            allowed="false where SGLang servers get images",
-            fix="set async.partial=false, or rollout.engine=embedded",
-        )
-    ]
-
-
-def _interpreter_problems(servers: SGLangConfig) -> list[ConfigError]:
-    """Return what an interpreter lacks to read images; that there is none, other checks say."""
+def _check_interpreter(servers: SGLangConfig, checks: Checklist) -> None:
+    """Check that the servers' interpreter can read images; that there is none, other checks say."""
     try:
         python = find_python(servers.python, cuda=None)
     except ConfigError:
-        return []
-    if version_in(python, "torchvision") is not None:
-        return []
-    return [
-        ConfigError(
+        return
+    if version_in(python, "torchvision") is None:
+        checks.fail(
+            "rollout.sglang.python",
             "the servers' interpreter has no torchvision, which reads images there",
-            where="rollout.sglang.python",
             found=str(python),
             fix=install_fix(),
         )
-    ]
 
 
 def _deep_layers_fit(config: RunConfig, facts: ModelFacts, checks: Checklist) -> bool:

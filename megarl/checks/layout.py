@@ -100,17 +100,21 @@ def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) 
 
 
 def check_deadlines(config: RunConfig, checks: Checklist) -> None:
-    """Check the reward's deadline: while one rank waits for rewards, the others wait up to `cluster.timeout_s`."""
-    rewards, cluster = config.reward.timeout_s, config.cluster
-    if config.robot is not None:
-        return  # no reward function; `check_robot` looks at the simulators'
-    if cluster.nproc > 1 and rewards >= cluster.timeout_s:
-        checks.of("deadlines").fail(
-            "reward.timeout_s",
-            f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before the rewards do",
-            found=rewards,
+    """Check the reward's deadline; a robot's policy has no reward function, and `check_robot` looks at simulators."""
+    if config.robot is None:
+        check_deadline("reward.timeout_s", config.reward.timeout_s, "the rewards do", config, checks.of("deadlines"))
+
+
+def check_deadline(key: str, found: float, what: str, config: RunConfig, checks: Checklist) -> None:
+    """Check a deadline: while one rank waits for `what`, the others wait up to `cluster.timeout_s`."""
+    cluster = config.cluster
+    if cluster.nproc > 1 and found >= cluster.timeout_s:
+        checks.fail(
+            key,
+            f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before {what}",
+            found=found,
             allowed=f"number below {cluster.timeout_s:g}",
-            fix=f"set reward.timeout_s={cluster.timeout_s / 2:g}, or cluster.timeout_s={2 * rewards:g}",
+            fix=f"set {key}={cluster.timeout_s / 2:g}, or cluster.timeout_s={2 * found:g}",
         )
 
 

@@ -248,22 +248,17 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
     checks = checks.of("memory")
     needed = memory.needed
     if needed.least > capacity:
-        key = needed.largest()[0].keys.partition(",")[0]
+        key = _first_key(needed)
         message = (
             f"{needed.name} needs {needed.least / 1e9:,.1f} GB or more{_estimate_text(needed)}, and "
             f"{what} holds {capacity / 1e9:,.1f}: {_largest(needed)}"
         )
-        fix = f"change what takes the most: {'; '.join(dict.fromkeys(part.keys for part in needed.largest()))}"
+        found, allowed = f"{needed.least / 1e9:,.1f} GB", f"{capacity / 1e9:,.1f} GB"
+        fix = f"change what takes the most: {_keys(needed)}"
         if refuse:
-            checks.fail(
-                _key(key),
-                message,
-                found=f"{needed.least / 1e9:,.1f} GB",
-                allowed=f"{capacity / 1e9:,.1f} GB",
-                fix=fix,
-            )
+            checks.fail(key, message, found=found, allowed=allowed, fix=fix)
         else:
-            checks.warn(_key(key), message, found=f"{needed.least / 1e9:,.1f} GB", fix=fix)
+            checks.warn(key, message, found=found, fix=fix)
         return
     # Terms that shrink by themselves or sum many others count with their certain part.
     moments = {moment.name: held(moment.terms) for moment in memory.moments}
@@ -271,10 +266,10 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
     if moments[name] > TIGHT * capacity:
         moment = next(moment for moment in memory.moments if moment.name == name)
         checks.warn(
-            _key(moment.largest()[0].keys.partition(",")[0]),
+            _first_key(moment),
             f"{name} may take {moments[name] / 1e9:,.1f} GB, more than {TIGHT:.0%} of the {capacity / 1e9:,.1f} of "
             f"{what}: {_largest(moment)}",
-            fix=f"when it runs out: {'; '.join(dict.fromkeys(part.keys for part in moment.largest()))}",
+            fix=f"when it runs out: {_keys(moment)}",
         )
     else:
         checks.ok(f"{name} takes about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}")
@@ -286,9 +281,14 @@ def _estimate_text(moment: Moment) -> str:
     return f" (about {about / 1e9:,.1f})" if about > 1.01 * moment.least else ""
 
 
-def _key(keys: str) -> str:
-    """Return the key to name; a term that has no key belongs to the model."""
-    return keys if "." in keys else "model"
+def _first_key(moment: Moment) -> str:
+    """Return the key to name for what takes the most; a term that has no key belongs to the model."""
+    key = moment.largest()[0].keys.partition(",")[0]
+    return key if "." in key else "model"
+
+
+def _keys(moment: Moment) -> str:
+    return "; ".join(dict.fromkeys(part.keys for part in moment.largest()))
 
 
 def _largest(moment: Moment) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
 from megarl.checks.checklist import Checklist
+from megarl.checks.layout import check_deadline
 from megarl.checks.server_places import NAME as _NAME
 from megarl.checks.server_places import check_colocated, check_gpus
 from megarl.compat.cuda import check_same_nccl, driver_problem, toolkit_problem, version_in
@@ -429,7 +430,7 @@ def _check_interrupted(config: RunConfig, facts: ModelFacts, checks: Checklist) 
 
 
 def _check_limits(config: RunConfig, checks: Checklist) -> None:
-    servers, cluster, longest = config.rollout.sglang, config.cluster, config.longest_sequence()
+    servers, longest = config.rollout.sglang, config.longest_sequence()
     if servers.context_length is not None and servers.context_length < longest:
         checks.fail(
             "rollout.sglang.context_length",
@@ -446,19 +447,8 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
             allowed=f"integer from {longest}",
             fix="raise it, or set it to null",
         )
-    deadlines = {
-        "rollout.sglang.start_timeout_s": (servers.start_timeout_s, "a restart"),
-        "sync.timeout_s": (config.sync.timeout_s, "a server that takes no weights"),
-    }
-    for key, (found, what) in deadlines.items():
-        if cluster.nproc > 1 and found >= cluster.timeout_s:
-            checks.fail(
-                key,
-                f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before {what} does",
-                found=found,
-                allowed=f"number below {cluster.timeout_s:g}",
-                fix=f"set it to {cluster.timeout_s / 2:g}, or cluster.timeout_s={2 * found:g}",
-            )
+    check_deadline("rollout.sglang.start_timeout_s", servers.start_timeout_s, "a restart does", config, checks)
+    check_deadline("sync.timeout_s", config.sync.timeout_s, "a server that takes no weights does", config, checks)
 
 
 def _check_abilities(config: RunConfig, checks: Checklist) -> None:

@@ -61,17 +61,17 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
         forms = [{prefix + canonical_name(kind, name): shape for name, shape in form.items()} for form in alternatives]
         _check_tensors(folder, forms, place, block)
         read |= {name for form in forms for name in form}
-    if facts.encoder is not None:
-        _check_tensors(folder, [dict(facts.encoder.tensors.values())], place, block)
-        read |= dict(facts.encoder.tensors.values()).keys()
     sight = None
     if policy:
         own = projector_file(folder)
         place |= {} if own is None else _in_its_file(own)
         files = files if own is None else [*files, own]
         sight = VisionShape.from_config(complete_config(raw, folder), facts.hidden, where)
-        _check_tensors(folder, [dict(sight.tensors.values())], place, block)
-        read |= dict(sight.tensors.values()).keys()
+    for eyes in (facts.encoder, sight):
+        if eyes is not None:
+            tensors = dict(eyes.tensors.values())
+            _check_tensors(folder, [tensors], place, block)
+            read |= tensors.keys()
     refuse_unread(place, read, sight, str(folder))
     return f"{len(place)} tensors in {file_names(files)}"
 

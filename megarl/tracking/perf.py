@@ -90,16 +90,14 @@ def _remembered_peak(dtype: str) -> float:
     return float(known[key])
 
 
-def perf_metrics(
-    *, tokens: float, seconds: float, devices: int, flops: float | None = None, peak: float | None = None
-) -> dict[str, float]:
+def perf_metrics(*, tokens: float, seconds: float, devices: int, flops: float | None, peak: float) -> dict[str, float]:
     """Return the `perf/*` metrics of one step.
 
     Args:
         tokens: prompt and response tokens of the step over all devices.
         seconds: wall seconds of the step.
         devices: number of devices.
-        flops: model FLOPs of the step over all devices.
+        flops: model FLOPs of the step over all devices; None: unknown.
         peak: FLOP/s of one device.
     """
     metrics = {
@@ -109,6 +107,5 @@ def perf_metrics(
     }
     if flops is not None:
         metrics["perf/tflops"] = flops / seconds / devices / 1e12
-        if peak is not None:
-            metrics["perf/mfu"] = flops / seconds / devices / peak
+        metrics["perf/mfu"] = flops / seconds / devices / peak
     return metrics

@@ -52,22 +52,10 @@ class TraceWriter:
             return
         try:
             for event in events:
-                self._writer.write(self._record(event))
+                self._writer.write({"rank": self._rank, "label": self._label, "team": self._team, **vars(event)})
         except OSError as error:
             self._lost = True
             log.warning("the trace of this rank ends here: %s", error)
-
-    def _record(self, event: PhaseEvent) -> dict[str, Any]:
-        return {
-            "rank": self._rank,
-            "label": self._label,
-            "path": event.path,
-            "start_ns": event.start_ns,
-            "end_ns": event.end_ns,
-            "step": event.step,
-            "team": self._team,
-            "waits_for": event.waits_for,
-        }
 
     def close(self) -> None:
         """Close the file."""

@@ -11,6 +11,7 @@ from megarl.architectures.vision_language import VisionEncoder
 from megarl.checks import images as image_checks
 from megarl.checks import server_places
 from megarl.checks import sglang as server_checks
+from megarl.checks.checklist import Checklist
 from megarl.checks.recipe import check_config
 from megarl.compat.sglang import TESTED
 from megarl.config.load import load_config
@@ -65,8 +66,9 @@ def test_what_servers_cannot_see_is_named(python: Path) -> None:
 def test_a_mixture_has_as_many_features_as_servers_add(blocks: tuple[int, ...], keys: list[str]) -> None:
     raw = config_of("qwen3_vl_moe", deepstack=list(blocks))
     encoder = VisionEncoder.from_config(raw, 64, "config.json")
-    found = image_checks._server_problems(SGLangConfig(), encoder)
-    assert [str(problem.where).rpartition(".")[2] for problem in found] == keys
+    checks = Checklist(name="images")
+    image_checks._check_servers(SGLangConfig(), encoder, checks)
+    assert [str(check.key).rpartition(".")[2] for check in checks.items] == keys
 
 
 def test_an_interpreter_that_cannot_read_images_is_named(python: Path, tmp_path: Path) -> None:
