@@ -7,7 +7,7 @@
 A run that survives a fault is compared at once, and the next moment is one of a new run. A moment is a phase: the
 module of the rows holds every rank that opens it until the fault has happened. Results go to FAULTS (faults.json),
 where a chain that was cut goes on with its next moment in the same folder beside them, and one that is over is not
-repeated; `python -m tests.test_faults faults.json` prints the table of docs/launching.md.
+repeated; `python -m tests.test_faults faults.json` prints a table of them, which docs/launching.md sums up.
 """
 
 from __future__ import annotations
