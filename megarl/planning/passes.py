@@ -6,7 +6,7 @@
     a pass                     micro-batches and the bubble of the pipeline [T8]
     an update                  a pass, reduction of gradients [T9], the optimizer's step [T10]
 
-docs/planning.md derives each of them.
+docs/planning.md has the main term of each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megarl.planning.workload import Share
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of a phase by one formula, of which docs/planning.md has the derivation.
+    """The seconds of a phase by one formula of docs/planning.md.
 
     Attributes:
         formula: its tag there.
